@@ -208,12 +208,9 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         required.append(labels_column)
     missing = [column for column in required if column not in columns]
     if missing:
-        cure = f"add {', '.join(missing)}"
-        if len(columns) == 1 and any(sign in columns[0] for sign in ";\t"):
-            cure = "separate the cells by commas, not by semicolons or tabs"
         raise UserError(
             f"{path}, line 1: expected the columns {', '.join(required)}, "
-            f"but found {', '.join(columns)[:200] or 'none'}; {cure}."
+            f"but found {', '.join(columns)[:200] or 'none'}; {_how_to_add(missing, columns)}."
         )
     # Spreadsheets leave columns without a name.
     counts = Counter(filter(None, columns))
@@ -226,6 +223,18 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         raise UserError(
             f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
         )
+
+
+def _how_to_add(missing: Sequence[str], columns: Sequence[str]) -> str:
+    """Say what to type where a header lacks columns."""
+    first = columns[0] if columns else ""
+    if first.startswith("sep="):
+        return "remove this line, which only some spreadsheets read"
+    if len(columns) == 1 and any(sign in first for sign in ";\t"):
+        return "separate the cells by commas, not by semicolons or tabs"
+    if set(missing) <= {column.casefold() for column in columns}:
+        return f"write {', '.join(missing)} in small letters"
+    return f"add {', '.join(missing)}"
 
 
 def table_at(path: Path) -> Path:

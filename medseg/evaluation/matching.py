@@ -14,7 +14,7 @@ from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
+from medseg.io.inputs import SUFFIXES, case_name, volume_files
 from medseg.io.label_files import LABEL_ENDINGS, label_file, labels_of_report
 from medseg.io.read import read_labels
 from medseg.io.volume import Volume
@@ -258,9 +258,8 @@ def _label_maps(folder: Path) -> dict[str, list[Path]]:
     """Label maps of a folder, by the key of their case; not the masks that `predict` saves."""
     paths_by_key: dict[str, list[Path]] = {}
     files_of_labels = _files_of_labels(folder)
-    for path in sorted(folder.iterdir()):
-        is_left_out = path.name.startswith(".") or path in files_of_labels
-        if path.is_file() and volume_suffix(path) is not None and not is_left_out:
+    for path in volume_files(folder):
+        if path not in files_of_labels:
             paths_by_key.setdefault(_key(case_name(path)), []).append(path)
     return paths_by_key
 

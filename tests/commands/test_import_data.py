@@ -36,7 +36,7 @@ def test_the_table_and_the_task_say_what_the_data_set_holds(
     content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
     assert content == import_dataset(folder).task()
     printed = capsys.readouterr()
-    assert "nnunet: 3 cases to train and validate, 1 cases test" in printed.out
+    assert "nnunet: 3 cases to train and validate, 1 case test" in printed.out
     assert f"next: medseg train stage=coarse data.cases={tmp_path / 'out'}" in printed.out
     lines = [line.split() for line in printed.out.splitlines()]
     assert ["what", "number", "became", "why", "names"] in lines
