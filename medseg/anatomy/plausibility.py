@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import ndimage
 
+from medseg.anatomy.mirrored.head_end import head_evidence
 from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, side_pairs, turned_pairs
 from medseg.anatomy.rules import AIRLESS_HU, AIRY_HU, MAX_OTHER_SIDE, MAX_VOLUME_RATIO
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
@@ -152,11 +153,17 @@ def position_warnings(
         "the position of the patient contradicts the header, left and right are exchanged"
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
+    upside_down_signs = []
     # The sign decides about labels of a network; `UPSIDE_DOWN_EXCESS` is for those of people.
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
+        upside_down_signs.append(UPSIDE_DOWN_SIGN)
+    evidence = head_evidence(image_hu, labels, grid.spacing_mm, task)
+    if evidence.is_upside_down:
+        upside_down_signs.append(evidence.sentence)
+    if upside_down_signs:
         warnings.append(
-            f"{UPSIDE_DOWN_SIGN}: if the position of the patient contradicts the header, left and "
-            "right are exchanged"
+            f"{' and '.join(upside_down_signs)}: if the position of the patient contradicts the "
+            "header, left and right are exchanged"
         )
     return warnings
 

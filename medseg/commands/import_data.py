@@ -83,12 +83,17 @@ def _print_summary(data: DataSet) -> None:
     if len(data.labels) > MANY_LABELS:
         say(f"the task has {len(data.labels)} labels; labels=[a,b,…] keeps some of them")
     uses = Counter(map(_use_of, data.cases))
-    numbers = ", ".join(f"{number} cases {use}" for use, number in uses.items())
+    numbers = ", ".join(f"{_count_cases(number)} {use}" for use, number in uses.items())
     channels = []
     for channel in data.channels:
         channels.append(f"{channel.modality} {channel.window_hu or channel.normalise}")
     print(f"{data.format}: {numbers}; channels: {', '.join(channels)}")
     print(f"labels: {', '.join(data.labels)}")
+
+
+def _count_cases(number: int) -> str:
+    """Write a number of cases."""
+    return "1 case" if number == 1 else f"{number} cases"
 
 
 def _use_of(case: Case) -> str:

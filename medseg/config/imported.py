@@ -17,7 +17,6 @@ from medseg.console import say
 from medseg.errors import UserError
 
 TASK_FILE = "task.yaml"
-TABLE_FILE = "cases.csv"
 # Name of the task among those of `conf/task/`, and of a group of its own for the values of the
 # labels in the files.
 IMPORTED = "imported"
@@ -119,15 +118,17 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
         path: The table, or the folder or file of the data set.
         may_import: Whether it may be a data set in the layout of another program.
     """
+    # Here, so that other commands import no reader.
+    from medseg.data.case_table import table_at
+
     folder = path if path.is_dir() else path.parent
-    is_table = path.suffix.lower() == ".csv" or (path / TABLE_FILE).is_file()
+    is_table = path.suffix.lower() == ".csv" or table_at(path) != path
     if is_table:
         file = folder / TASK_FILE
         return _read_task(file) if file.is_file() else {}
     is_dataset = path.is_dir() or path.suffix.lower() == ".json"
     if not may_import or not is_dataset:
         return {}
-    # Here, so that other commands import no reader.
     from medseg.data.importers.account import left_out_sentences
     from medseg.data.importers.formats import import_dataset
 

@@ -429,7 +429,7 @@ def _entry_folder(
     # Runs that read a scan in two ways have two entries: neither rebuilds that of the other.
     source = _read_as(case)
     for role, path in sources_of(case, task).items():
-        source[role] = str(path.resolve())
+        source[role] = os.path.realpath(path)
     if case.series is not None:
         source["series"] = case.series
     configuration = f"{_folder_text(spacing_mm)}-{_digest(content)}"

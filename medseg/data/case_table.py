@@ -25,6 +25,8 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import LabelValues
 
 TABLE_NAME = "cases.csv"
+# Table that `phantom` writes. A folder of another program may hold a file of this name.
+PHANTOM_TABLE_NAME = "table.csv"
 SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
@@ -139,7 +141,7 @@ def read_case_table(
     machine that holds only the cache has none.
 
     Args:
-        path: The table, or a folder that contains it as `cases.csv`.
+        path: The table, or a folder that contains it, see `table_at`.
         labels_column: Column of the label maps; None reads no labels (prediction).
         hu: HU scale of the rows that give none.
         ignore_findings: Findings of the audit that all cases ignore, in addition to those of their
@@ -206,12 +208,9 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         required.append(labels_column)
     missing = [column for column in required if column not in columns]
     if missing:
-        cure = f"add {', '.join(missing)}"
-        if len(columns) == 1 and any(sign in columns[0] for sign in ";\t"):
-            cure = "separate the cells by commas, not by semicolons or tabs"
         raise UserError(
             f"{path}, line 1: expected the columns {', '.join(required)}, "
-            f"but found {', '.join(columns)[:200] or 'none'}; {cure}."
+            f"but found {', '.join(columns)[:200] or 'none'}; {_how_to_add(missing, columns)}."
         )
     # Spreadsheets leave columns without a name.
     counts = Counter(filter(None, columns))
@@ -226,10 +225,39 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         )
 
 
+def _how_to_add(missing: Sequence[str], columns: Sequence[str]) -> str:
+    """Say what to type where a header lacks columns."""
+    first = columns[0] if columns else ""
+    if first.startswith("sep="):
+        return "remove this line, which only some spreadsheets read"
+    if len(columns) == 1 and any(sign in first for sign in ";\t"):
+        return "separate the cells by commas, not by semicolons or tabs"
+    if set(missing) <= {column.casefold() for column in columns}:
+        return f"write {', '.join(missing)} in small letters"
+    return f"add {', '.join(missing)}"
+
+
 def table_at(path: Path) -> Path:
-    """Find the case table of a folder; another path is returned as it is."""
+    """Find the case table of a folder; another path is returned as it is.
+
+    It is the file that `import` writes, or else the one that `phantom` writes.
+    """
     table = path / TABLE_NAME
-    return table if table.is_file() else path
+    if table.is_file():
+        return table
+    table = path / PHANTOM_TABLE_NAME
+    return table if is_case_table(table) else path
+
+
+def is_case_table(path: Path) -> bool:
+    """Whether a file is CSV whose header names the columns of a case table."""
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        return False
+    try:
+        _, columns = next(_rows(path), (0, []))
+    except UserError:
+        return False
+    return {"case", "image"} <= set(columns)
 
 
 def named_files(path: Path) -> Iterator[tuple[str, Path]]:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,7 +80,7 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
         files: Its files, where they are not those of `files_of`.
     """
     files = files or files_of(path)
-    return {"path": str(path.resolve()), "stamp": _stamp(files), "sha256": _content_hash(files)}
+    return {"path": os.path.realpath(path), "stamp": _stamp(files), "sha256": _content_hash(files)}
 
 
 def is_same_source(path: Path, described: dict[str, Any], files: Sequence[Path] = ()) -> bool:

@@ -2,7 +2,9 @@
 
 import unicodedata
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +14,10 @@ from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
+from medseg.io.inputs import SUFFIXES, case_name, volume_files
+from medseg.io.label_files import LABEL_ENDINGS, label_file, labels_of_report
 from medseg.io.read import read_labels
+from medseg.io.volume import Volume
 from medseg.preprocess.orient import orient
 from medseg.task import LabelValues, Task
 
@@ -32,15 +36,39 @@ class Reference(NamedTuple):
     case: Case | None = None
 
 
-def find_predictions(pred_dir: Path) -> dict[str, list[Path]]:
-    """Find the label maps in the folder of predictions, by the key of their case.
+class Prediction(NamedTuple):
+    """Files of the prediction of a case.
+
+    Attributes:
+        paths: Its label maps, of which one is allowed; where only masks were saved, the path that
+            the label map would have.
+        masks: Where only masks were saved, label to its mask in the order of their values.
+    """
+
+    paths: Sequence[Path]
+    masks: Mapping[str, Path] = MappingProxyType({})
+
+    @property
+    def path(self) -> Path:
+        """Path of the label map, beside which the other files of the case lie."""
+        return self.paths[0]
+
+
+def find_predictions(pred_dir: Path) -> dict[str, Prediction]:
+    """Find the predictions in a folder, by the key of their case.
+
+    They are label maps, or masks where `predict` saved only these.
 
     Raises:
         UserError: If there is none.
     """
     if not pred_dir.is_dir():
         raise UserError(f"pred={pred_dir} is not a folder; give the folder that predict wrote.")
-    predictions = _label_maps(pred_dir)
+    predictions = {key: Prediction(paths) for key, paths in _label_maps(pred_dir).items()}
+    for report, masks in _masks_by_report(pred_dir).items():
+        key = _key(report.stem)
+        if key not in predictions:
+            predictions[key] = Prediction([report.with_name(f"{report.stem}.nii.gz")], masks)
     if not predictions:
         raise UserError(
             f"pred={pred_dir} holds no label map ({', '.join(SUFFIXES)}); give predict's folder."
@@ -112,7 +140,7 @@ def _references_in_folder(folder: Path) -> dict[str, Reference]:
 
 
 def read_pair(
-    pred_files: Sequence[Path], reference: Reference, task: Task, label_values: LabelValues
+    prediction: Prediction, reference: Reference, task: Task, label_values: LabelValues
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Read prediction and reference as label maps in the values of the task.
 
@@ -122,12 +150,15 @@ def read_pair(
     Raises:
         UserError: If a file cannot be read, the grids differ, or a value has no meaning.
     """
-    if len(pred_files) > 1:
-        names = " and ".join(path.name for path in pred_files[:2])
+    if len(prediction.paths) > 1:
+        names = " and ".join(path.name for path in prediction.paths[:2])
         raise UserError(f"there are two predictions, {names}; keep one")
     if reference.labels is None:
         raise UserError("the case has no reference; give its label map")
-    pred_volume = read_labels(pred_files[0])
+    if prediction.masks:
+        pred_volume = _merge_masks(prediction.masks)
+    else:
+        pred_volume = read_labels(prediction.path)
     # A reference in DICOM refers to its scan.
     image = None
     series = None
@@ -150,8 +181,9 @@ def read_pair(
     )
     if int(pred.min()) < 0 or int(pred.max()) > len(task.labels):
         raise UserError(
-            f"the prediction {pred_files[0].name} holds values from {pred.min()} to {pred.max()}, "
-            f"expected 0 to {len(task.labels)} (task {task.name}); evaluate label maps of this task"
+            f"the prediction {prediction.path.name} holds values from {pred.min()} to "
+            f"{pred.max()}, expected 0 to {len(task.labels)} (task {task.name}); "
+            "evaluate label maps of this task"
         )
     target = task_values(target, reference.labels, task, values)
     if task.ignore_label is not None:
@@ -184,12 +216,55 @@ def _key(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
+def _merge_masks(masks: Mapping[str, Path]) -> Volume:
+    """Merge the masks of a prediction to its label map; the n-th label has the value n.
+
+    Raises:
+        UserError: If a mask cannot be read, or their grids differ.
+    """
+    merged = None
+    for value, path in enumerate(masks.values(), start=1):
+        mask = read_labels(path)
+        if merged is None:
+            merged = replace(mask, array=np.zeros(mask.array.shape, dtype=np.uint8))
+        check_grid(f"mask {path.name}'s", mask.grid, "other masks'", merged.grid)
+        merged.array[mask.array > 0] = value
+    assert merged is not None, "a task has labels"
+    return merged
+
+
+def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
+    """Map the reports of `predict` to the masks that it saved, by label; not those without any."""
+    masks_by_report = {}
+    for report in sorted(folder.glob("*.json")):
+        start = report.with_suffix("")
+        masks = {}
+        for label in labels_of_report(report):
+            masks[label] = label_file(start, label, "masks")
+        if any(path.is_file() for path in masks.values()):
+            masks_by_report[report] = masks
+    return masks_by_report
+
+
+def _files_of_labels(folder: Path) -> set[Path]:
+    """Find the files of single labels that `predict` saved beside its label maps."""
+    files = set()
+    for report in folder.glob("*.json"):
+        for label in labels_of_report(report):
+            for kind in LABEL_ENDINGS:
+                file = label_file(report.with_suffix(""), label, kind)
+                # A case of its own may have such a name.
+                if not file.with_name(f"{case_name(file)}.json").exists():
+                    files.add(file)
+    return files
+
+
 def _label_maps(folder: Path) -> dict[str, list[Path]]:
-    """Label maps of a folder, by the key of their case."""
+    """Label maps of a folder, by the key of their case; not the masks that `predict` saves."""
     paths_by_key: dict[str, list[Path]] = {}
-    for path in sorted(folder.iterdir()):
-        is_hidden = path.name.startswith(".")
-        if path.is_file() and volume_suffix(path) is not None and not is_hidden:
+    files_of_labels = _files_of_labels(folder)
+    for path in volume_files(folder):
+        if path not in files_of_labels:
             paths_by_key.setdefault(_key(case_name(path)), []).append(path)
     return paths_by_key
 

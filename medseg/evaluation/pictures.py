@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.evaluation.matching import Reference, check_grid, read_pair
+from medseg.evaluation.matching import Prediction, Reference, check_grid, read_pair
 from medseg.evaluation.reports import read_words, scan_of
 from medseg.findings import sentences_of
 from medseg.geometry.grid import VoxelGrid
@@ -59,7 +59,7 @@ def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, li
 
 def write_viewers(
     rows: Sequence[Row],
-    pairs: Mapping[str, tuple[Sequence[Path], Reference]],
+    pairs: Mapping[str, tuple[Prediction, Reference]],
     task: Task,
     label_values: LabelValues,
     overlays: Path,
@@ -85,16 +85,16 @@ def write_viewers(
     drawn = [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()]
     viewers = {}
     for name in drawn[:num_viewers]:
-        pred_files, reference = pairs[name]
-        scan = scan_of(reference, pred_files[0], task)
+        prediction, reference = pairs[name]
+        scan = scan_of(reference, prediction.path, task)
         assert scan is not None, "its overlay was drawn"
-        pred, target, grid = read_pair(pred_files, reference, task, label_values)
+        pred, target, grid = read_pair(prediction, reference, task, label_values)
         image, _ = _read_image(scan, grid, task)
         # Statistics of HU are for CT only.
         image_hu = image if task.is_ct else None
         statistics = scan_statistics(image_hu, pred, grid, task.labels)
         volumes = pack_case(image, pred, grid, target, task)
         viewer = folder / f"{name}{SUFFIX}"
-        write_case_viewer(viewer, volumes, statistics, read_words(pred_files[0]), task)
+        write_case_viewer(viewer, volumes, statistics, read_words(prediction.path), task)
         viewers[name] = viewer
     return viewers

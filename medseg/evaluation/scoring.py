@@ -11,7 +11,13 @@ import numpy as np
 
 from medseg.data.case_table import Case
 from medseg.errors import UserError, first_line
-from medseg.evaluation.matching import Reference, find_predictions, find_references, read_pair
+from medseg.evaluation.matching import (
+    Prediction,
+    Reference,
+    find_predictions,
+    find_references,
+    read_pair,
+)
 from medseg.evaluation.pictures import draw_overlay, write_viewers
 from medseg.evaluation.report_page import (
     ALL,
@@ -234,7 +240,7 @@ def _say_missing(names: Sequence[str], num_references: int, ref: Path) -> str:
 
 
 def _pair(
-    predictions: Mapping[str, Sequence[Path]],
+    predictions: Mapping[str, Prediction],
     references: Mapping[str, Reference],
     other_split_keys: Collection[str],
     regions: Sequence[Region],
@@ -243,7 +249,7 @@ def _pair(
     """Find the cases with a prediction and a reference, and note what is left out.
 
     Args:
-        predictions: Label maps by the key of their case.
+        predictions: Predictions by the key of their case.
         references: References with labels by the key of their case.
         other_split_keys: Keys of the cases of other splits.
         regions: Regions that are scored.
@@ -259,9 +265,9 @@ def _pair(
             common.append(key)
         else:
             summary.without_prediction.append(reference.name)
-    for key, paths in predictions.items():
+    for key, prediction in predictions.items():
         if key not in references and key not in other_split_keys:
-            summary.without_reference.append(case_name(paths[0]))
+            summary.without_reference.append(case_name(prediction.path))
     for region in scored_regions(task):
         if region not in regions:
             summary.warnings.append(
@@ -291,14 +297,14 @@ def _check_trusts(references: Iterable[Reference]) -> None:
 
 
 def _stated_by_predictions(
-    pairs: Mapping[str, tuple[Sequence[Path], Reference]],
+    pairs: Mapping[str, tuple[Prediction, Reference]],
 ) -> tuple[dict[str, Path], dict[str, Mapping[str, StatedBound]]]:
     """Find the viewers that `predict` wrote, and the bounds on Dice that it states, by case."""
     viewers = {}
     bounds: dict[str, Mapping[str, StatedBound]] = {}
-    for name, (files, _) in pairs.items():
-        bounds[name] = read_words(files[0]).dice_at_least
-        viewer = beside(files[0], SUFFIX)
+    for name, (prediction, _) in pairs.items():
+        bounds[name] = read_words(prediction.path).dice_at_least
+        viewer = beside(prediction.path, SUFFIX)
         if viewer.is_file():
             viewers[name] = viewer
     return viewers, bounds
@@ -372,7 +378,7 @@ def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
 
 def _score_case(
     summary: EvaluationSummary,
-    pred_files: Sequence[Path],
+    prediction: Prediction,
     reference: Reference,
     regions: Sequence[Region],
     task: Task,
@@ -388,8 +394,8 @@ def _score_case(
         The result of the case in one line.
     """
     try:
-        check_labels(pred_files[0], task)
-        pred, target, grid = read_pair(pred_files, reference, task, label_values)
+        check_labels(prediction.path, task)
+        pred, target, grid = read_pair(prediction, reference, task, label_values)
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
@@ -415,11 +421,11 @@ def _score_case(
         }
         summary.rows.append(row)
         dices.append(f"{region.name} {scores['dice']:.4f}")
-    cost = read_cost(pred_files[0])
+    cost = read_cost(prediction.path)
     if cost:
         summary.costs[reference.name] = cost
     if overlays is not None:
-        scan = scan_of(reference, pred_files[0], task)
+        scan = scan_of(reference, prediction.path, task)
         if scan is not None:
             summary.warnings += _draw(scan, pred, target, grid, task, overlays)
     return f"Dice {', '.join(dices)}"

@@ -1,5 +1,6 @@
 """Input paths: the scans at a path, and their case names."""
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -43,10 +44,22 @@ def volume_suffix(path: Path) -> str | None:
 
 
 def volume_files(folder: Path) -> list[Path]:
-    """List the volume files that lie in a folder itself, sorted by name."""
-    return [
-        entry for entry in _visible(folder) if entry.is_file() and volume_suffix(entry) is not None
-    ]
+    """List the volume files that lie in a folder itself, sorted by name.
+
+    A link that leads nowhere is one of them, so that its reader tells it: a file of git-annex that
+    was not fetched would else be left out in silence.
+    """
+    files = []
+    for entry in _visible(folder):
+        is_file = entry.is_file() or leads_nowhere(entry)
+        if is_file and volume_suffix(entry) is not None:
+            files.append(entry)
+    return files
+
+
+def leads_nowhere(path: Path) -> bool:
+    """Whether a path is a link to a file that does not exist, or to itself."""
+    return path.is_symlink() and not path.exists()
 
 
 def _scan_files(folder: Path) -> list[Path]:
@@ -101,13 +114,13 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         folder: Where to look.
         is_deep: Whether also in the folders below, links followed once.
     """
-    searched: set[Path] = set()
+    searched: set[str] = set()
     waiting = [folder]
     while waiting:
         current = waiting.pop()
-        if current.resolve() in searched:
+        if os.path.realpath(current) in searched:
             continue
-        searched.add(current.resolve())
+        searched.add(os.path.realpath(current))
         entries = _visible(current)
         for entry in entries:
             if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry):

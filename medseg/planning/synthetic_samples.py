@@ -11,7 +11,7 @@ import torch
 
 from medseg.config.schema import PlanConfig
 from medseg.data.audit.finding import CaseAudit
-from medseg.data.cache import CachedCase
+from medseg.data.cache import CachedCase, CoarseProbs
 from medseg.data.options import StageName
 from medseg.data.samples import Samples
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -28,6 +28,9 @@ WARM_UP_LENGTH = 16
 # because the draws of the augmentation differ: in patches of 64×64×64 voxels the memory of the
 # first samples is half of that after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
+# Spacing of the probabilities that a sample with a coarse channel is given. The cost of the channel
+# is that of the voxels of the sample, whatever the spacing.
+COARSE_MM = 4.0
 
 
 def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[int, float]:
@@ -69,6 +72,9 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
     data.setup("fit")
     case = synthetic_case(folder, config, data.task, shape)
     data.train_cases, data.val_cases, data.weights = [case], [case], [1.0]
+    if stage.coarse_channel:
+        probs = _synthetic_probs(folder, case.grid, data.task)
+        data.crops = replace(data.crops, coarse_probs={case.name: probs})
     return data.train_samples() if is_training else data.val_samples()
 
 
@@ -133,6 +139,15 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         label_boxes=dict.fromkeys(task.labels, box),
         intensities=tuple(intensities),
     )
+
+
+def _synthetic_probs(folder: Path, grid: VoxelGrid, task: Task) -> CoarseProbs:
+    """Write probabilities of a coarse stage, as the cache holds them, over the whole grid."""
+    coarse_grid = grid.resampled((COARSE_MM, COARSE_MM, COARSE_MM))
+    probs = np.zeros((task.num_classes, *coarse_grid.shape), dtype=np.float16)
+    file = folder / "coarse.npy"
+    np.save(file, probs)
+    return CoarseProbs(file, coarse_grid)
 
 
 def _region_box(volume_shape: Shape, shape: Shape, margins: list[int]) -> VoxelBox:

@@ -1,6 +1,5 @@
 """Result files of a case but its report: names, what pictures need of the voxels, writers."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation, describe_bounds
 from medseg.io.identity import Identity
 from medseg.io.inputs import DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX, case_name, input_format
+from medseg.io.label_files import LABEL_ENDINGS, label_file
 from medseg.io.label_table import Structure
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
@@ -46,8 +46,6 @@ ENDINGS = {
     "dicom_seg": DICOM_SEG_SUFFIX,
     "rtstruct": RTSTRUCT_SUFFIX,
 }
-# The same for kinds with a file for each label.
-LABEL_ENDINGS = {"masks": ".nii.gz", "probabilities": ".probability.nii.gz"}
 # Kinds that are written on the slices of a DICOM series.
 DICOM_KINDS = ("dicom_seg", "rtstruct")
 
@@ -87,10 +85,7 @@ def result_paths(
             paths[kind, ""] = start.with_name(start.name + ENDINGS[kind])
         elif kind in LABEL_ENDINGS:
             for label in cascade.task.labels:
-                file_label = re.sub(r"[/\\]", "_", label)
-                paths[kind, label] = start.with_name(
-                    f"{start.name}.{file_label}{LABEL_ENDINGS[kind]}"
-                )
+                paths[kind, label] = label_file(start, label, kind)
     return paths
 
 

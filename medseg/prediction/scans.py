@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -540,16 +541,17 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     Raises:
         UserError: If a path would be written twice or overwrite an input.
     """
-    inputs = {path.resolve(): description for path, description in protected.items()}
+    # Not `Path.resolve`, which fails for a link to itself.
+    inputs = {os.path.realpath(path): description for path, description in protected.items()}
     earlier_outputs: dict[str, Path] = {}
     for output in outputs:
-        target = output.resolve()
+        target = os.path.realpath(output)
         if target in inputs:
             raise UserError(
                 f"{output} is {inputs[target]} and would be overwritten; give another output"
             )
         # Some file systems treat two encodings of ü as one name.
-        key = unicodedata.normalize("NFC", str(target))
+        key = unicodedata.normalize("NFC", target)
         if key in earlier_outputs:
             raise UserError(
                 f"{earlier_outputs[key]} and {output} would be one file; rename one of the cases"

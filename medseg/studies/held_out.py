@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from medseg.data.case_table import Case
-from medseg.evaluation.matching import Reference, read_pair
+from medseg.evaluation.matching import Prediction, Reference, read_pair
 from medseg.geometry.grid import VoxelGrid
 from medseg.task import LabelValues, Task
 
@@ -48,6 +48,6 @@ class HeldOut:
     def pairs(self) -> Iterator[tuple[Case, np.ndarray, np.ndarray, VoxelGrid]]:
         """Yield each case with its prediction, its reference, (D, H, W) each, and their grid."""
         for case in self.cases:
-            prediction = self.predictions / f"{case.name}.nii.gz"
+            prediction = Prediction([self.predictions / f"{case.name}.nii.gz"])
             reference = Reference(case.name, case.labels, case)
-            yield case, *read_pair([prediction], reference, self.task, self.label_values)
+            yield case, *read_pair(prediction, reference, self.task, self.label_values)

@@ -22,6 +22,7 @@ from medseg.studies.fold_bound import BOUND, LEVEL, formula_text
 from medseg.studies.fold_tables import METRICS_FILE
 from medseg.studies.recipes import (
     check_experiments,
+    check_same_recipe,
     coarse_arguments,
     experiments,
     note_recipe,
@@ -122,6 +123,7 @@ def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
     # Those of a cross-validation: each case gets a stage that has not trained on it.
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     if folds:
+        check_same_recipe(folds)
         return coarse_arguments(config, folds)
     checkpoint = text_of(str(last_checkpoint(runs / "all" / "coarse")))
     arguments = {}

@@ -13,6 +13,7 @@ from medseg.config.schema import RecipeConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.text import read_json
 from medseg.studies.command_steps import Step, last_checkpoint, train_steps
 from medseg.studies.train_arguments import compose_train, compose_unchecked
 from medseg.weights.files import shipped_weights
@@ -187,6 +188,32 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
             f"{folder}: its runs come from {earlier}, not {current}; "
             "give the same ones, or another folder"
         )
+
+
+def check_same_recipe(folders: Sequence[Path]) -> None:
+    """Refuse folds that come from different recipes, whose networks would be joined.
+
+    A folder without a note of its recipe, of an older version, is compared with none.
+
+    Args:
+        folders: Folder of each fold.
+
+    Raises:
+        UserError: With the first key that differs.
+    """
+    noted = [folder for folder in folders if (folder / EXPERIMENTS).is_file()]
+    if not noted:
+        return
+    first = read_json(noted[0] / EXPERIMENTS)
+    for folder in noted[1:]:
+        recipe = read_json(folder / EXPERIMENTS)
+        for key in dict.fromkeys([*first, *recipe]):
+            if first.get(key) != recipe.get(key):
+                raise UserError(
+                    f"{noted[0]} and {folder} come from different recipes: {key} is "
+                    f"{json.dumps(first.get(key))} and {json.dumps(recipe.get(key))}; "
+                    "give runs=<folder> of one cross-validation."
+                )
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_the_table_and_the_task_say_what_the_data_set_holds(
     content = yaml.safe_load((tmp_path / "out" / "task.yaml").read_text(encoding="utf-8"))
     assert content == import_dataset(folder).task()
     printed = capsys.readouterr()
-    use = "nnunet: 3 cases to train and validate, 1 cases test"
+    use = "nnunet: 3 cases to train and validate, 1 case test"
     assert f"{use}; channels: ct (-1000.0, 1000.0)\n" in printed.out
     assert "labels: left_lung, right_lung\n" in printed.out
     assert f"next: medseg train stage=coarse data.cases={tmp_path / 'out'}" in printed.out

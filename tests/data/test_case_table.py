@@ -121,6 +121,8 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
             ["line 1", "found case;image;labels; separate the cells by commas"],
         ),
         ("case\timage\na\ta.nii.gz\n", ["line 1", "; separate the cells by commas"]),
+        ("Case,Image,Labels\na,b,c\n", ["line 1", "; write case, image, labels in small letters."]),
+        ("sep=,\ncase,image,labels\na,b,c\n", ["line 1", "; remove this line, which only some"]),
         ("case\na\n", ["line 1", "found case; add image, labels."]),
         ("case,image,labels,image\n", ["line 1", "'image' appears twice"]),
         (ROW + "\na,a.nii.gz,\n", ["line 4", "'a' is already on line 2"]),

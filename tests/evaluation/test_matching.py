@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from layouts import SPACING_MM, blocks, make_dicom, make_totalsegmentator, save
 
 from medseg.data.case_table import Case
-from medseg.evaluation.matching import Reference, read_pair
+from medseg.errors import UserError
+from medseg.evaluation.matching import (
+    Prediction,
+    Reference,
+    find_predictions,
+    find_references,
+    read_pair,
+)
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_labels
 from medseg.task import Channel, Region, Task
@@ -34,7 +43,7 @@ def test_a_prediction_is_compared_with_a_folder_of_masks(tmp_path: Path) -> None
         "liver": "liver",
     }
     pred, target, _ = read_pair(
-        [prediction], Reference(case.name, case.labels, case), task, {**values}
+        Prediction([prediction]), Reference(case.name, case.labels, case), task, {**values}
     )
     assert np.array_equal(pred, labels)
     assert np.array_equal(target, labels)
@@ -57,5 +66,59 @@ def test_structures_are_read_on_the_series_of_the_case(tmp_path: Path) -> None:
     )
     case = Case("p", tmp_path / "data", file, "p", series="1.2.826.1.1")
     values = {"Lung_L": "left_lung", "Lung_R": "right_lung"}
-    _, target, _ = read_pair([prediction], Reference(case.name, file, case), task, {**values})
+    _, target, _ = read_pair(
+        Prediction([prediction]), Reference(case.name, file, case), task, {**values}
+    )
     assert np.array_equal(target, labels)
+
+
+LUNGS = Task("lungs", {"left_lung": 1, "right_lung": 2}, (), (Channel(),))
+
+
+def save_prediction(folder: Path, case: str) -> np.ndarray:
+    """Write the files of `save=[labels,masks,probabilities]` and the report of a case."""
+    labels = blocks(1)[1]
+    folder.mkdir(exist_ok=True)
+    save(folder / f"{case}.nii.gz", labels)
+    for name, value in LUNGS.labels.items():
+        save(folder / f"{case}.{name}.nii.gz", (labels == value).astype(np.uint8))
+        save(folder / f"{case}.{name}.probability.nii.gz", labels)
+    report = {"volume_ml": dict.fromkeys(LUNGS.labels, 1.0)}
+    (folder / f"{case}.json").write_text(json.dumps(report), encoding="utf-8")
+    return labels
+
+
+def test_masks_beside_a_label_map_are_no_further_cases(tmp_path: Path) -> None:
+    save_prediction(tmp_path / "out", "Müller (1.5)")
+    predictions = find_predictions(tmp_path / "out")
+    assert list(predictions) == ["Müller (1.5)"]
+    assert not predictions["Müller (1.5)"].masks
+    references, _ = find_references(tmp_path / "out", "labels", None)
+    assert list(references) == ["Müller (1.5)"]
+
+
+def test_a_case_may_be_called_like_the_mask_of_another(tmp_path: Path) -> None:
+    save_prediction(tmp_path / "out", "a")
+    save_prediction(tmp_path / "out", "a.left_lung")
+    assert set(find_predictions(tmp_path / "out")) == {"a", "a.left_lung"}
+
+
+def test_masks_of_another_program_stay_cases(tmp_path: Path) -> None:
+    save_prediction(tmp_path / "out", "a")
+    (tmp_path / "out" / "a.json").write_text("[1]", encoding="utf-8")
+    assert {"a", "a.left_lung", "a.right_lung"} <= set(find_predictions(tmp_path / "out"))
+
+
+def test_masks_alone_are_scored_as_the_label_map_that_they_make(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    labels = save_prediction(folder, "a")
+    reference = Reference("a", save(tmp_path / "a.nii.gz", labels))
+    (folder / "a.nii.gz").unlink()
+    prediction = find_predictions(folder)["a"]
+    values = {1: "left_lung", 2: "right_lung"}
+    pred, target, _ = read_pair(prediction, reference, LUNGS, {**values})
+    assert np.array_equal(pred, target)
+    # The folder is incomplete: the label would be scored as missing.
+    (folder / "a.right_lung.nii.gz").unlink()
+    with pytest.raises(UserError, match=r"a\.right_lung\.nii\.gz"):
+        read_pair(prediction, reference, LUNGS, {**values})

@@ -28,6 +28,8 @@ from medseg.planning import synthetic_samples as samples
 from medseg.planning.process import ProcessCost, process_cost, sample_cost
 from medseg.planning.rehearsal import RehearsalWatch
 from medseg.task_options import make_task
+from medseg.training.network import count_channels
+from medseg.weights.files import shipped_weights
 
 MIB = 2**20
 
@@ -74,6 +76,18 @@ def test_samples_of_a_stage_are_made_and_measured_once(
     monkeypatch.setattr(samples, "make_samples", lambda *_: pytest.fail("made again"))
     assert sample_cost(config, shape, tmp_path, is_training=True) == training
     assert sample_cost(config, shape, tmp_path, is_training=False) == validation
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_sample_of_a_stage_that_sees_the_coarse_one_has_its_channel(
+    tmp_path: Path, is_training: bool
+) -> None:
+    shape = (48, 48, 32)
+    coarse = shipped_weights("lungs", "coarse")
+    overrides = ["stage=fine", "stage.coarse_channel=true", f"stage.coarse={coarse}"]
+    config = compose(*overrides, "stage.patch_size=[48,48,32]")
+    made = samples._samples_of(config, shape, tmp_path / "samples", is_training)[0]
+    assert made["image"].shape[0] == count_channels(config)
 
 
 @pytest.mark.slow  # a worker imports the libraries anew

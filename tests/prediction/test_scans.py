@@ -256,3 +256,20 @@ def test_several_checkpoints_leave_a_map_of_their_disagreement(scans: Path, tmp_
         "refine_left_lung": "whole",
         "refine_right_lung": "whole",
     }
+
+
+def test_links_that_lead_nowhere_fail_alone(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of git-annex that were not fetched are such links; they are not left out in silence."""
+    (scans / "gone.nii.gz").symlink_to("nowhere.nii.gz")
+    (scans / "loop.nii.gz").symlink_to("loop.nii.gz")
+    table = tmp_path / "table.csv"
+    rows = [f"{name},scans/{name}.nii.gz" for name in ("good", "gone", "loop")]
+    table.write_text("\n".join(["case,image", *rows]), encoding="utf-8")
+    for source, output in ((scans, tmp_path / "from folder"), (table, tmp_path / "from table")):
+        assert predict(source, output) == 1
+        said = capsys.readouterr().err
+        assert is_right(output / "good.nii.gz")
+        for name in ("gone", "loop"):
+            assert f"{name}.nii.gz: this file or folder does not exist" in said

@@ -122,6 +122,31 @@ def test_a_fine_stage_sees_the_coarse_stages_of_the_folds_or_that_of_all_cases(
         assert value.strip("'") == str(last_checkpoint(tmp_path / "runs" / "all" / "coarse"))
 
 
+def test_folds_of_different_recipes_are_not_joined(tmp_path: Path, steps: list[Step]) -> None:
+    write_checkpoints(tmp_path)
+    recipe = {"coarse": ["a"], "fine": ["b"], "cases": "0123"}
+    for fold in range(3):
+        (tmp_path / "runs" / f"fold_{fold}" / "coarse").mkdir(parents=True)
+
+    def note(fold: int, **changes: Any) -> None:
+        text = json.dumps({**recipe, **changes})
+        path = tmp_path / "runs" / f"fold_{fold}" / "experiments.json"
+        path.write_text(text, encoding="utf-8")
+
+    # The recipe of fold 1 is not known.
+    note(0)
+    note(2)
+    study.make_weights(make_config(tmp_path))
+    assert steps
+    for changes, said in (
+        ({"coarse": ["c"], "fine": ["d"]}, r'coarse is \["a"\] and \["c"\]'),
+        ({"arguments": ["seed=1"]}, r'arguments is null and \["seed=1"\]'),
+    ):
+        note(2, **changes)
+        with pytest.raises(UserError, match=f"fold_0 and .*fold_2 come from .*: {said}; give"):
+            study.make_weights(make_config(tmp_path))
+
+
 @pytest.mark.parametrize("num_patients", [PATIENTS, PATIENTS - 1])
 def test_the_bound_is_that_of_the_worst_of_nine_held_out_patients(
     num_patients: int, tmp_path: Path, steps: list[Step]

@@ -137,7 +137,7 @@ def mirror_evidence(
     lungs = find_lungs(image_hu, labels, spacing_mm, task)
     if lungs is None:
         return MirrorEvidence({})
-    gap = _gap_between(lungs)
+    gap = gap_between(lungs)
     sizes = {
         "liver": liver_excess(lungs),
         "arch": arch_excess_mm(lungs, gap),
@@ -159,10 +159,7 @@ def find_lungs(
     Which of them is left is decided by their place: the names of the labels may follow the organs
     of a mirrored image, or its header.
     """
-    steps = [max(1, round(SOLID_MM / (2 * mm))) for mm in spacing_mm]
-    every_few = tuple(slice(None, None, step) for step in steps)
-    coarse_hu = image_hu[every_few]
-    coarse_labels = labels[every_few]
+    coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     masks = []
     for side in ("left", "right"):
         mask = np.zeros(coarse_labels.shape, dtype=bool)
@@ -175,17 +172,30 @@ def find_lungs(
             return None
         masks.append(mask)
     # By their place, not by their labels, which may be exchanged; x increases to the left.
-    left, right = sorted(masks, key=_centre_x, reverse=True)
+    left, right = sorted(masks, key=centre_x, reverse=True)
+    return Lungs(left, right, coarse_hu, coarse_mm)
+
+
+def every_few_voxels(
+    image_hu: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float]
+) -> tuple[np.ndarray, np.ndarray, tuple[float, float, float]]:
+    """Thin out an image and its labels, (D, H, W), to about half of `SOLID_MM`.
+
+    Returns:
+        Views of both, and their spacing.
+    """
+    steps = [max(1, round(SOLID_MM / (2 * mm))) for mm in spacing_mm]
+    every_few = tuple(slice(None, None, step) for step in steps)
     z_mm, y_mm, x_mm = (step * mm for step, mm in zip(steps, spacing_mm, strict=True))
-    return Lungs(left, right, coarse_hu, (z_mm, y_mm, x_mm))
+    return image_hu[every_few], labels[every_few], (z_mm, y_mm, x_mm)
 
 
-def _centre_x(mask: np.ndarray) -> float:
+def centre_x(mask: np.ndarray) -> float:
     """Index along x of the centre of mass of a mask (D, H, W)."""
     return float(np.average(np.arange(mask.shape[2]), weights=mask.sum(axis=(0, 1))))
 
 
-def _gap_between(lungs: Lungs) -> Gap:
+def gap_between(lungs: Lungs) -> Gap:
     """Find what lies between the lungs in each row."""
     right, left = lungs.right, lungs.left
     width = right.shape[2]
@@ -227,13 +237,13 @@ def liver_excess(lungs: Lungs) -> float | None:
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
     belows = []
     for lung in (lungs.right, lungs.left):
-        columns = _inner_columns(lung, lungs.spacing_mm)
-        below = _below(lung, columns & in_field, lungs.spacing_mm[0])
-        if not _shows_below(below, columns, spacing_mm):
+        columns = inner_columns(lung, lungs.spacing_mm)
+        below = tissue_below(lung, columns & in_field, lungs.spacing_mm[0])
+        if not shows_below(below, columns, spacing_mm):
             return None
         belows.append(below)
-    part = _part_around(belows[0] | belows[1], spacing_mm)
-    is_solid, is_light = _solid_and_light(lungs.image_hu[part], spacing_mm)
+    part = part_around(belows[0] | belows[1], spacing_mm)
+    is_solid, is_light = solid_and_light(lungs.image_hu[part], spacing_mm)
     solid_shares = [is_solid[below[part]].mean() for below in belows]
     light_shares = [is_light[below[part]].mean() for below in belows]
     # First that of the right lung. The liver is solid; stomach and colon hold gas and fat.
@@ -241,8 +251,8 @@ def liver_excess(lungs: Lungs) -> float | None:
     return float(solid_excess + light_shares[1] - light_shares[0]) / 2
 
 
-def _part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
-    """Slices of what `_solid_and_light` reads for the voxels of a mask, which is not empty."""
+def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
+    """Slices of what `solid_and_light` reads for the voxels of a mask, which is not empty."""
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask shows what lies below a lung"
     # Both filters reach as far, rounded to voxels.
@@ -250,7 +260,7 @@ def _part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice
     return box.expanded(reach.tolist()).clipped(mask.shape).slices()
 
 
-def _solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Masks (D, H, W) of solid tissue and of light tissue, as fat or gas, of a smoothed image."""
     reach = np.rint(SOLID_MM / spacing_mm).astype(int)
     clipped_hu = np.clip(image_hu, -300, 300).astype(np.float32)
@@ -261,21 +271,21 @@ def _solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.n
     return is_solid, smooth_hu < LIGHT_HU
 
 
-def _inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
+def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Mask (H, W) of the columns of a lung but the outermost ones, below which lies its wall."""
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
     return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
 
 
-def _below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
+def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
     """Mask (D, H, W) of what lies at some depth below a lung, in some of its columns."""
     near_mm, far_mm = BELOW_LUNG_MM
     depth_mm = (lung.argmax(axis=0) - np.arange(len(lung))[:, None, None]) * z_mm
     return np.asarray(columns & (depth_mm > near_mm) & (depth_mm <= far_mm))
 
 
-def _shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
-    """Whether a scan shows enough of what lies below a lung, see `_below`."""
+def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
+    """Whether a scan shows enough of what lies below a lung, see `tissue_below`."""
     near_mm, far_mm = BELOW_LUNG_MM
     num_voxels = np.count_nonzero(below)
     whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]

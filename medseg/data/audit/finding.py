@@ -293,6 +293,20 @@ KINDS = {
         "if they show one patient, remove one of them, or give both the same patient in the case "
         "table",
     ),
+    "near_copy:scaled": Kind(
+        ERROR,
+        "but for scale and shift of its values its image is that of the case {twin!r} (within "
+        "{difference:.1%}), but {claim}: one could be used for training and the other for "
+        "validation",
+        "remove one of them, or give both the same patient in the case table",
+    ),
+    "near_copy:scaled_unclaimed": Kind(
+        WARNING,
+        "but for scale and shift of its values its image is that of the case {twin!r} (within "
+        "{difference:.1%}): one could be used for training and the other for validation",
+        "if they show one patient, remove one of them, or give both the same patient in the case "
+        "table",
+    ),
     "near_copy:profile": Kind(
         ERROR,
         "slice by slice it shows the same areas of fat, soft tissue and bone as the case {twin!r} "

@@ -360,6 +360,12 @@ def _position(
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
         return "upside down", UPSIDE_DOWN_SIGN
+    # Loads scipy, which a training from the cache does not need.
+    from medseg.anatomy.mirrored.head_end import head_evidence
+
+    evidence = head_evidence(image_hu, labels, grid.spacing_mm, task)
+    if evidence.is_upside_down:
+        return "upside down", evidence.sentence
     return "", ""
 
 

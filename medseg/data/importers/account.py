@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.io.inputs import volume_suffix
+from medseg.io.inputs import leads_nowhere, volume_suffix
 
 MAX_NAMES = 3
 COLUMNS = {"what": "what", "number": "number", "became": "became", "why": "why", "names": "names"}
@@ -56,10 +56,15 @@ class Account:
     """What the reader of a layout has found, written while it reads.
 
     Files need no entry each: `close` finds those that nothing has claimed.
+
+    Attributes:
+        items: The entries.
+        original_names: Label to its name in the data set, where that is another one.
     """
 
     def __init__(self) -> None:
         self.items: list[Item] = []
+        self.original_names: dict[str, str] = {}
         self._claimed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
@@ -107,7 +112,7 @@ class Account:
             if is_claimed:
                 num_used += 1
                 continue
-            why = inherited or _reason_of(Path(path).name)
+            why = inherited or _reason_of(Path(path))
             self.leave_out(Kind.file, os.path.relpath(path, root), why)
         if num_used:
             self.items.append(Item(Kind.file, "", Fate.used, "read for the cases", num_used))
@@ -138,11 +143,13 @@ class Account:
         return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
 
 
-def _reason_of(name: str) -> str:
-    """Say why a file of this name is not part of a data set that does not name it."""
-    if name.startswith("."):
+def _reason_of(path: Path) -> str:
+    """Say why a file is not part of a data set that does not name it."""
+    if path.name.startswith("."):
         return "hidden file"
-    if volume_suffix(Path(name)) is None:
+    if leads_nowhere(path):
+        return "link that leads nowhere"
+    if volume_suffix(path) is None:
         return "not an image"
     return "nothing in the data set refers to it"
 

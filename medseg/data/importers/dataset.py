@@ -211,7 +211,11 @@ class DataSet:
         """List the labels of the task with their structures."""
         items = []
         for label, members in self.labels.items():
-            items.append(Item(Kind.label, label, Fate.used, _origin(members)))
+            why = _origin(members)
+            original_name = self.account.original_names.get(label)
+            if original_name is not None:
+                why += f", called {original_name} in the data set"
+            items.append(Item(Kind.label, label, Fate.used, why))
             if self.structures is not None:
                 items += [self._structure_item(member, label, len(members)) for member in members]
         return items

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from medseg.data.case_table import Case, read_case_table, table_at
+from medseg.data.case_table import Case, is_case_table, read_case_table, table_at
 from medseg.data.importers.dataset import DICOM, DataSet, check_dataset
 from medseg.data.importers.folders import (
     LUNA16,
@@ -143,11 +143,12 @@ def find_format(path: Path) -> str:
     """Find the layout of a data set by what lies in its folder.
 
     Raises:
-        UserError: If it has none of those in `FORMATS`, or holds several data sets.
+        UserError: If it has none of those in `FORMATS`, holds several data sets, or a case table.
     """
     name = _format_at(path)
     if name is not None:
         return name
+    _refuse_case_table(path)
     folders: list[Path] = []
     if path.is_dir():
         folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
@@ -175,6 +176,22 @@ def find_format(path: Path) -> str:
     )
 
 
+def _refuse_case_table(path: Path) -> None:
+    """Refuse a case table, or a folder with one, which needs no import.
+
+    Raises:
+        UserError: With the key that takes the table.
+    """
+    tables = [path] if is_case_table(path) else []
+    if path.is_dir():
+        tables = [file for file in sorted(path.glob("*.csv")) if is_case_table(file)]
+    if tables:
+        raise UserError(
+            f"{path}: expected a data set of another program, but found the case table "
+            f"{tables[0].name}, which needs no import; give data.cases={tables[0]}."
+        )
+
+
 def _format_at(path: Path, excluded: str = "") -> str | None:
     """Find the first layout that a path looks like; None if there is none."""
     for name, layout in FORMATS.items():
@@ -192,7 +209,8 @@ def read_cases(
 ) -> list[Case]:
     """Read the cases of a case table, or of a data set that `import_dataset` reads.
 
-    Arguments are those of `read_case_table`; a folder with `cases.csv` is a case table.
+    Arguments are those of `read_case_table`; a folder in which `table_at` finds a table is a case
+    table.
 
     Raises:
         UserError: If it is none of these.

@@ -685,6 +685,9 @@ def _label_groups(
     _check_values(members, reserved, path)
     groups = _disjoint_groups(members)
     label_of_group = label_names(groups)
+    for name, label in label_of_group.items():
+        if name != label:
+            account.original_names[label] = name
     # A region that is exactly one group keeps its name and needs no row.
     for region, values in members.items():
         parts = []

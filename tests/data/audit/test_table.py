@@ -103,6 +103,7 @@ def test_near_copies_under_two_patients_are_found() -> None:
     changed = {
         "other": ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400),
         "noisy": scan + rng.normal(0, 20, scan.shape), "brighter": scan + 3, "shorter": scan[1:],
+        "scaled": 0.8 * scan, "shifted": 0.9 * scan + 100,
     }  # fmt: skip
     cases = [
         audited("scan", patient="p", image=scan),
@@ -114,7 +115,7 @@ def test_near_copies_under_two_patients_are_found() -> None:
     }
     assert found == {
         "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"],
-        "shorter": ["near_copy"],
+        "shorter": ["near_copy"], "scaled": ["near_copy"], "shifted": ["near_copy"],
     }  # fmt: skip
 
 

@@ -398,7 +398,9 @@ def audited(
     name: str, thumbnail: tuple[int, ...] = (), areas: profile.Profile = (), patient: str = ""
 ) -> AuditedCase:
     grid = VoxelGrid((9, 8, 7), (1.0, 0.7, 0.7))
-    audit = CaseAudit(grid, {}, name, {}, (), thumbnail, areas)
+    # A few values stand for all blocks.
+    blocks = tuple(np.resize(thumbnail, 8**3).tolist()) if thumbnail else ()
+    audit = CaseAudit(grid, {}, name, {}, (), blocks, areas)
     return AuditedCase(Case(name, Path(name), None, patient or name), audit)
 
 
@@ -406,7 +408,9 @@ def audited(
 def test_thumbnails_that_differ_by_less_than_12_hu_are_copies(
     difference: int, is_told: bool
 ) -> None:
-    cases = [audited("a", (100, -100)), audited("b", (100 + difference, -100 - difference))]
+    # The difference is no change of scale: that would be a copy too.
+    changed = (100 + difference, 100 - difference, -100 + difference, -100 - difference)
+    cases = [audited("a", (100, 100, -100, -100)), audited("b", changed)]
     first, second = compare_cases(cases)
     assert first.compared == ()
     assert [finding.code for finding in second.compared] == ["near_copy"] * is_told
@@ -416,6 +420,21 @@ def test_thumbnails_that_differ_by_less_than_12_hu_are_copies(
         ].compared
         == ()
     )
+
+
+@pytest.mark.parametrize(("difference", "is_told"), [(80, True), (130, False)])
+def test_thumbnails_that_a_line_maps_within_10_percent_are_copies(
+    difference: int, is_told: bool
+) -> None:
+    values = np.array([1000, 1000, -1000, -1000])
+    noise = difference * np.array([1, -1, 1, -1])
+    scaled = tuple((0.8 * (values + noise) + 200).astype(int).tolist())
+    cases = [audited("a", tuple(values.tolist())), audited("b", scaled)]
+    assert [finding.code for finding in compare_cases(cases)[1].compared] == ["near_copy"] * is_told
+    same_patient = [replace(one, case=replace(one.case, patient="p")) for one in cases]
+    assert compare_cases(same_patient)[1].compared == ()
+    negative = [cases[0], audited("c", tuple((-values).tolist())), audited("d", (7, 7, 7, 7))]
+    assert [one.compared for one in compare_cases(negative)] == [(), (), ()]
 
 
 def test_the_nearest_copy_is_named() -> None:

@@ -73,3 +73,30 @@ def test_a_folder_of_folders_without_a_data_set_has_none(tmp_path: Path) -> None
         match=r"it holds a data set: Dataset001_A; give one of them, such as .*Dataset001_A",
     ):
         import_dataset(tmp_path)
+
+
+TABLE = "case,image,labels\na,a.nii.gz,a_l.nii.gz\n"
+
+
+def test_a_folder_may_hold_the_table_of_import_or_of_phantom(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(TABLE, encoding="utf-8")
+    assert [case.name for case in read_cases(tmp_path)] == ["a"]
+    (tmp_path / "cases.csv").write_text(TABLE.replace("\na,", "\nb,"), encoding="utf-8")
+    assert [case.name for case in read_cases(tmp_path)] == ["b"]
+
+
+def test_a_case_table_of_another_name_is_named_with_its_key(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text(TABLE, encoding="utf-8")
+    for path in (tmp_path, table):
+        with pytest.raises(UserError) as error:
+            import_dataset(path)
+        assert str(error.value).endswith(
+            f"mine.csv, which needs no import; give data.cases={table}."
+        )
+
+
+def test_a_table_of_another_program_does_not_hide_its_data_set(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path / "data")
+    (folder / "table.csv").write_text("id;age\n1;60\n", encoding="utf-8")
+    assert len(read_cases(folder)) == len(import_dataset(folder).cases)

@@ -540,3 +540,12 @@ def test_a_datalist_may_name_the_patient_of_each_scan(tmp_path: Path) -> None:
     path.write_text(json.dumps(about), encoding="utf-8")
     trained = [case for case in import_dataset(folder).cases if case.split is None]
     assert [case.patient for case in trained] == ["one"] * len(about["training"])
+
+
+def test_the_closing_table_tells_the_old_names_of_renamed_labels(tmp_path: Path) -> None:
+    labels = {"background": 0, "🫁": 1, "left atrium": 2, "liver": 3}
+    data = import_dataset(make_nnunet(tmp_path / "data", labels=labels))
+    reasons = {item.name: item.why for item in data.closing_items() if item.kind == "label"}
+    assert reasons["label"] == "value 1, called 🫁 in the data set"
+    assert reasons["left_atrium"] == "value 2, called left atrium in the data set"
+    assert reasons["liver"] == "value 3"
