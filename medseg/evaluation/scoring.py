@@ -259,8 +259,9 @@ def _pair(
             common.append(key)
         else:
             summary.without_prediction.append(reference.name)
+    known_keys = {*references, *other_split_keys, *_label_files(predictions, task)}
     for key, paths in predictions.items():
-        if key not in references and key not in other_split_keys:
+        if key not in known_keys:
             summary.without_reference.append(case_name(paths[0]))
     for region in scored_regions(task):
         if region not in regions:
@@ -268,6 +269,15 @@ def _pair(
                 f"{region.name} is not scored: data.label_values does not name all its labels"
             )
     return summary, common
+
+
+def _label_files(keys: Iterable[str], task: Task) -> set[str]:
+    """Name the masks and probabilities that `predict` may write beside the label maps of cases."""
+    label_files = set()
+    for key in keys:
+        for label in task.labels:
+            label_files.update((f"{key}.{label}", f"{key}.{label}.probability"))
+    return label_files
 
 
 def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:

@@ -287,6 +287,23 @@ def test_a_header_with_noise_below_a_tenth_of_a_millimetre_is_the_same_grid(worl
     assert (world.output / "overlays" / "a.png").is_file()
 
 
+def test_masks_and_probabilities_beside_a_prediction_are_no_cases(world: World) -> None:
+    """`predict` writes them with `save=[labels,masks,probabilities]`."""
+    world.add("a", _labels(), _labels())
+    for name in ("a.left_lung", "a.right_lung", "a.left_lung.probability", "b.left_lung"):
+        write_labels(world.pred / f"{name}.nii.gz", _labels(), GRID)
+    summary = evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        VALUES,
+        pictures=False,
+        progress=_say_nothing,
+    )
+    assert summary.without_reference == ["b.left_lung"]  # there is no prediction of b
+
+
 def test_cases_without_partner_are_named(world: World) -> None:
     world.add("both", _labels(), _labels())
     world.add("only ref", None, _labels())
