@@ -273,7 +273,7 @@ def _pair(
 
 def _label_files(keys: Iterable[str], task: Task) -> set[str]:
     """Name the masks and probabilities that `predict` may write beside the label maps of cases."""
-    label_files = set()
+    label_files: set[str] = set()
     for key in keys:
         for label in task.labels:
             label_files.update((f"{key}.{label}", f"{key}.{label}.probability"))
