@@ -154,6 +154,18 @@ def test_every_file_and_target_that_a_command_names_exists() -> None:
                 assert match[1] in targets, f"{page.name}: {line}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_brackets_of_a_printed_command_are_quoted(page: Path) -> None:
+    """Without quotes zsh, the shell of macOS, takes [a,b] for a pattern of file names."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(
+        r"^    (?:\$ )?((?:medseg|python|torchrun|srun) .*)", text, re.MULTILINE
+    ):
+        command = re.split(r"\s#(?:\s|$)", line)[0]
+        unquoted = re.sub(r"'[^']*'|\"[^\"]*\"|<[^<>]*>", "", command)
+        assert "[" not in unquoted, command
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_each_command_passes_the_checks_of_its_configuration(
