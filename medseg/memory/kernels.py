@@ -53,6 +53,8 @@ MARK = "medseg operation "
 aten = torch.ops.aten
 # Position of the weight, whose third axis is none of slices.
 WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+# Position of the number of voxels in a channel, which follows the slices.
+VOXEL_COUNTS = {aten.native_group_norm.default: 5, aten.native_group_norm_backward.default: 7}
 
 
 class Cost(NamedTuple):
@@ -462,6 +464,10 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
         return _is_operand(leaf) or _is_sizes(leaf)
 
     arguments, options = tree_map(cut, (call.arguments, call.options), is_leaf=is_leaf)
+    if call.operation in VOXEL_COUNTS:
+        place = VOXEL_COUNTS[call.operation]
+        num_voxels = arguments[place] * numerator // denominator
+        arguments = (*arguments[:place], num_voxels, *arguments[place + 1 :])
     return Call(call.operation, arguments, options)
 
 
