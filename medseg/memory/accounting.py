@@ -34,6 +34,8 @@ TARGET = "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
+# Bytes that an operation takes and frees, from the operation, its arguments and its result.
+Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 aten = torch.ops.aten
 # Position of the weight among the arguments of a norm.
 NORM_WEIGHTS = {
@@ -225,6 +227,50 @@ def count_forward(
     return timeline
 
 
+def count_pass(
+    make_network: Callable[[], nn.Module],
+    image_shape: tuple[int, int, int, int, int],
+    call: Callable[[nn.Module, Tensor, MemoryTracker], Any],
+    *,
+    precision: str = "fp32",
+) -> int:
+    """Count what a network's evaluation takes on a CPU, on fake tensors as `count_step`.
+
+    Beside live tensors these are the copies that a convolution makes, see `_layout_copies`.
+
+    Args:
+        make_network: See `count_step`.
+        image_shape: (1, C, D, H, W).
+        call: Does the work with a network and an image. What it gives to `HOST` by the tracker is
+            in files, and counts for the operations that read or write it.
+        precision: See `count_step`.
+
+    Returns:
+        Bytes at the peak, image included, weights not.
+
+    Raises:
+        ValueError: See `count_step`.
+    """
+
+    def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+        # Pages of a file come into memory while an operation reads or writes them.
+        num_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
+        return num_file_bytes + _layout_copies(func, args, result)
+
+    with _fake_network(make_network, is_gpu=False, timeline=None, workspace=workspace) as (
+        network,
+        tracker,
+        _,
+    ):
+        _assign_weights(network, tracker)
+        image = torch.zeros(image_shape)
+        tracker.restart_peak()
+        # In inference mode the tracker would not see into composite operations.
+        with torch.no_grad(), torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
+            call(network.eval(), image, tracker)
+        return tracker.peak_bytes - tracker.live_bytes(PARAMETERS)
+
+
 @contextlib.contextmanager
 def _fake_network(
     make_network: Callable[[], nn.Module],
@@ -232,6 +278,7 @@ def _fake_network(
     compute: bool = False,
     is_gpu: bool,
     timeline: Timeline | None,
+    workspace: Workspace | None = None,
 ) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
     """Make a network of fake tensors; yield it with a running tracker and the parts that have run.
 
@@ -248,7 +295,8 @@ def _fake_network(
     # Real tensors are allowed: the caller may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
     correct = None if compute else _correct_norm_dtypes
-    workspace = _copied_bytes if is_gpu else None
+    if is_gpu:
+        workspace = _copied_bytes
     tracker = MemoryTracker(correct, workspace, timeline)
     cuda_precision = _CudaPrecision() if is_gpu else contextlib.nullcontext()
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
@@ -490,6 +538,21 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     ):
         return 0
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
+
+
+def _layout_copies(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that a convolution of oneDNN takes beside its input and its result.
+
+    Its kernels have a layout of their own. The copy of the input is free before the result is
+    brought back to the usual layout; an input with gaps is copied without them first.
+    """
+    if func is not aten.convolution.default:
+        return 0
+    features = args[0]
+    num_bytes = max(features.nbytes, result.nbytes)
+    if not features.is_contiguous():
+        num_bytes += features.nbytes
+    return int(num_bytes)
 
 
 # Kernels copy their inputs into layouts of their own, which a count of tensors does not see.

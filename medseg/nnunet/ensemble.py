@@ -21,8 +21,8 @@ from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import NO_LABEL, Segmentation, label_volumes_ml
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
-from medseg.nnunet.labels import average_planes
-from medseg.nnunet.model import Expected, NnunetModel, timed
+from medseg.nnunet.labels import MAX_FOLDS_BYTES, average_planes
+from medseg.nnunet.model import PREPARE, PREVIOUS, SEGMENT, Expected, Held, NnunetModel, timed
 from medseg.nnunet.plan import NnunetPlan
 from medseg.nnunet.planes import Planes
 from medseg.task import Task
@@ -113,9 +113,9 @@ class NnunetEnsemble:
         return steps
 
     @property
-    def tile_bytes(self) -> float:
+    def usual_pass_bytes(self) -> int:
         """Memory of a pass of the largest network."""
-        return max(member.tile_bytes for member in self.members)
+        return max(member.usual_pass_bytes for member in self.members)
 
     def within(self, budget_gib: float) -> NnunetEnsemble:
         """Return the same ensemble with a bound on the memory of a network pass."""
@@ -126,19 +126,29 @@ class NnunetEnsemble:
 
     def expected(self, grid: VoxelGrid) -> Expected:
         """Expect the cost of a case by the header of its scan; see `NnunetModel.expected`."""
-        memory: dict[str, list[int]] = {}
+        memory: dict[str, list[Held]] = {}
+        stored: list[Held] = []
         num_voxels = 0
         operations = 0.0
         for number, member in enumerate(self.members, start=1):
-            part = member.expected(grid)
+            part = member.expected_logits(grid)
+            if member.previous is not None:
+                before = member.previous.expected(grid)
+                memory[f"{PREVIOUS}_{number}"] = stored + before.memory[SEGMENT]
+                num_voxels += before.num_voxels
+                operations += before.operations
+            logits = Held(member.logits_bytes(grid))
+            if logits.num_bytes > MAX_FOLDS_BYTES:
+                logits = Held(0)  # they are a file
+            memory[f"{PREPARE}_{number}"] = stored + part.memory[PREPARE]
+            memory[f"{SEGMENT}_{number}"] = [*stored, *part.memory[SEGMENT], logits]
+            stored = [*stored, logits]
             num_voxels += part.num_voxels
             operations += part.operations
-            for step, sizes in part.memory.items():
-                memory[f"{step}_{number}"] = sizes
         shape = self.members[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
         plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
-        memory[AVERAGE] = [math.prod(shape), PROBABILITY_PLANES * plane]
+        memory[AVERAGE] = [*stored, Held(math.prod(shape)), Held(PROBABILITY_PLANES * plane)]
         return Expected(memory, num_voxels, operations)
 
     def segment(

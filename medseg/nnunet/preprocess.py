@@ -21,6 +21,16 @@ from medseg.nnunet.spline import axis_taps, filtered
 
 # Smallest divisor of a normalisation.
 EPSILON = 1e-8
+# Bytes per voxel of the scan while a channel is scaled by its own statistics, by scheme: a copy in
+# float32, and what NumPy takes for a deviation; and for z-scores within a mask.
+SCALING_BYTES = {"ZScoreNormalization": 8, "RescaleTo01Normalization": 4}
+MASKED_SCALING_BYTES = 16
+# Of the mask, and while its holes are filled.
+MASK_BYTES = 1
+FILLING_BYTES = 5
+# Of the labels of a previous stage: as they are stored, as int16, and which of them are beyond the
+# mask.
+LABELS_BYTES = 5
 Normalise = Callable[[np.ndarray], np.ndarray]
 
 
@@ -91,6 +101,26 @@ def prepare(
         target = image[-1, depth, height, width]
         resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
     return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
+
+
+def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) -> int:
+    """Memory that `prepare` takes beside the scan and its result.
+
+    Args:
+        plan: The plan of the network.
+        num_voxels: Voxels of the scan.
+        has_previous: Whether there are labels of a previous stage.
+    """
+    per_voxel = 0
+    for channel in plan.channels:
+        is_masked = channel.scheme == "ZScoreNormalization" and channel.is_masked
+        needed = MASKED_SCALING_BYTES if is_masked else SCALING_BYTES.get(channel.scheme, 0)
+        per_voxel = max(per_voxel, needed)
+    if has_previous or _needs_mask(plan.channels):
+        per_voxel = max(FILLING_BYTES, MASK_BYTES + per_voxel)
+    if has_previous:
+        per_voxel = max(per_voxel, MASK_BYTES + LABELS_BYTES)
+    return per_voxel * num_voxels
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:

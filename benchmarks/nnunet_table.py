@@ -1,0 +1,230 @@
+"""Models of nnU-Net in medseg and in nnU-Net's own predictor: labels, CPU seconds, memory.
+
+    python -m benchmarks.nnunet_table output=<folder> nnunet=<python> scans=<ct>[,<ct>]
+                                      [models=plain25,2d] [reuse=true]
+
+`nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
+`nnunet_reference.py`, segments each scan with both programs, one after the other on one thread, and
+writes `nnunet.csv` with a row for each model and scan. A model of two channels gets the scan twice.
+Each prediction has a process of its own, whose seconds and memory are counted after the imports.
+`reuse=true` keeps the measurements of nnU-Net in the folder; the ratios are then of two runs.
+
+The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
+model, in CPU seconds, because other programs may share the machine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import medseg.nnunet.model
+import medseg.prediction.batch
+from benchmarks.instruments import ROOT, given_arguments, print_values
+from benchmarks.nnunet_reference import FOLDERS, PassClock, measured_apart, toys
+from medseg.io.read import read_image
+from medseg.io.tables import write_csv
+from medseg.memory.options import Accelerator
+from medseg.prediction.options import PredictConfig
+from medseg.prediction.predict import predict_scans
+
+REFERENCE = ROOT / "benchmarks" / "nnunet_reference.py"
+# Plain and residual encoders, 2 to 61 classes, regions with two channels, three folds, planes
+# apart, transposed axes, plans without `architecture`, 2D and a cascade.
+MODELS = (
+    "plain2",
+    "plain5",
+    "plain25",
+    "plain61",
+    "residual5",
+    "regions",
+    "anisotropic",
+    "transposed",
+    "torch",
+    "2d",
+    "cascade",
+)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure all models and scans and write the table."""
+    output, arguments = given_arguments(["nnunet", "scans", "models", "reuse"])
+    names = arguments.get("models", ",".join(MODELS)).split(",")
+    scans = [Path(scan).absolute() for scan in arguments["scans"].split(",")]
+    models = output / "models"
+    python = arguments["nnunet"]
+    if not models.is_dir():
+        run_reference(python, "make", models)
+    jobs = list_jobs(names, scans, output)
+    references = measure_nnunet(python, jobs, output, reuse=arguments.get("reuse") == "true")
+    torch.set_num_threads(1)
+    rows: list[Row] = []
+    for job, reference in zip(jobs, references, strict=True):
+        own = measured_apart(predict_job, job)
+        # The first scan of a model tells the seconds of the others.
+        first = next((row for row in rows if row["model"] == job["name"]), None)
+        rows.append(row_of(job, reference, own, first))
+        print_values(rows[-1], 3)
+        write_csv(output / "nnunet.csv", rows)
+
+
+def run_reference(python: str, *arguments: str | Path) -> str:
+    """Run a command of `nnunet_reference.py` in the other environment; returns what it prints."""
+    # The script's folder alone is on its path: no module of medseg.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for variable in FOLDERS:
+        environment.setdefault(variable, "/nonexistent")
+    command = [python, str(REFERENCE), *map(str, arguments)]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True
+    )
+    return done.stdout
+
+
+def list_jobs(names: Sequence[str], scans: Sequence[Path], output: Path) -> list[Row]:
+    """List the predictions, as `nnunet_reference.py measure` takes them."""
+    jobs = []
+    for name in names:
+        toy = toys()[name]
+        folder = output / "models" / name / f"{toy['trainer']}__nnUNetPlans__{toy['configuration']}"
+        channels = len(toy["dataset"]["channel_names"])
+        for number, scan in enumerate(scans):
+            jobs.append(
+                {
+                    "name": name,
+                    "model": str(folder),
+                    "scans": [str(scan)] * channels,
+                    "labels": str(output / f"{name}_{number}_nnunet.nii.gz"),
+                    "own_labels": str(output / f"{name}_{number}.nii.gz"),
+                    "classes": len(toy["dataset"]["labels"]),
+                }
+            )
+    return jobs
+
+
+def measure_nnunet(python: str, jobs: list[Row], output: Path, *, reuse: bool) -> list[Row]:
+    """Measure nnU-Net's predictor; with `reuse` the numbers that are there stay."""
+    kept = output / "nnunet_measured.json"
+    if not (reuse and kept.is_file()):
+        path = output / "jobs.json"
+        path.write_text(json.dumps(jobs), encoding="utf-8")
+        lines = run_reference(python, "measure", path).splitlines()
+        kept.write_text("[" + ",".join(lines) + "]", encoding="utf-8")
+    measured: list[Row] = json.loads(kept.read_text(encoding="utf-8"))
+    return measured
+
+
+def predict_job(job: Row) -> Row:
+    """Predict a scan as the command does; returns its CPU seconds and what was expected."""
+    clock = PassClock()
+    watch_passes(clock)
+    forecasts = []
+    ends_s = []
+    module: Any = medseg.prediction.batch
+    forecast = module.forecast
+
+    def noted(*arguments: Any) -> Any:
+        forecasts.append(forecast(*arguments))
+        ends_s.append(time.process_time())
+        return forecasts[-1]
+
+    module.forecast = noted
+    channels: Any = job["scans"][0] if len(job["scans"]) == 1 else job["scans"]
+    config = PredictConfig(
+        input=channels,
+        output=job["own_labels"],
+        weights=job["model"],
+        threads=1,
+        accelerator=Accelerator.cpu,
+        overwrite=True,
+    )
+    (case,) = predict_scans(config)
+    if case.exit_code:
+        sys.exit(f"{job['own_labels']}: {case.messages}")
+    return {
+        "network_cpu_s": clock.seconds,
+        # From the first forecast on, before the scan is read, to the second one in the report.
+        "case_cpu_s": ends_s[-1] - ends_s[0],
+        "expected_gb": forecasts[0].peak_bytes / 1e9,
+        "expected_voxels": forecasts[0].voxels,
+    }
+
+
+def watch_passes(clock: PassClock) -> None:
+    """Count the CPU seconds of all passes of nnU-Net's networks, whole or in slabs."""
+    module: Any = medseg.nnunet.model
+    call, call_in_slabs = module.call_network, module.logits_in_slabs
+
+    def called(*arguments: Any) -> Any:
+        clock.start()
+        logits = call(*arguments)
+        clock.stop()
+        return logits
+
+    def called_in_slabs(network: Any, image: Any, budget_bytes: float, take: Any) -> None:
+        def taken(planes: Any) -> None:
+            # The sums are no part of the pass.
+            clock.stop()
+            take(planes)
+            clock.start()
+
+        clock.start()
+        call_in_slabs(network, image, budget_bytes, taken)
+        clock.stop()
+
+    module.call_network, module.logits_in_slabs = called, called_in_slabs
+
+
+def row_of(job: Row, reference: Row, own: Row, first: Row | None) -> Row:
+    """Compare the two predictions of a scan.
+
+    Args:
+        job: The scan and its model.
+        reference: What nnU-Net took; `error` where it did not finish.
+        own: What medseg took.
+        first: Row of the first scan of the model, if this is another one.
+    """
+    labels = read_image(Path(job["own_labels"])).array
+    row = {
+        "model": job["name"],
+        "classes": job["classes"],
+        "scan": Path(job["scans"][0]).name.partition(".")[0],
+        "shape": "x".join(map(str, labels.shape)),
+        "cpu_s": own["cpu_s"],
+        "network_cpu_s": own["network_cpu_s"],
+        "case_cpu_s": own["case_cpu_s"],
+        "peak_gb": own["peak_gb"],
+        "expected_gb": own["expected_gb"],
+        "expected_voxels": own["expected_voxels"],
+        "expected_case_cpu_s": None,
+    }
+    if first is not None:
+        rate_s = first["case_cpu_s"] / first["expected_voxels"]
+        row["expected_case_cpu_s"] = rate_s * own["expected_voxels"]
+    if "error" in reference:
+        return {**row, "nnunet_error": reference["error"]}
+    expected = read_image(Path(job["labels"])).array
+    outside_s = own["cpu_s"] - own["network_cpu_s"]
+    return {
+        **row,
+        "nnunet_error": None,
+        "voxels": labels.size,
+        "voxels_that_differ": int(np.count_nonzero(labels != expected)),
+        "nnunet_cpu_s": reference["cpu_s"],
+        "nnunet_network_cpu_s": reference["network_cpu_s"],
+        "nnunet_peak_gb": reference["peak_gb"],
+        "ratio_outside": outside_s / (reference["cpu_s"] - reference["network_cpu_s"]),
+        "ratio": own["cpu_s"] / reference["cpu_s"],
+    }
+
+
+if __name__ == "__main__":
+    main()
