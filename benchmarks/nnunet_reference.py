@@ -5,7 +5,7 @@ Runs in an environment of its own that has nnU-Net and not medseg:
     python benchmarks/nnunet_reference.py make models/
     python benchmarks/nnunet_reference.py predict models/plain5 scan.nii.gz labels.npz
     python benchmarks/nnunet_reference.py record tests/nnunet/recorded
-    python benchmarks/nnunet_reference.py measure jobs.json    # for benchmarks/nnunet_table.py
+    python benchmarks/nnunet_reference.py measure    # for benchmarks/nnunet_table.py
 
 The folders hold networks that nnU-Net builds from their plans, with random weights. The predictor
 runs on the CPU, reads the scan by the reader of the plans and mirrors as the checkpoint allows.
@@ -690,20 +690,19 @@ def _send_measured(sender: Any, run: Callable[..., dict[str, Any]], arguments: A
     sender.send(measured)
 
 
-def measure(jobs: Path) -> None:
-    """Predict on one thread, job after job; prints a line of JSON for each.
+def measure() -> None:
+    """Predict on one thread; answers each line of the input with one, both JSON.
 
-    Args:
-        jobs: A JSON list of `model`, a model folder; `scans`, the files of its channels; and
-            `labels`, the file to write.
+    A line has `model`, a model folder; `scans`, the files of its channels; and `labels`, the file
+    to write.
     """
     # nnU-Net would resample with eight threads.
     os.environ["nnUNet_def_n_proc"] = "1"  # noqa: SIM112
     import nnunetv2.inference.predict_from_raw_data  # noqa: F401  # before there are processes
 
     torch.set_num_threads(1)
-    for job in json.loads(jobs.read_text(encoding="utf-8")):
-        measured = measured_apart(_predict_job, job)
+    for line in sys.stdin:
+        measured = measured_apart(_predict_job, json.loads(line))
         print(json.dumps(measured), flush=True)
 
 
@@ -712,10 +711,12 @@ def _predict_job(job: dict[str, Any]) -> dict[str, Any]:
 
     clock = PassClock()
     folder = Path(job["model"])
-    reader = PlansManager(str(folder / "plans.json")).image_reader_writer_class()
-    image, properties = reader.read_images(job["scans"])
-    labels = results_of_nnunet(folder, image, properties, watch=clock.watch)
-    reader.write_seg(labels, job["labels"], properties)
+    # The output of this process is read by a program.
+    with contextlib.redirect_stdout(sys.stderr):
+        reader = PlansManager(str(folder / "plans.json")).image_reader_writer_class()
+        image, properties = reader.read_images(job["scans"])
+        labels = results_of_nnunet(folder, image, properties, watch=clock.watch)
+        reader.write_seg(labels, job["labels"], properties)
     return {"network_cpu_s": clock.seconds}
 
 
@@ -732,8 +733,7 @@ def main() -> None:
     run.add_argument("scans", type=Path, nargs="+")
     run.add_argument("output", type=Path)
     run.add_argument("--threads", type=int, default=1)
-    jobs = commands.add_parser("measure")
-    jobs.add_argument("jobs", type=Path)
+    commands.add_parser("measure")
     arguments = parser.parse_args()
     for variable in FOLDERS:
         os.environ.setdefault(variable, "/nonexistent")
@@ -742,7 +742,7 @@ def main() -> None:
     elif arguments.command == "record":
         record(arguments.output)
     elif arguments.command == "measure":
-        measure(arguments.jobs)
+        measure()
     else:
         folder = arguments.folder
         if not (folder / "plans.json").is_file():

@@ -1,13 +1,12 @@
 """Models of nnU-Net in medseg and in nnU-Net's own predictor: labels, CPU seconds, memory.
 
     python -m benchmarks.nnunet_table output=<folder> nnunet=<python> scans=<ct>[,<ct>]
-                                      [models=plain25,2d] [reuse=true]
+                                      [models=plain25,2d]
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
 `nnunet_reference.py`, segments each scan with both programs, one after the other on one thread, and
 writes `nnunet.csv` with a row for each model and scan. A model of two channels gets the scan twice.
 Each prediction has a process of its own, whose seconds and memory are counted after the imports.
-`reuse=true` keeps the measurements of nnU-Net in the folder; the ratios are then of two runs.
 
 The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
 model, in CPU seconds, because other programs may share the machine.
@@ -56,37 +55,43 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure all models and scans and write the table."""
-    output, arguments = given_arguments(["nnunet", "scans", "models", "reuse"])
+    output, arguments = given_arguments(["nnunet", "scans", "models"])
     names = arguments.get("models", ",".join(MODELS)).split(",")
     scans = [Path(scan).absolute() for scan in arguments["scans"].split(",")]
     models = output / "models"
-    python = arguments["nnunet"]
     if not models.is_dir():
-        run_reference(python, "make", models)
-    jobs = list_jobs(names, scans, output)
-    references = measure_nnunet(python, jobs, output, reuse=arguments.get("reuse") == "true")
+        reference(arguments["nnunet"], "make", models).wait()
     torch.set_num_threads(1)
     rows: list[Row] = []
-    for job, reference in zip(jobs, references, strict=True):
-        own = measured_apart(predict_job, job)
-        # The first scan of a model tells the seconds of the others.
-        first = next((row for row in rows if row["model"] == job["name"]), None)
-        rows.append(row_of(job, reference, own, first))
-        print_values(rows[-1], 3)
-        write_csv(output / "nnunet.csv", rows)
+    with reference(arguments["nnunet"], "measure") as nnunet:
+        assert nnunet.stdin is not None
+        assert nnunet.stdout is not None
+        for job in list_jobs(names, scans, output):
+            nnunet.stdin.write(json.dumps(job) + "\n")
+            nnunet.stdin.flush()
+            of_nnunet = json.loads(nnunet.stdout.readline())
+            own = measured_apart(predict_job, job)
+            # The first scan of a model tells the seconds of the others.
+            first = next((row for row in rows if row["model"] == job["name"]), None)
+            rows.append(row_of(job, of_nnunet, own, first))
+            print_values(rows[-1], 3)
+            write_csv(output / "nnunet.csv", rows)
 
 
-def run_reference(python: str, *arguments: str | Path) -> str:
-    """Run a command of `nnunet_reference.py` in the other environment; returns what it prints."""
+def reference(python: str, *arguments: str | Path) -> "subprocess.Popen[str]":
+    """Start a command of `nnunet_reference.py` in the other environment."""
     # The script's folder alone is on its path: no module of medseg.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     for variable in FOLDERS:
         environment.setdefault(variable, "/nonexistent")
     command = [python, str(REFERENCE), *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
     )
-    return done.stdout
 
 
 def list_jobs(names: Sequence[str], scans: Sequence[Path], output: Path) -> list[Row]:
@@ -108,18 +113,6 @@ def list_jobs(names: Sequence[str], scans: Sequence[Path], output: Path) -> list
                 }
             )
     return jobs
-
-
-def measure_nnunet(python: str, jobs: list[Row], output: Path, *, reuse: bool) -> list[Row]:
-    """Measure nnU-Net's predictor; with `reuse` the numbers that are there stay."""
-    kept = output / "nnunet_measured.json"
-    if not (reuse and kept.is_file()):
-        path = output / "jobs.json"
-        path.write_text(json.dumps(jobs), encoding="utf-8")
-        lines = run_reference(python, "measure", path).splitlines()
-        kept.write_text("[" + ",".join(lines) + "]", encoding="utf-8")
-    measured: list[Row] = json.loads(kept.read_text(encoding="utf-8"))
-    return measured
 
 
 def predict_job(job: Row) -> Row:
@@ -183,12 +176,12 @@ def watch_passes(clock: PassClock) -> None:
     module.call_network, module.logits_in_slabs = called, called_in_slabs
 
 
-def row_of(job: Row, reference: Row, own: Row, first: Row | None) -> Row:
+def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
     """Compare the two predictions of a scan.
 
     Args:
         job: The scan and its model.
-        reference: What nnU-Net took; `error` where it did not finish.
+        of_nnunet: What nnU-Net took; `error` where it did not finish.
         own: What medseg took.
         first: Row of the first scan of the model, if this is another one.
     """
@@ -209,8 +202,8 @@ def row_of(job: Row, reference: Row, own: Row, first: Row | None) -> Row:
     if first is not None:
         rate_s = first["case_cpu_s"] / first["expected_voxels"]
         row["expected_case_cpu_s"] = rate_s * own["expected_voxels"]
-    if "error" in reference:
-        return {**row, "nnunet_error": reference["error"]}
+    if "error" in of_nnunet:
+        return {**row, "nnunet_error": of_nnunet["error"]}
     expected = read_image(Path(job["labels"])).array
     outside_s = own["cpu_s"] - own["network_cpu_s"]
     return {
@@ -218,11 +211,11 @@ def row_of(job: Row, reference: Row, own: Row, first: Row | None) -> Row:
         "nnunet_error": None,
         "voxels": labels.size,
         "voxels_that_differ": int(np.count_nonzero(labels != expected)),
-        "nnunet_cpu_s": reference["cpu_s"],
-        "nnunet_network_cpu_s": reference["network_cpu_s"],
-        "nnunet_peak_gb": reference["peak_gb"],
-        "ratio_outside": outside_s / (reference["cpu_s"] - reference["network_cpu_s"]),
-        "ratio": own["cpu_s"] / reference["cpu_s"],
+        "nnunet_cpu_s": of_nnunet["cpu_s"],
+        "nnunet_network_cpu_s": of_nnunet["network_cpu_s"],
+        "nnunet_peak_gb": of_nnunet["peak_gb"],
+        "ratio_outside": outside_s / (of_nnunet["cpu_s"] - of_nnunet["network_cpu_s"]),
+        "ratio": own["cpu_s"] / of_nnunet["cpu_s"],
     }
 
 

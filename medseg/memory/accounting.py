@@ -251,11 +251,18 @@ def count_pass(
     Raises:
         ValueError: See `count_step`.
     """
+    touched = 0
 
     def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
-        # Pages of a file come into memory while an operation reads or writes them.
+        # Pages of a file that were read stay in memory until a file is read or written again.
+        nonlocal touched
         num_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
-        return num_file_bytes + _layout_copies(func, args, result)
+        if num_file_bytes:
+            touched = num_file_bytes
+        num_bytes = touched + _layout_copies(func, args, result)
+        if num_file_bytes and func is aten.copy_.default:
+            touched = 0
+        return num_bytes
 
     with _fake_network(make_network, is_gpu=False, timeline=None, workspace=workspace) as (
         network,

@@ -28,9 +28,9 @@ MASKED_SCALING_BYTES = 16
 # Of the mask, and while its holes are filled.
 MASK_BYTES = 1
 FILLING_BYTES = 5
-# Of the labels of a previous stage: as they are stored, as int16, and which of them are beyond the
-# mask.
-LABELS_BYTES = 5
+# Of the labels of a previous stage: as they are stored, as int16, and while those beyond the mask
+# are found.
+STORED_LABEL_BYTES, LABEL_BYTES, BEYOND_BYTES = 1, 2, 3
 Normalise = Callable[[np.ndarray], np.ndarray]
 
 
@@ -88,16 +88,20 @@ def prepare(
     if tuple(padded) != shape:
         image.zero_()
     mask = None
+    labels = None
     if previous is not None or _needs_mask(plan.channels):
         mask = _nonzero_mask(transposed, box)
+    if previous is not None:
+        assert mask is not None, "it was made above"
+        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
+        labels[(labels == 0) & ~mask] = BEYOND
+        # nnU-Net takes a voxel with a label into the statistics, even where all channels are zero.
+        mask = labels != BEYOND
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
         _resample(normalised, image[number, depth, height, width], box.shape, spacing, plan)
-    if previous is not None:
-        assert mask is not None, "it was made above"
+    if labels is not None:
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
-        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
-        labels[(labels == 0) & ~mask] = BEYOND
         target = image[-1, depth, height, width]
         resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
     return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
@@ -116,10 +120,11 @@ def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) 
         is_masked = channel.scheme == "ZScoreNormalization" and channel.is_masked
         needed = MASKED_SCALING_BYTES if is_masked else SCALING_BYTES.get(channel.scheme, 0)
         per_voxel = max(per_voxel, needed)
-    if has_previous or _needs_mask(plan.channels):
-        per_voxel = max(FILLING_BYTES, MASK_BYTES + per_voxel)
     if has_previous:
-        per_voxel = max(per_voxel, MASK_BYTES + LABELS_BYTES)
+        labels_bytes = STORED_LABEL_BYTES + LABEL_BYTES
+        per_voxel = labels_bytes + MASK_BYTES + max(BEYOND_BYTES, per_voxel)
+    elif _needs_mask(plan.channels):
+        per_voxel = max(FILLING_BYTES, MASK_BYTES + per_voxel)
     return per_voxel * num_voxels
 
 

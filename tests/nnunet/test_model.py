@@ -324,20 +324,42 @@ def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() 
     assert labels == others + round(0.8 * 36_000) + model.usual_pass_bytes
 
 
-@pytest.mark.parametrize(("name", "per_voxel"), [("regions", 17), ("folds", 0), ("cascade", 6)])
+def test_a_label_of_the_first_stage_puts_a_voxel_of_zeros_into_the_statistics() -> None:
+    """As in nnU-Net, whose mask is all that is not without a label beyond the non-zero voxels."""
+    plan = load("cascade_regions").plan
+    numbers = np.random.default_rng(0)
+    shape = (12, 20, 20)
+    image = numbers.normal(100, 30, shape).astype(np.float32)
+    # Zeros that reach the border are no hole.
+    image[:3, :5] = 0
+    previous = np.zeros(shape, dtype=np.uint8)
+    previous[1, 2, 4:9] = 1
+    prepared = prepare([image, image], plan.spacing_mm, plan, previous)
+    inside = (image != 0) | (previous > 0)
+    expected = np.zeros(shape, dtype=np.float32)
+    expected[inside] = (image[inside] - image[inside].mean()) / image[inside].std()
+    z, y, x = prepared.padding
+    found = prepared.image[0, z : z + shape[0], y : y + shape[1], x : x + shape[2]]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert (prepared.image[2].numpy() == -1).sum() == (~inside).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "per_voxel"), [("regions", 17), ("folds", 0), ("cascade", 7), ("cascade_regions", 20)]
+)
 def test_the_forecast_counts_what_the_preparation_takes(name: str, per_voxel: int) -> None:
     """By the allocations of NumPy: z-scores within a mask, none, labels of a previous stage."""
     model = load(name)
     shape = (40, 60, 50)
     numbers = np.random.default_rng(0)
     channels = [numbers.normal(-300, 300, shape).astype(np.int16) for _ in model.plan.channels]
-    previous = None
-    if model.previous is not None:
-        previous = numbers.integers(0, 4, shape, dtype=np.uint8)
     num_voxels = math.prod(shape)
     known = preparation_bytes(model.plan, num_voxels, has_previous=model.previous is not None)
     assert known == per_voxel * num_voxels
     tracemalloc.start()
+    previous = None
+    if model.previous is not None:
+        previous = numbers.integers(0, 3, shape, dtype=np.uint8)
     # At the spacing of the plan nothing is resampled, which goes plane by plane.
     prepare(channels, model.plan.spacing_mm, model.plan, previous)
     taken = tracemalloc.get_traced_memory()[1]
