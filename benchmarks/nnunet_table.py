@@ -1,11 +1,12 @@
 """Models of nnU-Net in medseg and in nnU-Net's own predictor: labels, CPU seconds, memory.
 
     python -m benchmarks.nnunet_table output=<folder> nnunet=<python> scans=<ct>[,<ct>]
-                                      [models=plain25,2d]
+                                      [models=plain25,2d,<folder>] [precision=bf16]
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
 `nnunet_reference.py`, segments each scan with both programs, one after the other on one thread, and
-writes `nnunet.csv` with a row for each model and scan. A model of two channels gets the scan twice.
+writes `nnunet.csv` with a row for each model and scan. A model may also be a folder with one or the
+two of a cascade. A model of two channels gets the scan twice. `precision` is that of medseg alone.
 Each prediction has a process of its own, whose seconds and memory are counted after the imports.
 
 The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,10 @@ import torch
 import medseg.nnunet.model
 import medseg.prediction.batch
 from benchmarks.instruments import ROOT, given_arguments, print_values
-from benchmarks.nnunet_reference import FOLDERS, PassClock, measured_apart, toys
+from benchmarks.nnunet_reference import FOLDERS, PassClock, measured_apart
 from medseg.io.read import read_image
 from medseg.io.tables import write_csv
-from medseg.memory.options import Accelerator
+from medseg.memory.options import Accelerator, Precision
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 
@@ -55,18 +57,21 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure all models and scans and write the table."""
-    output, arguments = given_arguments(["nnunet", "scans", "models"])
+    output, arguments = given_arguments(["nnunet", "scans", "models", "precision"])
     names = arguments.get("models", ",".join(MODELS)).split(",")
     scans = [Path(scan).absolute() for scan in arguments["scans"].split(",")]
+    precision = arguments.get("precision")
     models = output / "models"
     if not models.is_dir():
         reference(arguments["nnunet"], "make", models).wait()
     torch.set_num_threads(1)
+    # Before there are processes.
+    import_module("dynamic_network_architectures.architectures.unet")
     rows: list[Row] = []
     with reference(arguments["nnunet"], "measure") as nnunet:
         assert nnunet.stdin is not None
         assert nnunet.stdout is not None
-        for job in list_jobs(names, scans, output):
+        for job in list_jobs(names, scans, output, precision):
             nnunet.stdin.write(json.dumps(job) + "\n")
             nnunet.stdin.flush()
             of_nnunet = json.loads(nnunet.stdout.readline())
@@ -94,22 +99,29 @@ def reference(python: str, *arguments: str | Path) -> "subprocess.Popen[str]":
     )
 
 
-def list_jobs(names: Sequence[str], scans: Sequence[Path], output: Path) -> list[Row]:
+def list_jobs(
+    names: Sequence[str], scans: Sequence[Path], output: Path, precision: str | None
+) -> list[Row]:
     """List the predictions, as `nnunet_reference.py measure` takes them."""
     jobs = []
     for name in names:
-        toy = toys()[name]
-        folder = output / "models" / name / f"{toy['trainer']}__nnUNetPlans__{toy['configuration']}"
-        channels = len(toy["dataset"]["channel_names"])
+        parent = output / "models" / name
+        if not parent.is_dir():
+            parent = Path(name).absolute()
+        # Of a cascade, 3d_cascade_fullres comes before 3d_lowres.
+        folder = min(parent.glob("*__*__*"))
+        dataset = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
         for number, scan in enumerate(scans):
+            stem = f"{parent.name}_{number}"
             jobs.append(
                 {
-                    "name": name,
+                    "name": parent.name,
                     "model": str(folder),
-                    "scans": [str(scan)] * channels,
-                    "labels": str(output / f"{name}_{number}_nnunet.nii.gz"),
-                    "own_labels": str(output / f"{name}_{number}.nii.gz"),
-                    "classes": len(toy["dataset"]["labels"]),
+                    "scans": [str(scan)] * len(dataset["channel_names"]),
+                    "labels": str(output / f"{stem}_nnunet.nii.gz"),
+                    "own_labels": str(output / f"{stem}.nii.gz"),
+                    "classes": len(dataset["labels"]),
+                    "precision": precision,
                 }
             )
     return jobs
@@ -137,6 +149,7 @@ def predict_job(job: Row) -> Row:
         weights=job["model"],
         threads=1,
         accelerator=Accelerator.cpu,
+        precision=Precision(job["precision"]) if job["precision"] else None,
         overwrite=True,
     )
     (case,) = predict_scans(config)
@@ -211,12 +224,24 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
         "nnunet_error": None,
         "voxels": labels.size,
         "voxels_that_differ": int(np.count_nonzero(labels != expected)),
+        "least_dice": least_dice(labels, expected),
         "nnunet_cpu_s": of_nnunet["cpu_s"],
         "nnunet_network_cpu_s": of_nnunet["network_cpu_s"],
         "nnunet_peak_gb": of_nnunet["peak_gb"],
         "ratio_outside": outside_s / (of_nnunet["cpu_s"] - of_nnunet["network_cpu_s"]),
         "ratio": own["cpu_s"] / of_nnunet["cpu_s"],
     }
+
+
+def least_dice(labels: np.ndarray, expected: np.ndarray) -> float:
+    """Smallest Dice of the labels that are there; 1 where there are none."""
+    values = np.union1d(np.unique(labels), np.unique(expected))
+    dice = [1.0]
+    for value in values[values > 0]:
+        found, reference = labels == value, expected == value
+        overlap = np.count_nonzero(found & reference)
+        dice.append(2 * overlap / (np.count_nonzero(found) + np.count_nonzero(reference)))
+    return min(dice)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ TARGET = "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
-# Bytes that an operation takes and frees, from the operation, its arguments and its result.
-Workspace = Callable[[Any, tuple[Any, ...], Any], int]
 aten = torch.ops.aten
 # Position of the weight among the arguments of a norm.
 NORM_WEIGHTS = {
@@ -234,22 +232,19 @@ def count_pass(
     *,
     precision: str = "fp32",
 ) -> int:
-    """Count what a network's evaluation takes on a CPU, on fake tensors as `count_step`.
+    """Count what a network's evaluation takes on a CPU, by the shapes of its tensors alone.
 
     Beside live tensors these are the copies that a convolution makes, see `_layout_copies`.
 
     Args:
-        make_network: See `count_step`.
+        make_network: Makes the network.
         image_shape: (1, C, D, H, W).
         call: Does the work with a network and an image. What it gives to `HOST` by the tracker is
             in files, and counts for the operations that read or write it.
-        precision: See `count_step`.
+        precision: `bf16` counts all features in half precision, as autocast keeps them.
 
     Returns:
         Bytes at the peak, image included, weights not.
-
-    Raises:
-        ValueError: See `count_step`.
     """
     touched = 0
 
@@ -264,17 +259,14 @@ def count_pass(
             touched = 0
         return num_bytes
 
-    with _fake_network(make_network, is_gpu=False, timeline=None, workspace=workspace) as (
-        network,
-        tracker,
-        _,
-    ):
+    dtype = HALF.get(precision, torch.float32)
+    network = build_on_meta(make_network).to(dtype).eval()
+    # In inference mode the tracker would not see into composite operations.
+    with torch.no_grad(), MemoryTracker(workspace=workspace) as tracker:
         _assign_weights(network, tracker)
-        image = torch.zeros(image_shape)
+        image = torch.empty(image_shape, dtype=dtype, device="meta")
         tracker.restart_peak()
-        # In inference mode the tracker would not see into composite operations.
-        with torch.no_grad(), torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
-            call(network.eval(), image, tracker)
+        call(network, image, tracker)
         return tracker.peak_bytes - tracker.live_bytes(PARAMETERS)
 
 
@@ -285,7 +277,6 @@ def _fake_network(
     compute: bool = False,
     is_gpu: bool,
     timeline: Timeline | None,
-    workspace: Workspace | None = None,
 ) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
     """Make a network of fake tensors; yield it with a running tracker and the parts that have run.
 
@@ -302,8 +293,7 @@ def _fake_network(
     # Real tensors are allowed: the caller may bring some, such as the index of a region.
     mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
     correct = None if compute else _correct_norm_dtypes
-    if is_gpu:
-        workspace = _copied_bytes
+    workspace = _copied_bytes if is_gpu else None
     tracker = MemoryTracker(correct, workspace, timeline)
     cuda_precision = _CudaPrecision() if is_gpu else contextlib.nullcontext()
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.

@@ -187,7 +187,7 @@ class NnunetModel:
         return num_bytes
 
     def _count(self, network: nn.Module, image: Tensor, tracker: MemoryTracker) -> None:
-        """Run a network on fake tensors as `_run` does on a CPU."""
+        """Run a network on the meta device as `_run` does on a CPU."""
         if self.slab_bytes is None:
             call_network(network, image, self.plan)
         else:

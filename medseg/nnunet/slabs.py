@@ -18,7 +18,6 @@ from medseg.geometry.sizes import Shape
 from medseg.inference.slab_pass import Features, Planes, SlabPass
 from medseg.memory.tracker import HOST, MemoryTracker, Owner
 
-CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
@@ -58,7 +57,7 @@ def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape)
 def count_in_slabs(
     network: nn.Module, image: Tensor, budget_bytes: float, tracker: MemoryTracker
 ) -> None:
-    """Run `logits_in_slabs` on fake tensors that are counted; what is in files counts as `HOST`.
+    """Run `logits_in_slabs` on the meta device, counted; what is in files counts as `HOST`.
 
     Args:
         network: See `logits_in_slabs`.
@@ -188,17 +187,17 @@ class _NnunetPass(SlabPass):
 
 
 class _CountedPass(_NnunetPass):
-    """An execution on fake tensors, whose files are none."""
+    """An execution on the meta device, whose files are none."""
 
     def __init__(self, budget_bytes: float, tracker: MemoryTracker) -> None:
-        super().__init__(budget_bytes, CPU, CPU)
+        super().__init__(budget_bytes, META, META)
         self._tracker = tracker
 
     def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Make a feature map that takes no memory of the pass."""
         owner = self._tracker.now
         self._tracker.now = Owner(HOST)
-        values = torch.empty(sizes, dtype=dtype)
+        values = torch.empty(sizes, dtype=dtype, device=META)
         self._tracker.now = owner
         return values
 

@@ -50,7 +50,7 @@ def test_a_convolution_takes_a_copy_of_the_larger_of_its_input_and_its_result(
 
     def call_beside_file(network: nn.Module, image: Tensor, tracker: MemoryTracker) -> Tensor:
         tracker.now = Owner(HOST)
-        file = torch.empty(10**6)
+        file = torch.empty(10**6, device="meta")
         tracker.now = Owner("pass")
         result: Tensor = network(image)
         return result + file.shape[0]
