@@ -36,7 +36,7 @@ from medseg.memory.tracker import MemoryTracker
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
-from medseg.nnunet.labels import MAX_FOLDS_BYTES, mean_planes, reduce_planes
+from medseg.nnunet.labels import MAX_FOLDS_BYTES, PLANE_BYTES, mean_planes, reduce_planes
 from medseg.nnunet.network import call_network, first_difference, make_network, network_input
 from medseg.nnunet.plan import NnunetPlan, PlanError
 from medseg.nnunet.planes import Planes, SpacingMm, make_planes
@@ -249,12 +249,14 @@ class NnunetModel:
         # Finished planes on both sides of a plane of the scan, see `reduce_planes`.
         num_values = 2 * self.plan.labels.num_heads * height * width
         two_planes = Held(self._dtype.itemsize * num_values)
+        (_, rows, columns), _ = self._transposed(grid)
+        of_scan = Held(PLANE_BYTES * rows * columns)
         labels = Held(math.prod(grid.shape))
         if self._keeps_planes(grid):
             # No later plane is complete when the last tiles begin.
             z_starts = self._starts(grid)[0]
             labels = labels._replace(share=z_starts[-1] / max(depth, self.plan.patch_size[0]))
-        expected.memory[SEGMENT] += [two_planes, labels]
+        expected.memory[SEGMENT] += [two_planes, of_scan, labels]
         if self.previous is None:
             return expected
         before = self.previous.expected(grid)

@@ -69,6 +69,8 @@ NETWORK_TIME = 5
 # The same for a model of nnU-Net: an addition or multiplication of its networks, and for each head
 # a voxel of a tile that is added to the sums, and one of the scan to which logits are resampled.
 OPERATION_TIME, SUM_TIME, LOGIT_TIME = 2e-4, 0.1, 0.1
+# And for a case, however small: half a second for its checks, statistics and report.
+CASE_TIME = 2e6
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -183,7 +185,7 @@ def _forecast_nnunet(
             during_pass += model.usual_pass_bytes
         memory[step] = fixed + touched + round(max(at_end, during_pass))
     num_heads = model.plan.labels.num_heads
-    cost = (channels + LOGIT_TIME * num_heads) * num_voxels
+    cost = CASE_TIME + (channels + LOGIT_TIME * num_heads) * num_voxels
     cost += SUM_TIME * num_heads * expected.num_voxels + OPERATION_TIME * expected.operations
     return Forecast(memory, round(cost))
 

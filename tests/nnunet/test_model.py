@@ -308,6 +308,15 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     assert in_slabs.usual_pass_bytes - image_bytes < in_slabs.tile_bytes
 
 
+def test_the_time_of_a_case_is_that_of_its_parts_and_a_fixed_one() -> None:
+    model = load("folds", tta=False)
+    grid = VoxelGrid((40, 30, 30), (2.0, 1.5, 1.5))
+    expected = model.expected(grid)
+    # One channel and four heads.
+    cost = 2e6 + (1 + 0.1 * 4) * 36_000 + 0.1 * 4 * expected.num_voxels + 2e-4 * expected.operations
+    assert forecast(model, grid, 0).voxels == round(cost)
+
+
 def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() -> None:
     """The planes before the last tiles; where a plane of the network is none of the scan, all."""
     model = load("folds")
