@@ -6,7 +6,7 @@
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
 `nnunet_reference.py`, segments each scan with both programs, one after the other on one thread, and
 writes `nnunet.csv` with a row for each model and scan. A model may also be a folder with one or the
-two of a cascade. A model of two channels gets the scan twice. `precision` is that of medseg alone.
+two of a cascade, of one channel. `precision` is that of medseg alone.
 Each prediction has a process of its own, whose seconds and memory are counted after the imports.
 
 The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
@@ -37,15 +37,13 @@ from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 
 REFERENCE = ROOT / "benchmarks" / "nnunet_reference.py"
-# Plain and residual encoders, 2 to 61 classes, regions with two channels, three folds, planes
-# apart, transposed axes, plans without `architecture`, 2D and a cascade.
+# Plain and residual encoders, 2 to 61 classes, three folds, planes apart, transposed axes, plans without `architecture`, 2D and a cascade.
 MODELS = (
     "plain2",
     "plain5",
     "plain25",
     "plain61",
     "residual5",
-    "regions",
     "anisotropic",
     "transposed",
     "torch",
