@@ -37,7 +37,8 @@ from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 
 REFERENCE = ROOT / "benchmarks" / "nnunet_reference.py"
-# Plain and residual encoders, 2 to 61 classes, three folds, planes apart, transposed axes, plans without `architecture`, 2D and a cascade.
+# Plain and residual encoders, 2 to 61 classes, three folds, planes apart, transposed axes, plans
+# without `architecture`, 2D and a cascade.
 MODELS = (
     "plain2",
     "plain5",
