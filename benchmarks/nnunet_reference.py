@@ -5,6 +5,7 @@ Runs in an environment of its own that has nnU-Net and not medseg:
     python benchmarks/nnunet_reference.py make models/
     python benchmarks/nnunet_reference.py predict models/plain5 scan.nii.gz labels.npz
     python benchmarks/nnunet_reference.py record tests/nnunet/recorded
+    python benchmarks/nnunet_reference.py measure    # for benchmarks/nnunet_table.py
 
 The folders hold networks that nnU-Net builds from their plans, with random weights. The predictor
 runs on the CPU, reads the scan by the reader of the plans and mirrors as the checkpoint allows.
@@ -14,10 +15,13 @@ import argparse
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -588,20 +592,28 @@ def labels_of_nnunet(folder: Path, image: np.ndarray, properties: dict[str, Any]
 
 
 def results_of_nnunet(
-    folder: Path, image: np.ndarray, properties: dict[str, Any], *, probabilities: bool = False
+    folder: Path,
+    image: np.ndarray,
+    properties: dict[str, Any],
+    *,
+    probabilities: bool = False,
+    watch: Callable[[torch.nn.Module], None] = lambda _: None,
 ) -> Any:
     """Labels of nnU-Net's own predictor; with `probabilities` a pair of labels and those.
 
-    A cascade gets the labels of its first stage, in the type of nnU-Net's readers.
+    A cascade gets the labels of its first stage, in the type of nnU-Net's readers. `watch` is
+    called with each network before it runs.
     """
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
     previous = None
     if folder.name.endswith("__3d_cascade_fullres"):
         first = folder.with_name(f"{folder.name.rpartition('__')[0]}__3d_lowres")
-        previous = labels_of_nnunet(first, image, properties)[None].astype(np.float32)
+        labels = results_of_nnunet(first, image, properties, watch=watch)
+        previous = labels[None].astype(np.float32)
     predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     predictor.initialize_from_trained_model_folder(str(folder), None)
+    watch(predictor.network)
     with contextlib.redirect_stdout(sys.stderr):
         return predictor.predict_single_npy_array(
             image,
@@ -623,6 +635,91 @@ def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> 
     reader.write_seg(labels, str(output).removesuffix(".npz") + ".nii.gz", properties)
 
 
+class PassClock:
+    """CPU seconds of a process inside the passes of its networks.
+
+    Attributes:
+        seconds: Their sum so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._start_s = 0.0
+
+    def start(self, *_: Any) -> None:
+        """A pass begins."""
+        self._start_s = time.process_time()
+
+    def stop(self, *_: Any) -> None:
+        """The pass has ended."""
+        self.seconds += time.process_time() - self._start_s
+
+    def watch(self, network: torch.nn.Module) -> None:
+        """Count the passes of a network."""
+        network.register_forward_pre_hook(self.start)
+        network.register_forward_hook(self.stop)
+
+
+def measured_apart(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Run a function in a process of its own, which has all imports of this one.
+
+    Returns:
+        What it returns, with `cpu_s` and `peak_gb` of the process; `error` alone if it ended
+        without a result.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_measured, args=(sender, run, arguments))
+    process.start()
+    sender.close()
+    try:
+        measured: dict[str, Any] = receiver.recv()
+    except EOFError:
+        measured = {}
+    process.join()
+    return measured or {"error": f"ended with code {process.exitcode}"}
+
+
+def _send_measured(sender: Any, run: Callable[..., dict[str, Any]], arguments: Any) -> None:
+    start_s = time.process_time()
+    measured = run(*arguments)
+    measured["cpu_s"] = time.process_time() - start_s
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            measured["peak_gb"] = int(line.split()[1]) * 1024 / 1e9
+    sender.send(measured)
+
+
+def measure() -> None:
+    """Predict on one thread; answers each line of the input with one, both JSON.
+
+    A line has `model`, a model folder; `scans`, the files of its channels; and `labels`, the file
+    to write.
+    """
+    # nnU-Net would resample with eight threads.
+    os.environ["nnUNet_def_n_proc"] = "1"  # noqa: SIM112
+    import nnunetv2.inference.predict_from_raw_data  # noqa: F401  # before there are processes
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        measured = measured_apart(_predict_job, json.loads(line))
+        print(json.dumps(measured), flush=True)
+
+
+def _predict_job(job: dict[str, Any]) -> dict[str, Any]:
+    from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
+
+    clock = PassClock()
+    folder = Path(job["model"])
+    # The output of this process is read by a program.
+    with contextlib.redirect_stdout(sys.stderr):
+        reader = PlansManager(str(folder / "plans.json")).image_reader_writer_class()
+        image, properties = reader.read_images(job["scans"])
+        labels = results_of_nnunet(folder, image, properties, watch=clock.watch)
+        reader.write_seg(labels, job["labels"], properties)
+    return {"network_cpu_s": clock.seconds}
+
+
 def main() -> None:
     """Run one of the commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -636,6 +733,7 @@ def main() -> None:
     run.add_argument("scans", type=Path, nargs="+")
     run.add_argument("output", type=Path)
     run.add_argument("--threads", type=int, default=1)
+    commands.add_parser("measure")
     arguments = parser.parse_args()
     for variable in FOLDERS:
         os.environ.setdefault(variable, "/nonexistent")
@@ -643,6 +741,8 @@ def main() -> None:
         make_models(arguments.output)
     elif arguments.command == "record":
         record(arguments.output)
+    elif arguments.command == "measure":
+        measure()
     else:
         folder = arguments.folder
         if not (folder / "plans.json").is_file():

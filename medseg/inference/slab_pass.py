@@ -151,9 +151,7 @@ class Features:
             values = torch.empty(sizes, dtype=like.dtype, device=self._owner.storage)
         else:
             self._is_file = True
-            # As bytes, because numpy lacks bfloat16.
-            content = torch.from_numpy(scratch_array((num_bytes,), np.uint8))
-            values = content.view(like.dtype).view(sizes)
+            values = self._owner.new_file(sizes, like.dtype)
         return values.permute(0, 3, 1, 2) if is_channels_last else values
 
 
@@ -179,6 +177,12 @@ class SlabPass:
         """Whether another feature map fits beside those in memory."""
         used_bytes = sum(features.num_bytes for features in self.in_memory)
         return used_bytes + num_bytes <= self._half
+
+    def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Make a feature map in a scratch file."""
+        # As bytes, because numpy lacks bfloat16.
+        content = torch.from_numpy(scratch_array((math.prod(sizes) * dtype.itemsize,), np.uint8))
+        return content.view(dtype).view(sizes)
 
     def slabs(self, source: Planes, conv: nn.Conv3d) -> Iterator[tuple[int, int]]:
         """Split the output of a convolution into as few slabs as half of the budget allows."""

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Time between two releases of pages: at most some 50 MB are touched in between.
+# Time between two releases of pages, and the bytes that are touched in between, at most.
 RELEASE_INTERVAL_S = 0.02
+TOUCHED_BYTES = 50_000_000
 _limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
 _maps: WeakSet[mmap.mmap] = WeakSet()
 _lock = threading.Lock()

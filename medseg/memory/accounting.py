@@ -225,6 +225,51 @@ def count_forward(
     return timeline
 
 
+def count_pass(
+    make_network: Callable[[], nn.Module],
+    image_shape: tuple[int, int, int, int, int],
+    call: Callable[[nn.Module, Tensor, MemoryTracker], Any],
+    *,
+    precision: str = "fp32",
+) -> int:
+    """Count what a network's evaluation takes on a CPU, by the shapes of its tensors alone.
+
+    Beside live tensors these are the copies that a convolution makes, see `_layout_copies`.
+
+    Args:
+        make_network: Makes the network.
+        image_shape: (1, C, D, H, W).
+        call: Does the work with a network and an image. What it gives to `HOST` by the tracker is
+            in files, and counts for the operations that read or write it.
+        precision: `bf16` counts all features in half precision, as autocast keeps them.
+
+    Returns:
+        Bytes at the peak, image included, weights not.
+    """
+    touched = 0
+
+    def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+        # Pages of a file that were read stay in memory until a file is read or written again.
+        nonlocal touched
+        num_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
+        if num_file_bytes:
+            touched = num_file_bytes
+        num_bytes = touched + _layout_copies(func, args, result)
+        if num_file_bytes and func is aten.copy_.default:
+            touched = 0
+        return num_bytes
+
+    dtype = HALF.get(precision, torch.float32)
+    network = build_on_meta(make_network).to(dtype).eval()
+    # In inference mode the tracker would not see into composite operations.
+    with torch.no_grad(), MemoryTracker(workspace=workspace) as tracker:
+        _assign_weights(network, tracker)
+        image = torch.empty(image_shape, dtype=dtype, device="meta")
+        tracker.restart_peak()
+        call(network, image, tracker)
+        return tracker.peak_bytes - tracker.live_bytes(PARAMETERS)
+
+
 @contextlib.contextmanager
 def _fake_network(
     make_network: Callable[[], nn.Module],
@@ -490,6 +535,21 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     ):
         return 0
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
+
+
+def _layout_copies(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes that a convolution of oneDNN takes beside its input and its result.
+
+    Its kernels have a layout of their own. The copy of the input is free before the result is
+    brought back to the usual layout; an input with gaps is copied without them first.
+    """
+    if func is not aten.convolution.default:
+        return 0
+    features = args[0]
+    num_bytes = max(features.nbytes, result.nbytes)
+    if not features.is_contiguous():
+        num_bytes += features.nbytes
+    return int(num_bytes)
 
 
 # Kernels copy their inputs into layouts of their own, which a count of tensors does not see.

@@ -282,6 +282,15 @@ class MemoryTracker(TorchDispatchMode):
         """Sum the live bytes of a kind over all parts."""
         return sum(self.live_by_part(kind).values())
 
+    def operand_bytes(self, arguments: Any, kind: str) -> int:
+        """Sum the bytes of the tensors among some arguments whose storage is of a kind."""
+        num_bytes = 0
+        for tensor in _tensors(arguments):
+            entry = self._entries.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry[1].kind == kind:
+                num_bytes += tensor.nbytes
+        return num_bytes
+
     def live_by_part(self, kind: str) -> dict[str, int]:
         """List the live bytes of a kind by the part of the network that made them."""
         return {

@@ -20,8 +20,8 @@ from medseg.inference.segmentation import Segmentation
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.memory.profile import timed_step
-from medseg.nnunet.labels import average_planes
-from medseg.nnunet.model import Expected, NnunetModel
+from medseg.nnunet.labels import MAX_FOLDS_BYTES, average_planes
+from medseg.nnunet.model import PREPARE, PREVIOUS, SEGMENT, Expected, Held, NnunetModel
 from medseg.nnunet.plan import NnunetPlan
 from medseg.nnunet.planes import Planes
 from medseg.task import Task
@@ -81,25 +81,35 @@ class NnunetEnsemble(CombinedModel):
         return steps
 
     @property
-    def tile_bytes(self) -> float:
+    def usual_pass_bytes(self) -> int:
         """Memory of a pass of the largest network."""
-        return max(member.tile_bytes for member in self.parts)
+        return max(member.usual_pass_bytes for member in self.parts)
 
     def expected(self, grid: VoxelGrid) -> Expected:
         """Expect the cost of a case by the header of its scan; see `NnunetModel.expected`."""
-        memory: dict[str, list[int]] = {}
+        memory: dict[str, list[Held]] = {}
+        stored: list[Held] = []
         num_voxels = 0
         operations = 0.0
         for number, member in enumerate(self.parts, start=1):
-            part = member.expected(grid)
+            part = member.expected_logits(grid)
+            if member.previous is not None:
+                before = member.previous.expected(grid)
+                memory[self.step_name(number, PREVIOUS)] = stored + before.memory[SEGMENT]
+                num_voxels += before.num_voxels
+                operations += before.operations
+            logits = Held(member.logits_bytes(grid))
+            if logits.num_bytes > MAX_FOLDS_BYTES:
+                logits = Held(0)  # they are a file
+            memory[self.step_name(number, PREPARE)] = stored + part.memory[PREPARE]
+            memory[self.step_name(number, SEGMENT)] = [*stored, *part.memory[SEGMENT], logits]
+            stored = [*stored, logits]
             num_voxels += part.num_voxels
             operations += part.operations
-            for step, sizes in part.memory.items():
-                memory[self.step_name(number, step)] = sizes
         shape = self.parts[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
         plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
-        memory[AVERAGE] = [math.prod(shape), PROBABILITY_PLANES * plane]
+        memory[AVERAGE] = [*stored, Held(math.prod(shape)), Held(PROBABILITY_PLANES * plane)]
         return Expected(memory, num_voxels, operations)
 
     def segment(
@@ -153,9 +163,9 @@ class NnunetEnsemble(CombinedModel):
         announce = self.announced(number, on_step)
         prepared = member.prepare_scan(volume, more_channels, part, announce)
         planes = member.planes_of(prepared)
-        with timed_step(part.durations_s, announce, "segment"):
+        with timed_step(part.durations_s, announce, SEGMENT):
             logits = member.store_logits(prepared)
-        part.tiling_plans["segment"] = member.described_passes()
+        part.tiling_plans[SEGMENT] = member.described_passes()
         self.note_part(number, part, result)
         name = member.folder.path.name
         found = member.findings_of(volume.grid)

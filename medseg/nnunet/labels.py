@@ -22,6 +22,9 @@ from medseg.nnunet.spline import SplinePlanes
 MAX_FOLDS_BYTES = 2**26
 # A head that can be the largest in a larger share of a plane is interpolated there as a whole.
 DENSE = 0.3
+# Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
+# a head with the terms of its sum in float64.
+PLANE_BYTES = 45
 # Share of the largest logit that is more than the rounding of an interpolation.
 ROUNDING = 1e-6
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,28 +19,30 @@ from torch.utils.flop_counter import FlopCounterMode
 from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.sizes import Shape
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import Segmentation
 from medseg.io.scratch import new_array, new_tensor, scratch_at_most
 from medseg.io.volume import Volume
-from medseg.memory.accounting import forward_bytes_per_voxel
+from medseg.memory.accounting import count_pass, forward_bytes_per_voxel
 from medseg.memory.precision import autocast, tf32_as
 from medseg.memory.profile import timed_step
+from medseg.memory.tracker import MemoryTracker
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
 from medseg.nnunet.folder import ModelFolder, open_model_folder, previous_folder
-from medseg.nnunet.labels import MAX_FOLDS_BYTES, mean_planes, reduce_planes
+from medseg.nnunet.labels import MAX_FOLDS_BYTES, PLANE_BYTES, mean_planes, reduce_planes
 from medseg.nnunet.network import call_network, first_difference, make_network, network_input
 from medseg.nnunet.plan import NnunetPlan, PlanError
-from medseg.nnunet.planes import Planes, make_planes
-from medseg.nnunet.preprocess import Prepared, prepare, resampled_shape
-from medseg.nnunet.slabs import least_budget_bytes, logits_in_slabs
+from medseg.nnunet.planes import Planes, SpacingMm, make_planes
+from medseg.nnunet.preprocess import Prepared, preparation_bytes, prepare, resampled_shape
+from medseg.nnunet.slabs import count_in_slabs, least_budget_bytes, logits_in_slabs
 from medseg.nnunet.tiles import all_starts, finished_planes
 from medseg.preprocess.orient import Orientation, orientation_of, ras_orientation_of
 from medseg.task import Channel, Task
 from medseg.weights.files import checksum
 
-STEPS = ("prepare", "segment")
+PREPARE, SEGMENT = STEPS = ("prepare", "segment")
 # Step of a cascade before them.
 PREVIOUS = "previous"
 # Networks run one at a time: their weights are replaced from fold to fold.
@@ -63,16 +66,29 @@ class Fold:
     mirror_axes: tuple[int, ...]
 
 
+class Held(NamedTuple):
+    """Array of a step.
+
+    Attributes:
+        num_bytes: Its size.
+        share: Share of it that is written before the last pass of a network: the system gives no
+            memory to the rest before.
+    """
+
+    num_bytes: int
+    share: float = 1.0
+
+
 class Expected(NamedTuple):
     """Cost of a case that is known beforehand.
 
     Attributes:
-        memory: Bytes of each array by step, without the scan and the passes of the network.
+        memory: Arrays of each step, without the scan and the passes of the network.
         num_voxels: Voxels of tiles that go through networks.
         operations: Additions and multiplications of the networks.
     """
 
-    memory: dict[str, list[int]]
+    memory: dict[str, list[Held]]
     num_voxels: int
     operations: float
 
@@ -127,7 +143,7 @@ class NnunetModel:
     @property
     def pass_steps(self) -> list[str]:
         """Steps in which a network runs."""
-        return [step for step in self.steps if step != "prepare"]
+        return [step for step in self.steps if step != PREPARE]
 
     @property
     def orientation(self) -> str:
@@ -145,11 +161,33 @@ class NnunetModel:
 
     @property
     def tile_bytes(self) -> float:
-        """Memory of a pass of the network."""
+        """Memory that a pass of the network may take."""
         num_bytes = self._whole_bytes if self.slab_bytes is None else self.slab_bytes
         if self.previous is not None:
             num_bytes = max(num_bytes, self.previous.tile_bytes)
         return num_bytes
+
+    @cached_property
+    def usual_pass_bytes(self) -> int:
+        """Memory that a pass of the network takes, counted on shapes; for the forecast."""
+        num_channels = len(self.plan.channels) + (self.plan.previous_stage is not None)
+        num_bytes = count_pass(
+            lambda: make_network(self.plan),
+            (1, num_channels, *self.plan.patch_size),
+            self._count,
+            precision=self.precision,
+        )
+        if self.previous is not None:
+            num_bytes = max(num_bytes, self.previous.usual_pass_bytes)
+        return num_bytes
+
+    def _count(self, network: nn.Module, image: Tensor, tracker: MemoryTracker) -> None:
+        """Run a network on the meta device as `_run` does on a CPU."""
+        if self.slab_bytes is None:
+            call_network(network, image, self.plan)
+        else:
+            inputs = network_input(image, self.plan)
+            count_in_slabs(network, inputs, self.slab_bytes, tracker)
 
     @property
     def least_bytes(self) -> float:
@@ -201,44 +239,98 @@ class NnunetModel:
         Args:
             grid: Grid of the scan, in storage order.
         """
-        memory: dict[str, list[int]] = {}
-        before = Expected({}, 0, 0.0)
-        if self.previous is not None:
-            before = self.previous.expected(grid)
-            memory[PREVIOUS] = before.memory[STEPS[-1]]
+        expected = self.expected_logits(grid)
+        depth, _, height, width = self.logits_shape(grid)
+        # Finished planes on both sides of a plane of the scan, see `reduce_planes`.
+        num_values = 2 * self.plan.labels.num_heads * height * width
+        two_planes = Held(self._dtype.itemsize * num_values)
+        (_, rows, columns), _ = self._transposed(grid)
+        of_scan = Held(PLANE_BYTES * rows * columns)
+        labels = Held(math.prod(grid.shape))
+        if self._keeps_planes(grid):
+            # No later plane is complete when the last tiles begin.
+            z_starts = self._starts(grid)[0]
+            labels = labels._replace(share=z_starts[-1] / max(depth, self.plan.patch_size[0]))
+        expected.memory[SEGMENT] += [two_planes, of_scan, labels]
+        if self.previous is None:
+            return expected
+        before = self.previous.expected(grid)
+        return Expected(
+            {PREVIOUS: before.memory[SEGMENT], **expected.memory},
+            before.num_voxels + expected.num_voxels,
+            before.operations + expected.operations,
+        )
+
+    def expected_logits(self, grid: VoxelGrid) -> Expected:
+        """Expect the cost of the logits, without their labels and without the previous stage.
+
+        Args:
+            grid: Grid of the scan, in storage order.
+        """
+        plan = self.plan
+        has_previous = self.previous is not None
+        itemsize = self._dtype.itemsize
+        num_heads = plan.labels.num_heads
+        depth, height, width = self._padded_shape(grid)
+        # The previous stage adds one channel of labels, which become several in the network alone.
+        num_channels = len(plan.channels) + has_previous
+        image = Held(4 * num_channels * depth * height * width)
+        # Sums of the heads, and of the weights, in as many planes as a tile has.
+        window = Held(itemsize * plan.patch_size[0] * (num_heads + 1) * height * width)
+        starts = self._starts(grid)
+        passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
+        segment = [image, window]
+        if passes > len(self.folds):
+            # Sums of the mirrored passes of a tile, in float32.
+            segment.append(Held(4 * num_heads * math.prod(plan.patch_size)))
+        logits = Held(self.logits_bytes(grid))
+        # Larger sums of folds are a file.
+        if len(self.folds) > 1 and logits.num_bytes <= MAX_FOLDS_BYTES:
+            segment.append(logits)
+        preparing = preparation_bytes(plan, math.prod(grid.shape), has_previous=has_previous)
+        memory = {PREPARE: [image, Held(preparing)], SEGMENT: segment}
+        num_voxels = math.prod(map(len, starts)) * passes * math.prod(plan.patch_size)
+        return Expected(memory, num_voxels, num_voxels * self.operations_per_voxel)
+
+    def logits_shape(self, grid: VoxelGrid) -> tuple[int, int, int, int]:
+        """Shape (D, K, H, W) of the logits of a scan at the spacing of the network, uncropped."""
+        shape, spacing_mm = self._transposed(grid)
+        depth, height, width = resampled_shape(shape, spacing_mm, self.plan.for_scan(spacing_mm))
+        return depth, self.plan.labels.num_heads, height, width
+
+    def logits_bytes(self, grid: VoxelGrid) -> int:
+        """Size of the logits of a scan."""
+        return self._dtype.itemsize * math.prod(self.logits_shape(grid))
+
+    def _padded_shape(self, grid: VoxelGrid) -> Shape:
+        """Shape of the image of the network, a tile at least."""
+        depth, _, height, width = self.logits_shape(grid)
+        z, y, x = self.plan.patch_size
+        return max(depth, z), max(height, y), max(width, x)
+
+    def _starts(self, grid: VoxelGrid) -> tuple[list[int], list[int], list[int]]:
+        """First voxels of the tiles along each axis."""
+        return all_starts(
+            self._padded_shape(grid),
+            self.plan.patch_size,
+            self.options.overlap,
+            is_2d=self.plan.is_2d,
+        )
+
+    def _transposed(self, grid: VoxelGrid) -> tuple[Shape, SpacingMm]:
+        """Shape and spacing of a scan in the order of the network."""
         grid = self.turned_grid(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
-        spacing_mm = grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x]
-        plan = self.plan.for_scan(spacing_mm)
-        target = resampled_shape(shape, spacing_mm, plan)
-        depth, height, width = (
-            max(size, tile) for size, tile in zip(target, plan.patch_size, strict=True)
-        )
-        itemsize = self._dtype.itemsize  # bytes of a summed logit
-        num_heads = plan.labels.num_heads
-        # The previous stage adds one channel of labels, which become several in the network alone.
-        num_channels = len(plan.channels) + (self.previous is not None)
-        image = 4 * num_channels * depth * height * width
-        # Sums of the heads, and of the weights, in as many planes as a tile has.
-        window = itemsize * plan.patch_size[0] * (num_heads + 1) * height * width
-        # Finished planes on both sides of a plane of the scan, see `reduce_planes`.
-        two_planes = 2 * itemsize * num_heads * height * width
-        labels = math.prod(shape)
-        starts = all_starts(
-            (depth, height, width), plan.patch_size, self.options.overlap, is_2d=plan.is_2d
-        )
-        num_tiles = math.prod(map(len, starts))
-        passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
-        # Sums of the mirrored passes of a tile, in float32.
-        mirrored = 0
-        if passes > len(self.folds):
-            mirrored = 4 * num_heads * math.prod(plan.patch_size)
-        memory["prepare"] = [image]
-        memory["segment"] = [image, window, two_planes, labels, mirrored]
-        num_voxels = num_tiles * passes * math.prod(plan.patch_size)
-        operations = before.operations + num_voxels * self.operations_per_voxel
-        return Expected(memory, before.num_voxels + num_voxels, operations)
+        return shape, (grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x])
+
+    def _keeps_planes(self, grid: VoxelGrid) -> bool:
+        """Whether the planes of the network are planes of the stored scan.
+
+        Else each plane of labels touches all pages of their array.
+        """
+        order = self._orientation_of(grid).orientation.order
+        return order[self.plan.transpose[0]] == 0
 
     def segment(
         self,
@@ -262,10 +354,10 @@ class NnunetModel:
         assert not keep_probabilities, "`save` refuses them"
         result = Segmentation(np.empty(0))
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
-        with timed_step(result.durations_s, on_step, "segment"), self._naming_the_folder():
+        with timed_step(result.durations_s, on_step, SEGMENT), self._naming_the_folder():
             result.labels = new_array(volume.array.shape, np.uint8)
             self._segment(prepared, self.crop_of(result.labels, prepared.box, volume.grid))
-        result.tiling_plans["segment"] = self.described_passes()
+        result.tiling_plans[SEGMENT] = self.described_passes()
         result.findings += self.findings_of(volume.grid)
         result.measure(volume.grid, self.task)
         return result
@@ -296,8 +388,8 @@ class NnunetModel:
             with timed_step(result.durations_s, on_step, PREVIOUS):
                 first = self.previous.segment(volume, more_channels)
             previous = orientation.turned(first.labels)
-            result.tiling_plans[PREVIOUS] = first.tiling_plans["segment"]
-        with timed_step(result.durations_s, on_step, "prepare"), self._naming_the_folder():
+            result.tiling_plans[PREVIOUS] = first.tiling_plans[SEGMENT]
+        with timed_step(result.durations_s, on_step, PREPARE), self._naming_the_folder():
             return prepare(images, grid.spacing_mm, self.plan, previous)
 
     def crop_of(self, stored: np.ndarray, box: VoxelBox, grid: VoxelGrid) -> np.ndarray:

@@ -21,6 +21,16 @@ from medseg.nnunet.spline import axis_taps, filtered
 
 # Smallest divisor of a normalisation.
 EPSILON = 1e-8
+# Bytes per voxel of the scan while a channel is scaled by its own statistics, by scheme: a copy in
+# float32, and what NumPy takes for a deviation; and for z-scores within a mask.
+SCALING_BYTES = {"ZScoreNormalization": 8, "RescaleTo01Normalization": 4}
+MASKED_SCALING_BYTES = 16
+# Of the mask, and while its holes are filled.
+MASK_BYTES = 1
+FILLING_BYTES = 5
+# Of the labels of a previous stage: as they are stored, as int16, and while those beyond the mask
+# are found.
+STORED_LABEL_BYTES, LABEL_BYTES, BEYOND_BYTES = 1, 2, 3
 Normalise = Callable[[np.ndarray], np.ndarray]
 
 
@@ -78,19 +88,44 @@ def prepare(
     if tuple(padded) != shape:
         image.zero_()
     mask = None
+    labels = None
     if previous is not None or _needs_mask(plan.channels):
         mask = _nonzero_mask(transposed, box)
+    if previous is not None:
+        assert mask is not None, "it was made above"
+        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
+        labels[(labels == 0) & ~mask] = BEYOND
+        # nnU-Net takes a voxel with a label into the statistics, even where all channels are zero.
+        mask = labels != BEYOND
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
         _resample(normalised, image[number, depth, height, width], box.shape, spacing, plan)
-    if previous is not None:
-        assert mask is not None, "it was made above"
+    if labels is not None:
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
-        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
-        labels[(labels == 0) & ~mask] = BEYOND
         target = image[-1, depth, height, width]
         resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
     return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
+
+
+def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) -> int:
+    """Memory that `prepare` takes beside the scan and its result.
+
+    Args:
+        plan: The plan of the network.
+        num_voxels: Voxels of the scan.
+        has_previous: Whether there are labels of a previous stage.
+    """
+    per_voxel = 0
+    for channel in plan.channels:
+        is_masked = channel.scheme == "ZScoreNormalization" and channel.is_masked
+        needed = MASKED_SCALING_BYTES if is_masked else SCALING_BYTES.get(channel.scheme, 0)
+        per_voxel = max(per_voxel, needed)
+    if has_previous:
+        labels_bytes = STORED_LABEL_BYTES + LABEL_BYTES
+        per_voxel = labels_bytes + MASK_BYTES + max(BEYOND_BYTES, per_voxel)
+    elif _needs_mask(plan.channels):
+        per_voxel = max(FILLING_BYTES, MASK_BYTES + per_voxel)
+    return per_voxel * num_voxels
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:

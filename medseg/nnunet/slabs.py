@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from medseg.geometry.sizes import Shape
 from medseg.inference.slab_pass import Features, Planes, SlabPass
+from medseg.memory.tracker import HOST, MemoryTracker, Owner
 
 META = torch.device("meta")
 
@@ -51,6 +52,20 @@ def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape)
     with torch.inference_mode():
         counted.run(network, image, lambda _: None)
     return counted.least_bytes
+
+
+def count_in_slabs(
+    network: nn.Module, image: Tensor, budget_bytes: float, tracker: MemoryTracker
+) -> None:
+    """Run `logits_in_slabs` on the meta device, counted; what is in files counts as `HOST`.
+
+    Args:
+        network: See `logits_in_slabs`.
+        image: See `logits_in_slabs`.
+        budget_bytes: See `logits_in_slabs`.
+        tracker: Counts the tensors.
+    """
+    _CountedPass(budget_bytes, tracker).run(network, image, lambda _: None)
 
 
 class _Upsampled:
@@ -169,6 +184,22 @@ class _NnunetPass(SlabPass):
         if functions:
             result.replace_channels(self.channels_at_a_time(result), apply)
         return result
+
+
+class _CountedPass(_NnunetPass):
+    """An execution on the meta device, whose files are none."""
+
+    def __init__(self, budget_bytes: float, tracker: MemoryTracker) -> None:
+        super().__init__(budget_bytes, META, META)
+        self._tracker = tracker
+
+    def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Make a feature map that takes no memory of the pass."""
+        owner = self._tracker.now
+        self._tracker.now = Owner(HOST)
+        values = torch.empty(sizes, dtype=dtype, device=META)
+        self._tracker.now = owner
+        return values
 
 
 def _blocks(part: nn.Module | None) -> Iterator[nn.Module]:

@@ -23,6 +23,7 @@ from medseg.inference.scan_model import ScanModel
 from medseg.inference.tiles import TilingPlan, tile_boxes
 from medseg.io.atomic import replace_text
 from medseg.io.machine_cache import machine_folder
+from medseg.io.scratch import TOUCHED_BYTES
 from medseg.memory.accounting import WORKSPACE
 from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.ensemble import NnunetEnsemble
@@ -68,6 +69,8 @@ NETWORK_TIME = 5
 # The same for a model of nnU-Net: an addition or multiplication of its networks, and for each head
 # a voxel of a tile that is added to the sums, and one of the scan to which logits are resampled.
 OPERATION_TIME, SUM_TIME, LOGIT_TIME = 2e-4, 0.1, 0.1
+# And for a case, however small: half a second for its checks, statistics and report.
+CASE_TIME = 2e6
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -166,14 +169,23 @@ def _forecast_nnunet(
     fixed = loaded_bytes + LIBRARIES_BYTES + channels * _held(SCAN * num_voxels, array_bytes)
     expected = model.expected(grid)
     memory = {"read": fixed}
-    for step, sizes in expected.memory.items():
-        memory[step] = fixed + sum(_held(size, array_bytes) for size in sizes)
-    if model.device.type == "cpu":
-        # A pass is no array, which could be a file.
-        for step in model.pass_steps:
-            memory[step] += round(model.tile_bytes)
+    for step, arrays in expected.memory.items():
+        at_end = 0.0
+        during_pass = 0.0
+        touched = 0
+        for array in arrays:
+            num_bytes = _held(array.num_bytes, array_bytes)
+            at_end += num_bytes
+            during_pass += array.share * num_bytes
+            if num_bytes < array.num_bytes:
+                # Pages of files are in memory for a moment.
+                touched = min(TOUCHED_BYTES, touched + array.num_bytes)
+        # A pass is no array, which could be a file; on a GPU it takes nothing here.
+        if step in model.pass_steps and model.device.type == "cpu":
+            during_pass += model.usual_pass_bytes
+        memory[step] = fixed + touched + round(max(at_end, during_pass))
     num_heads = model.plan.labels.num_heads
-    cost = (channels + LOGIT_TIME * num_heads) * num_voxels
+    cost = CASE_TIME + (channels + LOGIT_TIME * num_heads) * num_voxels
     cost += SUM_TIME * num_heads * expected.num_voxels + OPERATION_TIME * expected.operations
     return Forecast(memory, round(cost))
 

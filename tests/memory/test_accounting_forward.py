@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medseg.memory.accounting import WORKSPACE, forward_bytes_per_voxel
+from medseg.memory.accounting import WORKSPACE, count_pass, forward_bytes_per_voxel
+from medseg.memory.tracker import HOST, MemoryTracker, Owner
 
 CPU = torch.device("cpu")
 
@@ -30,6 +31,40 @@ def test_live_tensors_are_counted_and_weights_are_not() -> None:
     assert forward_bytes_per_voxel(conv, call, (1, 1, 24, 24, 24), CPU) == pytest.approx(
         WORKSPACE * 2 * 5 * 4, rel=0.01
     )
+
+
+@pytest.mark.parametrize(("channels", "copy"), [((2, 3), 3), ((4, 1), 4)])
+def test_a_convolution_takes_a_copy_of_the_larger_of_its_input_and_its_result(
+    channels: tuple[int, int], copy: int
+) -> None:
+    """An input with gaps is copied first; what the tracker gives to the host does not count."""
+    voxels = 5 * 6 * 7
+
+    def call(network: nn.Module, image: Tensor, _: MemoryTracker) -> Tensor:
+        result: Tensor = network(image)
+        return result
+
+    def call_with_gaps(network: nn.Module, image: Tensor, _: MemoryTracker) -> Tensor:
+        result: Tensor = network(image.transpose(2, 4))
+        return result
+
+    def call_beside_file(network: nn.Module, image: Tensor, tracker: MemoryTracker) -> Tensor:
+        tracker.now = Owner(HOST)
+        file = torch.empty(10**6, device="meta")
+        tracker.now = Owner("pass")
+        result: Tensor = network(image)
+        return result + file.shape[0]
+
+    def count(work: Any) -> int:
+        return count_pass(
+            lambda: nn.Conv3d(*channels, 3, padding=1), (1, channels[0], 5, 6, 7), work
+        )
+
+    usual = 4 * voxels * (sum(channels) + copy)
+    assert count(call) == usual
+    assert count(call_with_gaps) == usual + 4 * voxels * channels[0]
+    # The sum is made when the copies are free.
+    assert count(call_beside_file) == usual
 
 
 SCRIPT = """

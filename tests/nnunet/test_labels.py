@@ -12,7 +12,8 @@ import torch.nn.functional as functional
 from scipy.ndimage import zoom
 from torch import Tensor
 
-from medseg.nnunet.labels import reduce_planes
+from medseg.memory.tracker import MemoryTracker
+from medseg.nnunet.labels import PLANE_BYTES, reduce_planes
 from medseg.nnunet.spline import SplinePlanes
 
 Shape = tuple[int, int, int]
@@ -86,3 +87,20 @@ def test_a_head_that_cannot_win_is_not_interpolated(monkeypatch: pytest.MonkeyPa
     reduce_planes(iter(logits), SplinePlanes(SOURCE, TARGETS[0], (1, 1, 1)), None, labels)
     assert heads_seen == 2 * TARGETS[0][0]
     assert set(np.unique(labels)) == {0, 3}
+
+
+@pytest.mark.parametrize("scale", [1, 20])
+def test_a_plane_takes_the_known_bytes_for_each_of_its_voxels(scale: int) -> None:
+    """Noise, where all heads may win anywhere, and smooth logits; by the live tensors."""
+    shape = (2, 6, 30 // scale + 1, 30 // scale + 1)
+    coarse = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    logits = functional.interpolate(coarse, size=(30, 30), mode="bilinear").half()
+    labels = np.empty((3, 120, 120), dtype=np.uint8)
+    with MemoryTracker() as tracker:
+        tracker.assign(logits, "given")
+        reduce_planes(
+            iter(logits), SplinePlanes((2, 30, 30), labels.shape, (1, 1, 1)), None, labels
+        )
+    # Copies of the source planes are counted apart.
+    num_bytes = tracker.peak_bytes - 2 * tracker.live_bytes("given")
+    assert 0.6 * PLANE_BYTES < num_bytes / (120 * 120) < 1.1 * PLANE_BYTES

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import subprocess
+import tracemalloc
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,11 +31,11 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import Segmentation
 from medseg.io.read import read_image
-from medseg.io.scratch import scratch_above
+from medseg.io.scratch import TOUCHED_BYTES, scratch_above
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
-from medseg.nnunet.model import NnunetModel, load_nnunet
-from medseg.nnunet.preprocess import prepare
+from medseg.nnunet.model import Held, NnunetModel, load_nnunet
+from medseg.nnunet.preprocess import preparation_bytes, prepare
 from medseg.prediction.forecast import forecast
 from medseg.prediction.options import PredictConfig
 
@@ -293,10 +294,86 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     volume, _, _ = scan_of("folds")
     model = load("folds")
     in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
+    # Of a few small files all pages may be in memory.
+    arrays = model.expected(volume.grid).memory["segment"]
+    touched = sum(array.num_bytes for array in arrays)
     files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
-    assert files["segment"] - files["read"] == round(model.tile_bytes)
+    assert files["segment"] - files["read"] == touched + model.usual_pass_bytes
     files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
-    assert files["segment"] - files["read"] == round(in_slabs.tile_bytes)
+    assert files["segment"] - files["read"] == touched + in_slabs.usual_pass_bytes
+    large = VoxelGrid((400, 300, 300), (2.0, 1.5, 1.5))
+    files = forecast(model, large, 0, array_bytes=0.0).memory
+    assert files["segment"] - files["read"] == TOUCHED_BYTES + model.usual_pass_bytes
+    image_bytes = 4 * math.prod(model.plan.patch_size)
+    assert in_slabs.usual_pass_bytes - image_bytes < in_slabs.tile_bytes
+
+
+def test_the_time_of_a_case_is_that_of_its_parts_and_a_fixed_one() -> None:
+    model = load("folds", tta=False)
+    grid = VoxelGrid((40, 30, 30), (2.0, 1.5, 1.5))
+    expected = model.expected(grid)
+    # One channel and four heads.
+    cost = 2e6 + (1 + 0.1 * 4) * 36_000 + 0.1 * 4 * expected.num_voxels + 2e-4 * expected.operations
+    assert forecast(model, grid, 0).voxels == round(cost)
+
+
+def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() -> None:
+    """The planes before the last tiles; where a plane of the network is none of the scan, all."""
+    model = load("folds")
+    grid = VoxelGrid((40, 30, 30), (2.0, 1.5, 1.5))
+    assert model.logits_shape(grid) == (40, 4, 30, 30)
+    arrays = model.expected(grid).memory["segment"]
+    # Tiles of 8 planes begin at 0, 4, …, 32.
+    assert arrays[-1] == Held(36_000, 32 / 40)
+    assert all(array.share == 1.0 for array in arrays[:-1])
+    transposed = load("anisotropic").expected(grid).memory["segment"]
+    assert transposed[-1] == Held(36_000)
+    labels = forecast(model, grid, 0).memory["segment"] - forecast(model, grid, 0).memory["read"]
+    others = sum(array.num_bytes for array in arrays[:-1])
+    assert labels == others + round(0.8 * 36_000) + model.usual_pass_bytes
+
+
+def test_a_label_of_the_first_stage_puts_a_voxel_of_zeros_into_the_statistics() -> None:
+    """As in nnU-Net, whose mask is all that is not without a label beyond the non-zero voxels."""
+    plan = load("cascade_regions").plan
+    numbers = np.random.default_rng(0)
+    shape = (12, 20, 20)
+    image = numbers.normal(100, 30, shape).astype(np.float32)
+    # Zeros that reach the border are no hole.
+    image[:3, :5] = 0
+    previous = np.zeros(shape, dtype=np.uint8)
+    previous[1, 2, 4:9] = 1
+    prepared = prepare([image, image], plan.spacing_mm, plan, previous)
+    inside = (image != 0) | (previous > 0)
+    expected = np.zeros(shape, dtype=np.float32)
+    expected[inside] = (image[inside] - image[inside].mean()) / image[inside].std()
+    z, y, x = prepared.padding
+    found = prepared.image[0, z : z + shape[0], y : y + shape[1], x : x + shape[2]]
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert (prepared.image[2].numpy() == -1).sum() == (~inside).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "per_voxel"), [("regions", 17), ("folds", 0), ("cascade", 7), ("cascade_regions", 20)]
+)
+def test_the_forecast_counts_what_the_preparation_takes(name: str, per_voxel: int) -> None:
+    """By the allocations of NumPy: z-scores within a mask, none, labels of a previous stage."""
+    model = load(name)
+    shape = (40, 60, 50)
+    numbers = np.random.default_rng(0)
+    channels = [numbers.normal(-300, 300, shape).astype(np.int16) for _ in model.plan.channels]
+    num_voxels = math.prod(shape)
+    known = preparation_bytes(model.plan, num_voxels, has_previous=model.previous is not None)
+    assert known == per_voxel * num_voxels
+    tracemalloc.start()
+    previous = None
+    if model.previous is not None:
+        previous = numbers.integers(0, 3, shape, dtype=np.uint8)
+    # At the spacing of the plan nothing is resampled, which goes plane by plane.
+    prepare(channels, model.plan.spacing_mm, model.plan, previous)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.8 * known <= taken <= 1.1 * known + 16 * shape[1] * shape[2]
 
 
 def bright_ball(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:

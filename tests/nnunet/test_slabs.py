@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from medseg.geometry.sizes import Shape
 from medseg.inference.slab_pass import WORKSPACE, Features
+from medseg.memory.accounting import count_pass
+from medseg.memory.tracker import MemoryTracker
 from medseg.models.traits import build_on_meta
-from medseg.nnunet.slabs import least_budget_bytes, logits_in_slabs
+from medseg.nnunet.slabs import count_in_slabs, least_budget_bytes, logits_in_slabs
 
 unet = pytest.importorskip("dynamic_network_architectures.architectures.unet")
 
@@ -171,3 +173,23 @@ def test_each_slab_keeps_half_of_the_budget(family: str, monkeypatch: pytest.Mon
 def test_the_least_budget_grows_with_the_depth_of_one_channel_alone(family: str) -> None:
     """Channels of all planes are normalised at a time; a deep tile needs room for one of them."""
     assert least(family, {}, (64, 24, 20)) <= 4 * least(family, {}, SHAPE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_in_slabs_is_counted_within_its_budget(family: str) -> None:
+    """The image is beside it. No file is made, and a larger budget needs more or the same."""
+
+    def count(budget: float) -> int:
+        def call(network: nn.Module, inputs: Tensor, tracker: MemoryTracker) -> None:
+            count_in_slabs(network, inputs, budget, tracker)
+
+        return count_pass(lambda: make(family, {}), (1, CHANNELS, *SHAPE), call)
+
+    least_bytes = least(family, {})
+    image_bytes = 4 * CHANNELS * SHAPE[0] * SHAPE[1] * SHAPE[2]
+    counts = [count(share * least_bytes) for share in (1.0, 2.0, 1000.0)]
+    assert counts == sorted(counts)
+    for share, num_bytes in zip((1.0, 2.0), counts, strict=False):
+        assert num_bytes - image_bytes <= share * least_bytes
+    # The skips of two levels at least.
+    assert counts[-1] > 2 * 4 * 4 * SHAPE[0] * SHAPE[1] * SHAPE[2]

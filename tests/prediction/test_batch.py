@@ -496,7 +496,12 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(
     thin = RangeOptions(range_mm=(0.0, 2.0), coarse="a")
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
         predict_module.predict_scans(replace(config, by_spacing={"thin": thin}))
-    monkeypatch.setenv("RANK", "0")
+    # Whatever the rank: none waits for the others.
+    of_folder = PredictConfig(input=str(tmp_path), output=str(tmp_path), weights="nnUNet")
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UserError, match="weights: the processes of torchrun cannot share a mo"):
+            predict_module.predict_scans(of_folder)
     monkeypatch.setattr(
         predict_module, "find_scans", lambda *_: served.append("scans") or sys.exit(9)
     )

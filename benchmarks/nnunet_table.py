@@ -1,0 +1,247 @@
+"""Models of nnU-Net in medseg and in nnU-Net's own predictor: labels, CPU seconds, memory.
+
+    python -m benchmarks.nnunet_table output=<folder> nnunet=<python> scans=<ct>[,<ct>]
+                                      [models=plain25,2d,<folder>] [precision=bf16]
+
+`nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
+`nnunet_reference.py`, segments each scan with both programs, one after the other on one thread, and
+writes `nnunet.csv` with a row for each model and scan. A model may also be a folder with one or the
+two of a cascade, of one channel. `precision` is that of medseg alone.
+Each prediction has a process of its own, whose seconds and memory are counted after the imports.
+
+The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
+model, in CPU seconds, because other programs may share the machine.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import medseg.nnunet.model
+import medseg.prediction.batch
+from benchmarks.instruments import ROOT, given_arguments, print_values
+from benchmarks.nnunet_reference import FOLDERS, PassClock, measured_apart
+from medseg.io.read import read_image
+from medseg.io.tables import write_csv
+from medseg.memory.options import Accelerator, Precision
+from medseg.prediction.options import PredictConfig
+from medseg.prediction.predict import predict_scans
+
+REFERENCE = ROOT / "benchmarks" / "nnunet_reference.py"
+# Plain and residual encoders, 2 to 61 classes, three folds, planes apart, transposed axes, plans
+# without `architecture`, 2D and a cascade.
+MODELS = (
+    "plain2",
+    "plain5",
+    "plain25",
+    "plain61",
+    "residual5",
+    "anisotropic",
+    "transposed",
+    "torch",
+    "2d",
+    "cascade",
+)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Measure all models and scans and write the table."""
+    output, arguments = given_arguments(["nnunet", "scans", "models", "precision"])
+    names = arguments.get("models", ",".join(MODELS)).split(",")
+    scans = [Path(scan).absolute() for scan in arguments["scans"].split(",")]
+    precision = arguments.get("precision")
+    models = output / "models"
+    if not models.is_dir():
+        reference(arguments["nnunet"], "make", models).wait()
+    torch.set_num_threads(1)
+    # Before there are processes.
+    import_module("dynamic_network_architectures.architectures.unet")
+    rows: list[Row] = []
+    with reference(arguments["nnunet"], "measure") as nnunet:
+        assert nnunet.stdin is not None
+        assert nnunet.stdout is not None
+        for job in list_jobs(names, scans, output, precision):
+            nnunet.stdin.write(json.dumps(job) + "\n")
+            nnunet.stdin.flush()
+            of_nnunet = json.loads(nnunet.stdout.readline())
+            own = measured_apart(predict_job, job)
+            # The first scan of a model tells the seconds of the others.
+            first = next((row for row in rows if row["model"] == job["name"]), None)
+            rows.append(row_of(job, of_nnunet, own, first))
+            print_values(rows[-1], 3)
+            write_csv(output / "nnunet.csv", rows)
+
+
+def reference(python: str, *arguments: str | Path) -> "subprocess.Popen[str]":
+    """Start a command of `nnunet_reference.py` in the other environment."""
+    # The script's folder alone is on its path: no module of medseg.
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for variable in FOLDERS:
+        environment.setdefault(variable, "/nonexistent")
+    command = [python, str(REFERENCE), *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+
+
+def list_jobs(
+    names: Sequence[str], scans: Sequence[Path], output: Path, precision: str | None
+) -> list[Row]:
+    """List the predictions, as `nnunet_reference.py measure` takes them."""
+    jobs = []
+    for name in names:
+        parent = output / "models" / name
+        if not parent.is_dir():
+            parent = Path(name).absolute()
+        # Of a cascade, 3d_cascade_fullres comes before 3d_lowres.
+        folder = min(parent.glob("*__*__*"))
+        dataset = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+        for number, scan in enumerate(scans):
+            stem = f"{parent.name}_{number}"
+            jobs.append(
+                {
+                    "name": parent.name,
+                    "model": str(folder),
+                    "scans": [str(scan)] * len(dataset["channel_names"]),
+                    "labels": str(output / f"{stem}_nnunet.nii.gz"),
+                    "own_labels": str(output / f"{stem}.nii.gz"),
+                    "classes": len(dataset["labels"]),
+                    "precision": precision,
+                }
+            )
+    return jobs
+
+
+def predict_job(job: Row) -> Row:
+    """Predict a scan as the command does; returns its CPU seconds and what was expected."""
+    clock = PassClock()
+    watch_passes(clock)
+    forecasts = []
+    ends_s = []
+    module: Any = medseg.prediction.batch
+    forecast = module.forecast
+
+    def noted(*arguments: Any) -> Any:
+        forecasts.append(forecast(*arguments))
+        ends_s.append(time.process_time())
+        return forecasts[-1]
+
+    module.forecast = noted
+    channels: Any = job["scans"][0] if len(job["scans"]) == 1 else job["scans"]
+    config = PredictConfig(
+        input=channels,
+        output=job["own_labels"],
+        weights=job["model"],
+        threads=1,
+        accelerator=Accelerator.cpu,
+        precision=Precision(job["precision"]) if job["precision"] else None,
+        overwrite=True,
+    )
+    (case,) = predict_scans(config)
+    if case.exit_code:
+        sys.exit(f"{job['own_labels']}: {case.messages}")
+    return {
+        "network_cpu_s": clock.seconds,
+        # From the first forecast on, before the scan is read, to the second one in the report.
+        "case_cpu_s": ends_s[-1] - ends_s[0],
+        "expected_gb": forecasts[0].peak_bytes / 1e9,
+        "expected_voxels": forecasts[0].voxels,
+    }
+
+
+def watch_passes(clock: PassClock) -> None:
+    """Count the CPU seconds of all passes of nnU-Net's networks, whole or in slabs."""
+    module: Any = medseg.nnunet.model
+    call, call_in_slabs = module.call_network, module.logits_in_slabs
+
+    def called(*arguments: Any) -> Any:
+        clock.start()
+        logits = call(*arguments)
+        clock.stop()
+        return logits
+
+    def called_in_slabs(network: Any, image: Any, budget_bytes: float, take: Any) -> None:
+        def taken(planes: Any) -> None:
+            # The sums are no part of the pass.
+            clock.stop()
+            take(planes)
+            clock.start()
+
+        clock.start()
+        call_in_slabs(network, image, budget_bytes, taken)
+        clock.stop()
+
+    module.call_network, module.logits_in_slabs = called, called_in_slabs
+
+
+def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
+    """Compare the two predictions of a scan.
+
+    Args:
+        job: The scan and its model.
+        of_nnunet: What nnU-Net took; `error` where it did not finish.
+        own: What medseg took.
+        first: Row of the first scan of the model, if this is another one.
+    """
+    labels = read_image(Path(job["own_labels"])).array
+    row = {
+        "model": job["name"],
+        "classes": job["classes"],
+        "scan": Path(job["scans"][0]).name.partition(".")[0],
+        "shape": "x".join(map(str, labels.shape)),
+        "cpu_s": own["cpu_s"],
+        "network_cpu_s": own["network_cpu_s"],
+        "case_cpu_s": own["case_cpu_s"],
+        "peak_gb": own["peak_gb"],
+        "expected_gb": own["expected_gb"],
+        "expected_voxels": own["expected_voxels"],
+        "expected_case_cpu_s": None,
+    }
+    if first is not None:
+        rate_s = first["case_cpu_s"] / first["expected_voxels"]
+        row["expected_case_cpu_s"] = rate_s * own["expected_voxels"]
+    if "error" in of_nnunet:
+        return {**row, "nnunet_error": of_nnunet["error"]}
+    expected = read_image(Path(job["labels"])).array
+    outside_s = own["cpu_s"] - own["network_cpu_s"]
+    return {
+        **row,
+        "nnunet_error": None,
+        "voxels": labels.size,
+        "voxels_that_differ": int(np.count_nonzero(labels != expected)),
+        "least_dice": least_dice(labels, expected),
+        "nnunet_cpu_s": of_nnunet["cpu_s"],
+        "nnunet_network_cpu_s": of_nnunet["network_cpu_s"],
+        "nnunet_peak_gb": of_nnunet["peak_gb"],
+        "ratio_outside": outside_s / (of_nnunet["cpu_s"] - of_nnunet["network_cpu_s"]),
+        "ratio": own["cpu_s"] / of_nnunet["cpu_s"],
+    }
+
+
+def least_dice(labels: np.ndarray, expected: np.ndarray) -> float:
+    """Smallest Dice of the labels that are there; 1 where there are none."""
+    values = np.union1d(np.unique(labels), np.unique(expected))
+    dice = [1.0]
+    for value in values[values > 0]:
+        found, reference = labels == value, expected == value
+        overlap = np.count_nonzero(found & reference)
+        dice.append(2 * overlap / (np.count_nonzero(found) + np.count_nonzero(reference)))
+    return min(dice)
+
+
+if __name__ == "__main__":
+    main()
