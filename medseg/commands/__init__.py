@@ -1,1 +1,1 @@
-"""Commands: read the configuration, call one function, print the result."""
+"""Commands of one run, and the table of all; commands of several runs are in `studies`."""

@@ -1,4 +1,4 @@
-"""Cases of a configuration (case table, synthetic scans or both), their splits and label values."""
+"""Cases of a configuration, from a case table, synthetic scans or both, with their label values."""
 
 import os
 from pathlib import Path

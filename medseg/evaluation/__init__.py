@@ -1,1 +1,1 @@
-"""Evaluation of a folder of predictions: references matched, scored, compared by patient."""
+"""Evaluation of a folder of predictions: references matched and scored."""

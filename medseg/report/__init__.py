@@ -1,1 +1,1 @@
-"""Reports: pages over runs and cases, the viewer of a case, overlays and plots as PNG."""
+"""Reports: paired differences of two results, pages over runs and cases, viewer, plots as PNG."""
