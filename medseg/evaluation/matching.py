@@ -241,7 +241,7 @@ def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
         masks = {}
         for label in labels_of_report(report):
             masks[label] = label_file(start, label, "masks")
-        if any(path.is_file() for path in masks.values()):
+        if any(path.is_file() and not _is_case(path) for path in masks.values()):
             masks_by_report[report] = masks
     return masks_by_report
 
@@ -253,10 +253,14 @@ def _files_of_labels(folder: Path) -> set[Path]:
         for label in labels_of_report(report):
             for kind in LABEL_ENDINGS:
                 file = label_file(report.with_suffix(""), label, kind)
-                # A case of its own may have such a name.
-                if not file.with_name(f"{case_name(file)}.json").exists():
+                if not _is_case(file):
                     files.add(file)
     return files
+
+
+def _is_case(file: Path) -> bool:
+    """Whether a file with the name of a label's file is the result of a case of that name."""
+    return file.with_name(f"{case_name(file)}.json").exists()
 
 
 def _label_maps(folder: Path) -> dict[str, list[Path]]:

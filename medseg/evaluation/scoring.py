@@ -333,17 +333,26 @@ def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
     """Remove what an earlier evaluation wrote and this one may not replace.
 
     Without a scored case there is no page, without a baseline no table of differences, without
-    `pictures` no picture: the old ones would stand beside the new scores.
+    `pictures` no picture: the old ones would stand beside the new scores. In a folder without the
+    table of an evaluation, files of these names are those of others, and stay.
     """
-    paths = []
-    # Without the table of an evaluation, files of these names are those of another command.
-    if (output / "metrics.csv").is_file():
-        paths += [output / "report.html", output / "differences.csv", output / "scores.png"]
+    if not _holds_evaluation(output):
+        return
+    paths = [output / "report.html", output / "differences.csv", output / "scores.png"]
     for reference in references:
         paths.append(output / "viewers" / f"{reference.name}{SUFFIX}")
         paths.append(output / "overlays" / f"{reference.name}.png")
     for path in paths:
         path.unlink(missing_ok=True)
+
+
+def _holds_evaluation(folder: Path) -> bool:
+    """Whether `metrics.csv` of a folder is the table of an evaluation; loggers write one too."""
+    try:
+        with (folder / "metrics.csv").open(encoding="utf-8", errors="replace") as table:
+            return table.readline().startswith("case,region,")
+    except OSError:
+        return False
 
 
 def scored_regions(task: Task) -> tuple[Region, ...]:

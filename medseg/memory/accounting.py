@@ -262,7 +262,8 @@ def count_pass(
     dtype = HALF.get(precision, torch.float32)
     network = build_on_meta(make_network).to(dtype).eval()
     # In inference mode the tracker would not see into composite operations.
-    with torch.no_grad(), MemoryTracker(workspace=workspace) as tracker:
+    no_inference = torch.inference_mode(mode=False)
+    with no_inference, torch.no_grad(), MemoryTracker(workspace=workspace) as tracker:
         _assign_weights(network, tracker)
         image = torch.empty(image_shape, dtype=dtype, device="meta")
         tracker.restart_peak()

@@ -159,14 +159,6 @@ class NnunetModel:
             return None
         return budget_bytes
 
-    @property
-    def tile_bytes(self) -> float:
-        """Memory that a pass of the network may take."""
-        num_bytes = self._whole_bytes if self.slab_bytes is None else self.slab_bytes
-        if self.previous is not None:
-            num_bytes = max(num_bytes, self.previous.tile_bytes)
-        return num_bytes
-
     @cached_property
     def usual_pass_bytes(self) -> int:
         """Memory that a pass of the network takes, counted on shapes; for the forecast."""

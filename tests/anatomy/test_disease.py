@@ -358,7 +358,7 @@ def test_fluid_leaves_what_is_no_lung() -> None:
     [
         (lambda share, window: Fluid(share, window, ORGANS), "fluid"),
         (lambda share, window: Missing(share, window, ORGANS), "missing"),
-        (lambda share, window: Disease(share, list(KINDS), window, ORGANS), "disease"),
+        (lambda share, window: Disease(share, window, ORGANS, kinds=list(KINDS)), "disease"),
     ],
 )
 def test_an_effect_in_hu_needs_them(effect: Any, key: str) -> None:

@@ -439,19 +439,3 @@ def test_the_tiles_of_all_stages_are_shared_and_the_workers_dismissed(
     monkeypatch.setattr(cascade_module, "serve_tiles", lambda run: run(("fine", 1, 5.0), "images"))
     cascade.serve_tiles()
     assert served == [("fine", 1, "images", 5.0)]
-
-
-def test_a_step_begins_without_the_memory_of_the_one_before_and_a_failed_one_has_no_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(cascade_module, "release_free_memory", lambda: calls.append("released"))
-    durations_s: dict[str, float] = {}
-    for on_step in (calls.append, None):
-        with cascade_module._timed(durations_s, on_step, "localise"):
-            calls.append("runs")
-    assert calls == ["released", "localise", "runs", "released", "runs"]
-    assert durations_s["localise"] >= 0.0
-    with pytest.raises(UserError), cascade_module._timed(durations_s, None, "join"):
-        raise UserError("full")
-    assert list(durations_s) == ["localise"]

@@ -271,15 +271,14 @@ def test_several_checkpoints_are_averaged_if_they_ask_for_the_same_input(
         match=r"cannot be averaged: spacing_mm is \(1\.0, 1\.0, 1\.0\) in the one and \(2\.0",
     ):
         load_stages([paths[0], paths[2]], "fine", CPU)
-    # All networks stay loaded; one of an older version is enough to expect additions.
+    # All networks stay loaded.
     loaded = {
         paths[0]: replace(one, backend_bytes=7),
-        paths[1]: replace(wide, backend_bytes=9, expects_additions=True),
+        paths[1]: replace(wide, backend_bytes=9),
     }
     monkeypatch.setattr(stages, "load_stage", lambda path, *_: loaded[path])
     both = load_stages(paths[:2], "fine", CPU)
-    assert (both.backend_bytes, both.expects_additions) == (16, True)
-    assert not load_stages(paths[:1], "fine", CPU).expects_additions
+    assert both.backend_bytes == 7 + 9
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_the_summary_says_the_use_of_each_case_the_normalisation_and_many_labels
     given = f"input='{folder}'", f"output='{tmp_path / 'out'}'"
     run(*given)
     said = capsys.readouterr()
-    uses = "2 cases to train and validate, 1 cases in no fold, 1 cases test"
+    uses = "2 cases to train and validate, 1 case in no fold, 1 case test"
     assert f"nnunet: {uses}; channels: ct (-1000.0, 1000.0), other zscore\n" in said.out
     advice = "the task has 31 labels; labels=[a,b,…] keeps some of them"
     assert advice in said.err
@@ -119,7 +119,7 @@ def test_a_case_without_labels_is_not_said_to_be_trained_on(
     (folder / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
     assert run(f"input='{folder}'", f"output='{tmp_path / 'out'}'") == 0
     printed = capsys.readouterr().out
-    assert "msd: 2 cases to train and validate, 1 cases without labels, 1 cases test" in printed
+    assert "msd: 2 cases to train and validate, 1 case without labels, 1 case test" in printed
 
 
 def test_a_table_of_something_else_is_kept(tmp_path: Path) -> None:

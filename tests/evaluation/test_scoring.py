@@ -816,12 +816,21 @@ def test_nothing_of_an_earlier_evaluation_stands_beside_the_new_scores(world: Wo
 
 def test_files_of_another_command_in_the_output_stay(world: World) -> None:
     world.add("a", _labels(), _labels())
-    world.output.mkdir()
-    (world.output / "differences.csv").write_text("run,dice\n", encoding="utf-8")
+    foreign = {
+        "metrics.csv": "epoch,loss\n",
+        "differences.csv": "run,dice\n",
+        "viewers/a.html": "mine",
+        "overlays/a.png": "mine",
+    }
+    for name, text in foreign.items():
+        (world.output / name).parent.mkdir(parents=True, exist_ok=True)
+        (world.output / name).write_text(text, encoding="utf-8")
     evaluate_folder(
         world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
     )
-    assert (world.output / "differences.csv").read_text(encoding="utf-8") == "run,dice\n"
+    del foreign["metrics.csv"]  # its name is that of the scores
+    for name, text in foreign.items():
+        assert (world.output / name).read_text(encoding="utf-8") == text
 
 
 def test_a_metric_that_fails_for_a_case_has_no_score_there(world: World) -> None:

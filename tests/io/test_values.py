@@ -325,7 +325,7 @@ from medseg.io.read import read_image
 from medseg.io.write import write_image
 for path in map(Path, sys.argv[2:]):
     scan = read_image(path)
-    write_image(path, scan.array, scan.grid, scan.header)
+    write_image(path, scan.array, scan.grid)
 sys.exit(sys.argv[1] in sys.modules)
 """
     root = Path(__file__).resolve().parents[2]

@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
+from medseg.errors import UserError
 from medseg.memory import profile as memory_profile
 from medseg.memory.profile import (
     MemoryProfile,
@@ -20,6 +21,7 @@ from medseg.memory.profile import (
     peak_resident_bytes,
     private_bytes,
     resident_bytes,
+    timed_step,
 )
 
 
@@ -207,3 +209,19 @@ os.close(release[1])
     assert private_mib == pytest.approx(16, abs=6), (
         "pages that both children hold are private to neither"
     )
+
+
+def test_a_step_begins_without_the_memory_of_the_one_before_and_a_failed_one_has_no_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(memory_profile, "release_free_memory", lambda: calls.append("released"))
+    durations_s: dict[str, float] = {}
+    for on_step in (calls.append, None):
+        with timed_step(durations_s, on_step, "localise"):
+            calls.append("runs")
+    assert calls == ["released", "localise", "runs", "released", "runs"]
+    assert durations_s["localise"] >= 0.0
+    with pytest.raises(UserError), timed_step(durations_s, None, "join"):
+        raise UserError("full")
+    assert list(durations_s) == ["localise"]

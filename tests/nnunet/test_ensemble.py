@@ -72,11 +72,11 @@ def test_the_forecast_has_all_steps_and_the_largest_pass() -> None:
     expected = forecast(ensemble, scan_of("ensemble")[0].grid, 0)
     assert list(expected.memory) == ["read", *ensemble.steps]
     largest = ensemble.usual_pass_bytes
-    assert largest == max(member.usual_pass_bytes for member in ensemble.members)
+    assert largest == max(member.usual_pass_bytes for member in ensemble.parts)
     assert expected.memory["segment_1"] > expected.memory["prepare_1"] + largest
     # The logits of the members before stay until the mean, and no member makes labels.
     grid = scan_of("ensemble")[0].grid
-    sizes = [member.logits_bytes(grid) for member in ensemble.members]
+    sizes = [member.logits_bytes(grid) for member in ensemble.parts]
     arrays = ensemble.expected(grid).memory
     assert [array.num_bytes for array in arrays["average"][:3]] == sizes
     assert [array.num_bytes for array in arrays["prepare_3"][:2]] == sizes[:2]

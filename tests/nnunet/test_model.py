@@ -286,7 +286,7 @@ def test_slabs_change_no_label_that_is_clear(name: str) -> None:
     # Kernels of other sizes round otherwise, and random networks have many close logits.
     assert np.mean(result.labels != segmented(name).labels) <= MAX_SHARE
     assert ", in slabs, fold" in result.tiling_plans["segment"]
-    assert in_slabs.tile_bytes < model.tile_bytes
+    assert in_slabs.usual_pass_bytes < model.usual_pass_bytes
     assert in_slabs.expected(volume.grid) == model.expected(volume.grid)
 
 
@@ -305,7 +305,8 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     files = forecast(model, large, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == TOUCHED_BYTES + model.usual_pass_bytes
     image_bytes = 4 * math.prod(model.plan.patch_size)
-    assert in_slabs.usual_pass_bytes - image_bytes < in_slabs.tile_bytes
+    assert in_slabs.slab_bytes is not None
+    assert in_slabs.usual_pass_bytes - image_bytes < in_slabs.slab_bytes
 
 
 def test_the_time_of_a_case_is_that_of_its_parts_and_a_fixed_one() -> None:

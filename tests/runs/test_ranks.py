@@ -36,7 +36,7 @@ def test_a_rank_chooses_its_gpu_before_its_group_begins(
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: done.append(f"device {index}"))
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 2, 3)]))
     monkeypatch.setattr(dist, "init_process_group", lambda **_: done.append("group"))
-    ranks.join_ranks(timedelta(seconds=1))
+    ranks.join_ranks()
     assert done == expected
 
 

@@ -85,12 +85,11 @@ RING[2:8, 3:10] = True
 RING[4:6, 5:7] = False
 
 
-def test_a_fraction_counts_from_the_threshold(tmp_path: Path, slices: SourceSlices) -> None:
+def test_a_fraction_counts_from_a_half(tmp_path: Path, slices: SourceSlices) -> None:
     shares = np.random.default_rng(0).random(slices.grid.shape).astype(np.float32)
     file = open_label_file(save_seg(tmp_path / "a.dcm", slices, shares, "FRACTIONAL"))
-    for threshold in (0.5, 0.9):
-        found = read_label_file(file, slices, {1: 1}, threshold).array
-        assert np.array_equal(found, np.rint(shares * 255) >= threshold * 255)
+    found = read_label_file(file, slices, {1: 1}).array
+    assert np.array_equal(found, np.rint(shares * 255) >= 0.5 * 255)
 
 
 def test_of_segments_that_overlap_the_last_one_is_kept(
