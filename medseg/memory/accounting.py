@@ -260,15 +260,15 @@ def count_pass(
         return num_bytes
 
     dtype = HALF.get(precision, torch.float32)
-    network = build_on_meta(make_network).to(dtype).eval()
-    # In inference mode the tracker would not see into composite operations.
-    no_inference = torch.inference_mode(mode=False)
-    with no_inference, torch.no_grad(), MemoryTracker(workspace=workspace) as tracker:
-        _assign_weights(network, tracker)
-        image = torch.empty(image_shape, dtype=dtype, device="meta")
-        tracker.restart_peak()
-        call(network, image, tracker)
-        return tracker.peak_bytes - tracker.live_bytes(PARAMETERS)
+    # In inference mode the tracker would not see into composite operations (an instance norm).
+    with torch.inference_mode(mode=False), torch.no_grad():
+        network = build_on_meta(make_network).to(dtype).eval()
+        with MemoryTracker(workspace=workspace) as tracker:
+            _assign_weights(network, tracker)
+            image = torch.empty(image_shape, dtype=dtype, device="meta")
+            tracker.restart_peak()
+            call(network, image, tracker)
+            return tracker.peak_bytes - tracker.live_bytes(PARAMETERS)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,24 @@ def test_a_convolution_takes_a_copy_of_the_larger_of_its_input_and_its_result(
     assert count(call_beside_file) == usual
 
 
+def test_a_pass_takes_the_same_in_inference_mode() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv3d(1, 4, 3, padding=1),
+            nn.InstanceNorm3d(4, affine=True),
+            nn.LeakyReLU(),
+            nn.Conv3d(4, 4, 3, padding=1),
+        )
+
+    def call(network: nn.Module, image: Tensor, _: MemoryTracker) -> Tensor:
+        result: Tensor = network(image)
+        return result
+
+    usual = count_pass(make, (1, 1, 8, 8, 8), call)
+    with torch.inference_mode():
+        assert count_pass(make, (1, 1, 8, 8, 8), call) == usual
+
+
 SCRIPT = """
 import sys, torch
 from medseg.memory.accounting import forward_bytes_per_voxel
