@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -305,3 +306,12 @@ def test_a_sweep_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert result.returncode == 2, result.stderr
     assert "sweep/multirun.yaml: cannot be written" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_garbage_is_collected_after_an_import_also_one_that_fails() -> None:
+    assert gc.isenabled()
+    entry.import_module("medseg.wording")
+    assert gc.isenabled()
+    with pytest.raises(ModuleNotFoundError):
+        entry.import_module("medseg.missing")
+    assert gc.isenabled()

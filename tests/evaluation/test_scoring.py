@@ -751,6 +751,17 @@ def test_a_region_may_have_the_name_of_the_mean_over_all() -> None:
     assert dices == [(ALL, 0.5), ("left", 0.9), (ALL, pytest.approx(0.7))]
 
 
+def test_more_is_better_for_overlap_and_worse_for_a_distance() -> None:
+    def row(score: float) -> dict[str, Any]:
+        metrics = ("dice", "nsd_1mm", "nsd_2mm", "hd95_mm")
+        return {"case": "a", "region": "left"} | dict.fromkeys(metrics, score)
+
+    compared = compare_rows([row(0.5)], [row(0.25)], {})
+    counts = {metric: (one.better, one.worse) for _, metric, one in compared}
+    more_is_better = dict.fromkeys(("dice", "nsd_1mm", "nsd_2mm"), (1, 0))
+    assert counts == {**more_is_better, "hd95_mm": (0, 1)}
+
+
 @pytest.mark.parametrize(
     ("table", "says"),
     [

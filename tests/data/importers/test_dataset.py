@@ -53,6 +53,9 @@ def test_the_ignore_label_lies_above_the_labels_and_keeps_its_value_in_the_files
     assert high["task"]["ignore_label"] == 9
     assert "ignore" not in high["data"]["label_values"]  # filled in from the task
     assert (low["task"]["ignore_label"], low["data"]["label_values"]["ignore"]) == (3, 1)
+    # A label of the task has the value 2, whatever the value in the files.
+    taken = dataset({"a": [1], "b": [3]}, ignore=2).task()
+    assert (taken["task"]["ignore_label"], taken["data"]["label_values"]["ignore"]) == (3, 2)
     assert dataset({"a": [1]}, ignore=300).task()["task"]["ignore_label"] == 2
 
 
