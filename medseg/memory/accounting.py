@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,15 @@ NORM_WEIGHTS = {
     aten.native_group_norm.default: 1,
     aten.native_layer_norm.default: 2,
 }
-# Functions of features that CUDA's autocast computes in fp32 and that of the CPU in half precision.
-FP32_ON_CUDA = (F.group_norm, F.layer_norm, F.softmax, torch.softmax, Tensor.softmax)
+# Functions of features that CUDA's autocast computes in fp32 and that of the CPU in half precision:
+# where each is found, and its name.
+FP32_ON_CUDA = (
+    (F, "group_norm"),
+    (F, "layer_norm"),
+    (F, "softmax"),
+    (torch, "softmax"),
+    (Tensor, "softmax"),
+)
 
 
 @dataclass(frozen=True)
@@ -296,7 +304,7 @@ def _fake_network(
     correct = None if compute else _correct_norm_dtypes
     workspace = _copied_bytes if is_gpu else None
     tracker = MemoryTracker(correct, workspace, timeline)
-    cuda_precision = _CudaPrecision() if is_gpu else contextlib.nullcontext()
+    cuda_precision = _cuda_precision() if is_gpu else contextlib.nullcontext()
     # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
     network = make_network() if compute else build_on_meta(make_network)
     try:
@@ -370,16 +378,30 @@ def _peak_by_kind(tracker: MemoryTracker) -> dict[str, int]:
     return {kind: num_bytes for kind, num_bytes in peak_live.items() if num_bytes}
 
 
-class _CudaPrecision(TorchFunctionMode):
-    """Make the fp32 copies of half-precision features that CUDA's autocast makes, on a CPU."""
+@contextlib.contextmanager
+def _cuda_precision() -> Iterator[None]:
+    """Make the fp32 copies of half-precision features that CUDA's autocast makes, on a CPU.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        is_autocast = func in FP32_ON_CUDA and torch.is_autocast_enabled("cpu")
-        if is_autocast and args[0].dtype in HALF.values():
-            args = (args[0].float(), *args[1:])
-        return func(*args, **(kwargs or {}))
+    The functions are replaced. A `TorchFunctionMode` would be shorter, but torch leaves it for the
+    backward pass, which computes checkpointed blocks anew.
+    """
+    with contextlib.ExitStack() as replaced:
+        for place, name in FP32_ON_CUDA:
+            replacement = _in_fp32(getattr(place, name))
+            replaced.enter_context(mock.patch.object(place, name, replacement))
+        yield
+
+
+def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a function of features copy them to fp32 where autocast is on."""
+
+    @functools.wraps(function)
+    def compute(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # torch's name of it
+        if torch.is_autocast_enabled("cpu") and input.dtype in HALF.values():
+            input = input.float()
+        return function(input, *args, **kwargs)
+
+    return compute
 
 
 class _RealRanges(TorchFunctionMode):

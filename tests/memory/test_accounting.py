@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from medseg.losses.dice_ce import SLAB_VOXELS_CPU, SLAB_VOXELS_GPU, DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
+from medseg.memory.tracker import Timeline
 from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
@@ -150,6 +151,25 @@ def test_a_gpu_holds_a_larger_slab_of_the_loss() -> None:
     # Logits, their copy, the softmax and its sums: six to eight numbers of 4 bytes.
     assert 24 * more_voxels <= more_bytes <= 32 * more_voxels
     assert loss.slab_voxels is None, "the loss of the caller stays"
+
+
+def test_recomputed_norms_of_a_gpu_are_in_fp32_as_well() -> None:
+    """CUDA's autocast computes a group norm in fp32, in the forward pass and again."""
+    timeline = Timeline()
+    count(
+        lambda: apply_switches(make(norm="group", width=8), checkpointing="all"),
+        precision="bf16",
+        is_gpu=True,
+        timeline=timeline,
+    )
+    formats: dict[str, list[torch.dtype]] = {"forward": [], "backward": []}
+    for segment in timeline.segments:
+        for *_, key in segment.calls:
+            call = timeline.calls[key]
+            if call.operation is torch.ops.aten.native_group_norm.default:
+                formats[segment.owner.kind].append(call.arguments[0].dtype)
+    assert formats["forward"]
+    assert formats["backward"] == formats["forward"] == [torch.float32] * len(formats["forward"])
 
 
 def test_the_network_of_a_stage_is_counted() -> None:
