@@ -136,7 +136,8 @@ def report_of(*outcomes: bool | None) -> Report:
     [
         ((True, True), "", 0, 0),
         ((True, False), "", 1, 0),
-        ((True, None), "", 1, 0),  # what was not run is no success
+        ((True, None), "", app.EXIT_INCOMPLETE, 0),  # what was not run is no success
+        ((None, False), "", 1, 0),
         ((), "no end within 30 s", 1, 1),
     ],
 )
