@@ -26,7 +26,6 @@ from medseg.io.atomic import replace_text
 from medseg.io.tables import markdown_table
 from medseg.memory.kernels import processor_name
 
-
 # No check failed, but some could not be made: no proof of them, and no failure either.
 EXIT_INCOMPLETE = 5
 
