@@ -9,6 +9,7 @@ import torch
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.preprocess.crop import body_box, crop_padded, pad_at_end, resample_crop
+from medseg.preprocess.resample import resample_image
 
 
 def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
@@ -69,3 +70,19 @@ def test_values_beyond_the_limits_never_reach_the_filter(
     expected = resample_crop(clipped, source, lattice, crop, -1024.0)
     found = resample_crop(values, source, lattice, crop, -1024.0, limits=(-1024.0, 3071.0))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("crop_mm", [0.8, 1.5, 4.0, 11.0])
+def test_a_crop_over_the_lattice_is_that_of_the_whole_lattice(crop_mm: float) -> None:
+    """Only the part of the lattice that the filter reads is made, however coarse the crop is."""
+    source = VoxelGrid((40, 44, 48), (2.0, 1.0, 1.0))
+    values = np.random.default_rng(5).normal(size=source.shape).astype(np.float32)
+    lattice = source.resampled((2.0, 2.0, 2.0))
+    crop_grid = lattice.resampled((crop_mm, crop_mm, crop_mm))
+    depth, height, width = (length // 3 for length in crop_grid.shape)
+    one_voxel = VoxelBox((depth, height, width), (depth + 1, height + 1, width + 1))
+    crop = Crop(crop_grid, one_voxel)
+    on_lattice = resample_image(values, source, lattice, 0.0)
+    expected = resample_image(on_lattice, lattice, crop.grid, 0.0, slices_go_on=True)
+    found = resample_crop(values, source, lattice, crop, 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

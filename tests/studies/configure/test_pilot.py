@@ -1,0 +1,122 @@
+"""Costs that the pilot derives from its commands, whose files and seconds are given here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from medseg.data.audit.table import READY
+from medseg.data.case_table import Case
+from medseg.io.tables import write_csv
+from medseg.studies.configure import pilot as module
+from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint
+from medseg.studies.configure.pilot import Pilot
+from medseg.studies.configure.setting import Setting
+from medseg.studies.configure.times import Costs
+
+GIB = 2**30
+# Seconds of the stubbed commands, of which a prediction needs 5 for its case.
+PREPARE_S, TRAIN_S, PREDICT_S, CASE_S, SCORE_S, STEP_S = 3.0, 20.0, 8.0, 5.0, 7.0, 0.5
+
+
+class Machine:
+    """Stands in for the commands: each writes what the pilot reads, and moves the clock."""
+
+    def __init__(self, folder: Path, training_gib: float, prediction_gib: float) -> None:
+        self.folder = folder
+        self.training_gib = training_gib
+        self.prediction_gib = prediction_gib
+        self.now_s = 100.0
+
+    def prepare(self, cases: Any, *_: object) -> Any:
+        self.now_s += PREPARE_S
+        return [(SimpleNamespace(status=READY, case=case), values) for case, values in cases]
+
+    def run(self, step: list[str]) -> str:
+        if step[0] == "train":
+            self.now_s += TRAIN_S
+            run_dir = self.folder / "run"
+            run_dir.mkdir(parents=True)
+            # The first line holds the time of loading and compiling.
+            seconds = [9.0, 0.9 * STEP_S, STEP_S, STEP_S]
+            rows = [{"seconds_per_step": value, "cpu_percent": 100.0} for value in seconds]
+            write_csv(run_dir / "history.csv", rows)
+            summary = {"peak_resident_mib": 1024 * self.training_gib}
+            (run_dir / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+        elif step[0] == "predict":
+            self.now_s += PREDICT_S
+            predictions = self.folder / "predictions"
+            predictions.mkdir(parents=True)
+            report = {
+                "durations_s": {"total": CASE_S},
+                "peak_resident_bytes": self.prediction_gib * GIB,
+            }
+            (predictions / "large.json").write_text(json.dumps(report), encoding="utf-8")
+        else:
+            self.now_s += SCORE_S
+        return ""
+
+
+SETTING = Setting((1.0, 1.0, 1.0), (32, 32, 32), "unet", "default")
+
+
+def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Costs:
+    """Measure a pilot of three cases: one of 8 litres and 800 voxels, two of 1 litre and 100."""
+    cases = []
+    facts = []
+    for name, side_mm, num_voxels in (
+        ("large", 200, 800),
+        ("small", 100, 100),
+        ("third", 100, 100),
+    ):
+        image = folder.parent / f"{name}.nii.gz"
+        cases.append((Case(name=name, image=image, labels=image, patient=name), {}))
+        spacing_mm = (side_mm / num_voxels, side_mm, side_mm)
+        facts.append(CaseFacts(name, (num_voxels, 1, 1), spacing_mm, 0.0, 1.0, {}))
+    monkeypatch.setattr(module, "prepare_cases", machine.prepare)
+    monkeypatch.setattr(module, "run_and_get_failure", machine.run)
+    monkeypatch.setattr(module, "experiment_text", lambda *_: "")
+    monkeypatch.setattr(module, "last_checkpoint", lambda run_dir: run_dir / "last.ckpt")
+    monkeypatch.setattr(module, "evaluate_step", lambda *_: ["evaluate"])
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: machine.now_s))
+    pilot = Pilot(
+        folder=folder,
+        cases=cases,
+        fingerprint=Fingerprint(tuple(facts)),
+        task=None,  # type: ignore[arg-type]  # for the text of the experiment, which is replaced
+        plain_task={},
+        label_values={},
+        arguments=[],
+        timed_steps=20,
+        is_on_processor=True,
+    )
+    return pilot.measure(SETTING)
+
+
+def test_each_part_is_timed_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path / "pilot", training_gib=1.5, prediction_gib=1.0)
+    costs = measure(tmp_path / "pilot", monkeypatch, machine)
+    assert costs.step_s == STEP_S
+    # All three cases were prepared: the largest, and those of other patients.
+    assert costs.prepare_s == PREPARE_S
+    assert costs.train_start_s == TRAIN_S - 20 * STEP_S
+    assert costs.predict_start_s == PREDICT_S - CASE_S
+    # The mean case has (8 + 1 + 1) / 3 of the 8 litres of the one that was predicted.
+    share = 10 / 3 / 8
+    assert costs.case_s == pytest.approx(share * CASE_S)
+    assert costs.score_s == pytest.approx(share * (SCORE_S - costs.predict_start_s))
+
+
+@pytest.mark.parametrize(("training_gib", "prediction_gib"), [(1.5, 1.0), (1.0, 1.5)])
+def test_the_larger_peak_of_training_and_prediction_counts(
+    training_gib: float,
+    prediction_gib: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(tmp_path / "pilot", training_gib, prediction_gib)
+    assert measure(tmp_path / "pilot", monkeypatch, machine).peak_gib == 1.5
