@@ -17,6 +17,7 @@ from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint
 from medseg.studies.configure.pilot import Pilot
 from medseg.studies.configure.setting import Setting
 from medseg.studies.configure.times import Costs
+from medseg.task import LabelValues
 
 GIB = 2**30
 # Seconds of the stubbed commands, of which a prediction needs 5 for its case.
@@ -66,7 +67,7 @@ SETTING = Setting((1.0, 1.0, 1.0), (32, 32, 32), "unet", "default")
 
 def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Costs:
     """Measure a pilot of three cases: one of 8 litres and 800 voxels, two of 1 litre and 100."""
-    cases = []
+    cases: list[tuple[Case, LabelValues]] = []
     facts = []
     for name, side_mm, num_voxels in (
         ("large", 200, 800),
