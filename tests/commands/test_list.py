@@ -147,7 +147,8 @@ def test_rules_choose_in_each_study(tmp_path: Path) -> None:
         ),
         start=1,
     ):
-        depth = 6 if step == 1.0 else 24
+        # Of the two thinnest one has more slices.
+        depth = {1: 24, 2: 6, 3: 8, 4: 24}[number]
         image = np.zeros((depth, *size[1:]), np.int16)
         about = {"SeriesNumber": number, "ConvolutionKernel": kernel, "SeriesDescription": text}
         save_stack(tmp_path, image, list(np.arange(depth) * step), uid=f"1.2.{number}", **about)
@@ -157,9 +158,20 @@ def test_rules_choose_in_each_study(tmp_path: Path) -> None:
         chosen = pick(scans, rule)
         numbers[rule] = chosen and chosen.series.number
     assert numbers == {
-        "thinnest": "2", "largest": "1", "LUNG": "2", "b6?s": "4", "b[67]0": "2", "Y": None,
+        "thinnest": "3", "largest": "1", "LUNG": "2", "b6?s": "4", "b[67]0": "2", "Y": None,
     }  # fmt: skip
     assert len(pick_each_study(scans, "thinnest")) == 1
+
+
+def test_scans_that_would_share_a_name_are_numbered(tmp_path: Path) -> None:
+    image = np.zeros((3, 4, 5), np.int16)
+    for number in range(3):
+        folder = tmp_path / "export" / str(number)
+        save_stack(folder, image, [0.0, 1.0, 2.0], uid=f"1.2.{number}", SeriesNumber=7)
+    table = tmp_path / "cases.csv"
+    assert command(config(tmp_path / "export", table)) == 0
+    names = [case.name for case in read_case_table(table, None)]
+    assert names == [names[0], f"{names[0]}_2", f"{names[0]}_2_2"]
 
 
 def test_texts_of_headers_do_not_act_on_a_terminal(

@@ -370,6 +370,23 @@ def test_a_region_that_the_references_do_not_name_is_left_out(world: World) -> N
     assert "right_lung" in summary.warnings[0]
 
 
+def test_a_region_of_which_the_references_name_a_part_is_left_out(world: World) -> None:
+    """Of the lobes of a lung, say: every score of the whole lung would be too low."""
+    regions = (Region("left", ("left_lung",)), Region("both", ("left_lung", "right_lung")))
+    world.add("a", _labels(), np.where(_labels() == 1, 1, 0).astype(np.uint8))
+    summary = evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        replace(TASK, regions=regions),
+        {1: "left_lung"},
+        progress=_say_nothing,
+        pictures=False,
+    )
+    assert [row["region"] for row in summary.rows] == ["left"]
+    assert "both" in summary.warnings[0]
+
+
 def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> None:
     world.add("a", _labels(), _labels())
     (world.folder / "ct" / "1.nii.gz").unlink()

@@ -56,6 +56,16 @@ def test_numbers_are_numbers_and_texts_are_texts(tmp_path: Path) -> None:
     assert cells_of(tmp_path / "t.xlsx", 2)["A1"] == ("s", "a")
 
 
+@pytest.mark.parametrize(("num_rows", "filtered"), [(0, "A1:B2"), (1, "A1:B2"), (7, "A1:B8")])
+def test_the_filter_covers_all_rows(num_rows: int, filtered: str, tmp_path: Path) -> None:
+    columns = [SheetColumn(key, key) for key in ("a", "b")]
+    write_spreadsheet(tmp_path / "t.xlsx", {"one": Sheet(columns, [{"a": 1}] * num_rows)})
+    with zipfile.ZipFile(tmp_path / "t.xlsx") as archive:
+        sheet = ElementTree.fromstring(archive.read("xl/worksheets/sheet1.xml"))
+    (found,) = sheet.iterfind("m:autoFilter", NAMES)
+    assert found.get("ref") == filtered
+
+
 def test_a_spreadsheet_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "t.xlsx").mkdir()
     with pytest.raises(UserError, match=r"t\.xlsx: cannot be written"):

@@ -96,6 +96,17 @@ def test_finished_cases_are_kept_and_others_made_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("coarse")
+@pytest.mark.parametrize("name", ["ct", "lungs", "organs"])
+def test_a_case_that_lost_a_file_is_made_anew(name: str, tmp_path: Path) -> None:
+    write_phantoms(tmp_path, 1, 3)
+    lost = tmp_path / "phantom_000" / f"{name}.nii.gz"
+    content = lost.read_bytes()
+    lost.unlink()
+    write_phantoms(tmp_path, 1, 3)
+    assert lost.read_bytes() == content
+
+
+@pytest.mark.usefixtures("coarse")
 def test_cases_of_another_version_are_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

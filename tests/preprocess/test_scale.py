@@ -31,3 +31,8 @@ def test_the_scale_is_exact_and_whole_where_it_can_be(
     assert scale.apply(image[..., :1] // 64).dtype == dtype
     assert image.ravel().tolist() == [-32768, 0, 1024, 32767]
     assert scale.apply(image.astype(np.float32)).dtype == np.float32
+
+
+def test_fractions_of_a_file_are_kept() -> None:
+    image = np.array([[[0.25, -3.5]]], np.float32)
+    assert HuScale(2.0, 1.0).apply(image).ravel().tolist() == [1.5, -6.0]

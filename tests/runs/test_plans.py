@@ -11,6 +11,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
 from medseg.io.machine_cache import machine_folder
+from medseg.runs import plans
 from medseg.runs.plans import compare_with_plan, past_errors, write_plan
 from medseg.training.options import TrainConfig
 
@@ -58,6 +59,19 @@ def test_only_a_history_that_is_off_is_told() -> None:
     (sentence,) = past_errors()
     assert sentence.startswith("seconds per step: in the last 3 planned runs")
     assert "1.50 times" in sentence
+
+
+def test_the_history_holds_the_last_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MAX_RUNS", 3)
+    config = compose("plan", PlanConfig)
+    write_plan(config, {"seconds_per_step": 1.0})
+    for seconds in (0.5, 0.5, 0.5, 1.0, 1.0, 1.0):
+        compare_with_plan(config, {"seconds_per_step": seconds})
+    assert past_errors() == [], "the last three were as planned"
+    for _ in range(3):
+        compare_with_plan(config, {"seconds_per_step": 0.5})
+    (sentence,) = past_errors()
+    assert "in the last 3 planned runs" in sentence
 
 
 def test_a_damaged_file_is_no_plan() -> None:

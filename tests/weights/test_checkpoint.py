@@ -198,14 +198,16 @@ def test_the_wrong_stage_and_another_format(checkpoint: Checkpoint, tmp_path: Pa
 def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path, name = tmp_path / "a.ckpt", "network.networks.0.head.conv.bias"
     state = checkpoint["state_dict"]
-    torch.save(
-        {**checkpoint, "state_dict": {**state, name: torch.full_like(state[name], torch.nan)}}, path
-    )
-    assert told(path) == (
-        "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its "
-        "training went wrong; take an "
-        "earlier checkpoint"
-    )
+    for value in (torch.nan, -torch.inf):
+        # A single one among finite numbers.
+        weights = state[name].clone()
+        weights[-1] = value
+        torch.save({**checkpoint, "state_dict": {**state, name: weights}}, path)
+        assert told(path) == (
+            "coarse=a.ckpt: its weights networks.0.head.conv.bias hold NaN or infinity, so its "
+            "training went wrong; take an "
+            "earlier checkpoint"
+        )
     torch.save({**checkpoint, "state_dict": {**state, name: 3}}, path)
     assert told(path) == (
         "coarse=a.ckpt: its weights networks.0.head.conv.bias are no tensor, but a int; take "
