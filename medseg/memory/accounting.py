@@ -46,6 +46,7 @@ NORM_WEIGHTS = {
 # where each is found, and its name.
 FP32_ON_CUDA = (
     (F, "group_norm"),
+    (F, "interpolate"),
     (F, "layer_norm"),
     (F, "softmax"),
     (torch, "softmax"),
@@ -117,9 +118,9 @@ def count_step(
 
     The step runs on torch's fake tensors: all operations are dispatched, none is computed and
     nothing is allocated. For a GPU, which need not be present, the count includes the fp32 copies
-    of CUDA's autocast (norms, softmax), the copies that nearest upsampling makes of channels-last
-    tensors, and the larger slabs of our loss. What libraries add is not counted: workspaces of
-    convolutions, cuDNN's reserve of a norm.
+    of CUDA's autocast (norms, softmax, upsampling), the copies that nearest upsampling makes of
+    channels-last tensors, and the larger slabs of our loss. What libraries add is not counted:
+    workspaces of convolutions, cuDNN's reserve of a norm.
 
     Args:
         make_network: Makes the network with its switches applied; see `named_parts` for its parts.

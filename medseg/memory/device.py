@@ -1,6 +1,9 @@
 """Device of a run: CPU or GPU."""
 
+import contextlib
+
 import torch
+from torch.nn import functional
 
 from medseg.console import say
 from medseg.errors import UserError
@@ -33,6 +36,20 @@ def pick_device_type(accelerator: Accelerator) -> str:
     It is `cuda` where the run asks for a GPU, even if this machine has none.
     """
     return "cuda" if accelerator is Accelerator.gpu else pick_device(accelerator).type
+
+
+def start_libraries(device: torch.device) -> None:
+    """Run a convolution in each number format, so that a device's libraries load now.
+
+    Those of CUDA keep hundreds of MB of host memory and of the card from then on. Memory that is
+    measured afterwards contains them.
+    """
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.zeros(8, 8, 3, 3, 3, dtype=dtype, device=device, requires_grad=True)
+        # A device may lack a format.
+        with torch.enable_grad(), contextlib.suppress(RuntimeError):
+            functional.conv3d(image, weight).sum().backward()
 
 
 def use_supported_half(memory: MemoryOptions, accelerator: Accelerator) -> None:

@@ -21,6 +21,7 @@ from medseg.console import say
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.io.atomic import replace_text
 from medseg.io.calibration import Circumstances, LoadMeter, present_load
+from medseg.memory.device import start_libraries
 from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
 from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import (
@@ -216,7 +217,7 @@ class KernelCosts:
             Bytes that stay taken when its result is gone; 0 for an operation that fails.
         """
         lasting = dict.fromkeys(calls, 0)
-        self._start_libraries()
+        start_libraries(self.device)
         for key, call in calls.items():
             with self._noted_failure(key):
                 run = self._prepared(call)
@@ -225,15 +226,6 @@ class KernelCosts:
                 self._synchronise()
                 lasting[key] = max(0, used_bytes() - before)
         return lasting
-
-    def _start_libraries(self) -> None:
-        """Run a convolution in each format, whose libraries keep memory once."""
-        for dtype in (torch.float32, torch.bfloat16):
-            image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=self.device, requires_grad=True)
-            weight = torch.zeros(8, 8, 3, 3, 3, dtype=dtype, device=self.device, requires_grad=True)
-            # A processor may lack a format.
-            with torch.enable_grad(), contextlib.suppress(RuntimeError):
-                torch.nn.functional.conv3d(image, weight).sum().backward()
 
     def _workspaces(self, calls: Mapping[str, Call]) -> dict[str, int]:
         """Run each operation once and measure the bytes of its workspace.

@@ -69,7 +69,8 @@ class Up(nn.Module):
         """Add features (N, 2C, D, H, W) to a skip (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
         features = self.unit(features)  # (N, C, D, H, W)
         enlarged = F.interpolate(features, scale_factor=self.scale_factor, mode="nearest")
-        return enlarged.add_(skip)
+        # CUDA's autocast repeats voxels in fp32, which would double the memory of the sum.
+        return enlarged.to(features.dtype).add_(skip)
 
 
 class Head(nn.Module):

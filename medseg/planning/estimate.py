@@ -12,7 +12,7 @@ from medseg.config.schema import PlanConfig
 from medseg.geometry.sizes import Shape
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
-from medseg.memory.device import pick_device, pick_device_type
+from medseg.memory.device import pick_device, pick_device_type, start_libraries
 from medseg.memory.heap import KEPT_BYTES, MAPPED_BYTES, maps_large_blocks
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
@@ -443,9 +443,6 @@ def _context_bytes() -> int:
     """Bytes of a GPU that driver and libraries hold beside torch's allocator; 0 without a GPU."""
     if not torch.cuda.is_available():
         return 0
-    # The first convolution loads the libraries.
-    image = torch.zeros(1, 1, 8, 8, 8, device="cuda")
-    weight = torch.zeros(1, 1, 3, 3, 3, device="cuda")
-    torch.nn.functional.conv3d(image, weight)
+    start_libraries(torch.device("cuda"))
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())

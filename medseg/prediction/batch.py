@@ -29,7 +29,7 @@ from medseg.errors import (
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.scan_model import ScanModel
 from medseg.io.scratch import scratch_above
-from medseg.memory.device import pick_device
+from medseg.memory.device import pick_device, start_libraries
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.case import CaseData, is_small, read_case, segment_case
 from medseg.prediction.case_report import is_up_to_date, read_report, write_case
@@ -169,6 +169,10 @@ def make_batch(
 
     See `share_memory`.
     """
+    device = pick_device(config.accelerator, "accelerator")
+    if device.type == "cuda":
+        # Their host memory counts as that of the loaded weights.
+        start_libraries(device)
     backend_bytes = sum(chosen.cascade.backend_bytes for chosen in cascades)
     shares = share_memory(config.inference.max_ram_gib, backend_bytes)
     bounded = []

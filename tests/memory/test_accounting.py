@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from medseg.losses.dice_ce import SLAB_VOXELS_CPU, SLAB_VOXELS_GPU, DiceCrossEntropyLoss
 from medseg.memory.accounting import StepMemory, count_step
 from medseg.memory.switches import apply_switches
-from medseg.memory.tracker import Timeline
+from medseg.memory.tracker import Owner, Timeline
 from medseg.models.stage_network import StageNetwork
 from medseg.models.unet import UNet
 
@@ -170,6 +170,23 @@ def test_recomputed_norms_of_a_gpu_are_in_fp32_as_well() -> None:
                 formats[segment.owner.kind].append(call.arguments[0].dtype)
     assert formats["forward"]
     assert formats["backward"] == formats["forward"] == [torch.float32] * len(formats["forward"])
+
+
+def test_upsampling_on_a_gpu_is_in_fp32_and_its_sum_is_not() -> None:
+    timeline = Timeline()
+    count(make, precision="bf16", is_gpu=True, timeline=timeline)
+    enlarged = set()
+    sums = set()
+    for segment in timeline.segments:
+        if segment.owner != Owner("forward", "decoder.0.up"):
+            continue
+        for *_, key in segment.calls:
+            call = timeline.calls[key]
+            if call.operation is torch.ops.aten.upsample_nearest3d.default:
+                enlarged.add(call.arguments[0].dtype)
+            elif call.operation is torch.ops.aten.add_.Tensor:
+                sums.add(call.arguments[0].dtype)
+    assert (enlarged, sums) == ({torch.float32}, {torch.bfloat16})
 
 
 def test_the_network_of_a_stage_is_counted() -> None:

@@ -11,6 +11,7 @@ import torch
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
+from medseg.memory import device
 from medseg.training import data_module
 from medseg.training.assemble import make_device_map
 from medseg.training.data_module import propose_workers
@@ -86,3 +87,20 @@ def test_loader_processes_share_sixteen_processors_with_the_ranks(
         )
         == expected
     )
+
+
+def test_the_libraries_start_with_a_convolution_in_each_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formats = []
+    convolve = torch.nn.functional.conv3d
+
+    def noted(image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        formats.append(image.dtype)
+        if image.dtype == torch.float16:
+            raise RuntimeError("a device without fp16")
+        return convolve(image, weight)
+
+    monkeypatch.setattr(device.functional, "conv3d", noted)
+    device.start_libraries(torch.device("cpu"))
+    assert formats == [torch.float32, torch.float16, torch.bfloat16]

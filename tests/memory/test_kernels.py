@@ -250,7 +250,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 300)
-    monkeypatch.setattr(KernelCosts, "_start_libraries", lambda _: None)
+    monkeypatch.setattr(kernels, "start_libraries", lambda _: None)
     return waits
 
 

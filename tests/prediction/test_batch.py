@@ -475,6 +475,27 @@ def test_every_key_of_a_model_folder_reaches_its_loader(
     assert chosen.settings == {"given": "bf16", "labels": {"liver": 7}}
 
 
+@pytest.mark.parametrize(("device", "starts"), [("cuda", ["libraries"]), ("cpu", [])])
+def test_the_libraries_of_a_gpu_count_as_loaded(
+    device: str, starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are started before the memory is divided, and before what is loaded is measured."""
+    events: list[str] = []
+    monkeypatch.setattr(batch, "pick_device", lambda *_: torch.device(device))
+    monkeypatch.setattr(batch, "start_libraries", lambda _: events.append("libraries"))
+    share_memory = batch.share_memory
+
+    def noted_shares(*given: Any) -> Any:
+        events.append("shares")
+        return share_memory(*given)
+
+    monkeypatch.setattr(batch, "share_memory", noted_shares)
+    monkeypatch.setattr(batch, "resident_bytes", lambda: events.append("loaded") or 5)
+    config = PredictConfig(input=str(tmp_path), output=str(tmp_path))
+    assert batch.make_batch([], config, 1, batch.Observer()).loaded_bytes == 5
+    assert events == [*starts, "shares", "loaded"]
+
+
 def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
