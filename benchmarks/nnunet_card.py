@@ -58,10 +58,10 @@ class Run(NamedTuple):
 RUNS = (
     Run("nnU-Net", "nnunet", "fp16"),
     Run("medseg", "medseg", "fp16", ("nnU-Net",)),
+    Run("medseg bounded", "medseg", "fp16", ("medseg",), is_bounded=True),
+    Run("nnU-Net again", "nnunet", "fp16", ("nnU-Net",)),
     Run("nnU-Net fp32", "nnunet", "fp32", ("nnU-Net",)),
     Run("medseg fp32", "medseg", "fp32", ("nnU-Net fp32", "medseg")),
-    Run("nnU-Net again", "nnunet", "fp16", ("nnU-Net",)),
-    Run("medseg bounded", "medseg", "fp16", ("medseg",), is_bounded=True),
 )
 
 
