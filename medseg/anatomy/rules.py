@@ -208,8 +208,8 @@ RULES = (
         "side_share",
         SIDE_SHARE,
         "share",
-        "a lone labelled region lies on the other side if it is off by this share of the body's "
-        "width",
+        "a lone labelled region lies on the other side if its centre is beyond the body's midline "
+        "by more than this share of the body's width",
         _CHOSEN,
     ),
     Rule(
@@ -251,7 +251,8 @@ RULES = (
         "upside_down_excess",
         UPSIDE_DOWN_EXCESS,
         "share",
-        "labelled lungs are upside down below this difference of upper and lower end",
+        "labelled lungs are upside down if the filled share of the upper ends, minus that of the "
+        "lower ends, is below this",
         "upper ends fill 0.60 to 0.81 of their rectangle, lower ends 0.18 to 0.51",
     ),
     Rule(
@@ -293,7 +294,8 @@ RULES = (
         "rim_mm",
         RIM_MM,
         "mm",
-        "disease is painted beyond the outline, which is half way to soft tissue",
+        "disease is painted up to this far beyond the labels, whose outline lies half way between "
+        "the densities of lung and soft tissue",
         _CHOSEN,
     ),
     Rule(

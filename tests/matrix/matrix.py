@@ -110,13 +110,12 @@ PAGE = """# Networks, stages, losses and switches together
 
     make matrix
 
-The values of each two columns below meet at least once in {num_rows} small trainings of two steps \
-([each
-row](matrix/rows.csv)); the last {num_rank_rows} use several ranks. Each row trains; a run that is \
-stopped after the first step and
-resumed ends with the same weights, bit for bit; and its checkpoint predicts. `tests/matrix` \
-checks the rows of one
-rank in the slow tests. The stage `patches` is the fine stage on patches of 32×32×32 voxels.
+The values of each two columns below, except the refused pairs at the end, meet at least once in
+{num_rows} small trainings of two steps ([each row](matrix/rows.csv));
+the last {num_rank_rows} use several ranks. Each row trains; a run that is stopped after the first
+step and resumed ends with the same weights, bit for bit; and its checkpoint predicts.
+`tests/matrix` checks the rows of one rank in the slow tests. The stage `patches` is the fine stage
+on patches of 32×32×32 voxels.
 
 **{num_passed} of {num_rows} rows train, resume and predict.**
 
