@@ -31,6 +31,9 @@ BUFFER_GROWTH = 1.125
 STEP_KEPT_BYTES, STEP_KEPT_PART = 48 * 2**20, 0.5
 # Part of a GPU's memory that its allocator loses to fragments.
 FRAGMENTS = 0.05
+# What its allocator takes of the card at once for tensors of 1 to 10 MiB (`kLargeBuffer` of torch's
+# CUDACachingAllocator): the last of these segments is hardly used.
+SEGMENT_BYTES = 20 * 2**20
 
 
 @dataclass(frozen=True)
@@ -363,10 +366,9 @@ def estimate_beside(
 
 def card_bytes(allocator: dict[str, int]) -> dict[str, int]:
     """Bytes of the card by phase, from those of torch's allocator."""
-    context = _context_bytes()
+    beside = _context_bytes() + SEGMENT_BYTES
     return {
-        phase: round(num_bytes * (1 + FRAGMENTS)) + context
-        for phase, num_bytes in allocator.items()
+        phase: round(num_bytes * (1 + FRAGMENTS)) + beside for phase, num_bytes in allocator.items()
     }
 
 

@@ -15,6 +15,7 @@ from medseg.planning import estimate
 from medseg.planning.estimate import (
     FRAGMENTS,
     LOADING,
+    SEGMENT_BYTES,
     STEP,
     Machine,
     card_bytes,
@@ -115,7 +116,7 @@ def test_a_card_loses_the_same_part_of_each_phase_to_fragments(
     planned = without_step.with_step(1000 * MIB, 1000 * MIB, 1.0)
     assert planned.allocator[STEP] == 1000 * MIB
     assert planned.resident == card_bytes(planned.allocator)
-    assert planned.resident[STEP] == round(1000 * MIB * (1 + FRAGMENTS)) + 300 * MIB
+    assert planned.resident[STEP] == round(1000 * MIB * (1 + FRAGMENTS)) + SEGMENT_BYTES + 300 * MIB
     budget = planned.resident[STEP]
     room = without_step.room_for_step(budget)
     assert without_step.with_step(room, room, 1.0).resident[STEP] <= budget
