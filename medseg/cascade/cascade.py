@@ -28,7 +28,7 @@ from medseg.inference.segmentation import (
     StatedBound,
     label_volumes_ml,
 )
-from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
+from medseg.inference.tile_workers import Job, TileWorkers, process_group, serve_tiles
 from medseg.inference.tiles import TilingPlan
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
@@ -342,12 +342,10 @@ class Cascade:
 
         For the other processes of torchrun.
         """
-        # A job names its stage: no network is sent, each process has loaded them.
         stages = {stage.name: stage for stage in self.stages}
 
-        def run_job(job: tuple[str, int, float | None], images: Tensor) -> Tensor:
-            name, network_index, slab_bytes = job
-            return stages[name].serve(network_index, images, slab_bytes)
+        def run_job(job: Job, images: Tensor) -> Tensor:
+            return stages[job.stage].serve(job.network_index, images, job.slab_bytes)
 
         with process_group():
             serve_tiles(run_job)

@@ -92,6 +92,7 @@ def start_ranks(config: TrainConfig) -> int:
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stopped
+            # Rank 0 wrote its status when it had saved; without one, it was killed before.
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
