@@ -263,10 +263,9 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class LungSegmenter(Segmenter):
-    """Segmenter of the lungs, by default with the included weights.
+    """Segmenter under the name of the task of the included weights, which it has by default.
 
-    It is the same as `Segmenter`, under the name of its task. Label 1 is the left lung, 2 the
-    right.
+    `Segmenter` does the same. Label 1 is the left side, 2 the right.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ from medseg.weights.checks import check_plain, check_tensors
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
-# Values of `region_mode` in the metadata that are still read: how the network of a stage treats
-# regions. Older versions had no choice and wrote no value (None).
+# Readable values of the entry `region_mode`, how the network of a stage treats regions. None: no
+# such entry, as in files of versions that had one way only.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
@@ -326,18 +326,16 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _check_part_sizes(path: Path, source: str, weights: dict[str, Any]) -> None:
-    """Refuse weights whose part of the checkpoint is too short.
-
-    Torch maps the file and would read on behind the end of a short part. A tensor does not tell its
-    part, so it is only checked that some part has the size of the tensor's storage. That finds most
-    short parts, but not one with the size of another.
-    """
+    """Refuse weights whose part of the checkpoint is too short."""
     with zipfile.ZipFile(path) as archive:
         sizes = {part.file_size for part in archive.infolist()}
     for value in weights.values():
-        # `check_tensors` refuses what is no dense tensor.
+        # What is no dense tensor is refused later, see `check_tensors`.
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             continue
+        # Torch would take the bytes that follow in the file for the end of a short part. Which part
+        # belongs to which weight is not known here: a weight is refused if its size is that of no
+        # part. This does not find a part that was cut to the size of another.
         if value.untyped_storage().nbytes() not in sizes:
             raise UserError(
                 f"{source}: the sizes of its weights do not match the parts of the file; take "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import hydra
 import pytest
 
@@ -11,7 +9,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.targets import targets_first
-from medseg.training.check import _moved, check_objects
+from medseg.training.check import check_objects
 from medseg.training.network import network_node
 from medseg.training.notes import notes
 from medseg.training.options import TrainConfig
@@ -34,39 +32,15 @@ UNETR = [
 ]
 
 
-def check(*overrides: str, run_dir: str = "none") -> list[str]:
+def check(*overrides: str) -> list[str]:
     """Check the objects of a configuration; returns the notes on it."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(
             "train",
-            targets_first(
-                ["stage=fine", "trainer.accelerator=cpu", *overrides, f"run_dir={run_dir}"]
-            ),
+            targets_first(["stage=fine", "trainer.accelerator=cpu", *overrides, "run_dir=none"]),
         )
     config = to_config(composed, TrainConfig)
     return notes(config, check_objects(config))
-
-
-@pytest.mark.parametrize("run_dir", ["log", "a", ".", "lightning"])
-def test_a_short_relative_run_folder_is_no_part_of_other_values(
-    run_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    check("logger=csv", run_dir=run_dir)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        ("/runs/a", "/tmp/b"),
-        ("/runs/a/logs", "/tmp/b/logs"),
-        ("sqlite:////runs/a/mlflow.db", "sqlite:////tmp/b/mlflow.db"),
-        ("/runs/a-2", "/runs/a-2"),
-    ],
-)
-def test_a_logger_moves_to_another_folder_by_whole_paths(value: str, expected: str) -> None:
-    assert _moved({"save_dir": value}, "/runs/a", "/tmp/b") == {"save_dir": expected}
 
 
 @pytest.mark.parametrize(
