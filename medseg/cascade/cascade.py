@@ -347,7 +347,8 @@ class Cascade:
         stages = {stage.name: stage for stage in self.stages}
 
         def run_job(job: Job, images: Tensor) -> Tensor:
-            return stages[job.stage].serve(job.network_index, images, job.slab_bytes)
+            name, network_index, slab_bytes = job
+            return stages[name].serve(network_index, images, slab_bytes)
 
         with process_group():
             serve_tiles(run_job)
