@@ -19,10 +19,9 @@ def remove_contradictions(
 ) -> tuple[list[str], list[str]]:
     """Remove regions on which the two stages contradict each other, in place.
 
-    Where they agree little, a sentence warns.
-
-    Without a reference each stage is the check of the other. A label stays if one of its regions is
-    trusted.
+    A region is contradicted if the stages hardly agree on it, or agree little and it is tiny. Its
+    labels become background, but a label stays if it also belongs to a region that is not
+    contradicted.
 
     Args:
         labels: Final label map (D, H, W) in LPS order.
@@ -53,7 +52,7 @@ def remove_contradictions(
     for region in regions:
         volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
         if not volume_ml:
-            # Its box stays: the user sees where nothing was found.
+            # Not in `absent`, so the caller keeps its box: the user sees where nothing was found.
             warnings.append(
                 f"{region.name} is empty: the fine stage found nothing in the crop that the coarse "
                 "stage marks"
@@ -90,7 +89,10 @@ def _erase(labels: np.ndarray, values: Sequence[int]) -> None:
 
 
 def _is_tiny(volume_ml: float, region: str, task: Task) -> bool:
-    """Whether a region is far below its least plausible volume, as bowel gas is."""
+    """Whether a region is far below its least plausible volume.
+
+    A stage that takes gas in the bowel for a lung finds such a region.
+    """
     # Without a range in the task, no volume is tiny.
     least_ml, _ = task.volume_ml.get(region, (0.0, 0.0))
     return volume_ml < MIN_DOUBTFUL_SHARE * least_ml

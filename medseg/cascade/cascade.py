@@ -28,7 +28,7 @@ from medseg.inference.segmentation import (
     StatedBound,
     label_volumes_ml,
 )
-from medseg.inference.tile_workers import TileWorkers, process_group, serve_tiles
+from medseg.inference.tile_workers import Job, TileWorkers, process_group, serve_tiles
 from medseg.inference.tiles import TilingPlan
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
@@ -144,7 +144,7 @@ class Cascade:
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`, as in `durations_s` of the result, which lacks absent regions."""
+        """Steps of `segment`: the keys of `durations_s`, where absent regions have no entry."""
         if self.fine is None:
             return ["segment", "join"]
         refining = [f"refine_{region.name}" for region in self.task.regions]
@@ -188,8 +188,9 @@ class Cascade:
                 images, grid, localisation, self.fine, self.options, result, timed
             )
         with timed("join"):
+            # Receives a sentence for each label with a component apart from the coarse labels.
             apart: list[str] = []
-            labels = join(parts, grid, task, first, localisation, apart)
+            labels = join(parts, grid, task, first, localisation, warnings=apart)
             result.findings += warnings_of("apart", apart)
             # `_judge` needs them, and updates them where it removes a region.
             result.volumes_ml = label_volumes_ml(labels, grid, task)
@@ -275,8 +276,9 @@ class Cascade:
     def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
         """Apply the clean-up of the model, in place, and say what it changed.
 
-        The last step that changes labels: the clean-up was chosen on results without it. The
-        agreements stay those of the labels before it: the bound on Dice was calibrated on such.
+        It is the last step that changes labels, since it was chosen on results that had gone
+        through all others. The agreements are not computed again: the bound on Dice was calibrated
+        with those before the clean-up.
         """
         clean_ups = self.last.clean_up
         if not clean_ups:
@@ -342,10 +344,9 @@ class Cascade:
 
         For the other processes of torchrun.
         """
-        # A job names its stage: no network is sent, each process has loaded them.
         stages = {stage.name: stage for stage in self.stages}
 
-        def run_job(job: tuple[str, int, float | None], images: Tensor) -> Tensor:
+        def run_job(job: Job, images: Tensor) -> Tensor:
             name, network_index, slab_bytes = job
             return stages[name].serve(network_index, images, slab_bytes)
 
@@ -574,7 +575,7 @@ def _input_image(
     Channel by channel: in float32, no more than one is in memory. The crop is reversed along the
     axes `flipped`.
     """
-    # Of the cache, from which training cuts its crops.
+    # Lattice of the cache of training: a crop on another grid is resampled via it, as in training.
     lattice = grid.resampled(stage.spacing_mm)
     intensities = intensities or stage.intensities(images)
     result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)

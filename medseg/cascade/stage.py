@@ -25,7 +25,7 @@ from medseg.geometry.grid_rule import PLAIN, GridRule
 from medseg.geometry.sizes import network_size
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
-from medseg.inference.tile_workers import TileWorkers
+from medseg.inference.tile_workers import Job, TileWorkers
 from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
@@ -431,7 +431,7 @@ class TrainedStage:
                 self._run_in_slabs, network=network, slab_bytes=slab_bytes
             )
         if self.tile_workers is not None:
-            job = (self.name, network_index, slab_bytes)
+            job = Job(self.name, network_index, slab_bytes)
             runners["run_batches"] = functools.partial(self.tile_workers.run, job, call)
             runners["num_parallel"] = self.tile_workers.size
         if axes:

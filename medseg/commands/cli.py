@@ -8,10 +8,12 @@ from medseg.commands.entry import COMMANDS, run_command
 from medseg.console import prepare_streams, say
 from medseg.errors import EXIT_USER_ERROR
 
-# Commands first, then keys, groups and values, one a line.
+# Completes the command, then keys, groups and values. `-sc query=bash` is Hydra's
+# `--shell_completion`: it prints one candidate a line.
 #
-# `=` does not break words. `:` does in bash, where other programs need it: bash then replaces what
-# follows the last colon alone, and gets no more.
+# Bash splits the typed text at COMP_WORDBREAKS and replaces the last piece only. `=` is taken out
+# of them. `:` stays, because other programs need it: what was typed up to the last colon is cut off
+# each candidate.
 #
 # Hydra takes the first word of COMP_LINE for the program, so the command is left out of it:
 # `medseg train stage=f` becomes `medseg stage=f`.

@@ -93,10 +93,11 @@ def view(run_dir: Path) -> Group:
     table = Table(box=None, pad_edge=False)
     for heading, justify in HEADINGS:
         table.add_column(heading, justify=justify, no_wrap=True)
-    for column, (title, text) in CURVES.items():
+    for column, (title, number_format) in CURVES.items():
         values = _column(history, column)
         if values:
-            numbers = [text.format(value) for value in (values[-1], min(values), max(values))]
+            shown_values = (values[-1], min(values), max(values))
+            numbers = [number_format.format(value) for value in shown_values]
             table.add_row(title, *numbers, curve(values))
     for title, text in machine():
         table.add_row(title, text)

@@ -28,7 +28,7 @@ TYPE_NAMES = {
     list: "list",
     dict: "mapping",
 }
-# Of a key whose sentence names its types.
+# Instead of the type of a key that takes several; its sentence, on the next line, names them.
 ANY_TYPE = "see below"
 
 
@@ -145,8 +145,10 @@ def _arguments(schema: type, values: dict[str, Any], path: str) -> Iterator[Key]
 
 def _item_entries(name: str, kind: Any, groups: Collection[str]) -> Iterator[Key | Group]:
     """Yield the keys of the items of a mapping or list, where they have a schema."""
-    # One that may be null is an argument of its type.
-    for container in (kind, *typing.get_args(kind)):
+    containers = (kind,)
+    if isinstance(kind, types.UnionType):
+        containers = typing.get_args(kind)  # such as a list, and None
+    for container in containers:
         place = "<number>" if typing.get_origin(container) is list else "<name>"
         for item in typing.get_args(container):
             if dataclasses.is_dataclass(item):
@@ -154,9 +156,12 @@ def _item_entries(name: str, kind: Any, groups: Collection[str]) -> Iterator[Key
 
 
 def _group_schema(name: str, hint: Any, value: Any) -> type | None:
-    """Find the schema of a group, of an extension point by its class; None for other values."""
+    """Find the schema of the keys below a key; None for a key with a plain value.
+
+    That of an extension point depends on the class in its value.
+    """
     if isinstance(value, dict):
-        schema = CLASS_SCHEMAS.get(value.get(TARGET, ""), POINT_SCHEMAS.get(name))
+        schema = CLASS_SCHEMAS.get(str(value.get(TARGET)), POINT_SCHEMAS.get(name))
         if schema is not None:
             return schema
     if dataclasses.is_dataclass(hint):

@@ -17,9 +17,10 @@ from medseg.console import say
 from medseg.errors import UserError
 
 TASK_FILE = "task.yaml"
-# Name of the task among those of `conf/task/`, and of a group of its own for the values of the
-# labels in the files.
+# The task is stored in memory as a file of the group `task`: `task=imported` chooses it.
 IMPORTED = "imported"
+# Where another task is chosen, the values of the labels in the files are still those of the data:
+# they are stored as the file `values` of a group of their own, which this argument adds.
 VALUES = f"+{IMPORTED}=values"
 # Keys that name a case table, and whether they also name a data set in the layout of another
 # program.
@@ -56,6 +57,7 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     if task and task != IMPORTED and not has_task_file:
         label_values = {"data": content.get("data") or {}}
         store("values", OmegaConf.create(label_values), IMPORTED, "_global_")
+        # A study passes the argument on to the commands that it starts.
         if VALUES in arguments:
             return list(arguments)
         return [VALUES, *arguments]
@@ -145,7 +147,7 @@ def _read_task(file: Path) -> dict[str, Any]:
     It holds the groups `task` and `data`, or the content of the group `task` alone.
 
     Raises:
-        UserError: If it is damaged, or names no labels.
+        UserError: If it is damaged, names no labels, or a name is no text.
     """
     content = read_yaml(file, "a task", "import the data set again.")
     has_groups = isinstance(content, dict) and "task" in content
@@ -155,5 +157,16 @@ def _read_task(file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: expected the labels of a task (task: {{labels: …}}), found none; "
             "correct or remove the file."
+        )
+    for name in task["labels"]:
+        if not isinstance(name, str):
+            raise UserError(
+                f"{file}: expected labels as name: value, but the name {name!r} is no text; "
+                "exchange names and values, or put the name in quotes."
+            )
+    if not isinstance(groups.get("data") or {}, dict):
+        raise UserError(
+            f"{file}: expected the keys of the group data, got {groups['data']!r}; correct or "
+            "remove the file."
         )
     return groups

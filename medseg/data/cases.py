@@ -1,6 +1,5 @@
 """Cases of a configuration, from a case table, synthetic scans or both, with their label values."""
 
-import os
 from pathlib import Path
 
 from medseg.data.audit.finding import check_ignored
@@ -12,6 +11,7 @@ from medseg.errors import UserError
 from medseg.io.atomic import check_writable, locked
 from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.preprocess.scale import HuScale
+from medseg.processors import num_processors
 from medseg.task import LabelValues
 from medseg.task_options import TaskOptions, make_task
 
@@ -122,7 +122,7 @@ def make_phantoms(
     total = sum(splits.values())
     # A small scan takes about a second, the start of a process three.
     num_useful = total // 4 if config.detail is Detail.small else total
-    num_workers = min(num_useful, os.cpu_count() or 1, MAX_PHANTOM_WORKERS)
+    num_workers = min(num_useful, num_processors(), MAX_PHANTOM_WORKERS)
     check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:

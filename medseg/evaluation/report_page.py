@@ -71,8 +71,8 @@ def compare_rows(
 
     With several regions the last entries, of the region `ALL`, compare the mean of each case over
     its regions. A score that is not finite on one side, as the distance of a missed region, is left
-    out on both: with the distances left inf and right 2 mm here, left 5 and right 3 mm in the
-    baseline, the means are 2 mm here and 3 mm there.
+    out on both. Example: this evaluation has a distance of inf for the left and 2 mm for the right
+    region, the baseline has 5 mm and 3 mm. Only the right region counts: 2 mm against 3 mm.
 
     Args:
         rows: `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
@@ -224,10 +224,10 @@ def write_page(
         rows,
         statistics,
         files,
-        output.name,
-        str(output.resolve()),
-        num_pictures,
-        progress,
+        title=output.name,
+        folder=str(output.resolve()),
+        num_pictures=num_pictures,
+        say=progress,
         notes=notes,
         costs=costs,
         baseline=str(baseline or ""),

@@ -294,20 +294,6 @@ class VoxelGrid:
         corners = itertools.product((0, depth - 1), (0, height - 1), (0, width - 1))
         return self.index_to_world_xyz_mm(list(corners))
 
-    def _moved(
-        self,
-        shape: Sequence[int],
-        spacing_mm: Sequence[float],
-        origin_xyz_mm: np.ndarray,
-        direction: Any,
-    ) -> VoxelGrid:
-        """Make a grid of sequences and arrays."""
-        depth, height, width = shape
-        z_mm, y_mm, x_mm = spacing_mm
-        return VoxelGrid(
-            (depth, height, width), (z_mm, y_mm, x_mm), origin_xyz_mm.tolist(), direction
-        )
-
     def crop(self, box: VoxelBox) -> VoxelGrid:
         """Cut to a box, which may reach outside; every voxel keeps its world point.
 
@@ -315,7 +301,7 @@ class VoxelGrid:
             ValueError: If the box is empty.
         """
         origin_xyz_mm = self.index_to_world_xyz_mm(box.start)
-        return self._moved(box.shape, self.spacing_mm, origin_xyz_mm, self.direction)
+        return _make_grid(box.shape, self.spacing_mm, origin_xyz_mm, self.direction)
 
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
         """Make the grid of another spacing (z, y, x) over the same field of view.
@@ -333,7 +319,7 @@ class VoxelGrid:
         # Index of the new first voxel on the old grid.
         first = centre - new_centre * ratio
         origin_xyz_mm = self.index_to_world_xyz_mm(first)
-        return self._moved(shape, target_spacing_mm, origin_xyz_mm, self.direction)
+        return _make_grid(shape, target_spacing_mm, origin_xyz_mm, self.direction)
 
     def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
         """Make the grid of another shape (D, H, W) over exactly the same field of view.
@@ -344,7 +330,7 @@ class VoxelGrid:
         spacing_mm = ratio * np.array(self.spacing_mm)
         # The outer face of the first voxel stays where it is.
         origin_xyz_mm = self.index_to_world_xyz_mm(ratio / 2 - 0.5)
-        return self._moved(shape, spacing_mm.tolist(), origin_xyz_mm, self.direction)
+        return _make_grid(shape, spacing_mm.tolist(), origin_xyz_mm, self.direction)
 
     def reoriented(self, order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> VoxelGrid:
         """Follow an array through `array.transpose(order)` and then a flip of some new axes.
@@ -366,7 +352,7 @@ class VoxelGrid:
         stored_columns_zyx = np.array(self.direction)[:, ::-1]
         signs = np.where(flips, -1.0, 1.0)
         columns_zyx = stored_columns_zyx[:, list(order)] * signs
-        return self._moved(
+        return _make_grid(
             [self.shape[axis] for axis in order],
             [self.spacing_mm[axis] for axis in order],
             self.index_to_world_xyz_mm(first),
@@ -445,3 +431,12 @@ class VoxelGrid:
 def voxel_ml(grid: VoxelGrid) -> float:
     """Volume of a voxel in ml."""
     return math.prod(grid.spacing_mm) / 1000.0
+
+
+def _make_grid(
+    shape: Sequence[int], spacing_mm: Sequence[float], origin_xyz_mm: np.ndarray, direction: Any
+) -> VoxelGrid:
+    """Make a grid of sequences and arrays in place of tuples."""
+    depth, height, width = shape
+    z_mm, y_mm, x_mm = spacing_mm
+    return VoxelGrid((depth, height, width), (z_mm, y_mm, x_mm), origin_xyz_mm.tolist(), direction)

@@ -41,8 +41,8 @@ class GridRule:
         size: Each crop is resized to this shape, (D, H, W); None keeps the lattice.
         is_cube: Whether all axes of a crop grow to the length of the longest; for lattices of equal
             spacing on all axes.
-        is_padded: Whether the voxels by which a crop grows to a cube are air; else they are those
-            of the scan.
+        is_padded: Whether a crop shows air in the voxels by which it grows; else it shows more of
+            the scan.
         range_mm: Least and largest spacing of an axis that the network was trained with; None: that
             of the lattice alone.
     """
@@ -93,7 +93,7 @@ class GridRule:
         # The box itself is resized: it does not grow, and the network sees all of it.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
-        # Beyond the box as it was asked for, a padded crop shows air.
+        # The box before it grows: beyond it, a padded crop shows air.
         content = box if self.is_padded else None
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)

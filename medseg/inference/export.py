@@ -71,6 +71,20 @@ class Format(NamedTuple):
     write: Callable[[Any, str], dict[str, bytes]]
 
 
+class _Trial(NamedTuple):
+    """One attempt of a conversion.
+
+    Attributes:
+        example_size: Size of the image that the conversion sees, (z, y, x).
+        only_size: The only input size of the result; None = any.
+        compared_sizes: Sizes of the images whose logits are compared with torch.
+    """
+
+    example_size: Shape
+    only_size: Shape | None
+    compared_sizes: list[Shape]
+
+
 def export_network(
     network: Logits,
     in_channels: int,
@@ -101,21 +115,21 @@ def export_network(
     form = FORMATS[suffix]
     _check_libraries(form)
     depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
-    # Sizes to compare the logits in, for each size to convert with. The first trial is for any
-    # size; a network that reads its input size in Python is converted for that size alone.
-    trials: list[tuple[Shape, Shape | None, list[Shape]]] = []
+    # First for any size. A network that reads its input size in Python cannot be converted so: then
+    # for the fixed size alone.
+    trials: list[_Trial] = []
     if small_size != fixed_size:
-        trials.append((small_size, None, [small_size, (depth, height, width)]))
+        trials.append(_Trial(small_size, None, [small_size, (depth, height, width)]))
     if fixed_size is not None:
-        trials.append((fixed_size, fixed_size, [fixed_size]))
+        trials.append(_Trial(fixed_size, fixed_size, [fixed_size]))
     reasons = []
-    for size, only_size, compared_sizes in trials:
+    for trial in trials:
         try:
-            example = torch.zeros(1, in_channels, *size)
-            converted = form.convert(network, example, only_size is None)
+            example = torch.zeros(1, in_channels, *trial.example_size)
+            converted = form.convert(network, example, trial.only_size is None)
             run = form.load(converted)
             difference = max(
-                _difference(network, run, in_channels, shape) for shape in compared_sizes
+                _difference(network, run, in_channels, size) for size in trial.compared_sizes
             )
         except Exception as error:  # converters and runtimes raise errors of many classes
             if is_out_of_memory(error):
@@ -123,11 +137,12 @@ def export_network(
             reasons.append(first_line(error) or type(error).__name__)
             continue
         if difference <= TOLERANCE:
-            files = form.write(converted, json.dumps(describe(only_size)))
-            return Exported(files, only_size, difference, form.describe(converted))
+            files = form.write(converted, json.dumps(describe(trial.only_size)))
+            return Exported(files, trial.only_size, difference, form.describe(converted))
         reasons.append(
             f"its logits differ from those of torch by {difference:.2g} of the largest logit"
         )
+    # The reason of the first trial: that of a fixed size is seldom another one.
     name = type(network.network).__name__
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(

@@ -10,17 +10,29 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Stage, index of its network, and the bytes that slabs may take (None: one pass).
-Job = tuple[str, int, float | None]
 # Tile workers wait idle while rank 0 reads, writes or resamples; gloo's own limit of 30 minutes
 # would end them.
 IDLE_LIMIT = timedelta(days=7)
+
+
+class Job(NamedTuple):
+    """What the tile workers run.
+
+    Attributes:
+        stage: Name of the stage; each process has loaded its networks.
+        network_index: Place of the network in `TrainedStage.networks`.
+        slab_bytes: As in `medseg.inference.tiles.TilingPlan`.
+    """
+
+    stage: str
+    network_index: int
+    slab_bytes: float | None
 
 
 @contextmanager
@@ -31,8 +43,8 @@ def process_group() -> Iterator[None]:
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=IDLE_LIMIT))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        # On one machine torchrun keeps its store when it restarts the processes, with the addresses
-        # of the dead ones (torch 2.13).
+        # Torchrun on one machine restarts the processes with the same store, which still holds the
+        # addresses of those that died (torch 2.13). A prefix for each start hides them.
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE_LIMIT)
     try:
@@ -83,7 +95,8 @@ class TileWorkers:
             if isinstance(answer, Exception):
                 raise answer
         device = logits_here.device
-        return [logits_here, *(answer.to(device) for answer in answers[1 : len(batches)])]
+        logits_of_others = [answer.to(device) for answer in answers[1 : len(batches)]]
+        return [logits_here, *logits_of_others]
 
     def dismiss(self) -> None:
         """End the loop of every tile worker."""

@@ -3,6 +3,7 @@
 It has weighted terms, forms of the target, deep supervision and ignored voxels.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,12 +76,12 @@ class TrainingLoss(nn.Module):
         self.output_weights = output_weights
         self.ignore_value = ignore_value
         if output_weights is not None:
-            # A weight that is not a number is refused too.
-            is_valid = min(output_weights, default=-1) >= 0 and sum(output_weights) > 0
-            if not is_valid:
+            total = sum(output_weights)
+            # NaN makes the sum NaN, which is not finite.
+            if not math.isfinite(total) or total <= 0 or min(output_weights) < 0:
                 raise ValueError(
                     f"output_weights={list(output_weights)}: expected numbers from 0 on, "
-                    "one of them above 0"
+                    "one of them above 0 and their sum finite"
                 )
         if ignore_value is None:
             return
@@ -131,8 +132,8 @@ class TrainingLoss(nn.Module):
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, num_classes))
         # The remaining voxels of a sample form a line; a sum over voxels does not depend on their
-        # order. Their number is read from the device, once for each sample: other libraries take no
-        # mask.
+        # order. `nonzero` waits for a GPU, once for each sample. A mask would not, but losses of
+        # other libraries take none.
         lines = []  # (K, L)
         labels = []  # (L,)
         for sample, sample_labels in zip(logits, target.flatten(1), strict=True):

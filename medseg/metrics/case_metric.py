@@ -25,7 +25,8 @@ class CaseMetric:
         self.num_classes = num_classes
         self.is_monai = type(metric).__module__.startswith("monai.")
         self.takes_spacing = False
-        # Only metrics of MONAI have it, and pass on the spacing among further arguments.
+        # MONAI's method that scores a batch. A metric of distances takes the spacing there, among
+        # `**kwargs`; torchmetrics has no such method.
         compute = getattr(metric, "_compute_tensor", None)
         if compute is not None:
             parameters = inspect.signature(compute).parameters.values()

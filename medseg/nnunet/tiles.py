@@ -81,7 +81,7 @@ def tile_weights(tile: tuple[int, ...]) -> Tensor:
     Returns:
         Weights of this shape, 10 in the middle.
     """
-    # The Gaussian is the picture of one voxel under the filter, as nnU-Net makes it.
+    # The Gaussian is the impulse response of SciPy's filter, as in nnU-Net.
     peak = np.zeros(tile)
     middle = [size // 2 for size in tile]
     peak[tuple(middle)] = 1
@@ -140,9 +140,11 @@ class _MirroredSums:
         self._start = 0
 
     def begin(self, axes: tuple[int, ...]) -> None:
-        """The planes of a pass follow whose image was mirrored along some axes of (1, C, d, h, w).
+        """Begin a pass; `add` gets its planes next.
 
-        The first pass is not mirrored.
+        Args:
+            axes: Axes of (1, C, d, h, w) along which its image was mirrored; none in the first
+                pass.
         """
         self._is_first = not axes
         self._axes = axes
@@ -199,12 +201,13 @@ def finished_planes(
     # Plane z lies at z modulo the window: nothing is moved when planes leave.
     sums = new_tensor((window, num_heads, height, width), dtype).zero_()
     weight_sums = torch.zeros((window, height, width), dtype=dtype)
-    # A plane has the weights of a picture.
-    weights = tile_weights(tile[1:] if is_2d else tile).reshape(tile).to(dtype)
+    # The weights of a 2D network do not depend on the axis of its single plane.
+    weighted_shape = tile[1:] if is_2d else tile
+    weights = tile_weights(weighted_shape).reshape(tile).to(dtype)
     first_unfinished = 0
     z_starts, y_starts, x_starts = all_starts((depth, height, width), tile, overlap, is_2d=is_2d)
-    # No later tile reaches the planes below its start: they are final. The end of the scan stands
-    # for a last start, at which all planes are.
+    # The planes before the start of a tile are final: neither it nor a later tile reaches them. At
+    # the end of the scan, as at one more start, the rest is final.
     for z in [*z_starts, depth]:
         for plane in range(first_unfinished, z):
             slot = plane % window

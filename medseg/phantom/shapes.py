@@ -59,14 +59,16 @@ class Points(NamedTuple):
 
 def ellipse(u: Field, v: Field, half_u: Field | float, half_v: Field | float) -> Field:
     """Measure an elliptic cylinder along the ray from its axis; u and v begin there, mm."""
+    # On its ray, a point at distance r has the surface at r / level. The axis has no ray: the two
+    # small numbers make it -10 mm there.
     level = np.maximum(np.hypot(u / half_u, v / half_v), 0.001)
     return np.asarray((np.hypot(u, v) + 0.01) * (1 - 1 / level))
 
 
 def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike) -> Field:
-    """Measure an ellipsoid by level / |gradient|.
+    """Measure an ellipsoid by (level - 1) / |gradient of level|; level is 1 at its surface.
 
-    At the surface this is correct to second order.
+    Near the surface this is correct to second order.
     """
     centre = np.asarray(centre_xyz_mm, np.float32)
     radii = np.asarray(radii_xyz_mm, np.float32)
@@ -99,9 +101,13 @@ def tube(
     distance = np.full(points.shape, reach_mm, np.float32)
     for a, b, radius_a, radius_b in zip(path[:-1], path[1:], radii[:-1], radii[1:], strict=True):
         margin = max(radius_a, radius_b) + reach_mm
-        ends = zip(points, np.minimum(a, b) - margin, np.maximum(a, b) + margin, strict=True)
+        lows = np.minimum(a, b) - margin
+        highs = np.maximum(a, b) + margin
         # Only the points within reach of this capsule are visited.
-        ranges = [slice(*np.searchsorted(axis.ravel(), limits)) for axis, *limits in ends]
+        ranges = []
+        for axis, low, high in zip(points, lows, highs, strict=True):
+            first, stop = np.searchsorted(axis.ravel(), [low, high])
+            ranges.append(slice(first, stop))
         columns, rows, planes = ranges
         part = distance[planes, rows, columns]
         if part.size == 0:

@@ -1,6 +1,5 @@
 """Estimate of a run before it starts: peaks of allocator and processes, seconds of a step."""
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -19,6 +18,7 @@ from medseg.memory.tracker import Timeline
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
 from medseg.planning.recomputation import duration, rise
 from medseg.planning.step import count_evaluation, count_memory, samples_per_rank
+from medseg.processors import num_processors
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers
 
@@ -431,13 +431,6 @@ def loader_bytes(
     waiting = config.data.prefetch * batch
     own_bytes = process.worker + sample.num_bytes + unstacked + waiting
     return kept_pages_bytes + workers * own_bytes
-
-
-def num_processors() -> int:
-    """Number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @cache

@@ -83,10 +83,12 @@ def plan(config: PlanConfig) -> int:
         for sentence in past_errors():
             say(sentence)
     budget_gib = config.memory.budget_gib
-    budget = math.inf if budget_gib is None else int(budget_gib * GIB)
+    budget: float = math.inf
     batch_size = None
-    if config.largest_batch:
-        batch_size = _print_largest_batch(config, shape, int(budget))
+    if budget_gib is not None:
+        budget = int(budget_gib * GIB)
+        if config.largest_batch:
+            batch_size = _print_largest_batch(config, shape, budget)
     peak_of = _largest(peaks)
     fits = peaks[peak_of] <= budget
     if config.output is not None:
@@ -173,10 +175,15 @@ def describe_peaks(config: PlanConfig, case_shape: Shape, peaks: dict[str, int])
     parts = f"tiles of {_by(tile_size)}" if tile_size else "whole"
     case = f"a case of {_by(case_shape)} voxels, {parts}"
     return [
-        f"{'peak of the validation':52s}{peaks[VALIDATION] / MIB:10.1f} MiB            {case}",
+        f"{_columns('peak of the validation', peaks[VALIDATION] / MIB)} MiB            {case}",
         f"the peak of the run is that of the {_largest(peaks)}; "
         "a prediction computes a case as the validation does",
     ]
+
+
+def _columns(name: str, value: float, decimals: int = 1) -> str:
+    """Set a name and a number in the first two columns of the printed table."""
+    return f"{name:52s}{value:10.{decimals}f}"
 
 
 def _by(shape: Shape) -> str:
@@ -218,30 +225,31 @@ def describe_estimate(config: PlanConfig, run_estimate: Estimate) -> list[str]:
     """
 
     def rows(name: str, sizes: dict[str, int]) -> list[str]:
-        lines = [f"{name:52s}{max(sizes.values()) / MIB:10.1f} MiB"]
+        lines = [f"{_columns(name, max(sizes.values()) / MIB)} MiB"]
         for phase, size in sizes.items():
             if size > 0:
-                lines.append(f"{'  ' + phase:52s}{size / MIB:10.1f} MiB")
+                lines.append(f"{_columns(f'  {phase}', size / MIB)} MiB")
         return lines
 
     seconds = run_estimate.seconds_per_step
     run_seconds = seconds * config.steps
     interval = min(config.stage.validate_every, config.steps)
-    # Only the estimate of a processor has checkpoints.
-    is_gpu = CHECKPOINT not in run_estimate.resident
-    resident = "GPU memory" if is_gpu else "resident memory of all processes"
+    resident = "GPU memory"
+    # A checkpoint is written in the memory of the host, so that of a GPU has no such phase.
+    if CHECKPOINT in run_estimate.resident:
+        resident = "resident memory of all processes"
     num_workers = run_estimate.num_workers
     processes = "process" if num_workers == 1 else "processes"
     return [
         *rows("peak of torch's allocator, with workspaces", run_estimate.allocator),
         *rows(f"peak of the {resident}", run_estimate.resident),
-        f"{'seconds per step':52s}{seconds:10.3f} s    "
+        f"{_columns('seconds per step', seconds, 3)} s    "
         f"{run_estimate.compute_seconds:.3f} s of computation, "
         f"{run_estimate.other_seconds:.3f} s of the training loop, "
         f"{run_estimate.loader_seconds:.3f} s of making samples "
         f"in {num_workers} loader {processes}",
-        f"{f'seconds per {interval} steps, without validation':52s}{seconds * interval:10.1f} s",
-        f"{f'seconds until the end ({config.steps} steps)':52s}{run_seconds:10.1f} s    "
+        f"{_columns(f'seconds per {interval} steps, without validation', seconds * interval)} s",
+        f"{_columns(f'seconds until the end ({config.steps} steps)', run_seconds)} s    "
         f"{run_seconds * run_estimate.peak_resident / 1e9:.0f} GB·s",
     ]
 
@@ -251,13 +259,13 @@ def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str
 
     def row(name: str, size: int, note: str = "") -> str:
         per_voxel = size / memory.voxels
-        return f"{name:52s}{size / MIB:10.1f} MiB{per_voxel:10.2f}  {note}".rstrip()
+        return f"{_columns(name, size / MIB)} MiB{per_voxel:10.2f}  {note}".rstrip()
 
     lines = [
         f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {_by(shape)} voxels, "
         f"{config.memory.precision.value}, checkpointing {config.memory.checkpointing}",
         "",
-        f"{'':66s}bytes/voxel",
+        f"{'':66s}bytes/voxel",  # behind name, number and " MiB"
         row("parameters", memory.parameters),
         row("gradients", memory.gradients),
         row("optimiser state", memory.optimizer_state),

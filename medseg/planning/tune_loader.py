@@ -1,7 +1,6 @@
 """Loader tuning: batches per second by workers, prefetched batches and pinned memory."""
 
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 from medseg.config.schema import TuneLoaderConfig
 from medseg.data.spacing import find_spacing
 from medseg.memory.device import pick_device
+from medseg.processors import num_processors
 from medseg.training.assemble import make_data_module
 from medseg.training.data_module import CasesDataModule
 
@@ -40,7 +40,7 @@ def tune_loader(config: TuneLoaderConfig) -> int:
     """Time the same batches under each setting; print the table and the best setting."""
     find_spacing(config.spacing, config.data, config.task)
     device = pick_device(config.trainer.accelerator)
-    workers = config.workers or default_workers(os.cpu_count() or 1)
+    workers = config.workers or default_workers(num_processors())
     tried = settings(workers, config.prefetches, has_gpu=device.type == "cuda")
     # Workers make batches ahead, which are drawn beside those that are timed.
     most_ahead = max(setting.num_workers * setting.prefetch for setting in tried)

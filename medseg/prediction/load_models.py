@@ -23,8 +23,8 @@ from medseg.prediction.memory_limit import backend_room_bytes
 from medseg.prediction.options import EVERY_SPACING_MM
 from medseg.prediction.scans import Scan, scan_grid
 from medseg.prediction.totalsegmentator import TotalsegmentatorModel, isotropic_mm
-from medseg.weights.files import TILE_WARNING, shipped_weights
-from medseg.weights.included import INCLUDED_TASK
+from medseg.weights.files import shipped_weights
+from medseg.weights.included import INCLUDED_TASK, TILE_WARNING
 from medseg.weights.model_folder import find_stages, is_weights_folder
 
 

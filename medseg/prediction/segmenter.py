@@ -34,13 +34,16 @@ class Segmenter:
     time, so that their memory is needed once.
 
     Args:
-        coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged.
+        coarse: Checkpoint or `.safetensors` file of the coarse stage, or several, which are
+            averaged.
         fine: The same for the fine stage; none for a task without regions.
-        single: In place of both, checkpoints of a model of one stage, which are averaged.
+        single: In place of both, one or several checkpoints of a model of one stage.
         weights: In place of all, a model folder or a list of them; see `load_model_folders`.
-        folds: Names of the folds to average; None = all.
-        label_values: Label name to value where it is not its place among the labels of `weights`.
-        ensemble: Whether probabilities of folders of nnU-Net are averaged, in place of painting.
+        folds: With `weights`, names of the folds to average; None = all.
+        label_values: With `weights`, label name to value in the result; other labels count from 1
+            in the order of the folders.
+        ensemble: With several folders of nnU-Net in `weights`, whether their probabilities are
+            averaged; else the labels of a later folder cover those of an earlier one.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
             device lacks it.
@@ -49,15 +52,15 @@ class Segmenter:
             `my_package.`.
 
     Raises:
-        UserError: If a file or the device is not usable.
+        UserError: If a file or the device is not usable, or arguments exclude each other.
     """
 
     def __init__(
         self,
-        coarse: Sequence[str | Path] = (),
-        fine: Sequence[str | Path] = (),
+        coarse: str | Path | Sequence[str | Path] = (),
+        fine: str | Path | Sequence[str | Path] = (),
         *,
-        single: Sequence[str | Path] = (),
+        single: str | Path | Sequence[str | Path] = (),
         weights: str | Path | Sequence[str | Path] | None = None,
         folds: Sequence[str] | None = None,
         label_values: Mapping[str, int] | None = None,
@@ -72,7 +75,9 @@ class Segmenter:
         if weights is not None:
             if coarse or fine or single:
                 raise UserError("weights and checkpoints exclude each other; leave one of them out")
-            folders = [weights] if isinstance(weights, (str, Path)) else weights
+            folders = _as_paths(weights)
+            if not folders:
+                raise UserError("weights: expected at least one model folder, but got none")
             self.cascade = load_model_folders(
                 folders,
                 folds,
@@ -84,10 +89,12 @@ class Segmenter:
                 trusted=trusted,
             )
             return
+        if folds is not None or label_values is not None or ensemble:
+            raise UserError("folds, label_values and ensemble need weights; leave them out")
         self.cascade = load_cascade(
-            coarse,
-            fine,
-            single,
+            _as_paths(coarse),
+            _as_paths(fine),
+            _as_paths(single),
             accelerator=accelerator,
             precision=precision,
             options=options,
@@ -137,6 +144,13 @@ class Segmenter:
         labels = _like(scans[0], Volume(result.labels, volume.grid, volume.header))
         durations_s = {"read": read_s, **result.durations_s, "total": time.perf_counter() - start_s}
         return replace(result, labels=labels, durations_s=durations_s)
+
+
+def _as_paths(paths: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
+    """Put a single path into a list."""
+    if isinstance(paths, (str, Path)):
+        return [paths]
+    return paths
 
 
 def _name_of(scan: str | Path | Volume | Any) -> str:
@@ -213,6 +227,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = Non
     if isinstance(scan, Volume):
         if np.isfinite(scan.array).all():
             return scan
+        # `load_image` replaces NaN and infinity; it takes the voxels slice by slice.
         lazy = LazyVolume(
             Path("Volume"),
             scan.grid,
@@ -232,20 +247,31 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = Non
             raise UserError(
                 "an array does not say where its voxels are; give affine=, index to RAS in mm"
             )
-        array = scan.detach().cpu().numpy() if isinstance(scan, torch.Tensor) else scan
-        return from_array(array, affine, air)
+        if isinstance(scan, torch.Tensor):
+            return from_array(_to_numpy(scan), affine, air)
+        return from_array(scan, affine, air)
     from medseg.io.simpleitk import from_simpleitk  # SimpleITK takes 50 MiB
 
     return from_simpleitk(scan, air)
 
 
-class LungSegmenter(Segmenter):
-    """The segmenter with the included weights where no checkpoints are given.
+def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """Copy a tensor to NumPy, which has no bf16."""
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.detach().cpu().numpy()
 
-    Label 1 is the left side, 2 the right.
+
+class LungSegmenter(Segmenter):
+    """Segmenter under the name of the task of the included weights, which it has by default.
+
+    `Segmenter` does the same. Label 1 is the left side, 2 the right.
     """
 
     def __init__(
-        self, coarse: Sequence[str | Path] = (), fine: Sequence[str | Path] = (), **options: Any
+        self,
+        coarse: str | Path | Sequence[str | Path] = (),
+        fine: str | Path | Sequence[str | Path] = (),
+        **options: Any,
     ) -> None:
         super().__init__(coarse, fine, **options)

@@ -43,8 +43,8 @@ from medseg.io.scratch import new_tensor
 
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
 
-# Voxels of one slab once its first axis is filtered: 1 MB as float32. They stay in the cache of the
-# processor, and in blocks of memory that are used again without being cleared.
+# Voxels of one slab once its first axis is filtered: 1 MB as float32. They fit into the cache of
+# the processor, and the allocator reuses blocks of this size, which the system need not clear.
 SLAB_VOXELS = 2**18
 # Planes of the target in a slab, where several planes of the source become one: neighbouring slabs
 # read the same planes at their border.
@@ -119,8 +119,8 @@ def axis_taps(
     """
     number = np.arange(num_outputs)
     if goes_on:
-        # The target's lattice beyond the target: its outermost voxels inside the field of view
-        # stand for those beyond.
+        # Outputs beyond the field of view repeat the first or the last voxel of the target's
+        # lattice inside it. `low` is above `high` where no voxel lies inside: no taps follow.
         low = math.ceil((-0.5 - EDGE_TOLERANCE - offset) / scale)
         high = math.floor((num_inputs - 0.5 + EDGE_TOLERANCE - offset) / scale)
         number = np.clip(number, low, max(low, high))
@@ -226,7 +226,7 @@ def plan_slabs(
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (rows * columns)
     else:
-        # Target planes of the source planes that fit.
+        # As many source planes as fit into a slab, counted in planes of the target.
         num_fitting = SLAB_VOXELS / (len(y.index) * columns)
         step = round(num_fitting * len(z.index) / planes)
     least_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1

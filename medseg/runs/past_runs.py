@@ -88,7 +88,7 @@ def write_report(
     if baseline is not None:
         rows = difference_rows(comparison)
         for row in rows:
-            row.pop("colour", None)
+            row.pop("colour", None)  # for the page alone
         columns = ("name", "setting", *Difference._fields)
         write_csv(output / "differences.csv", rows, columns, FORMATS)
     replace_text(output / "report.html", page)
@@ -124,8 +124,14 @@ def find_runs(folder: Path) -> list[Path]:
 
 def _natural(path: Path) -> list[tuple[int, str]]:
     """Sort key that compares digits as numbers."""
-    parts = re.split(r"(\d+)", str(path))
-    return [(int(part), "") if part.isdigit() else (0, part) for part in parts]
+    key = []
+    for part in re.split(r"(\d+)", str(path)):
+        # Not `isdigit`, which is true for `²`, of which `int` makes no number.
+        if part.isdecimal():
+            key.append((int(part), ""))
+        else:
+            key.append((0, part))
+    return key
 
 
 def read_run(run_dir: Path, folder: Path) -> Run:
@@ -176,7 +182,7 @@ def _without_hidden_keys(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def _best_step(scores: Sequence[CaseScore]) -> list[CaseScore]:
-    """Select the scores of the step with the highest mean Dice; none of none."""
+    """Select the scores of the step with the highest mean Dice; empty without scores."""
     by_step: dict[int, list[CaseScore]] = {}
     for step in {score.step for score in scores}:
         by_step[step] = [score for score in scores if score.step == step]
@@ -259,9 +265,6 @@ def read_study(folder: Path) -> Study | None:
         return None
     if not objectives.keys() <= {metric.key for metric in METRICS}:
         return None
-    importances = saved.get("importances")
-    if not isinstance(importances, dict):
-        importances = {}
     best = saved.get("best")
     if not isinstance(best, list):
         best = []
@@ -269,9 +272,20 @@ def read_study(folder: Path) -> Study | None:
         "name": folder.name,
         "num_trials": 0,
         **saved,
-        "importances": importances,
+        "importances": _bounded_numbers(saved.get("importances")),
         "best": list(map(str, best)),
     }
+
+
+def _bounded_numbers(values: Any) -> dict[str, float]:
+    """Keep the numbers of a mapping up to `LARGEST`; empty for anything else."""
+    if not isinstance(values, dict):
+        return {}
+    numbers = {}
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and abs(value) <= LARGEST:
+            numbers[key] = value
+    return numbers
 
 
 def read_history(path: Path) -> list[dict[str, float]]:

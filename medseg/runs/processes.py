@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from medseg.console import say
 from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, EXIT_USER_ERROR, UserError
 from medseg.io.atomic import is_locked
+from medseg.processors import num_processors
 from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
 from medseg.runs.ranks import is_under_torchrun
 from medseg.runs.status import Status, exit_code_of, num_oom_kills, status_of
@@ -76,7 +77,7 @@ def start_ranks(config: TrainConfig) -> int:
     run_dir = Path(config.run_dir)
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     # The ranks share the cores of this machine.
-    num_threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    num_threads = max(1, num_processors() // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     # The agent says nothing: each rank reports its own end.
     for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
@@ -91,6 +92,7 @@ def start_ranks(config: TrainConfig) -> int:
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stopped
+            # Rank 0 wrote its status when it had saved; without one, it was killed before.
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0

@@ -6,6 +6,7 @@ The network is built on the meta device.
 import dataclasses
 import math
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from medseg.training.options import LrScaling, TrainConfig
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
+# Steps that are tried with the optimiser; the schedule alone is followed from there on.
+NUM_OPTIMISER_STEPS = 2
 # Steps whose learning rates are followed; each takes some microseconds.
 MAX_TRIED_STEPS = 2000
 
@@ -71,10 +74,11 @@ def check_objects(config: TrainConfig) -> bool:
         )
     check_loss(config)
     make_transforms(config)
-    for name in sorted({"dice", "dice_worst"} & config.metrics.keys()):
-        raise UserError(
-            f"metrics.{name}: history.csv already has a column val_{name}; choose another name"
-        )
+    for name in ("dice", "dice_worst"):
+        if name in config.metrics:
+            raise UserError(
+                f"metrics.{name}: history.csv already has a column val_{name}; choose another name"
+            )
     make_metrics(config.metrics, count_classes(config), config.trusted_targets)
     _check_callbacks(config)
     _check_optimisation(config)
@@ -129,11 +133,19 @@ def _list_targets(node: dict[str, Any]) -> set[str]:
 
 
 def _moved(node: Any, run_dir: str, folder: str) -> Any:
-    """Make the node of a logger that writes to another folder than that of the run."""
+    """Make the node of a logger that writes to another folder than that of the run.
+
+    Args:
+        node: The node, or a value in it.
+        run_dir: Folder of the run; may be a relative path, such as `log`.
+        folder: The other folder.
+    """
     if isinstance(node, dict):
         return {key: _moved(value, run_dir, folder) for key, value in node.items()}
     if isinstance(node, str):
-        return node.replace(run_dir, folder)
+        # As a whole path only, also behind a scheme (`sqlite:///`): not the `log` of a class name.
+        whole_path = rf"(?<![\w.-]){re.escape(run_dir)}(?![\w.-])"
+        return re.sub(whole_path, lambda _: folder, node)
     return node
 
 
@@ -147,7 +159,9 @@ def _check_optimisation(config: TrainConfig) -> None:
         first_step = step_from_zero(make)
         follows_gradient = grows_with_gradient(make)
     name = str(config.optimizer[TARGET]).rpartition(".")[2]
-    if float(first_step @ torch.linspace(-1.0, 1.0, len(first_step))) > 0:
+    # The gradient of `step_from_zero`.
+    gradient = torch.linspace(-1.0, 1.0, len(first_step))
+    if float(first_step @ gradient) > 0:
         raise UserError(
             f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave "
             "optimizer.maximize out"
@@ -162,7 +176,7 @@ def _check_optimisation(config: TrainConfig) -> None:
             config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
         )
         schedule = make_both(optimizer)
-    for _ in range(min(2, config.steps)):
+    for _ in range(min(NUM_OPTIMISER_STEPS, config.steps)):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         with _refused_by("optimizer", config.optimizer):
@@ -176,17 +190,22 @@ def _check_optimisation(config: TrainConfig) -> None:
 
 
 def _check_rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:
-    """Follow the rates of the first steps, and take the last step, which a schedule may not reach.
+    """Follow the rates of the steps after `NUM_OPTIMISER_STEPS`, and take the last step.
+
+    A schedule with a number of steps of its own, such as `OneCycleLR`, refuses steps beyond it.
 
     Raises:
-        ValueError: If a rate is not finite or negative.
+        ValueError: If a rate is negative or not finite.
+        Exception: Whatever the schedule raises.
     """
-    for step in range(2, min(steps, MAX_TRIED_STEPS)):
+    for step in range(NUM_OPTIMISER_STEPS, min(steps, MAX_TRIED_STEPS)):
         rates = [group["lr"] for group in optimizer.param_groups]
         if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
             raise ValueError(f"the learning rate of step {step + 1} is {rates[0]}")
         schedule.step()
     if steps > MAX_TRIED_STEPS:
+        # Jump to the last step: schedules count in `last_epoch`, and one that is made of others has
+        # them in `_schedulers`.
         for part in (schedule, *getattr(schedule, "_schedulers", ())):
             part.last_epoch = steps - 1
         schedule.step()
@@ -215,8 +234,9 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
         norms = (InstanceNorm, _InstanceNorm)
         has_norm = any(isinstance(module, norms) for module in network.modules())
         needs_two_voxels = has_norm and network.traits.fixed_size is None
-        for sentence in divisor_clashes(config, network.divisor, needs_two_voxels):
-            raise UserError(sentence)
+        clash = next(divisor_clashes(config, network.divisor, needs_two_voxels), None)
+        if clash is not None:
+            raise UserError(clash)
     size = network.traits.fixed_size
     if size is None:
         return

@@ -4,7 +4,6 @@ import functools
 import gc
 import itertools
 import math
-import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -47,6 +46,7 @@ from medseg.inference.options import InferenceOptions
 from medseg.memory.device import pick_device
 from medseg.preprocess.intensity import intensity_of
 from medseg.preprocess.options import SpacingDraw
+from medseg.processors import num_processors
 from medseg.task import Task
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS
@@ -413,11 +413,7 @@ def propose_workers(config: TrainConfig) -> int:
     """
     if pick_device(config.trainer.accelerator).type == "cpu":
         return 1
-    if hasattr(os, "sched_getaffinity"):
-        num_processors = len(os.sched_getaffinity(0))
-    else:
-        num_processors = os.cpu_count() or 1
-    return max(1, min(8, num_processors // config.trainer.devices - 1))
+    return max(1, min(8, num_processors() // config.trainer.devices - 1))
 
 
 def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str, VoxelBox]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 
+# From a class, the names of its parameters and those that the user gives, to further arguments.
 DefaultArguments = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
 # Keys of a loss beside the arguments of its class.
 LOSS_KEYS = ("output_weights", "factor", "target_form")
@@ -119,15 +120,15 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     if not augment.enabled:
         return None
     task = make_task(config.task)
-    is_coarse = config.stage.name is not StageName.fine
+    is_fine = config.stage.name is StageName.fine
     organ_values = task.organ_values
-    if not is_coarse:
+    if is_fine:
         # A sample of the fine stage has the classes of its region.
         organ_values = tuple(range(1, 1 + task.num_region_labels))
     check_transform = partial(
         transforms.check_transform,
         has_sides=task.has_sides and not augment.allow_mirroring,
-        is_coarse=is_coarse,
+        is_coarse=not is_fine,  # a single stage sees both sides, too
         num_channels=len(task.channels),
         has_coarse_channel=config.stage.coarse_channel,
     )
@@ -238,10 +239,7 @@ def _bind(
     defaults: DefaultArguments = _no_defaults,
     own_keys: Sequence[str] = (),
 ) -> partial[Any]:
-    """Bind a class to the arguments of its node, and to those that `defaults` adds.
-
-    `defaults` gets the class, the names of its parameters and those of the node.
-    """
+    """Bind a class to the arguments of its node, and to those that `defaults` adds."""
     target = import_target(point, key, node, trusted)
     skipped_keys = (TARGET, *own_keys)
     arguments = {name: value for name, value in node.items() if name not in skipped_keys}
@@ -268,5 +266,6 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
             )
         raise UserError(f"{key}: a package is missing ({first_line(error)}); {cure}") from error
     except Exception as error:
+        # The text of a ValueError is a sentence; that of others, such as a KeyError, says little.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"{key}: {kind}{first_line(error)}") from error

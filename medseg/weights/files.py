@@ -9,7 +9,6 @@ import json
 import pickle
 import re
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,8 @@ from medseg.weights.checks import check_plain, check_tensors
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
-# Values of `region_mode`, how the network of a stage treats regions, that are still readable; None:
-# not written, as by versions without a choice.
+# Readable values of the entry `region_mode`, how the network of a stage treats regions. None: no
+# such entry, as in files of versions that had one way only.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
@@ -41,11 +40,6 @@ NETWORK_PREFIX = "network."
 DATA_STATE = "CasesDataModule"
 SHIPPED_FOLDER = Path(__file__).parent
 CHECKSUMS = "SHA256SUMS"
-# Measured with the included lung weights, see docs/prediction_memory.md.
-TILE_WARNING = (
-    "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 "
-    "to 0.99, tiles of 64×64×64 to one of 0.76 to 0.93"
-)
 LAST_CHECKPOINT = "checkpoints/last.ckpt"
 """Checkpoint inside a run folder."""
 
@@ -54,9 +48,6 @@ def load_checkpoint(
     path: Path, source: str, harmless_types: Sequence[Any] = (), writer: str = "medseg"
 ) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
-
-    The checksums of its parts are compared first: torch does not check them and would load a
-    flipped bit as a weight.
 
     Args:
         path: The file.
@@ -69,22 +60,7 @@ def load_checkpoint(
         UserError: If it is missing, damaged, or holds more than tensors and plain values.
     """
     _check_is_file(path, source)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            num_bytes = sum(part.file_size for part in archive.infolist())
-            # Torch stores its parts as they are: a compressed one may fill the memory.
-            if num_bytes > path.stat().st_size:
-                raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
-            damaged_part = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError, zlib.error) as error:
-        raise UserError(
-            f"{source}: not a whole torch checkpoint ({error}); {_cure(path, writer)}"
-        ) from error
-    if damaged_part is not None:
-        raise UserError(
-            f"{source}: not a whole torch checkpoint (the checksum of its part {damaged_part!r} "
-            "is wrong); copy it again"
-        )
+    _check_parts(path, source, writer)
     try:
         with utf8_path(path) as readable, torch.serialization.safe_globals([*harmless_types]):
             checkpoint = torch.load(readable, map_location="cpu", weights_only=True, mmap=True)
@@ -110,13 +86,43 @@ def load_checkpoint(
     return dict(checkpoint)
 
 
+def _check_parts(path: Path, source: str, writer: str) -> None:
+    """Refuse a checkpoint that is no zip file with the parts that torch writes, all undamaged.
+
+    Torch does not compare the checksums of the parts and would load a flipped bit as a weight.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            parts = archive.infolist()
+            num_bytes = sum(part.file_size for part in parts)
+            # Torch compresses no part. One that is compressed may fill the memory.
+            if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+                raise ValueError("it has compressed parts")
+            if num_bytes > path.stat().st_size:
+                raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
+            damaged_part = archive.testzip()
+    except (zipfile.BadZipFile, OSError, EOFError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"{source}: not a whole torch checkpoint ({error}); {_cure(path, writer)}"
+        ) from error
+    if damaged_part is not None:
+        raise UserError(
+            f"{source}: not a whole torch checkpoint (the checksum of its part {damaged_part!r} "
+            "is wrong); copy it again"
+        )
+
+
 def _cure(path: Path, writer: str) -> str:
     """Say how to get a checkpoint in place of a file that cannot be opened as one."""
-    with path.open("rb") as file:
-        was_zip = file.read(2) == b"PK"
+    try:
+        with path.open("rb") as file:
+            was_zip = file.read(2) == b"PK"
+    except OSError:
+        return "check its permissions and its disk"
     if was_zip:
         return "copy it again"
-    # A file of another program is found by its name in the folder that the user gave.
+    # The user gave a folder of the other program, where this file has the right name: it is not the
+    # wrong file, but a damaged one.
     if writer != "medseg":
         return "copy it again"
     return f"give {LAST_CHECKPOINT} of a run, or weights that end in {SUFFIX}"
@@ -200,8 +206,9 @@ def read_weights(
             f"`python train.py stage={stage or 'coarse'}`"
         )
     if metadata["format"] != METADATA_FORMAT:
+        format_of_file = str(metadata["format"])[:40]
         raise UserError(
-            f"{source}: format {metadata['format']}, but medseg {__version__} reads format "
+            f"{source}: format {format_of_file}, but medseg {__version__} reads format "
             f"{METADATA_FORMAT}; use the version that wrote it"
         )
     _check_stage(metadata, stage, source)
@@ -250,12 +257,14 @@ def trained_cases(path: Path, key: str) -> list[str]:
     data_state: Any = None
     if path.suffix != SUFFIX:
         data_state = load_checkpoint(path, source).get(DATA_STATE)
-    if not isinstance(data_state, dict) or "train" not in data_state:
+    try:
+        return [str(name) for name, _ in data_state["train"]]
+    # Absent, or in another form.
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(
             f"{source}: the file does not say which cases it has trained on; give "
             f"{LAST_CHECKPOINT} of its run"
-        )
-    return [str(name) for name, _ in data_state["train"]]
+        ) from error
 
 
 def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tensor]) -> str:
@@ -307,11 +316,17 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
     state = checkpoint.get("state_dict")
     if not isinstance(state, dict):
         return None, {}
-    weights = {
-        name.removeprefix(NETWORK_PREFIX): value
-        for name, value in state.items()
-        if str(name).startswith(NETWORK_PREFIX)
-    }
+    weights: dict[str, Any] = {}
+    for name, value in state.items():
+        # A checkpoint of another program may have keys that are no text.
+        if isinstance(name, str) and name.startswith(NETWORK_PREFIX):
+            weights[name.removeprefix(NETWORK_PREFIX)] = value
+    _check_part_sizes(path, source, weights)
+    return checkpoint.get("medseg"), weights
+
+
+def _check_part_sizes(path: Path, source: str, weights: dict[str, Any]) -> None:
+    """Refuse weights whose part of the checkpoint is too short."""
     with zipfile.ZipFile(path) as archive:
         sizes = {part.file_size for part in archive.infolist()}
     for value in weights.values():
@@ -319,11 +334,10 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             continue
         # Torch would take the bytes that follow in the file for the end of a short part. Which part
-        # is whose is not known here, so the size of any part will do: a weight must have one, but
-        # one that has is not proven whole.
+        # belongs to which weight is not known here: a weight is refused if its size is that of no
+        # part. This does not find a part that was cut to the size of another.
         if value.untyped_storage().nbytes() not in sizes:
             raise UserError(
                 f"{source}: the sizes of its weights do not match the parts of the file; take "
                 "another copy"
             )
-    return checkpoint.get("medseg"), weights

@@ -31,6 +31,10 @@ def help_of(
     return run
 
 
+def test_a_class_that_is_no_text_is_printed(help_of: Callable[..., str]) -> None:
+    assert "  loss._target_=[a]   " in help_of("train", "stage=fine", "loss._target_=[a]")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, help_of: Callable[..., str]) -> None:
     text = help_of(command)

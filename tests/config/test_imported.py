@@ -39,6 +39,20 @@ def compose(
     return config
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("labels: {1: liver}", "expected labels as name: value, but the name 1 is no text"),
+        ("task: {labels: {liver: 1}}\ndata: 3", "expected the keys of the group data, got 3"),
+    ],
+)
+def test_a_task_with_other_types_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text("case,image,labels\n", encoding="utf-8")
+    (tmp_path / "task.yaml").write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=said):
+        with_task([f"data.cases={tmp_path / 'cases.csv'}"], TrainConfig)
+
+
 def test_the_task_of_a_data_set_replaces_that_of_the_lungs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,7 +199,7 @@ def test_phantoms_are_made_by_as_many_processes_as_pay(
     monkeypatch.setattr(
         dataset, "write_phantoms", lambda *arguments, **options: calls.append((arguments, options))
     )
-    monkeypatch.setattr(cases.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(cases, "num_processors", lambda: 16)
     chosen = compose(f"data.phantoms.detail={detail}", "data.phantoms.seed=11")
     cases.make_phantoms(
         chosen.data.phantoms, chosen.task, tmp_path, num_train, with_held_out=with_held_out

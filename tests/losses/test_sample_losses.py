@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import monai.losses
@@ -112,7 +113,9 @@ def test_a_loss_of_a_batch_stays_one_when_voxels_are_ignored(loss: type) -> None
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -0.5], []])
+@pytest.mark.parametrize(
+    "weights", [[0.0, 0.0], [1.0, -0.5], [], [math.inf, 1.0], [1.0, math.nan], [1e308, 1e308]]
+)
 def test_outputs_without_a_weight_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="expected numbers from 0 on, one of them above 0"):
         TrainingLoss([Term(1.0, DiceCrossEntropyLoss(), "indices")], weights)

@@ -172,6 +172,32 @@ def test_what_is_no_scan_is_refused(segmenter: medseg.LungSegmenter, tmp_path: P
         medseg.HeartSegmenter  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"folds": ["0"]}, {"label_values": {"left_lung": 3}}, {"ensemble": True}], ids=str
+)
+def test_arguments_of_model_folders_are_refused_without_one(arguments: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="folds, label_values and ensemble need weights"):
+        medseg.Segmenter(["c"], ["f"], **arguments)  # type: ignore[arg-type]
+
+
+def test_one_path_is_taken_for_a_list_of_one(tmp_path: Path) -> None:
+    for path in ("nowhere.ckpt", tmp_path / "nowhere.ckpt"):
+        with pytest.raises(UserError, match=r"coarse=.*nowhere\.ckpt: there is no such checkpoint"):
+            medseg.Segmenter(path, accelerator="cpu")
+        with pytest.raises(UserError, match=r"single=.*nowhere\.ckpt: there is no such checkpoint"):
+            medseg.Segmenter(single=path, accelerator="cpu")
+    with pytest.raises(UserError, match="at least one model folder"):
+        medseg.Segmenter(weights=[])
+
+
+def test_a_tensor_in_bf16_is_read_as_its_float32_values() -> None:
+    values = torch.linspace(-1000, 400, 60).reshape(3, 4, 5)
+    rounded = values.bfloat16()
+    affine = np.eye(4)
+    from_bf16 = _to_volume(rounded, "ct", affine)
+    assert np.array_equal(from_bf16.array, _to_volume(rounded.float(), "ct", affine).array)
+
+
 def test_values_that_are_no_hu_are_scaled(segmenter: medseg.LungSegmenter) -> None:
     volume, _ = scan()
     high = Volume(volume.array + np.int16(1024), volume.grid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from medseg.config.schema import ReportConfig
 from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.report.compare import CaseScore
-from medseg.runs.past_runs import MAX_KEYS, find_runs, read_run, read_scores
+from medseg.runs.past_runs import MAX_KEYS, find_runs, read_run, read_scores, read_study
 from tests.report.made_runs import make_run
 
 
@@ -126,6 +127,22 @@ def test_runs_are_found_outside_hidden_folders_and_other_runs(tmp_path: Path) ->
     (tmp_path / "scores" / "summary.json").touch()
     assert [str(path.relative_to(tmp_path)) for path in find_runs(tmp_path)] == ["a/2", "a/10", "b"]
     assert find_runs(tmp_path / "b") == [tmp_path / "b"]
+
+
+def test_a_raised_digit_in_the_name_of_a_folder_is_no_number(tmp_path: Path) -> None:
+    run_dir = tmp_path / "1²3"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").touch()
+    assert find_runs(tmp_path) == [run_dir]
+
+
+def test_importances_of_a_damaged_study_are_left_out(tmp_path: Path) -> None:
+    importances = {"a": "x", "b": None, "c": [1], "d": 0.5, "e": float("nan"), "f": 10**400}
+    study = {"objectives": {"val_dice": "maximize"}, "space": {}, "importances": importances}
+    (tmp_path / "study.json").write_text(json.dumps(study), encoding="utf-8")
+    found = read_study(tmp_path)
+    assert found is not None
+    assert found["importances"] == {"d": 0.5}
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:

@@ -148,7 +148,9 @@ class Launch:
             "OMP_NUM_THREADS", "1"
         )  # so that it is put back, also where it was absent
         monkeypatch.delenv("OMP_NUM_THREADS")
-        monkeypatch.setattr(processes.os, "cpu_count", lambda: 7)
+        # Of 64 processors a batch system grants seven.
+        monkeypatch.setattr("os.cpu_count", lambda: 64)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(7)), raising=False)
 
     def __call__(self, settings: Any, entry: Any) -> Any:
         self.settings = settings

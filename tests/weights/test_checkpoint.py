@@ -134,6 +134,29 @@ def test_what_is_no_checkpoint(checkpoint: Checkpoint, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_compressed_parts_are_refused_before_they_are_unpacked(method: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    name, content = "archive/data.pkl", np.random.default_rng(0).bytes(1000)
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr(name, content)
+    # The first bytes after the header of the part are its compressed content.
+    packed = bytearray(path.read_bytes())
+    begin = packed.index(name.encode()) + len(name)
+    packed[begin : begin + 40] = bytes(40)
+    path.write_bytes(packed)
+    assert told(path) == (
+        "coarse=a.ckpt: not a whole torch checkpoint (it has compressed parts); copy it again"
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="needs a file that cannot be read")
+def test_a_file_that_cannot_be_read() -> None:
+    sentence = told(Path("/proc/self/mem"))
+    assert sentence.startswith("coarse=mem: not a whole torch checkpoint (")
+    assert sentence.endswith("); check its permissions and its disk")
+
+
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99, 0.9999])
 def test_a_truncated_one(checkpoint: Checkpoint, tmp_path: Path, part: float) -> None:
     path = tmp_path / "a.ckpt"
@@ -193,6 +216,8 @@ def test_the_wrong_stage_and_another_format(checkpoint: Checkpoint, tmp_path: Pa
         f"coarse=a.ckpt: format 99, but medseg {__version__} reads format 1; use the version "
         "that wrote it"
     )
+    torch.save({**checkpoint, "medseg": {**checkpoint["medseg"], "format": "9" * 1000}}, path)
+    assert told(path).startswith(f"coarse=a.ckpt: format {'9' * 40}, but medseg")
 
 
 def test_weights_that_are_no_numbers_or_do_not_fit(checkpoint: Checkpoint, tmp_path: Path) -> None:

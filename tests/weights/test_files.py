@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,16 @@ def test_the_cases_of_a_training_are_read_or_asked_for(tmp_path: Path) -> None:
         torch.save(content, path)
         with pytest.raises(UserError, match=r"does not say .*; give checkpoints/last\.ckpt of its"):
             trained_cases(path, "stage.coarse")
+
+
+@pytest.mark.parametrize(
+    "cases", [3, None, [1, 2], [["a"]], [["a", "1f", "x"]], {"a": 1}, torch.zeros(2)], ids=str
+)
+def test_cases_in_another_form_are_asked_for(cases: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    torch.save({"CasesDataModule": {"train": cases}}, path)
+    with pytest.raises(UserError, match="does not say which cases"):
+        trained_cases(path, "stage.coarse")
 
 
 def test_shipped_weights_are_checked_before_they_are_used(

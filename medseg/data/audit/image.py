@@ -38,8 +38,10 @@ GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
 FAT_HU = -50  # every CT shows fat or air below
 OFFSET_HU = 1024
-# Images in HU hold 8 to 60 % of soft tissue, and 0.1 % where an offset would move it.
+# Least share of soft tissue: images in HU have 8 to 60 % in `SOFT_HU`, and 0.1 % in this range if
+# it is moved by `OFFSET_HU`.
 TISSUE_SHARE = 0.05
+# Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
 # An inverted image has this many times more voxels at the values of bone, where its air lies, than
 # at those of air.
@@ -374,10 +376,11 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 
 
 def _is_inverted(tissue: np.ndarray) -> bool:
-    """Whether air lies at the values of dense bone.
+    """Whether the values were negated, so that air lies at the values of dense bone.
 
-    It has more voxels than sparse bone there, which is otherwise the larger part. Negated bone lies
-    below soft tissue, where values with an offset and images of other modalities have nothing.
+    An image in HU has more voxels of sparse than of dense bone. In an inverted one, air makes the
+    range of dense bone the larger one, and negated bone lies below soft tissue, where values
+    with an offset and images of other modalities have nothing.
     """
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)
@@ -399,6 +402,7 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
         yield find("padding:outside", share=padded, hold=hold, air=AIR_HU)
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():
+        # Near the ends it is clipping, and in the range of air a value of its own.
         is_inner = max(AIR_RANGE_HU[1], low_hu + SPIKE_REACH) < value < high_hu - SPIKE_REACH
         if spike_share >= FILLED_SHARE and is_inner:
             yield find("padding:filled", share=spike_share, value=value, air=AIR_HU)

@@ -108,7 +108,8 @@ def open_slices(
         )
     shape = (len(planes), *(first.pixels.shape + num_more_px))
     row, column = first.axes
-    # A slant within the rounding of decimals is kept, so that no corner moves.
+    # Of a stack that is straight but for the rounding of decimals, the grid leans as its slices do:
+    # upright, its far corners would be off.
     along = normal_of(first) + slant[0] * column + slant[1] * row
     row_mm, column_mm = first.spacing_mm
     columns = np.stack([row * column_mm, column * row_mm, along * step_mm], axis=1)
@@ -360,7 +361,9 @@ def _straight(
     offsets_xyz_mm = np.subtract(
         [frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm
     )
-    shifts_mm = offsets_xyz_mm @ frames[0].axes[::-1].T
+    # The axes are those of a row and of a column, so x and y.
+    axes_yx = frames[0].axes[::-1]
+    shifts_mm = offsets_xyz_mm @ axes_yx.T
     rise_mm = heights_mm - heights_mm[0]
     # The line through the first slice that fits the others best, by least squares.
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
