@@ -28,8 +28,8 @@ from medseg.weights.checks import check_plain, check_tensors
 
 # Raised when the metadata of a checkpoint change their meaning.
 METADATA_FORMAT = 1
-# Values of `region_mode`, how the network of a stage treats regions, that are still readable; None:
-# not written, as by versions without a choice.
+# Readable values of the entry `region_mode`, how the network of a stage treats regions. None: no
+# such entry, as in files of versions that had one way only.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
@@ -298,7 +298,9 @@ def _read_safetensors(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
                 return None, weights
             return json.loads(text), weights
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not a whole safetensors file ({first_line(error)})") from error
+        raise UserError(
+            f"{source}: not a whole safetensors file ({first_line(error)}); copy it again"
+        ) from error
 
 
 def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
@@ -319,8 +321,8 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             continue
         # Torch would take the bytes that follow in the file for the end of a short part. Which part
-        # is whose is not known here, so the size of any part will do: a weight must have one, but
-        # one that has is not proven whole.
+        # belongs to which weight is not known here: a weight is refused if its size is that of no
+        # part. This does not find a part that was cut to the size of another.
         if value.untyped_storage().nbytes() not in sizes:
             raise UserError(
                 f"{source}: the sizes of its weights do not match the parts of the file; take "
