@@ -188,7 +188,7 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         # A missing organ has no volume to judge.
         is_small = 0 < volume_ml < low_ml and not touches_border(labels, values)
         if is_small or volume_ml > high_ml:
-            # A nodule of 0.3 ml has not 0 ml.
+            # Small volumes keep two digits: 0.3 ml would be written as 0.
             number = f"{volume_ml:.0f}" if volume_ml >= 10 else f"{volume_ml:.2g}"
             warnings.append(
                 f"{name} has {number} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "

@@ -152,7 +152,8 @@ def localise(
     prediction, crop, resampled, lattice = predict_body(
         images, grid, stage, options, scan_spacing_mm, intensities
     )
-    # Keep the labels of voxels inside the scan only: the crop may reach beyond it.
+    # Keep the labels of voxels inside the scan only: the crop may reach beyond it. All boxes count
+    # in voxels of `crop.lattice`; the map of the result, on `coarse_grid`, covers `scanned`.
     scanned = crop.lattice.centres_within(lattice)
     coarse_grid = crop.lattice.crop(scanned)
     part = crop.box.intersect(scanned)
@@ -163,7 +164,7 @@ def localise(
     coarse_hu = view_or_resample(
         resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
     ).numpy()
-    # Only what the network saw can show where the patient ends.
+    # Changes `labels` in place. Only what the network saw can show where the patient ends.
     removed = remove_impossible(labels[in_scan], coarse_hu[in_scan], coarse_grid, stage.task)
     located = locate_regions(labels, coarse_grid, stage.task)
     findings = warnings_of("out_of_memory", prediction.warnings)

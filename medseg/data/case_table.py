@@ -36,6 +36,7 @@ FOLD_SIDES = ("train", "val")
 # folder.
 MAX_NAME_BYTES = 180
 MAX_COLUMNS = 1000
+MAX_FOLD = 9999
 
 
 def list_channels(
@@ -67,7 +68,7 @@ class Case:
         name: Unique name; it names the case's files in the cache and in every result.
         image: Image file, or a folder of DICOM files.
         labels: Label map on the grid of the image, or None.
-        patient: Patient of the scan; a patient is never on two sides of a split.
+        patient: Patient of the scan, in Unicode NFC; a patient is never on two sides of a split.
         split: `train`, `val`, `test`, or None where the table gives none.
         trust: Region name to the trust in its reference, e.g. `reference`, `approximate`, `absent`.
         series: DICOM series of the folder, by UID or number; None for the only one.
@@ -362,8 +363,7 @@ def _case(
         name=name,
         image=table.parent / image,
         labels=labels,
-        # Programs write ü in two ways: a patient must not be two.
-        patient=unicodedata.normalize("NFC", cells.get("patient") or name),
+        patient=same_letters(cells.get("patient") or name),
         split=split,
         fold=fold,
         fold_sides=fold_sides,
@@ -374,6 +374,11 @@ def _case(
         ignore_findings=ignore_findings | check_ignored(codes, f"{where}, ignore_findings"),
         study_date=cells.get("study_date") or "",
     )
+
+
+def same_letters(name: str) -> str:
+    """Write a name in one way: programs write ü in two, and a patient must not be two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def _read_more_images(cells: Mapping[str, str], folder: Path) -> tuple[Path | None, ...]:
@@ -397,14 +402,20 @@ def _read_fold(cells: Mapping[str, str], where: str) -> int | None:
     """Read the column `fold`; None without it or with an empty cell.
 
     Raises:
-        UserError: If it is no whole number from 0.
+        UserError: If it is no whole number from 0 to `MAX_FOLD`.
     """
     fold = cells.get("fold")
     if not fold:
         return None
     # isdigit() alone also takes digits of other scripts and superscripts.
-    if not (fold.isascii() and fold.isdigit()):
-        raise UserError(f"{where}: fold is {fold!r}, expected a whole number from 0 or nothing.")
+    is_number = fold.isascii() and fold.isdigit()
+    # Python refuses to read very long numbers.
+    is_long = len(fold.lstrip("0")) > len(str(MAX_FOLD))
+    if not is_number or is_long or int(fold) > MAX_FOLD:
+        raise UserError(
+            f"{where}: fold is {fold[:60]!r}, expected a whole number from 0 to {MAX_FOLD} or "
+            "nothing."
+        )
     return int(fold)
 
 
@@ -542,15 +553,22 @@ def split_cases(
     """Divide the cases by patient.
 
     Test patients are those of `test_patients` and those that the table marks as `test`; they are
-    never used for training or validation. Of the others, the validation patients are the first of
-    these that applies: `val_patients`; the patients that the table marks as `val`; those whose
-    column `fold` is `fold` (None is 0); fold `fold` of `num_folds`. Columns `fold_0`, `fold_1`, …
-    name both sides of each fold instead: a case with an empty cell is on no side of that fold, and
-    one without any mark is on none at all, also with `all` or `val_patients`. If no fold is given
-    and the patients are fewer than the folds, there are as many folds as patients, and a single
-    patient is trained on without validation. A row without a mark has the split of the other rows
-    of its patient. Fold `all` validates no patient and trains on all but the test patients. Folds
-    depend on the names of the patients alone, and differ by at most one patient in size.
+    never used for training or validation. A row without a mark has the split of the other rows of
+    its patient.
+
+    Of the other patients, those for validation are the first of these that applies:
+
+    * none with the fold `all`, which trains on all but the test patients;
+    * `val_patients`;
+    * the patients that the table marks as `val`;
+    * those whose column `fold` is `fold` (None is 0);
+    * fold `fold` of `num_folds`. These folds depend on the names of the patients alone, and differ
+      by at most one patient in size. If no fold is given and the patients are fewer than the folds,
+      there are as many folds as patients; a single patient is trained on without validation.
+
+    Columns `fold_0`, `fold_1`, … name both sides of each fold, in place of the last two: a case
+    with an empty cell is on no side of that fold. One without any mark is on none at all, also with
+    `all` or `val_patients`.
 
     Args:
         cases: All cases of the table.
@@ -564,6 +582,8 @@ def split_cases(
         UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is
             left for training.
     """
+    val_patients = [same_letters(name) for name in val_patients]
+    test_patients = [same_letters(name) for name in test_patients]
     patients = sorted({case.patient for case in cases})
     _check_patients(patients, val_patients, test_patients)
     side_of = _marks_of_table(cases, "split")
@@ -659,6 +679,7 @@ def _validation_patients(
                 f"choose one of {numbers}."
             )
         return val, "the column fold"
+    # Folds by name leave patients for training: no message needs what has chosen them.
     if isinstance(fold, int):
         return _fold(rest, fold, num_folds), "the column split"
     # No fold was given: few patients make fewer folds, and a single one is trained on without

@@ -28,7 +28,7 @@ from medseg.data.transforms import Transforms
 from medseg.errors import EXIT_FAILED, EXIT_OUT_OF_MEMORY, UserError, first_line, is_out_of_memory
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import PLAIN, Crop
-from medseg.geometry.sizes import network_size
+from medseg.geometry.sizes import bounded_depth, network_size
 from medseg.preprocess.crop import (
     body_box,
     crop_padded,
@@ -398,9 +398,7 @@ class Samples(Dataset[Sample]):
         """
         if self.stage.max_voxels is None or math.prod(shape) <= self.stage.max_voxels:
             return None
-        step = self.crops.divisor[0]
-        num_fitting = self.stage.max_voxels // math.prod(shape[1:])
-        return max(step, num_fitting // step * step)
+        return bounded_depth(shape, self.stage.max_voxels, self.crops.divisor[0])
 
     def _choose_region(
         self, case: CachedCase, region: Region, rng: np.random.Generator

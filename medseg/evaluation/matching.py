@@ -234,7 +234,7 @@ def _merge_masks(masks: Mapping[str, Path]) -> Volume:
 
 
 def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
-    """Map the reports of `predict` to the masks that it saved, by label; not those without any."""
+    """Map each report of `predict` that has masks to these masks, by label."""
     masks_by_report = {}
     for report in sorted(folder.glob("*.json")):
         start = report.with_suffix("")
@@ -259,7 +259,7 @@ def _files_of_labels(folder: Path) -> set[Path]:
 
 
 def _is_case(file: Path) -> bool:
-    """Whether a file with the name of a label's file is the result of a case of that name."""
+    """Whether a file that is named like the file of a label is a case of its own, with a report."""
     return file.with_name(f"{case_name(file)}.json").exists()
 
 

@@ -33,3 +33,23 @@ def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     if (z, y, x) == tuple(divisor):
         return 2 * z, 2 * y, 2 * x
     return z, y, x
+
+
+def bounded_depth(shape: Shape, max_voxels: int, divisor_z: int) -> int:
+    """Count the slices that a volume may keep to have at most `max_voxels`.
+
+    Args:
+        shape: Size in voxels, (D, H, W), D a multiple of the divisor.
+        max_voxels: Largest number of voxels.
+        divisor_z: Required multiple of the number of slices.
+
+    Returns:
+        A multiple of the divisor; one multiple if not even that fits.
+
+    Example:
+        >>> bounded_depth((96, 100, 100), 600_000, 16), bounded_depth((96, 100, 100), 10, 16)
+        (48, 16)
+    """
+    depth, height, width = shape
+    num_fitting = max_voxels // (height * width)
+    return min(depth, max(divisor_z, num_fitting // divisor_z * divisor_z))

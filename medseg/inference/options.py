@@ -9,8 +9,6 @@ from medseg.knob import Knob
 
 Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
 Sums = StrEnum("Sums", ["half", "float"])  # see `medseg.nnunet.tiles`
-
-
 Around = StrEnum("Around", ["totalsegmentator"])  # see `medseg.prediction.totalsegmentator`
 
 
@@ -95,7 +93,7 @@ class InferenceOptions(TilingOptions):
     backend: Annotated[
         Backend | None,
         Knob(
-            "What runs the networks. null: torch, or OpenVINO where it is installed, faster and "
-            "fits into the memory on a CPU without bf16."
+            "What runs the networks. null: on a CPU without bf16, the faster of those that are "
+            "installed and fit into the memory; else torch."
         ),
     ] = None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Voxels per slab, which take some 24 bytes each: few on a CPU, enough to fill it on a GPU.
+# Voxels per slab; each takes some 24 bytes. A CPU is fast with small slabs, a GPU needs enough
+# voxels for all its cores.
 SLAB_VOXELS_CPU = 2**18
 SLAB_VOXELS_GPU = 2**20
 
@@ -174,15 +175,16 @@ class _Moments(torch.autograd.Function):
             by_overlap, by_predicted, by_entropy = (
                 by_sum[sample].to(probs.dtype) for by_sum in grads
             )
-            # Three derivatives come in: a_k = dL/d(sum p_k), b_k = dL/d(sum p_k t_k) and
-            # c = dL/d(entropy). For each voxel dL/dp_k = a_k + b_k t_k, and through the softmax
+            # Three derivatives come in: by_predicted is a_k = dL/d(sum p_k), by_overlap is
+            # b_k = dL/d(sum p_k t_k), and by_entropy is c = dL/d(entropy).
+            # For each voxel dL/dp_k = a_k + b_k t_k, and through the softmax
             #   dL/dlogit_k = p_k (dL/dp_k - sum_j p_j dL/dp_j) + c (p_k - t_k).
             # With r = sum_j p_j t_j b_j, of which the reference class is the only term, this is
             #   dL/dlogit_k = p_k (c - sum_j p_j a_j - r + a_k) + t_k (r - c).
             # With hard voxels c differs from voxel to voxel.
             if ctx.hard_weight:
                 by_entropy = by_entropy * _hard_factor(probs, labels, ctx.hard_weight)
-            of_reference = torch.zeros_like(probs[0])  # r
+            of_reference = torch.zeros_like(probs[0])  # r, and from the last line on r - c
             for_all = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
             for k in range(len(probs)):
                 of_reference.addcmul_(probs[k] * (labels == k), by_overlap[k])

@@ -26,13 +26,14 @@ from medseg.memory.precision import HALF
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.traits import build_on_meta
 
-# Kinds of owners: what lasts longer than a pass, and the phase in which the rest was made.
+# Kinds of owners: of tensors that outlast a pass, and, for the others, the phase that makes them.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 INPUT = "input"
 TARGET = "target"
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+# Parts of owners, beside those of `named_parts`.
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
 aten = torch.ops.aten
@@ -248,17 +249,19 @@ def count_pass(
     Args:
         make_network: Makes the network.
         image_shape: (1, C, D, H, W).
-        call: Does the work with a network and an image. What it gives to `HOST` by the tracker is
-            in files, and counts for the operations that read or write it.
+        call: Does the work with a network and an image. Tensors whose owner it sets to `HOST` are
+            in files: they count only while their pages are in memory.
         precision: `bf16` counts all features in half precision, as autocast keeps them.
 
     Returns:
         Bytes at the peak, image included, weights not.
     """
+    # Pages of files that are in memory.
     touched = 0
 
     def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
-        # Pages of a file that were read stay in memory until a file is read or written again.
+        # Pages of a file that were read stay in memory until a file is read or written again. Who
+        # writes releases them (`medseg.io.scratch.release_pages`).
         nonlocal touched
         num_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
         if num_file_bytes:
@@ -463,6 +466,8 @@ class _PartWatch:
         self._callers.append(self._tracker.now)
         self._running.append(name)
         kind = self._tracker.now.kind
+        # A block that is recomputed in the backward pass: its tensors belong to the part whose
+        # gradient is computed.
         if kind == BACKWARD or self._is_nested():
             return
         if name != BETWEEN:
@@ -488,7 +493,8 @@ class _PartWatch:
 
     def _is_nested(self) -> bool:
         """Whether the part runs within another, to which it then belongs."""
-        return len(self._running) - (self._running[0] == BETWEEN) > 1
+        parts = [name for name in self._running if name != BETWEEN]
+        return len(parts) > 1
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ def timed_step(
 ) -> Iterator[None]:
     """Announce a step of a case and record its seconds, unless it fails.
 
-    It begins without the free memory of the step before.
+    What the step before has freed goes back to the system first, see `release_free_memory`.
     """
     release_free_memory()
     if on_step is not None:
@@ -201,8 +201,9 @@ def private_bytes(pid: int) -> int:
 def bytes_beside(pid: int, child_pids: Sequence[int]) -> int:
     """Sum the memory that child processes take beside that of the process that forked them.
 
-    That is what they have written themselves, and old copies of pages that the process has written
-    since. A page that several of them share counts once. Pages of files are shared by all.
+    A fork shares its memory page by page until one of the processes writes. So this is the memory
+    of all of them together, in which a shared page counts once, without that of the process itself.
+    Pages of files are not counted: all share them.
 
     Args:
         pid: The process.

@@ -199,10 +199,10 @@ def surface_distances(
     if box is None:
         return (np.empty(0), np.empty(0)), (np.empty(0), np.empty(0))
     bounds = box.slices()
-    is_pred, pred_areas_mm2 = _surface(pred_mask[bounds], spacing_mm)
-    is_target, target_areas_mm2 = _surface(target_mask[bounds], spacing_mm)
-    from_pred = _sorted_distances(is_pred, is_target, pred_areas_mm2, spacing_mm)
-    from_target = _sorted_distances(is_target, is_pred, target_areas_mm2, spacing_mm)
+    pred_elements, pred_areas_mm2 = _surface(pred_mask[bounds], spacing_mm)
+    target_elements, target_areas_mm2 = _surface(target_mask[bounds], spacing_mm)
+    from_pred = _sorted_distances(pred_elements, target_elements, pred_areas_mm2, spacing_mm)
+    from_target = _sorted_distances(target_elements, pred_elements, target_areas_mm2, spacing_mm)
     return from_pred, from_target
 
 
@@ -221,13 +221,13 @@ def _surface(
 
 
 def _sorted_distances(
-    is_from: np.ndarray,
-    is_to: np.ndarray,
+    elements: np.ndarray,
+    other_elements: np.ndarray,
     areas_mm2: np.ndarray,
     spacing_mm: tuple[float, float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sorted distances of the elements of one surface from another, and their areas."""
-    distances_mm = _distances_mm(is_from, is_to, spacing_mm)
+    distances_mm = _distances_mm(elements, other_elements, spacing_mm)
     order = np.argsort(distances_mm)
     return distances_mm[order], areas_mm2[order]
 
@@ -317,24 +317,25 @@ def _surface_codes(mask: np.ndarray) -> np.ndarray:
 
 
 def _distances_mm(
-    is_from: np.ndarray, is_to: np.ndarray, spacing_mm: tuple[float, float, float]
+    elements: np.ndarray, other_elements: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> np.ndarray:
     """Distance from each set voxel of one array, in C order, to the nearest of another.
 
     It is infinite if the other is empty.
     """
-    if not is_to.any():
-        return np.full(np.count_nonzero(is_from), np.inf)
+    if not other_elements.any():
+        return np.full(np.count_nonzero(elements), np.inf)
     # A k-d tree is several times faster for two similar organs, but many times slower where a
     # prediction is noise or far from the reference. The transform returns indices only: its
     # distance map would take more memory.
     nearest = distance_transform_edt(
-        ~is_to, sampling=spacing_mm, return_distances=False, return_indices=True
+        ~other_elements, sampling=spacing_mm, return_distances=False, return_indices=True
     )
-    squared_mm2 = np.zeros(np.count_nonzero(is_from))
-    for index, nearest_index, step_mm in zip(np.nonzero(is_from), nearest, spacing_mm, strict=True):
+    squared_mm2 = np.zeros(np.count_nonzero(elements))
+    indices = np.nonzero(elements)
+    for index, nearest_index, step_mm in zip(indices, nearest, spacing_mm, strict=True):
         # `nearest_index` has, of each voxel, the index along this axis of its nearest element.
-        squared_mm2 += ((index - nearest_index[is_from]) * step_mm) ** 2
+        squared_mm2 += ((index - nearest_index[elements]) * step_mm) ** 2
     distances_mm: np.ndarray = np.sqrt(squared_mm2)
     return distances_mm
 

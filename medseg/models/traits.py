@@ -170,6 +170,7 @@ def find_traits(
     if divisor is not None and fixed_size is None:
         _verify_divisor(network, divisor, in_channels, num_classes)
     if divisor is None:
+        # A network may accept other sizes than the one that its arguments state.
         divisor, fixed_size = _find_divisor(network, trace, in_channels, shape, num_classes)
     if fixed_size:
         divisor = (1, 1, 1)
@@ -212,8 +213,8 @@ class _Trace:
 
     Attributes:
         calls: Number of calls by name of a module.
-        takes_and_returns: Names of the modules whose every call takes tensors, leaves them
-            unchanged and returns one tensor.
+        takes_and_returns: Names of the modules of which some call takes tensors, leaves them
+            unchanged and returns one tensor; read only of modules that are called once.
         feature_shapes: Sizes (D, H, W) of all five-dimensional results.
         result_bytes: Bytes of a module's result by its name.
     """
@@ -303,7 +304,6 @@ class _Trace:
 
     def _storage(self, tensor: Tensor) -> int:
         """Identify the storage of a tensor."""
-        # Held for as long as the trace: the number of one that is gone may be given to another.
         self._storages.append(tensor.untyped_storage())
         return self._storages[-1]._cdata
 
@@ -435,9 +435,9 @@ def _describe_result(result: Any) -> str:
 
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
-    """Refuse a stated divisor with odd multiples that the network does not accept."""
-    # An odd multiple of about 40 voxels, and at least three: an even one would also be a multiple
-    # of twice the divisor.
+    """Refuse a stated divisor if the network does not accept an odd multiple of it."""
+    # About 40 voxels, and at least three multiples. An even multiple would prove less: it is also
+    # one of twice the divisor.
     multiples = [max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor]
     depth, height, width = map(operator.mul, multiples, divisor)
     try:
@@ -463,7 +463,8 @@ def _find_divisor(
     # How many times smaller the smallest features are, axis by axis.
     reductions = []
     for axis, length in enumerate(shape):
-        smallest = min(features[axis] for features in feature_shapes)
+        # Modules may hide their features in functions, or in two-dimensional images.
+        smallest = min((features[axis] for features in feature_shapes), default=length)
         reductions.append(round(length / smallest))
     # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
@@ -505,7 +506,8 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
 def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
     """Choose the smallest modules worth recomputing.
 
-    A chain of such, and a module around one of them, is one block while it keeps a small share.
+    Two kinds of modules around them are blocks in their place, while they keep a small share of the
+    bytes: a chain of them, and a module with only one of them inside.
     """
     max_bytes = MAX_BLOCK_SHARE * trace.interior_bytes("")
     # Each module once, by its first name.
@@ -516,21 +518,23 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
         """Choose the blocks within a module, or the module itself."""
         if id(module) in chosen:
             return chosen[id(module)]
-        below: list[str] = []
+        blocks: list[str] = []
         # A chain consists of blocks, and of modules without any.
         is_chain = isinstance(module, nn.Sequential)
         for child in module.children():
             child_blocks = choose(child)
-            below += child_blocks
-            if child_blocks and child_blocks != [names[id(child)]]:
+            blocks += child_blocks
+            is_block = child_blocks == [names[id(child)]]
+            if child_blocks and not is_block:
                 is_chain = False
         name = names[id(module)]
         is_small = trace.interior_bytes(name) <= max_bytes
-        is_block = not below or (is_small and (is_chain or len(below) == 1))
-        if name and is_block and _saves_memory(name, module, trace):
-            below = [name]
-        chosen[id(module)] = below
-        return below
+        may_replace = not blocks or (is_small and (is_chain or len(blocks) == 1))
+        # The whole network, whose name is empty, is no block.
+        if name and may_replace and _saves_memory(name, module, trace):
+            blocks = [name]
+        chosen[id(module)] = blocks
+        return blocks
 
     return list(dict.fromkeys(choose(network)))
 

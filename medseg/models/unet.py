@@ -24,8 +24,8 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
-# Largest number of planes of features that a head without refinement predicts at a time. At least
-# half as many are in a part: of less than three, `Conv3d` computes in fp32.
+# Largest number of planes of features that a head without refinement predicts at a time. Equal
+# parts of more than 16 planes have at least 8 each; on fewer than 3, `Conv3d` computes in fp32.
 PART_PLANES = 16
 
 
@@ -33,6 +33,14 @@ class Stem(nn.Module):
     """First unit: image (N, C, D, H, W) to `width` channels.
 
     They are at half resolution unless the stem is `conv`.
+
+    Args:
+        in_channels: Channels C of the image.
+        width: Channels of the result.
+        stem: One of `STEMS`.
+        norm: Norm of the unit.
+        kernel: Kernel of the unit's convolution.
+        cell: Voxels of the image for each voxel of the result, (z, y, x).
     """
 
     def __init__(
@@ -229,7 +237,8 @@ class UNet(nn.Module):
         widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         self.in_channels = in_channels
         self.divisor: tuple[int, int, int] = total_strides(strides)
-        # One kernel per resolution, the image's first; at the lowest resolution it covers all axes.
+        # Kernel of each resolution, the image's first. A kernel depends on the stride to the next
+        # resolution; after the last one all axes count as divided.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         self.cell: Shape = strides[0] if num_stem_strides else POINT
         # After space-to-depth the stem sees the resolution of the first level, else the image's.
@@ -383,7 +392,7 @@ def _check_strides(strides: Strides, num_strides: int) -> None:
 
 
 def _kernel(stride: Shape) -> Shape:
-    """Choose the kernel of a resolution.
+    """Choose the kernel of a resolution by the stride to the next one.
 
     Along an axis that is not divided yet its size is 1: the neighbours are too far away.
     """

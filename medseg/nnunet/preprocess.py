@@ -21,16 +21,19 @@ from medseg.nnunet.spline import axis_taps, filtered
 
 # Smallest divisor of a normalisation.
 EPSILON = 1e-8
-# Bytes per voxel of the scan while a channel is scaled by its own statistics, by scheme: a copy in
-# float32, and what NumPy takes for a deviation; and for z-scores within a mask.
+# The numbers of bytes are per voxel of the scan.
+# Taken while a channel is scaled by its own statistics, by scheme: a copy in float32, and for a
+# standard deviation as much again.
 SCALING_BYTES = {"ZScoreNormalization": 8, "RescaleTo01Normalization": 4}
+# The same for a z-score within a mask, which copies the voxels of the mask too.
 MASKED_SCALING_BYTES = 16
-# Of the mask, and while its holes are filled.
+# The mask, and what is taken while its holes are filled.
 MASK_BYTES = 1
 FILLING_BYTES = 5
-# Of the labels of a previous stage: as they are stored, as int16, and while those beyond the mask
-# are found.
-STORED_LABEL_BYTES, LABEL_BYTES, BEYOND_BYTES = 1, 2, 3
+# Labels of a previous stage: as stored, and as int16.
+STORED_LABEL_BYTES, LABEL_BYTES = 1, 2
+# Taken while the labels beyond the mask are found.
+BEYOND_BYTES = 3
 Normalise = Callable[[np.ndarray], np.ndarray]
 
 
@@ -121,6 +124,7 @@ def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) 
         needed = MASKED_SCALING_BYTES if is_masked else SCALING_BYTES.get(channel.scheme, 0)
         per_voxel = max(per_voxel, needed)
     if has_previous:
+        # More than while the holes are filled, when only the stored labels are there.
         labels_bytes = STORED_LABEL_BYTES + LABEL_BYTES
         per_voxel = labels_bytes + MASK_BYTES + max(BEYOND_BYTES, per_voxel)
     elif _needs_mask(plan.channels):
@@ -131,7 +135,7 @@ def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
     """Box of the voxels that are not zero in any channel; the whole where all are zero."""
 
-    def is_used() -> Iterator[np.ndarray]:
+    def nonzero_masks() -> Iterator[np.ndarray]:
         """Yield for each plane where it is not zero in any channel."""
         for planes in zip(*images, strict=True):
             mask = planes[0] != 0
@@ -139,7 +143,7 @@ def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
                 mask |= plane != 0
             yield mask
 
-    return VoxelBox.around(is_used()) or VoxelBox.full(images[0].shape)
+    return VoxelBox.around(nonzero_masks()) or VoxelBox.full(images[0].shape)
 
 
 def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Shape:
@@ -192,7 +196,9 @@ def _normalised_planes(
     elif channel.is_masked:
         assert mask is not None, "it was made for this channel"
         values = crop[mask]
-        crop[mask] = (values - values.mean()) / max(values.std(), EPSILON)
+        # The mask of a scan of zeros is empty, and has no mean.
+        if len(values):
+            crop[mask] = (values - values.mean()) / max(values.std(), EPSILON)
     else:
         mean, deviation = crop.mean(), crop.std()
         crop -= mean
@@ -253,12 +259,12 @@ def _resample(
         plan: The plan of the network.
     """
     new_shape = (target.shape[0], target.shape[1], target.shape[2])
-    resampling = plan.image_resampling
-    planes = make_planes(resampling, shape, new_shape, spacing_mm, plan.spacing_mm)
     if shape == new_shape:
         for number, plane in enumerate(source):
             target[number] = torch.from_numpy(np.ascontiguousarray(plane))
         return
+    resampling = plan.image_resampling
+    planes = make_planes(resampling, shape, new_shape, spacing_mm, plan.spacing_mm)
     if resampling.function == TORCH:
         for number in range(planes.num_planes):
             parts = [torch.from_numpy(source[index]) for index in planes.sources(number)]
@@ -293,6 +299,7 @@ class _Limits:
         self, source: Sequence[np.ndarray], shape: Shape, new_shape: Shape, orders: Shape
     ) -> None:
         apart = [axis for axis in range(3) if orders[axis] == 0]
+        # A plan of order 0 has three such axes, none of which is apart.
         self._apart = apart[0] if len(apart) == 1 else None
         if self._apart is None or self._apart == 0:
             low = np.array([plane.min() for plane in source])

@@ -61,7 +61,8 @@ TRUNK: Table = np.array([
     (122, 92, 58, 26),
     (150, 60, 56, 18),
 ])  # fmt: skip
-# Vertebral bodies: centre y, half width. Half width of the plate of fat that keeps the lungs apart.
+# Centre y and half width of the vertebral bodies, then half width of the plate of fat that keeps
+# the lungs apart.
 MIDLINE: Table = np.array([
     (-350, 26, 23, 14),
     (-200, 40, 19.5, 14),
@@ -91,20 +92,27 @@ AIRWAYS = (
     Tube(((0, 13, 1), (-16, 14, -10), (-31, 15, -17), (-41, 16, -52)), (7.2, 4.5)),
     Tube(((0, 13, 1), (18, 18, -13), (34, 22, -23), (49, 25, -56)), (6.8, 4.3)),
 )
-# Aorta in two parts, left carotid artery, pulmonary trunk with left and right artery, upper and
-# lower vena cava.
 VESSELS = (
+    # Ascending aorta and arch.
     Tube(
         ((4, -22, -38), (-8, -36, -8), (-6, -28, 22), (3, -12, 31), (13, 8, 31), (19, 40, 18)),
         (16.5, 13),
     ),
+    # Descending aorta.
     Tube(((19, 40, 18), (21, 43, -5), (20, 36, -40), (8, 28, -140), (2, 5, -420)), (13, 8)),
+    # Left carotid artery.
     Tube(((2, -12, 31), (16, -4, 62), (26, 0, 190)), (6, 4)),
+    # Pulmonary trunk and left pulmonary artery.
     Tube(((22, -46, -40), (20, -42, -18), (27, -4, -3), (46, 22, -14), (51, 28, -34)), (14, 7)),
+    # Right pulmonary artery.
     Tube(((20, -20, -11), (2, -8, -18), (-20, -3, -20), (-46, 12, -40)), (11, 7)),
+    # Superior vena cava.
     Tube(((-40, -12, 190), (-44, -18, 80), (-26, -24, 30), (-27, -18, -60)), (6, 10.5)),
+    # Inferior vena cava.
     Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
 )
+# Signed distance of points that are far from the surface of the fluid: beyond every blend.
+FAR_MM = 30.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class Patient:
         spec: The case.
         scale_zyx: World mm per canonical mm.
         apex_z_mm: Top of the lungs.
-        dome_z_mm: Top of the diaphragm, by the sign of x of the side.
+        dome_z_mm: Top of the diaphragm of each half of the chest, by the keys of `SIDES`.
         recess_mm: Depth of the space between diaphragm and ribs below the dome.
         width: Transverse shape of the chest, about 1.
         depth: Sagittal shape of the chest, about 1.
@@ -160,6 +168,7 @@ def draw_patient(spec: PhantomSpec) -> Patient:
         mean_size, mean_tube_size, mean_muscle_mm = 0.93, 0.95, 11
     # The draws stay in this order: each seed has its patient.
     size = draw(mean_size, 0.08)
+    # A full breath moves the diaphragm by 52 mm; the mean heights below belong to a breath of 0.8.
     expiration_mm = 52 * (0.8 - spec.breath)
     left_rise_mm, right_rise_mm = spec.high_dome_mm
     # By side: 1 is the left, towards which x increases.
@@ -230,11 +239,6 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     dome_z_mm = halves[1].dome_z_mm * leftness + halves[-1].dome_z_mm * (1 - leftness)
     body["abdomen"] = points.z - dome_z_mm + 2.2 * slab.wave
     body["cage"] = either(halves[1].cage, halves[-1].cage)
-    # Of the lowest wall: the back, or the front of a patient who lies on it.
-    if spec.is_prone:
-        up, wall_mm = points.y, -110
-    else:
-        up, wall_mm = -points.y, -80
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
         cavity = within(
@@ -243,22 +247,39 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
         cavity = intersection(cavity, -mediastinum, 5)
         cavity = intersection(cavity, -body["abdomen"], 2.5)
         cavity = within(cavity, 1 - body["bone"])
-        # Free fluid lies at the lowest wall and rises a little at the ribs.
-        level_mm = (
-            wall_mm
-            + effusion_mm * np.clip((60 - points.z) / 110, 0.1, 1.3)
-            + 0.4 * halves[side].cage
-        )
-        fluid = up - level_mm
-        if spec.missing_lung == name:
-            fluid = np.full_like(cavity, -30)
-        elif effusion_mm == 0:
-            fluid = np.full_like(cavity, 30)
+        fluid = measure_fluid(patient, points, side, effusion_mm, halves[side].cage)
         body |= {
             f"{name}_lung": intersection(cavity, -fluid, 6),
             f"{name}_fluid": within(cavity, fluid),
         }
     return body
+
+
+def measure_fluid(
+    patient: Patient, points: Points, side: int, effusion_mm: float, cage: Field
+) -> Field:
+    """Measure what lies below the surface of the pleural fluid of one side.
+
+    Args:
+        patient: The patient; in place of a missing lung all is fluid.
+        points: The lattice.
+        side: A key of `SIDES`.
+        effusion_mm: Depth of the fluid; 0 = none.
+        cage: Distance to the inside of the ribs.
+    """
+    if patient.spec.missing_lung == SIDES[side]:
+        return np.full_like(cage, -FAR_MM)
+    if effusion_mm == 0:
+        return np.full_like(cage, FAR_MM)
+    # The lowest wall is the back, or the front of a patient who lies on it.
+    if patient.spec.is_prone:
+        height_mm, lowest_wall_mm = points.y, -110
+    else:
+        height_mm, lowest_wall_mm = -points.y, -80
+    # Free fluid is deeper towards the feet, and rises a little at the ribs.
+    depth_mm = effusion_mm * np.clip((60 - points.z) / 110, 0.1, 1.3)
+    level_mm = lowest_wall_mm + depth_mm + 0.4 * cage
+    return height_mm - level_mm
 
 
 class HalfChest(NamedTuple):
@@ -270,17 +291,21 @@ class HalfChest(NamedTuple):
 
 def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest:
     """Measure half a chest: an ellipse at each level, and a dome that falls to the ribs."""
+    # The table ends at 93 mm: what lies above -20 mm is stretched so that it ends at the apex.
     z = points.z + (93 - patient.apex_z_mm) * np.clip((points.z + 20) / 113, 0, 1)
     centre_x, half_x, centre_y, half_y = by_level(RIB_CAGE, z)
     half_x = half_x * patient.width
+    # Chests differ in depth below the carina; the difference fades out over 60 mm above it.
     half_y = half_y * (1 + (patient.depth - 1) * np.clip((60 - z) / 60, 0, 1))
     outward = points.x * side - centre_x * patient.width
     back = points.y - centre_y
     cage = ellipse(outward, back, half_x, half_y)
-    outward = np.clip(outward / half_x, -1, 1)
-    back = np.clip(back / half_y, -1, 1)
-    recess_mm = patient.recess_mm * (0.55 + 0.36 * back + 0.2 * outward)
-    fall = np.minimum(outward * outward + back * back, 1.1)
+    outward_share = np.clip(outward / half_x, -1, 1)
+    back_share = np.clip(back / half_y, -1, 1)
+    # The recess is deepest at the back and at the side.
+    recess_mm = patient.recess_mm * (0.55 + 0.36 * back_share + 0.2 * outward_share)
+    # The dome is a paraboloid: 0 in its middle, 1 at the ribs.
+    fall = np.minimum(outward_share * outward_share + back_share * back_share, 1.1)
     return HalfChest(cage, patient.dome_z_mm[side] - np.maximum(recess_mm, 6) * fall)
 
 
@@ -292,7 +317,10 @@ def measure_heart(patient: Patient, points: Points) -> Field:
     x, y, z = patient.heart_xyz_mm
     size = patient.heart_size
     ventricles = tube(
-        points, [(x - 8, y + 8, z + 8), (x + 20, y - 16, z - 18)], (48 * size, 40 * size), 60
+        points,
+        [(x - 8, y + 8, z + 8), (x + 20, y - 16, z - 18)],
+        (48 * size, 40 * size),
+        reach_mm=60,
     )
     left_atrium = ellipsoid(points, (x - 16, y + 36, z + 20), (33 * size, 19 * size, 23 * size))
     right_atrium = ellipsoid(points, (x - 38, y + 12, z + 2), (27 * size, 29 * size, 37 * size))
@@ -307,14 +335,15 @@ def measure_spine(points: Points) -> Fields:
     """
     centre_y, half_x, _ = by_level(MIDLINE, points.z)
     half_y = 0.84 * half_x
-    number = (points.z - 2) / VERTEBRA_MM
-    away_mm = np.abs(number - np.round(number)) * VERTEBRA_MM
+    # The middle of one vertebra lies at 2 mm; the processes leave near the middles.
+    vertebra = (points.z - 2) / VERTEBRA_MM
+    from_middle_mm = np.abs(vertebra - np.round(vertebra)) * VERTEBRA_MM
     column = ellipse(points.x, points.y - centre_y, half_x, half_y)
     lateral = np.abs(points.x)
-    depth = points.y - (centre_y + half_y + 7.5)
-    canal = ellipse(points.x, depth, 10.0, 8.0)
-    transverse_process = within(np.abs(depth) - 4.5, lateral - 32, away_mm - 6)
-    spinous_process = within(lateral - 3, -depth, depth - 36, away_mm - 7)
+    canal_y = points.y - (centre_y + half_y + 7.5)
+    canal = ellipse(points.x, canal_y, 10.0, 8.0)
+    transverse_process = within(np.abs(canal_y) - 4.5, lateral - 32, from_middle_mm - 6)
+    spinous_process = within(lateral - 3, -canal_y, canal_y - 36, from_middle_mm - 7)
     bone = within(either(column, canal - 4, transverse_process, spinous_process), 0.5 - canal)
     return {"column": column, "bone": bone, "canal": canal}
 
@@ -325,9 +354,12 @@ def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
     That is heart, vessels, airways, spine, their fat, and the plate behind the sternum.
     """
     points = slab.points
-    centre_y, _, wide = by_level(MIDLINE, points.z)
-    thin = np.where(points.z < 55, patient.gap_mm, wide)
-    half_mm = wide + (thin - wide) * np.clip((-points.y - 25) / 30, 0, 1)
+    centre_y, _, plate_half_mm = by_level(MIDLINE, points.z)
+    # Below the great vessels of the neck the lungs come close to each other behind the sternum.
+    front_half_mm = np.where(points.z < 55, patient.gap_mm, plate_half_mm)
+    # The plate changes from the one width to the other between y = -25 and -55 mm.
+    frontness = np.clip((-points.y - 25) / 30, 0, 1)
+    half_mm = plate_half_mm + (front_half_mm - plate_half_mm) * frontness
     middle_x = 3 + patient.shift_x_mm * np.clip((60 - points.z) / 80, 0, 1)
     plate = within(np.abs(points.x - middle_x) - half_mm, points.y - (centre_y + 10))
     fat_mm = 2 + 0.12 * patient.spec.fat_mm

@@ -325,10 +325,11 @@ def estimate_beside(
     shared = 0
     if num_workers and not is_gpu:
         shared = memory.input + memory.target
-    # The step's timeline, which `with_step` adds, counts the batch: what is shared is taken off.
+    # The step's timeline, which `with_step` adds, counts the batch. Its shared bytes are not of the
+    # allocator: the entry begins below zero.
     # The optimiser's state outlives the step; it lies beside the weights.
     allocator = {STEP: -shared, VALIDATION: evaluation.allocated + memory.optimizer_state}
-    # Of the step, whose bytes are not known here.
+    # The share for the step alone, which `with_step` adds: `card_bytes` has counted the others.
     fragments = 0.0
     if is_gpu:
         fragments = FRAGMENTS

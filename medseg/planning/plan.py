@@ -152,8 +152,12 @@ def _print_largest_batch(config: PlanConfig, shape: Shape, budget: int) -> int:
     Returns:
         The batch size over all ranks and micro-batches; 0 if one sample each does not fit.
     """
+
     # Each count takes seconds, and the search asks for some numbers again.
-    peak = functools.cache(lambda samples: count_memory(config, shape, samples=samples).peak)
+    @functools.cache
+    def peak(samples: int) -> int:
+        return count_memory(config, shape, samples=samples, compute=config.compute).peak
+
     batch_size = num_shares(config) * largest_batch(peak, budget)
     proposed = "none"
     if batch_size:

@@ -1,6 +1,7 @@
 """Training step of a configuration: size of its input, and the count of its memory."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from medseg.config.schema import PlanConfig
 from medseg.errors import UserError, first_line
-from medseg.geometry.sizes import Shape, network_size
+from medseg.geometry.sizes import Shape, bounded_depth, network_size
 from medseg.inference.tiles import most_probable, predict_probs
 from medseg.memory.accounting import StepMemory, count_forward, count_step
 from medseg.memory.device import pick_device_type
@@ -24,24 +25,21 @@ from medseg.training.options import TrainConfig
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
-    """Find the largest number of samples whose step fits: linear estimate, then exact counts.
+    """Find the largest number of samples whose step fits, by doubling and bisection.
 
     Args:
-        peak: Bytes of a step by number of samples; must not fall.
+        peak: Bytes of a step by number of samples; must not fall, and exceed the budget at last.
         budget: Bytes that the step may use.
 
     Returns:
         Number of samples; 0 if one does not fit.
     """
-    # Growth is linear from two samples on; one sample may do without a copy that several need.
-    bytes_of_two = peak(2)
-    bytes_a_sample = peak(3) - bytes_of_two
-    samples = max(1, 2 + (budget - bytes_of_two) // bytes_a_sample)
-    while samples and peak(samples) > budget:
-        samples -= 1
-    while peak(samples + 1) <= budget:
-        samples += 1
-    return samples
+    # The growth from one number to the next says little: where the optimiser's update is the peak,
+    # it does not depend on the samples at all.
+    too_many = 1
+    while peak(too_many) <= budget:
+        too_many *= 2
+    return bisect_right(range(1, too_many), budget, key=peak)
 
 
 def samples_per_rank(config: TrainConfig) -> int:
@@ -69,10 +67,15 @@ def input_shape(config: PlanConfig) -> Shape:
 
 
 def keep_numbers(config: PlanConfig, numbers: Numbers) -> None:
-    """Keep the predicted numbers for the runs of a configuration, unless those see another size."""
-    run_shape = config.stage.patch_size or config.spacing.size
-    if config.shape is None or run_shape in (None, config.shape):
-        write_plan(config, numbers)
+    """Keep the predicted numbers for the runs of a configuration.
+
+    They are not kept if `shape` is not the size of the samples that these runs will see.
+    """
+    sample_shape = config.stage.patch_size or config.spacing.size
+    # Without a size of their own, `shape` says how large the samples of the runs are.
+    if config.shape and sample_shape and config.shape != sample_shape:
+        return
+    write_plan(config, numbers)
 
 
 def evaluated_shape(config: PlanConfig) -> Shape:
@@ -91,7 +94,12 @@ def evaluated_shape(config: PlanConfig) -> Shape:
 
 
 def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
-    """Voxels (D, H, W) of a whole volume or crop of `extent_mm`, a multiple of the divisor."""
+    """Voxels (D, H, W) of a whole volume or crop of `extent_mm`, a multiple of the divisor.
+
+    Args:
+        config: Checked configuration.
+        max_voxels: The slices are cut to a range of so many voxels, as in training; None = all.
+    """
     spacing_mm = config.spacing.target_spacing_mm
     if config.spacing.range_mm is not None:
         # The finest spacing gives the largest sample.
@@ -108,10 +116,14 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
         for length_mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True)
     )
     if config.spacing.strategy is SpacingStrategy.fixed_resolution:
+        # This strategy widens or pads each crop to a cube.
         depth = height = width = max(depth, height, width)
-    if max_voxels:
-        depth = min(depth, max(1, max_voxels // (height * width)))
-    return network_size((depth, height, width), find_divisor(config))
+    divisor = find_divisor(config)
+    shape = network_size((depth, height, width), divisor)
+    if max_voxels is None:
+        return shape
+    depth = bounded_depth(shape, max_voxels, divisor[0])
+    return network_size((depth, *shape[1:]), divisor)
 
 
 def count_memory(
@@ -165,6 +177,7 @@ def count_memory(
             accumulate=memory.accumulate,
             averages=config.ema_decay is not None,
             compute=compute,
+            # A computed step runs on the CPU, without the copies that a GPU's kernels make.
             is_gpu=is_gpu and not compute,
             timeline=timeline,
         )

@@ -87,7 +87,7 @@ def load_cascade(
         if getattr(options, key) is not None:
             raise UserError(
                 f"inference.{key} belongs to a model folder of nnU-Net; "
-                "give weights=<folder> too, or leave it out"
+                "give one as weights=<folder>, or leave it out"
             )
     stages_to_load = [("coarse", coarse), ("fine", fine)]
     if single:
@@ -175,7 +175,7 @@ def load_model_folders(
                 f"inference.orientation={options.orientation}: inference.around={options.around} "
                 "turns scans to RAS; leave one of them out"
             )
-        # Networks see the resampled scan as it is.
+        # `TotalsegmentatorModel` turns scans to RAS, and nnU-Net must not turn them again.
         nnunet_options = replace(options, orientation=Seen.RAS)
     models: list[ScanModel] = []
     for folder in map(Path, weights):
@@ -196,11 +196,12 @@ def load_model_folders(
         device = _device_of(accelerator)
         models.append(load_nnunet(folder, folds, device, nnunet_options, precision))
     names = _distinct_names([Path(folder) for folder in weights])
-    joined = models[0]
+    parts = tuple(models)
     if ensemble:
-        names, joined = ("ensemble",), _ensemble_of(names, models)
-    if len(names) > 1 or label_values:
-        parts = (joined,) if ensemble else tuple(models)
+        parts = (_ensemble_of(names, models),)
+        names = ("ensemble",)
+    joined = parts[0]
+    if len(parts) > 1 or label_values:
         joined = JoinedModels(parts, names, label_values or {})
     if options.around is None:
         return joined

@@ -231,12 +231,12 @@ class PredictConfig:
         if self.folds is not None:
             folds = self.folds if isinstance(self.folds, list) else [self.folds]
             self.folds = [str(fold) for fold in folds]
-        for limits in (self.by_spacing or {}).values():
+        for range_options in (self.by_spacing or {}).values():
             for stage in STAGES:
-                checkpoints = getattr(limits, stage)
+                checkpoints = getattr(range_options, stage)
                 if checkpoints is None:
                     checkpoints = getattr(self, stage)
-                setattr(limits, stage, as_texts(checkpoints))
+                setattr(range_options, stage, as_texts(checkpoints))
 
     @property
     def ranges(self) -> dict[str, RangeOptions]:
@@ -256,30 +256,32 @@ class PredictConfig:
         yield from text_clashes(
             "input", as_texts(self.input), "a path, or a list of the channels of one case"
         )
-        kinds = "a checkpoint, a list of checkpoints or null"
+        expected = "a checkpoint, a list of checkpoints or null"
         for stage in STAGES:
             checkpoints = getattr(self, stage)
             if checkpoints is not None:
-                yield from text_clashes(stage, checkpoints, kinds)
+                yield from text_clashes(stage, checkpoints, expected)
         if self.single and (self.coarse or self.fine):
             yield SINGLE_EXCLUDES
         yield from self._weights_clashes()
         if self.series is not None and self.series_pick is not None:
             yield "series and series_pick exclude each other; leave one of them out"
-        yield from self._range_clashes(kinds)
+        yield from self._range_clashes(expected)
 
-    def _range_clashes(self, kinds: str) -> Iterator[str]:
-        """Yield a sentence for each range of spacings that is empty, overlaps or has no checkpoint.
+    def _range_clashes(self, expected: str) -> Iterator[str]:
+        """Yield a sentence for each fault of a range of spacings.
+
+        Its bounds may be no range, or overlap another; its checkpoints may contradict each other.
 
         Args:
-            kinds: What checkpoints must be.
+            expected: What checkpoints must be.
         """
         previous_name = ""
         previous_high_mm = 0.0
         in_order = sorted((self.by_spacing or {}).items(), key=lambda item: item[1].range_mm)
-        for name, limits in in_order:
+        for name, range_options in in_order:
             key = f"by_spacing.{name}"
-            range_mm = list(limits.range_mm)
+            range_mm = list(range_options.range_mm)
             low_mm, high_mm = range_mm
             if not 0 <= low_mm < high_mm:
                 yield (
@@ -294,10 +296,10 @@ class PredictConfig:
             previous_name = name
             previous_high_mm = high_mm
             for stage in STAGES:
-                checkpoints = getattr(limits, stage)
+                checkpoints = getattr(range_options, stage)
                 if checkpoints is not None:
-                    yield from text_clashes(f"{key}.{stage}", checkpoints, kinds)
-            if limits.single and (limits.coarse or limits.fine):
+                    yield from text_clashes(f"{key}.{stage}", checkpoints, expected)
+            if range_options.single and (range_options.coarse or range_options.fine):
                 yield f"{key}: {SINGLE_EXCLUDES}"
 
     def _weights_clashes(self) -> Iterator[str]:

@@ -55,6 +55,7 @@ def render(
     metrics = shown_metrics(comparison)
     settings = comparison.settings
     runs = comparison.runs
+    # Number of a setting to its rank.
     places = {number: place for place, number in enumerate(comparison.ranked)}
     ranked_settings = [settings[number] for number in comparison.ranked]
     pictures = _pictures(comparison, places, num_pictures, say)
@@ -82,8 +83,8 @@ def render(
         num_hues=_NUM_HUES,
         places=places,
         legend=ranked_settings,
-        # With more settings than hues a label would be long, and a run is a setting of its own.
-        is_named_by_run=_NUM_HUES < len(settings) == len(runs),
+        # Labels of many settings are long; a run names its setting where each has one run.
+        is_named_by_run=len(settings) > _NUM_HUES and len(settings) == len(runs),
         study=study,
         best_trials=best_trials,
         has_results=any(setting.metrics.get(VAL_DICE.key) for setting in settings),
@@ -317,7 +318,7 @@ def _column(
     Args:
         metric: The metric.
         rows: Values of each row, those of its repeats; a row may have none.
-        is_counted: Whether a row can be the best; none is where all are equal.
+        is_counted: Whether a row may be marked as the best. Of equal rows none is marked.
     """
     means = [fmean(values) if values else None for values in rows]
     candidates = set()

@@ -16,7 +16,7 @@ from medseg.data.cases import find_sources
 from medseg.data.spacing import make_grid_rule
 from medseg.errors import EXIT_FAILED, UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
-from medseg.geometry.sizes import Shape, network_size
+from medseg.geometry.sizes import Shape, bounded_depth, network_size
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.read import read_grid
 from medseg.io.tables import read_csv, write_csv
@@ -359,12 +359,10 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
     # As if the body filled the scan: the largest crop that it can give.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
-    depth, height, width = network_size(crop.box.shape, divisor)
-    if config.stage.max_voxels:
-        # A longer scan is cut along z, to a multiple of the divisor and at least one of it.
-        multiples = config.stage.max_voxels // (height * width) // divisor[0]
-        depth = min(depth, max(1, multiples) * divisor[0])
-    return depth, height, width
+    shape = network_size(crop.box.shape, divisor)
+    if config.stage.max_voxels is None:
+        return shape
+    return bounded_depth(shape, config.stage.max_voxels, divisor[0]), shape[1], shape[2]
 
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:

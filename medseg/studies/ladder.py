@@ -1,9 +1,8 @@
 """Ladder: memory, time and Dice of a training as switches are added one at a time.
 
-Baseline networks stand beside them. Bytes are compared in the same precision and without
-checkpointing, and as each network is used: a baseline has a row in fp32 and one in the precision in
-which its own program trains it. The bytes of fp16, which a CPU cannot compute, are counted on
-tensors without values.
+Baseline networks of other programs have two rows each, without checkpointing: one in fp32, to
+compare networks in the same precision, and one in the precision in which their own program trains
+them. The bytes of fp16, which a CPU cannot compute, are counted on tensors without values.
 """
 
 import json
@@ -76,6 +75,7 @@ class Row(NamedTuple):
     """Row of the ladder.
 
     Attributes:
+        key: Key of `ladder` that gives its arguments, for messages.
         name: The switch that it adds, or the name of the network or baseline.
         arguments: All its arguments of `train`.
         added: Those that distinguish it.
@@ -84,6 +84,7 @@ class Row(NamedTuple):
         is_switch: Whether it adds its arguments to those of the row above.
     """
 
+    key: str
     name: str
     arguments: tuple[str, ...]
     added: tuple[str, ...] = ()
@@ -149,9 +150,9 @@ def ladder(config: LadderConfig) -> int:
 
 
 def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows from top to bottom: networks, baselines, switches.
+    """Yield the rows from top to bottom: networks, baselines, and those of `rows`.
 
-    The baselines have the arguments of the first switch.
+    The baselines have the arguments of the first of `rows`, to which the others add their switches.
 
     Args:
         config: Names what each row adds.
@@ -168,15 +169,15 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
     # `train` has another default stage than `ladder`.
     arguments = merge_arguments([f"stage={config.stage.name.value}"], common)
     for name, added in config.networks.items():
-        yield Row(name, merge_arguments(arguments, added), tuple(added))
+        yield Row(f"networks.{name}", name, merge_arguments(arguments, added), tuple(added))
     if config.peers:
-        first_switch = next(iter(config.rows.values()), [])
-        baseline_arguments = merge_arguments(arguments, first_switch)
+        first_added = next(iter(config.rows.values()), [])
+        baseline_arguments = merge_arguments(arguments, first_added)
         for baseline, precision in baselines:
             yield baseline_row(baseline, precision, baseline_arguments)
     for number, (name, added) in enumerate(config.rows.items()):
         arguments = merge_arguments(arguments, added)
-        yield Row(name, arguments, tuple(added), is_switch=number > 0)
+        yield Row(f"rows.{name}", name, arguments, tuple(added), is_switch=number > 0)
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
@@ -184,7 +185,7 @@ def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> R
     title, trained_in = BASELINES[baseline]
     manner = " as it trains" if precision == trained_in else ""
     name = f"{title}, {precision}{manner}"
-    return Row(name, arguments, baseline=baseline, precision=precision)
+    return Row("peers", name, arguments, baseline=baseline, precision=precision)
 
 
 def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
@@ -196,9 +197,7 @@ def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
 
 def compose(row: Row) -> TrainConfig:
     """Compose the configuration of a row; errors as in `compose_train`."""
-    return compose_train(
-        [*row.arguments, f"name={row.folder}", "run_dir=ladder"], f"rows.{row.name}"
-    )
+    return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], row.key)
 
 
 def measure(
@@ -394,8 +393,8 @@ def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, ti
     write_csv(output / "ladder.csv", table)
     names = [picture_name(row, line) for row, line in zip(rows, table, strict=False)]
     panels = [
-        Panel(heading, text, [line[column] for line in table], has_bars)
-        for column, heading, text, has_bars in PANELS
+        Panel(heading, value_format, [line[column] for line in table], has_bars)
+        for column, heading, value_format, has_bars in PANELS
     ]
     # Later rows are not measured yet.
     is_baseline = [row.baseline is not None for row in rows[: len(table)]]

@@ -307,7 +307,9 @@ def _read_safetensors(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
                 return None, weights
             return json.loads(text), weights
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not a whole safetensors file ({first_line(error)})") from error
+        raise UserError(
+            f"{source}: not a whole safetensors file ({first_line(error)}); copy it again"
+        ) from error
 
 
 def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:

@@ -147,8 +147,14 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
         ('case,image,labels\n"a,a.nii.gz,\n', ["quotes"]),
         (
             "case,image,labels,fold\na,a.nii.gz,,first\n",
-            ["line 2", "fold is 'first'", "a whole number from 0"],
+            ["line 2", "fold is 'first'", "a whole number from 0 to 9999 or nothing"],
         ),
+        # Python itself refuses to read a number of this length.
+        (
+            f"case,image,labels,fold\na,a.nii.gz,,{'9' * 5000}\n",
+            ["line 2", "fold is '999", "a whole number from 0 to 9999 or nothing"],
+        ),
+        ("case,image,labels,fold\na,a.nii.gz,,10000\n", ["line 2", "fold is '10000'"]),
     ],
 )
 def test_each_mistake_is_named_with_its_line(tmp_path: Path, text: str, parts: list[str]) -> None:

@@ -76,6 +76,13 @@ def test_a_patient_who_is_named_for_validation_is_no_test_patient_of_the_table()
     assert names(split_cases(cases, fold="all")) == [{"a"}, set(), {"b", "b2", "c"}]
 
 
+def test_a_patient_is_found_in_whichever_way_the_configuration_writes_the_name() -> None:
+    """A letter may be one character, as in a table that was read, or two."""
+    cases = [case("a", "M\u00fcller"), case("b", "Weiss"), case("c", "J\u00f6rg")]
+    split = split_cases(cases, val_patients=["Mu\u0308ller"], test_patients=["Jo\u0308rg"])
+    assert names(split) == [{"b"}, {"a"}, {"c"}]
+
+
 def test_a_table_that_marks_test_alone_is_folded_without_it() -> None:
     cases = [case("a", "pa"), case("b", "pb"), case("c", "pc", "test"), case("c2", "pc")]
     for fold in range(2):

@@ -325,3 +325,19 @@ def test_deep_supervision_gives_a_list_in_training_and_the_first_output_otherwis
     assert all(torch.equal(one, other) for one, other in zip(trained, outputs, strict=True))
     assert torch.equal(outputs_of(form(outputs), is_training=False), outputs[0])
     assert torch.equal(outputs_of(form(outputs[:1]), is_training=True), outputs[0])
+
+
+def test_a_network_whose_features_are_made_by_functions_alone_has_a_divisor() -> None:
+    """No module returns features of three dimensions; halves and doubles must meet."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 1, 3, 3, 3))
+
+        def forward(self, image: Tensor) -> dict[str, Tensor]:
+            features = nn.functional.conv3d(image, self.weight, stride=2, padding=1)
+            # Without a remainder, the result is as large as the image.
+            return {"logits": nn.functional.interpolate(features, scale_factor=2.0)}
+
+    assert find_traits(Functional, 1, 3) == Traits((2, 2, 2), (), num_outputs=1)

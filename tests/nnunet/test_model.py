@@ -354,6 +354,14 @@ def test_a_label_of_the_first_stage_puts_a_voxel_of_zeros_into_the_statistics() 
     assert (prepared.image[2].numpy() == -1).sum() == (~inside).sum()
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_scan_of_zeros_has_no_voxels_in_its_mask_and_stays_zero() -> None:
+    plan = load("regions").plan
+    assert all(channel.is_masked for channel in plan.channels)
+    images = [np.zeros((12, 20, 20), dtype=np.int16) for _ in plan.channels]
+    assert not prepare(images, plan.spacing_mm, plan).image.any()
+
+
 @pytest.mark.parametrize(
     ("name", "per_voxel"), [("regions", 17), ("folds", 0), ("cascade", 7), ("cascade_regions", 20)]
 )

@@ -291,8 +291,9 @@ def test_the_chosen_switches_fit_and_are_printed_as_the_last_line(
         (["stage=fine", "spacing=isotropic_3mm"], (112, 96, 64)),  # rounded up to 16
         (["stage=fine", "stage.patch_size=[96,128,160]"], (96, 128, 160)),
         (["stage=fine", "stage.patch_size=[96,128,160]", "shape=[64,64,64]"], (64, 64, 64)),
-        (["stage=coarse"], (208, 208, 208)),
-        (["stage=coarse", "stage.max_voxels=4000000"], (112, 208, 208)),
+        (["stage=coarse"], (176, 208, 208)),  # 208 slices would exceed stage.max_voxels
+        (["stage=coarse", "stage.max_voxels=4000000"], (80, 208, 208)),
+        (["stage=coarse", "stage.max_voxels=null"], (208, 208, 208)),
     ],
 )
 def test_plans_for_the_patch_or_for_what_the_stage_sees_whole(
@@ -354,6 +355,30 @@ def test_the_largest_batch_is_found_whatever_the_first_samples_cost(budget: int)
 
     found = step.largest_batch(peak, budget)
     assert peak(found) <= budget < peak(found + 1)
+
+
+@pytest.mark.parametrize(("budget", "samples"), [(99, 0), (100, 10), (109, 10), (200, 20)])
+def test_the_largest_batch_is_found_where_the_update_of_the_weights_is_the_peak(
+    budget: int, samples: int
+) -> None:
+    assert step.largest_batch(lambda number: max(100, 10 * number), budget) == samples
+
+
+def test_the_largest_batch_is_computed_where_the_step_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part that needs `compute=true` needs it for each number of samples."""
+
+    def count_memory(config: Any, shape: Any, *, samples: int, compute: bool = False) -> Any:
+        if not compute:
+            raise UserError("plan: a part cannot be counted without computing it")
+        return SimpleNamespace(peak=samples * 2**20)
+
+    monkeypatch.setattr(plan_app, "count_memory", count_memory)
+    arguments = [*SMALL, "shape=[16,16,24]", "largest_batch=true", "compute=true"]
+    config = compose(*arguments, f"memory.budget_gib={3 / 1024}")
+    assert plan_app._print_largest_batch(config, (16, 16, 24), 3 * 2**20) == 3
+    assert "stage.batch_size=3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

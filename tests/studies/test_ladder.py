@@ -94,6 +94,13 @@ def test_rows_that_train_would_refuse_are_named() -> None:
         pytest.raises(UserError, match=r"rows\.wrong: model\.refine=8"),
     ):
         ladder_app.compose(rows[-1])
+    networks = ladder_config("+networks.wrong=['model.stem=conv','model.refine=8']")
+    first_row = next(ladder_app.ladder_rows(networks, []))
+    with (
+        hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"),
+        pytest.raises(UserError, match=r"^networks\.wrong: model\.refine=8"),
+    ):
+        ladder_app.compose(first_row)
     with pytest.raises(UserError, match="differ in more than punctuation"):
         list(ladder_app.ladder_rows(replace(ladder_config(), rows={"a b": [], "a/b": []}), []))
 
@@ -122,14 +129,14 @@ def test_a_task_of_one_stage_is_counted() -> None:
         "run_dir=none",
     ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = ladder_app.compose(ladder_app.Row("one", tuple(given)))
+        config = ladder_app.compose(ladder_app.Row("rows.one", "one", tuple(given)))
     assert ladder_app.measure_row(config, (16, 32, 32), timed_steps=1)["peak_bytes"] > 0
 
 
 def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
     rows = [
-        ladder_app.Row("MONAI's UNet", (), baseline="monai", precision="fp32"),
-        ladder_app.Row("plain", ("a=1", "b=2"), ("b=2",)),
+        ladder_app.Row("peers", "MONAI's UNet", (), baseline="monai", precision="fp32"),
+        ladder_app.Row("rows.plain", "plain", ("a=1", "b=2"), ("b=2",)),
     ]
     memory = replace(
         ladder_config().memory, precision=Precision.bf16, checkpointing=["stem", "head"]
