@@ -338,6 +338,8 @@ def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(
         prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
     shutil.rmtree(tmp_path / "source")  # now this is a machine that got the cache only
     assert prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES).folder == entry.folder
+    brighter = replace(there, hu=HuScale(offset=10.0))
+    assert not is_current(brighter, tmp_path / "cache", SPACING_MM, task, NAMES), "other arrays"
     shutil.copytree(entry.folder, entry.folder.with_name(f"{case.name}-0123abcd"))
     with pytest.raises(UserError, match="no current entry"):
         open_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
@@ -389,6 +391,19 @@ def test_other_values_of_the_labels_have_an_entry_of_their_own(
     assert not is_current(replace(case, series="2"), tmp_path, SPACING_MM, task, NAMES), (
         "another series of the folder"
     )
+
+
+def test_each_series_of_a_folder_has_an_entry_of_its_own(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    first = replace(case, series="1")
+    prepare_case(
+        first, tmp_path, SPACING_MM, task, NAMES, read=lambda: read_source(case, task, NAMES)
+    )
+    assert is_current(first, tmp_path, SPACING_MM, task, NAMES)
+    for series in ("2", None):
+        other = replace(case, series=series)
+        assert not is_current(other, tmp_path, SPACING_MM, task, NAMES)
 
 
 def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(

@@ -392,6 +392,7 @@ def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> Non
         ({"ref": "ref", "split": "val"}, "needs a case table"),
         ({"label_values": {1: "liver"}}, "at least one region"),
         ({"label_values": {-1: "left_lung"}}, "from 0 to 65535"),
+        ({"label_values": {65536: "left_lung"}}, "from 0 to 65535"),
     ],
 )
 def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str) -> None:
@@ -410,6 +411,23 @@ def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str
             progress=_say_nothing,
         )
     assert not world.output.exists()
+
+
+def test_the_least_and_the_largest_value_of_a_label_map_may_be_named(world: World) -> None:
+    target = _labels().astype(np.uint16)
+    target[target == 2] = 65535
+    world.add("a", _labels(), target)
+    values = {0: "table", 1: "left_lung", 65535: "right_lung"}
+    summary = evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        values,
+        progress=_say_nothing,
+        pictures=False,
+    )
+    assert [row["dice"] for row in summary.rows] == [1.0, 1.0]
 
 
 def test_ignored_voxels_count_nowhere(world: World) -> None:
