@@ -388,6 +388,15 @@ def test_a_missing_lung_is_background_of_one_density_and_the_other_stays() -> No
     assert set(gone) == set(ORGANS)
 
 
+def test_what_is_denser_beside_a_missing_lung_stays() -> None:
+    """Ribs in the rim of a lung are not replaced by what fills its place."""
+    hu, labels = chest()
+    hu[labels == 0] = 700.0
+    missing = Missing(1.0, (-1000.0, 1000.0), ORGANS)
+    new, _ = missing((hu / 1000)[None].clone(), labels.clone(), sample_rng(7, 0), SPACING_MM)
+    assert torch.allclose(new[0][labels == 0] * 1000, hu[labels == 0], atol=0.01)
+
+
 def test_a_lone_lung_is_never_missing_and_without_the_effect_nothing_is_drawn() -> None:
     hu, labels = chest()
     image = ((hu + 300) / 700)[None]

@@ -430,6 +430,18 @@ def test_the_number_of_images_of_each_case_is_that_of_the_channels(
     assert said in str(error.value)
 
 
+def test_channels_are_in_the_order_of_their_numbers_also_from_ten_on(tmp_path: Path) -> None:
+    """JSON names them by texts, of which "10" comes before "2"."""
+    modality = {str(number): "MRI" for number in range(11)} | {"10": "CT"}
+    content = {
+        "training": [{"image": "a.nii.gz", "label": "b.nii.gz"}],
+        "labels": {"1": "a"},
+        "modality": dict(reversed(modality.items())),
+    }
+    channels = import_msd(write_json(tmp_path / "list.json", content)).channels
+    assert [channel.modality for channel in channels] == ["mr"] * 10 + ["ct"]
+
+
 def test_a_datalist_without_cases_and_modality_is_refused(tmp_path: Path) -> None:
     path = write_json(tmp_path / "list.json", {"training": [], "labels": {"1": "a"}})
     with pytest.raises(UserError, match="the msd data set has no case"):
