@@ -221,6 +221,15 @@ def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None
     mapped, nothing = map_values(wide, task, {700: "left_lung", -3: "right_lung"})
     assert np.array_equal(mapped, labels)
     assert nothing == []
+    (finding,) = map_values(np.arange(13, dtype=np.int16)[:, None, None], task, {1: "left_lung"})[1]
+    assert finding.message.startswith(
+        "the label map holds the values 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, …, which"
+    )
+    ten = np.arange(12, dtype=np.int16)[:, None, None]
+    (finding,) = map_values(ten, task, {1: "left_lung"})[1]
+    assert finding.message.startswith(
+        "the label map holds the values 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, which"
+    )
     many = np.arange(labels.size, dtype=np.int32).reshape(labels.shape)
     (finding,) = map_values(many, task, {1: "left_lung", 2: "right_lung"})[1]
     assert finding.message.startswith(
