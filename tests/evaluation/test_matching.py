@@ -175,5 +175,5 @@ def test_grids_agree_within_a_tenth_of_a_millimetre(
     if not is_refused:
         check_grid("prediction's", moved, "reference's", grid)
         return
-    with pytest.raises(UserError, match="the prediction's grid .* is not the reference's"):
+    with pytest.raises(UserError, match=r"the prediction's grid .* is not the reference's"):
         check_grid("prediction's", moved, "reference's", grid)

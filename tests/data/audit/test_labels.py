@@ -238,6 +238,23 @@ def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None
     assert finding.cure == "is it an image instead of a label map?"
 
 
+def test_a_label_map_of_ignored_voxels_alone_is_as_good_as_empty(task: Task) -> None:
+    values = {1: "left_lung", 2: "right_lung", 9: "ignore"}
+    ignoring = replace(task, ignore_label=255)
+    labels = np.zeros((4, 5, 6), dtype=np.uint8)
+
+    def codes() -> list[str]:
+        return [finding.code for finding in map_values(labels, ignoring, values)[1]]
+
+    assert codes() == ["empty_labels"]
+    labels[1] = 9
+    assert codes() == ["empty_labels"]
+    labels[2, 2, 2] = 2
+    assert codes() == []
+    mapped, _ = map_values(labels, ignoring, values)
+    assert (np.count_nonzero(mapped == 255), np.count_nonzero(mapped == 2)) == (30, 1)
+
+
 POSITIONS = {
     "upside down": ((0,), (0, 2)),
     "turned by 180 degrees about its long axis": ((1,), (1, 2)),

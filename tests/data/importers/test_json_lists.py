@@ -460,6 +460,22 @@ def test_a_fold_counts_in_the_training_list_alone(tmp_path: Path) -> None:
     assert "fold of a" not in dict(lines)
 
 
+@pytest.mark.parametrize("key", ["test", "testing"])
+def test_a_stated_number_of_test_cases_is_that_of_their_list(tmp_path: Path, key: str) -> None:
+    content = {
+        "training": [{"image": "a.nii.gz", "label": "b.nii.gz"}],
+        "validation": [{"image": "c.nii.gz", "label": "d.nii.gz"}],
+        key: ["e.nii.gz", "f.nii.gz"],
+        "labels": {"1": "a"},
+        "modality": {"0": "CT"},
+        "numTraining": 1,
+        "numTest": 2,
+    }
+    data = import_msd(write_json(tmp_path / "list.json", content))
+    fates = {item.name: item.fate for item in data.account.items if item.kind == "key"}
+    assert (fates["numTraining"], fates["numTest"]) == ("used", "used")
+
+
 def test_channels_are_in_the_order_of_their_numbers_also_from_ten_on(tmp_path: Path) -> None:
     """JSON names them by texts, of which "10" comes before "2"."""
     modality = {str(number): "MRI" for number in range(11)} | {"10": "CT"}
