@@ -324,6 +324,21 @@ def test_cases_of_one_name_from_two_data_sets_do_not_disturb_each_other(
     assert np.any(again.labels == 1)
 
 
+def test_the_content_of_a_case_is_that_of_its_files_wherever_they_lie(
+    case: Case, tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
+    image, labels = blocks()
+    copy = move(write_case("copy", image, labels), tmp_path / "copied", case.name)
+    other = move(write_case("other", image + 1, labels), tmp_path / "changed", case.name)
+    entries = [prepare_case(one, tmp_path, SPACING_MM, task, NAMES) for one in (case, copy, other)]
+    assert len({entry.folder for entry in entries}) == 3
+    assert entries[0].content == entries[1].content != entries[2].content
+    brighter = prepare_case(
+        replace(case, hu=HuScale(offset=1.0)), tmp_path, SPACING_MM, task, NAMES
+    )
+    assert brighter.content not in {entry.content for entry in entries}
+
+
 def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(
     case: Case, tmp_path: Path, task: Task
 ) -> None:

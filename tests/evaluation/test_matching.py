@@ -74,6 +74,28 @@ def test_structures_are_read_on_the_series_of_the_case(tmp_path: Path) -> None:
     assert np.array_equal(target, labels)
 
 
+def test_a_folder_without_label_maps_stands_for_its_case_table(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text(
+        "case,image,labels,split\na,a.nii.gz,ref/a.nii.gz,test\nb,b.nii.gz,ref/b.nii.gz,train\n",
+        encoding="utf-8",
+    )
+    references, others = find_references(tmp_path, "labels", "test")
+    assert (list(references), others) == (["a"], {"b"})
+    assert references["a"].labels == tmp_path / "ref" / "a.nii.gz"
+    every, others = find_references(tmp_path, "labels", None)
+    assert (list(every), others) == (["a", "b"], set())
+
+
+def test_two_label_maps_of_a_case_are_refused(tmp_path: Path) -> None:
+    paths = [save(tmp_path / f"a{ending}", blocks()[1]) for ending in (".nii.gz", ".nrrd")]
+    (prediction,) = find_predictions(tmp_path).values()
+    reference = Reference("a", paths[0])
+    with pytest.raises(UserError, match=r"two predictions, a\.nii\.gz and a\.nrrd; keep one"):
+        read_pair(prediction, reference, LUNGS, {1: "left_lung", 2: "right_lung"})
+    with pytest.raises(UserError, match=r"holds a\.nii\.gz and a\.nrrd for one case; keep one"):
+        find_references(tmp_path, "labels", None)
+
+
 LUNGS = Task("lungs", {"left_lung": 1, "right_lung": 2}, (), (Channel(),))
 
 

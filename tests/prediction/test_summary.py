@@ -18,7 +18,7 @@ from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction import summary as summary_module
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.scans import Scan
-from medseg.prediction.summary import write_summary
+from medseg.prediction.summary import total_name, write_summary
 from medseg.report.contact_sheet import Card
 from medseg.task import Channel, Task
 
@@ -269,3 +269,15 @@ def test_a_figure_of_zero_is_a_number_and_a_missing_one_an_empty_cell(tmp_path: 
     (row,) = read_csv(tmp_path / "summary.csv")
     assert [float(row[f"left_lung_{end}"]) for end in ("ml", "mean_hu")] == [0.0, 0.0]
     assert (float(row["right_lung_ml"]), row["right_lung_mean_hu"]) == (12.5, "")
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"),
+    [
+        (["liver"], "total"),
+        (["total"], "total_of_all"),
+        (["total", "total_of_all"], "total_of_all_of_all"),
+    ],
+)
+def test_all_labels_together_have_the_name_of_none(labels: list[str], name: str) -> None:
+    assert total_name(dict.fromkeys(labels, 1)) == name

@@ -476,6 +476,20 @@ def test_a_stated_number_of_test_cases_is_that_of_their_list(tmp_path: Path, key
     assert (fates["numTraining"], fates["numTest"]) == ("used", "used")
 
 
+def test_a_scan_is_told_by_its_first_image(tmp_path: Path) -> None:
+    """A further channel, as an atlas, may be that of all; the first may not be listed twice."""
+    listed: list[dict[str, Any]] = [
+        {"image": [f"{name}.nii.gz", "atlas.nii.gz"], "label": f"{name}_l.nii.gz"} for name in "ab"
+    ]
+    content = {"labels": {"1": "a"}, "modality": {"0": "CT", "1": "other"}}
+    path = write_json(tmp_path / "list.json", {"training": listed, **content})
+    assert [case.name for case in import_msd(path).cases] == ["a", "b"]
+    listed[1]["image"] = ["a.nii.gz", "b.nii.gz"]
+    write_json(path, {"training": listed, **content})
+    with pytest.raises(UserError, match=r"a\.nii\.gz is listed twice"):
+        import_msd(path)
+
+
 def test_channels_are_in_the_order_of_their_numbers_also_from_ten_on(tmp_path: Path) -> None:
     """JSON names them by texts, of which "10" comes before "2"."""
     modality = {str(number): "MRI" for number in range(11)} | {"10": "CT"}
