@@ -42,7 +42,7 @@ from medseg.errors import UserError
 from medseg.findings import Severity, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
-from medseg.task import Channel, Region, Task
+from medseg.task import Channel, LabelValues, Region, Task
 
 SPACING_MM = (3.0, 1.25, 1.5)
 NAMES = {1: "left_lung", 2: "right_lung"}
@@ -406,6 +406,23 @@ def test_other_values_of_the_labels_have_an_entry_of_their_own(
     assert not is_current(replace(case, series="2"), tmp_path, SPACING_MM, task, NAMES), (
         "another series of the folder"
     )
+
+
+def test_structures_in_another_order_have_an_entry_of_their_own(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    """Where they overlap, the later one counts; those of no label of the task take no voxel."""
+    names: LabelValues = {"lung l": "left_lung", "lung r": "right_lung", "windpipe": "air"}
+    prepare_case(
+        case, tmp_path, SPACING_MM, task, names, read=lambda: read_source(case, task, NAMES)
+    )
+    for order, is_same in (
+        (("lung l", "lung r", "windpipe"), True),
+        (("windpipe", "lung l", "lung r"), True),
+        (("lung r", "lung l", "windpipe"), False),
+    ):
+        other: LabelValues = {name: names[name] for name in order}
+        assert is_current(case, tmp_path, SPACING_MM, task, other) == is_same
 
 
 def test_each_series_of_a_folder_has_an_entry_of_its_own(

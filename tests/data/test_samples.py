@@ -723,3 +723,14 @@ def test_the_size_of_a_sample_is_that_of_its_region_or_of_its_scan(
     for n in range(len(scans)):
         case, _ = scans.items[draw_from_pass(scans.seed, n, scans.weights)]
         assert scans.size(n) == math.prod(case.grid.shape)
+
+
+def test_cases_without_any_region_are_refused_with_their_names(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
+    bare = [replace(case, region_boxes={}) for case in cached_cases[:2]]
+    with pytest.raises(
+        UserError, match=r"of 2 case\(s\), such as case_0, none has a voxel of left_lung or right_"
+    ):
+        fine(bare, task)
+    assert len(fine([*bare, cached_cases[2]], task)) == len(cached_cases[2].region_boxes)
