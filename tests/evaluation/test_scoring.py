@@ -538,6 +538,14 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     world.add("good", _labels(), _labels())
     world.add("bad", _labels(4), _labels())
     (world.pred / "bad.html").write_text("<p>viewer")
+    report = {
+        "status": "ok",
+        "warnings": [],
+        "agreements": {},
+        "most_disputed_xyz_mm": None,
+        "dice_at_least": {"left_lung": {"value": 0.648, "level": 0.95, "patients": 31}},
+    }
+    (world.pred / "bad.json").write_text(json.dumps(report), encoding="utf-8")
     evaluate_folder(
         world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, num_pictures=1
     )
@@ -548,6 +556,7 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     assert page.count('<img src="data:') == 1
     assert 'href="../pred%2C%20out/bad.html"' in page
     assert 'href="overlays/good.png"' in page
+    assert page.count("at least 0.64 in 19 of 20 patients (31 patients)") == 1
     assert not (world.output / "differences.csv").exists()
     evaluate_folder(
         world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
