@@ -388,6 +388,36 @@ def test_a_missing_lung_is_background_of_one_density_and_the_other_stays() -> No
     assert set(gone) == set(ORGANS)
 
 
+def test_what_is_denser_beside_a_missing_lung_stays() -> None:
+    """Ribs in the rim of a lung are not replaced by what fills its place."""
+    hu, labels = chest()
+    hu[labels == 0] = 700.0
+    missing = Missing(1.0, (-1000.0, 1000.0), ORGANS)
+    new, _ = missing((hu / 1000)[None].clone(), labels.clone(), sample_rng(7, 0), SPACING_MM)
+    assert torch.allclose(new[0][labels == 0] * 1000, hu[labels == 0], atol=0.01)
+
+
+def test_the_rim_of_a_missing_lung_has_its_width_along_each_axis() -> None:
+    """In voxels it is as many times wider as they are smaller."""
+    spacing_mm = (4.0, 1.9, 0.5)
+    labels = torch.zeros((20, 30, 60), dtype=torch.uint8)
+    labels[6:14, 10:20, 20:40] = 1
+    labels[0, 0, 0] = 2
+    hu = torch.where(labels > 0, -850.0, -1000.0)
+    image = (hu / 1000)[None]
+    missing = Missing(1.0, (-1000.0, 1000.0), (1, 2))
+    for n in range(20):
+        new, after = missing(image.clone(), labels.clone(), sample_rng(1, n), spacing_mm)
+        if (after == 1).any():
+            continue  # the other one is gone
+        changed = (new - image)[0].abs().gt(0.1).nonzero()
+        changed = changed[changed.sum(1) > 10]
+        assert changed.min(0).values.tolist() == [5, 8, 16]
+        assert changed.max(0).values.tolist() == [14, 21, 43]
+        return
+    pytest.fail("the large lung was never chosen")
+
+
 def test_a_lone_lung_is_never_missing_and_without_the_effect_nothing_is_drawn() -> None:
     hu, labels = chest()
     image = ((hu + 300) / 700)[None]

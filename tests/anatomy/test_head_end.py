@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from medseg.anatomy.mirrored.head_end import HeadEvidence, head_evidence
+from medseg.anatomy.plausibility import position_warnings
 from medseg.data.audit.labels import audit_labels
 from medseg.geometry.grid import VoxelGrid
 from medseg.phantom.scan import make_phantom
@@ -76,6 +77,31 @@ def test_labels_beyond_the_lungs_change_nothing() -> None:
 def test_the_audit_calls_the_body_upside_down() -> None:
     assert "body_position" not in codes(*chest())
     assert "body_position" in codes(*upside_down())
+
+
+def test_trachea_and_liver_suffice_where_the_ends_of_the_lungs_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on scans that cut both ends; the sign is named to the user."""
+    monkeypatch.setattr("medseg.data.audit.labels.apex_excess", lambda *_: 1.0)
+    monkeypatch.setattr("medseg.anatomy.plausibility.apex_excess", lambda *_: 1.0)
+    sign = (
+        "the trachea seems to lie between the lower halves of the lungs and the tissue above the "
+        "lungs looks like the liver"
+    )
+    image_hu, labels, grid = upside_down()
+    assert evidence_of(image_hu, labels, grid).sentence == sign
+    (finding,) = (
+        finding
+        for finding in audit_labels(image_hu, labels, grid, TASK, {})
+        if finding.code == "body_position"
+    )
+    assert "upside down" in finding.message
+    assert sign in finding.message
+    assert "body_position" not in codes(*chest())
+    (warning,) = position_warnings(image_hu, labels, {}, grid, TASK)
+    assert warning.startswith(f"{sign}: if the position of the patient")
+    assert position_warnings(*chest()[:2], {}, grid, TASK) == []
 
 
 def test_a_part_without_the_liver_or_with_one_lung_is_not_judged() -> None:

@@ -135,6 +135,27 @@ def test_patients_whose_series_share_a_uid_are_apart(tmp_path: Path) -> None:
         assert np.array_equal(array, images[row.series.patient])
 
 
+def test_scans_of_one_patient_date_and_number_have_names_of_their_own(tmp_path: Path) -> None:
+    image = np.zeros((2, 4, 5), np.int16)
+    image[0, 0, 0] = 9
+    for number in range(3):
+        save_stack(
+            tmp_path / f"{number}",
+            image,
+            [0.0, 2.5],
+            uid=f"1.2.3.{number}",
+            StudyInstanceUID=f"1.2.9.{number}",
+            PatientID="anna",
+            StudyDate="20240101",
+            SeriesNumber=2,
+        )
+    table = tmp_path / "cases.csv"
+    assert command(config(tmp_path, table)) == 0
+    names = [case.name for case in read_case_table(table, None)]
+    first = "anna_20240101_2"
+    assert names == [first, f"{first}_2", f"{first}_2_2"]
+
+
 def test_rules_choose_in_each_study(tmp_path: Path) -> None:
     """The thinnest, the largest, and the thinnest of those with a text or pattern."""
     size = (24, 4, 5)

@@ -245,6 +245,22 @@ def test_the_resolution_matrices_are_averages() -> None:
     assert 2.5 < np.count_nonzero(((thick_slice_matrix(40, 4.0, 0.5) @ step) % 1) > 1e-9) < 9
 
 
+def test_thick_slices_hold_every_voxel_also_at_the_end_of_the_axis() -> None:
+    """Four voxels in slices of two, of which the first begins half a slice before the axis."""
+    third = 1 / 3
+    # The slices have the means of voxel 0, of 1 and 2, and of 3; their centres lie 1.5 apart.
+    down = np.array([[1, 0, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 1]])
+    up = np.array([[1, 0, 0], [third, 2 * third, 0], [0, 2 * third, third], [0, 0, 1]])
+    assert np.allclose(thick_slice_matrix(4, 2.0, 0.5), up @ down)
+    for size, slice_voxels, phase in (
+        (7, 2.0, 0.0),
+        (40, 3.7, 0.3),
+        (40, 4.0, 0.9),
+        (9, 30.0, 0.2),
+    ):
+        assert (thick_slice_matrix(size, slice_voxels, phase).sum(axis=0) > 0).all()
+
+
 def test_thick_slices_blur_z_alone() -> None:
     effect = never(low_resolution_probability=1.0, low_resolution_mm=(8.0, 8.0))
     image = torch.full((1, *SHAPE), -0.5)

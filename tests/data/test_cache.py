@@ -42,7 +42,7 @@ from medseg.errors import UserError
 from medseg.findings import Severity, warnings_of
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.scale import HuScale
-from medseg.task import Channel, Region, Task
+from medseg.task import Channel, LabelValues, Region, Task
 
 SPACING_MM = (3.0, 1.25, 1.5)
 NAMES = {1: "left_lung", 2: "right_lung"}
@@ -324,6 +324,21 @@ def test_cases_of_one_name_from_two_data_sets_do_not_disturb_each_other(
     assert np.any(again.labels == 1)
 
 
+def test_the_content_of_a_case_is_that_of_its_files_wherever_they_lie(
+    case: Case, tmp_path: Path, task: Task, write_case: WriteCase
+) -> None:
+    image, labels = blocks()
+    copy = move(write_case("copy", image, labels), tmp_path / "copied", case.name)
+    other = move(write_case("other", image + 1, labels), tmp_path / "changed", case.name)
+    entries = [prepare_case(one, tmp_path, SPACING_MM, task, NAMES) for one in (case, copy, other)]
+    assert len({entry.folder for entry in entries}) == 3
+    assert entries[0].content == entries[1].content != entries[2].content
+    brighter = prepare_case(
+        replace(case, hu=HuScale(offset=1.0)), tmp_path, SPACING_MM, task, NAMES
+    )
+    assert brighter.content not in {entry.content for entry in entries}
+
+
 def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(
     case: Case, tmp_path: Path, task: Task
 ) -> None:
@@ -338,6 +353,8 @@ def test_the_cache_serves_on_another_machine_and_no_other_data_set_here(
         prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
     shutil.rmtree(tmp_path / "source")  # now this is a machine that got the cache only
     assert prepare_case(there, tmp_path / "cache", SPACING_MM, task, NAMES).folder == entry.folder
+    brighter = replace(there, hu=HuScale(offset=10.0))
+    assert not is_current(brighter, tmp_path / "cache", SPACING_MM, task, NAMES), "other arrays"
     shutil.copytree(entry.folder, entry.folder.with_name(f"{case.name}-0123abcd"))
     with pytest.raises(UserError, match="no current entry"):
         open_case(there, tmp_path / "cache", SPACING_MM, task, NAMES)
@@ -389,6 +406,36 @@ def test_other_values_of_the_labels_have_an_entry_of_their_own(
     assert not is_current(replace(case, series="2"), tmp_path, SPACING_MM, task, NAMES), (
         "another series of the folder"
     )
+
+
+def test_structures_in_another_order_have_an_entry_of_their_own(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    """Where they overlap, the later one counts; those of no label of the task take no voxel."""
+    names: LabelValues = {"lung l": "left_lung", "lung r": "right_lung", "windpipe": "air"}
+    prepare_case(
+        case, tmp_path, SPACING_MM, task, names, read=lambda: read_source(case, task, NAMES)
+    )
+    for order, is_same in (
+        (("lung l", "lung r", "windpipe"), True),
+        (("windpipe", "lung l", "lung r"), True),
+        (("lung r", "lung l", "windpipe"), False),
+    ):
+        other: LabelValues = {name: names[name] for name in order}
+        assert is_current(case, tmp_path, SPACING_MM, task, other) == is_same
+
+
+def test_each_series_of_a_folder_has_an_entry_of_its_own(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    first = replace(case, series="1")
+    prepare_case(
+        first, tmp_path, SPACING_MM, task, NAMES, read=lambda: read_source(case, task, NAMES)
+    )
+    assert is_current(first, tmp_path, SPACING_MM, task, NAMES)
+    for series in ("2", None):
+        other = replace(case, series=series)
+        assert not is_current(other, tmp_path, SPACING_MM, task, NAMES)
 
 
 def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(

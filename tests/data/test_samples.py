@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from medseg.data.cache import CachedCase
 from medseg.data.crops import StageCrops
-from medseg.data.sampler import StepBatchSampler
+from medseg.data.sampler import StepBatchSampler, draw_from_pass
 from medseg.data.samples import Sample, Samples, collate, init_worker, one_thread
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox
@@ -704,3 +705,32 @@ def test_targets_are_bytes_and_images_floats(cached_cases: list[CachedCase], tas
     ):
         assert samples[0]["target"].dtype == torch.uint8
         assert samples[0]["image"].dtype == torch.float32
+
+
+def test_the_size_of_a_sample_is_that_of_its_region_or_of_its_scan(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
+    """Without jitter: the ranks of a run divide their work by it."""
+    regions = fine(cached_cases, task)
+    sizes = set()
+    for n in range(len(regions)):
+        case, number = regions.items[draw_from_pass(regions.seed, n, regions.weights)]
+        box = wide_box(case, task.regions[number], None)
+        assert regions.size(n) == math.prod(box.shape)
+        sizes.add(regions.size(n))
+    assert len(sizes) > 1
+    scans = coarse(cached_cases, task)
+    for n in range(len(scans)):
+        case, _ = scans.items[draw_from_pass(scans.seed, n, scans.weights)]
+        assert scans.size(n) == math.prod(case.grid.shape)
+
+
+def test_cases_without_any_region_are_refused_with_their_names(
+    cached_cases: list[CachedCase], task: Task
+) -> None:
+    bare = [replace(case, region_boxes={}) for case in cached_cases[:2]]
+    with pytest.raises(
+        UserError, match=r"of 2 case\(s\), such as case_0, none has a voxel of left_lung or right_"
+    ):
+        fine(bare, task)
+    assert len(fine([*bare, cached_cases[2]], task)) == len(cached_cases[2].region_boxes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from medseg.errors import UserError
 from medseg.evaluation.matching import (
     Prediction,
     Reference,
+    check_grid,
     find_predictions,
     find_references,
     read_pair,
@@ -72,6 +74,28 @@ def test_structures_are_read_on_the_series_of_the_case(tmp_path: Path) -> None:
     assert np.array_equal(target, labels)
 
 
+def test_a_folder_without_label_maps_stands_for_its_case_table(tmp_path: Path) -> None:
+    (tmp_path / "cases.csv").write_text(
+        "case,image,labels,split\na,a.nii.gz,ref/a.nii.gz,test\nb,b.nii.gz,ref/b.nii.gz,train\n",
+        encoding="utf-8",
+    )
+    references, others = find_references(tmp_path, "labels", "test")
+    assert (list(references), others) == (["a"], {"b"})
+    assert references["a"].labels == tmp_path / "ref" / "a.nii.gz"
+    every, others = find_references(tmp_path, "labels", None)
+    assert (list(every), others) == (["a", "b"], set())
+
+
+def test_two_label_maps_of_a_case_are_refused(tmp_path: Path) -> None:
+    paths = [save(tmp_path / f"a{ending}", blocks()[1]) for ending in (".nii.gz", ".nrrd")]
+    (prediction,) = find_predictions(tmp_path).values()
+    reference = Reference("a", paths[0])
+    with pytest.raises(UserError, match=r"two predictions, a\.nii\.gz and a\.nrrd; keep one"):
+        read_pair(prediction, reference, LUNGS, {1: "left_lung", 2: "right_lung"})
+    with pytest.raises(UserError, match=r"holds a\.nii\.gz and a\.nrrd for one case; keep one"):
+        find_references(tmp_path, "labels", None)
+
+
 LUNGS = Task("lungs", {"left_lung": 1, "right_lung": 2}, (), (Channel(),))
 
 
@@ -122,3 +146,56 @@ def test_masks_alone_are_scored_as_the_label_map_that_they_make(tmp_path: Path) 
     (folder / "a.right_lung.nii.gz").unlink()
     with pytest.raises(UserError, match=r"a\.right_lung\.nii\.gz"):
         read_pair(prediction, reference, LUNGS, {**values})
+    # One mask that is left still tells the case, which fails instead of going unseen.
+    assert list(find_predictions(folder)["a"].masks) == ["left_lung", "right_lung"]
+
+
+def two_slabs(values: tuple[int, int]) -> np.ndarray:
+    """Label map of two slabs along z, beside background in front of them."""
+    labels = np.zeros((4, 5, 6), dtype=np.uint8)
+    labels[:2, 1:] = values[0]
+    labels[2:, 1:] = values[1]
+    return labels
+
+
+def test_ignored_voxels_are_background_in_both_maps_and_each_keeps_its_others(
+    tmp_path: Path,
+) -> None:
+    """The prediction differs from the reference inside and outside of the ignored voxels."""
+    task = replace(LUNGS, ignore_label=255)
+    prediction = Prediction([save(tmp_path / "pred.nii.gz", two_slabs((1, 1)))])
+    reference = Reference("a", save(tmp_path / "a.nii.gz", two_slabs((2, 9))))
+    values = {1: "left_lung", 2: "right_lung", 9: "ignore"}
+    pred, target, _ = read_pair(prediction, reference, task, {**values})
+    assert np.array_equal(pred, two_slabs((1, 0)))
+    assert np.array_equal(target, two_slabs((2, 0)))
+
+
+@pytest.mark.parametrize(("value", "is_refused"), [(2, False), (3, True)])
+def test_a_prediction_may_hold_the_values_of_its_task_alone(
+    tmp_path: Path, value: int, is_refused: bool
+) -> None:
+    prediction = Prediction([save(tmp_path / "pred.nii.gz", two_slabs((1, value)))])
+    reference = Reference("a", save(tmp_path / "a.nii.gz", two_slabs((1, 2))))
+    values = {1: "left_lung", 2: "right_lung"}
+    if not is_refused:
+        read_pair(prediction, reference, LUNGS, {**values})
+        return
+    with pytest.raises(UserError, match="holds values from 0 to 3, expected 0 to 2"):
+        read_pair(prediction, reference, LUNGS, {**values})
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize(("off_mm", "is_refused"), [(0.09, False), (0.11, True)])
+def test_grids_agree_within_a_tenth_of_a_millimetre(
+    axis: int, off_mm: float, is_refused: bool
+) -> None:
+    origin_mm = [-10.0, 20.0, 7.0]
+    grid = VoxelGrid((4, 5, 6), (3.0, 1.5, 2.0), tuple(origin_mm))
+    origin_mm[axis] += off_mm
+    moved = replace(grid, origin_xyz_mm=tuple(origin_mm))
+    if not is_refused:
+        check_grid("prediction's", moved, "reference's", grid)
+        return
+    with pytest.raises(UserError, match=r"the prediction's grid .* is not the reference's"):
+        check_grid("prediction's", moved, "reference's", grid)

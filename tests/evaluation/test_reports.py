@@ -11,7 +11,7 @@ import pytest
 from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.evaluation.matching import Reference
-from medseg.evaluation.reports import check_labels, scan_of
+from medseg.evaluation.reports import check_labels, information_in_report, scan_of
 from medseg.preprocess.scale import HuScale
 from medseg.task import Channel, Task
 
@@ -83,3 +83,15 @@ def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_
     assert scan_of(Reference("a", None, row), prediction, TASK) is row
     scan.unlink()
     assert scan_of(alone, prediction, TASK) is None
+
+
+def test_the_information_of_a_report_is_what_asks_for_nothing() -> None:
+    findings = [
+        {"severity": "warning", "sentence": "the scan is cut"},
+        {"severity": "information", "sentence": "a topogram was left out"},
+        {"severity": "error", "sentence": "the scan is upside down"},
+        {"severity": "information", "sentence": "the lungs hold air"},
+    ]
+    sentences = ["a topogram was left out", "the lungs hold air"]
+    assert information_in_report({"findings": findings}) == sentences
+    assert information_in_report({}) == []

@@ -409,6 +409,7 @@ def test_a_case_without_its_image_has_scores_but_no_picture(world: World) -> Non
         ({"ref": "ref", "split": "val"}, "needs a case table"),
         ({"label_values": {1: "liver"}}, "at least one region"),
         ({"label_values": {-1: "left_lung"}}, "from 0 to 65535"),
+        ({"label_values": {65536: "left_lung"}}, "from 0 to 65535"),
     ],
 )
 def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str) -> None:
@@ -427,6 +428,23 @@ def test_mistakes_of_the_user(world: World, change: dict[str, object], says: str
             progress=_say_nothing,
         )
     assert not world.output.exists()
+
+
+def test_the_least_and_the_largest_value_of_a_label_map_may_be_named(world: World) -> None:
+    target = _labels().astype(np.uint16)
+    target[target == 2] = 65535
+    world.add("a", _labels(), target)
+    values = {0: "table", 1: "left_lung", 65535: "right_lung"}
+    summary = evaluate_folder(
+        world.pred,
+        world.table,
+        world.output,
+        TASK,
+        values,
+        progress=_say_nothing,
+        pictures=False,
+    )
+    assert [row["dice"] for row in summary.rows] == [1.0, 1.0]
 
 
 def test_ignored_voxels_count_nowhere(world: World) -> None:
@@ -537,6 +555,14 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     world.add("good", _labels(), _labels())
     world.add("bad", _labels(4), _labels())
     (world.pred / "bad.html").write_text("<p>viewer")
+    report = {
+        "status": "ok",
+        "warnings": [],
+        "agreements": {},
+        "most_disputed_xyz_mm": None,
+        "dice_at_least": {"left_lung": {"value": 0.648, "level": 0.95, "patients": 31}},
+    }
+    (world.pred / "bad.json").write_text(json.dumps(report), encoding="utf-8")
     evaluate_folder(
         world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, num_pictures=1
     )
@@ -547,6 +573,7 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     assert page.count('<img src="data:') == 1
     assert 'href="../pred%2C%20out/bad.html"' in page
     assert 'href="overlays/good.png"' in page
+    assert page.count("at least 0.64 in 19 of 20 patients (31 patients)") == 1
     assert not (world.output / "differences.csv").exists()
     evaluate_folder(
         world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False

@@ -250,6 +250,15 @@ def test_rotations_that_follow_each_other_are_one_scan(tmp_path: Path) -> None:
     assert finding_texts(volume) == ()
 
 
+def test_a_value_of_nearly_every_slice_tells_no_volumes_apart(tmp_path: Path) -> None:
+    """Slices that were made in turns: the first and the last share a time."""
+    times = ["120000", "120001", "120002", "120003", "120000"]
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, SeriesNumber=4, AcquisitionTime=times)
+    for series in (None, "4", "4/1"):
+        assert np.array_equal(read_image(tmp_path / "d", series).array, make_hu())
+    assert "there is no series=4/2 among series=4 " in said(tmp_path / "d", "4/2")
+
+
 def test_stacks_of_other_size_or_direction(tmp_path: Path) -> None:
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, SeriesNumber=4)
     for index in range(3):

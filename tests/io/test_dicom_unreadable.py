@@ -81,6 +81,8 @@ def test_a_series_that_cannot_be_read_is_refused_where_it_is_chosen(
         assert finding_texts(volume) == ()
     for path, series in ((folder, "9"), (folder, "1.2.3.9"), (files[2], None)):
         assert said(path, series) == f"{files[0]} and 4 more: {sentence}"
+    # Whoever asks for a series that is not there is told so, not of damage to another one.
+    assert said(folder, "7").startswith(f"{folder}: there is no series=7 among series=3 ")
 
 
 @pytest.mark.parametrize("kind", ["no HU", "no spacing", "truncated"])

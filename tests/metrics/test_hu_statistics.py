@@ -62,3 +62,16 @@ def test_without_hu_there_are_volumes_alone() -> None:
     found = scan_statistics(None, labels, GRID, {"left": 1}).labels["left"]
     assert found["ml"] == round(11 * 30 * 40 * 2.5 * 0.7 * 0.9 / 1000, 2)
     assert [found[name] for name in HU_FIGURES] == [None] * len(HU_FIGURES)
+
+
+def test_values_between_whole_numbers_count_as_the_nearest() -> None:
+    """A percentile is a whole HU; the mean is that of the values as they are."""
+    image = np.array([-900.4, -900.6, -849.5001, 30.5001], dtype=np.float32).reshape(1, 2, 2)
+    found = scan_statistics(
+        image,
+        np.ones(image.shape, dtype=np.uint8),
+        VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)),
+        {"all": 1},
+    ).labels["all"]
+    assert [found[f"p{percent}_hu"] for percent in PERCENTILES] == [-901, -901, -900, 31]
+    assert found["mean_hu"] == -655.0

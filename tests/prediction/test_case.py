@@ -9,21 +9,30 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
+import numpy as np
 import pytest
 from oracle import CoarseOracle, FineOracle, scan, stage
 
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
+from medseg.findings import Finding, warnings_of
+from medseg.geometry.grid import VoxelGrid
+from medseg.inference.segmentation import Segmentation
+from medseg.io.volume import Volume
 from medseg.io.write import write_image
 from medseg.prediction import batch
+from medseg.prediction import case as case_module
 from medseg.prediction import result_files as results_module
+from medseg.prediction.case import is_small, segment_scan
 from medseg.prediction.case_report import checksums
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
+from medseg.task import Channel, Task
 
 
 @pytest.fixture(autouse=True)
@@ -290,3 +299,57 @@ def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:
     assert report["peak_resident_bytes"] > 5e7
     assert report["checkpoints"] == {"coarse": {"c": "c0"}, "fine": {"f": "f0"}}
     assert report["source"]["path"] == str(folder / "scans" / "a.nii.gz")
+
+
+@pytest.mark.parametrize("num_channels", [1, 2])
+def test_all_channels_of_a_scan_must_fit_into_the_budget(tmp_path: Path, num_channels: int) -> None:
+    """Four bytes a voxel; a scan that just fits is read ahead."""
+    grid = VoxelGrid((4, 8, 16), (1.0, 1.0, 1.0))
+    paths = [tmp_path / f"{number}.nii.gz" for number in range(num_channels)]
+    for path in paths:
+        write_image(path, np.zeros(grid.shape, dtype=np.int16), grid)
+    task = Task("t", {"organ": 1}, (), (Channel("mr", None, "zscore"),) * num_channels)
+    read = Scan("a", paths[0], more_paths=tuple(paths[1:]))
+    num_bytes = 4 * num_channels * 4 * 8 * 16
+    assert is_small(read, task, num_bytes / 2**30)
+    assert not is_small(read, task, (num_bytes - 1) / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_checked"),
+    [("none", True), ("no HU", False), ("turned", False), ("MR", False)],
+)
+def test_only_a_ct_in_hu_that_lies_as_its_header_says_is_checked_for_mirroring(
+    monkeypatch: pytest.MonkeyPatch, change: str, is_checked: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    tissue_hu = rng.choice(
+        [-990, -850, -100, 50, 600], size=(8, 30, 40), p=[0.3, 0.2, 0.2, 0.2, 0.1]
+    )
+    image = np.rint(tissue_hu + rng.normal(0, 25, tissue_hu.shape)).astype(np.int16)
+    if change == "no HU":
+        image += 2048
+    channel = Channel("ct", (-1000.0, 400.0))
+    if change == "MR":
+        channel = Channel("mr", None, "zscore")
+    findings = warnings_of("body_position", ["it is turned"] if change == "turned" else [])
+    cascade = SimpleNamespace(
+        task=Task("t", {"organ": 1}, (), (channel,)),
+        keeps_values=True,
+        segment=lambda volume, *_, **__: Segmentation(
+            np.ones(volume.array.shape, dtype=np.uint8), findings=list(findings)
+        ),
+    )
+    checked: list[bool] = []
+
+    def noted(*_: Any) -> list[Finding]:
+        checked.append(True)
+        return warnings_of("mirrored_image", ["it may be mirrored"])
+
+    monkeypatch.setattr(case_module, "mirrored_findings", noted)
+    volume = Volume(image, VoxelGrid(image.shape, (2.0, 1.0, 1.0)))
+    result = segment_scan(volume, "a", cascade)  # type: ignore[arg-type]
+    assert bool(checked) == is_checked
+    assert ("it may be mirrored" in result.warnings) == is_checked
+    expected = {"no HU": "not_hu", "MR": "ok"}
+    assert result.status == expected.get(change, "warnings")

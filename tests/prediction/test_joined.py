@@ -163,3 +163,31 @@ def test_what_cannot_be_joined_is_refused() -> None:
         join_values([[f"a{n}" for n in range(150)], [f"b{n}" for n in range(150)]], {})
     with pytest.raises(UserError, match="part0 takes the channels ct, but part1 mr"):
         joined(painter(["liver"]), painter(["tumour"], modality="mr"))
+
+
+@dataclass(frozen=True)
+class Listener(Painter):
+    """Model that notes the voxels that it gets."""
+
+    heard: list[np.ndarray] = field(default_factory=list)
+
+    def segment(self, volume: Volume, _: Any = (), **options: Any) -> Segmentation:
+        self.heard.append(volume.array.copy())
+        return super().segment(volume, _, **options)
+
+
+def test_each_model_gets_the_voxels_that_it_was_trained_on() -> None:
+    """One as they are stored, the other with air where a constant was filled in."""
+    grid = VoxelGrid((8, 40, 40), (1.0, 1.0, 1.0))
+    image = np.random.default_rng(0).normal(40.0, 20.0, grid.shape).round()
+    image[:, 5:35, 5:35] -= 900.0
+    image[:, :, :3] = 3000.0
+    image = image.astype(np.int16)
+    as_stored = Listener(painter(["liver"]).task, (0,))
+    filled = replace(as_stored, task=painter(["aorta"]).task, keeps_values=False, heard=[])
+    volume = Volume(image.copy(), grid, None)
+    joined(as_stored, filled).segment(volume, on_step=lambda _: None)
+    assert np.array_equal(as_stored.heard[0], image)
+    assert np.array_equal(filled.heard[0][:, :, 3:], image[:, :, 3:])
+    assert np.unique(filled.heard[0][:, :, :3]).tolist() == [-1024]
+    assert np.array_equal(volume.array, image), "the scan of the caller stays"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import hydra
@@ -12,20 +15,24 @@ import nibabel
 import numpy as np
 import pytest
 from dicom_files import save_slice
-from oracle import GRID, CoarseOracle, FineOracle, dice, scan, stage
+from oracle import GRID, TASK, CoarseOracle, FineOracle, dice, scan, stage
 
 from medseg.cascade.bound import DiceBound
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
+from medseg.inference.segmentation import Segmentation
 from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import open_slices
 from medseg.io.read import read_labels
 from medseg.io.tables import read_csv
 from medseg.io.write import write_image, write_labels
 from medseg.metrics.hu_statistics import HU_FIGURES
-from medseg.prediction.options import PredictConfig
+from medseg.prediction import result_files as results_module
+from medseg.prediction.options import PredictConfig, Save
+from medseg.prediction.result_files import take_views
+from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import Orientation
 from medseg.report.overlay import Canvas
 
@@ -293,6 +300,38 @@ def test_the_viewer_of_a_case_table_compares_with_its_reference(
         "the viewer shows no reference: the reference ref.nii.gz holds the value 7"
         in report["warnings"][-1]
     )
+
+
+@pytest.mark.parametrize(("value", "status"), [(2, "ok"), (7, "warnings")])
+def test_a_reference_that_cannot_be_shown_is_a_warning_and_ignored_voxels_are_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: int, status: str
+) -> None:
+    volume, labels = scan()
+    task = replace(TASK, ignore_label=9)
+    reference = np.where(labels == 2, value, labels)
+    reference[:, :40][reference[:, :40] == 1] = 9
+    write_labels(tmp_path / "ref.nii.gz", reference.astype(np.uint8), volume.grid)
+    shown: list[np.ndarray | None] = []
+
+    def noted(*arguments: Any) -> None:
+        shown.append(arguments[3])
+
+    monkeypatch.setattr(results_module, "pack_case", noted)
+    config = SimpleNamespace(
+        save=[Save.viewer],
+        data=SimpleNamespace(label_values={}),
+        viewer=SimpleNamespace(max_mb=1.0),
+    )
+    result = Segmentation(labels, status="ok")
+    case = Scan("a", tmp_path / "a.nii.gz", labels=tmp_path / "ref.nii.gz")
+    take_views(case, volume, result, task, config)  # type: ignore[arg-type]
+    assert result.status == status
+    if status == "ok":
+        assert shown[0] is not None
+        assert np.array_equal(shown[0], np.where(reference == 9, 0, reference))
+    else:
+        assert shown == [None]
+        assert result.warnings[0].startswith("the viewer shows no reference: ")
 
 
 @pytest.mark.parametrize(("given", "sentence"), [("[label]", "save"), ("preview", "save")])

@@ -18,7 +18,7 @@ from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction import summary as summary_module
 from medseg.prediction.batch import BatchCase
 from medseg.prediction.scans import Scan
-from medseg.prediction.summary import write_summary
+from medseg.prediction.summary import total_name, write_summary
 from medseg.report.contact_sheet import Card
 from medseg.task import Channel, Task
 
@@ -249,3 +249,35 @@ def test_libreoffice_reads_numbers_as_numbers_and_dates_as_dates(tmp_path: Path)
     assert explained["total_p15_hu"][0] == "HU"
     assert explained["left_lung_ml"] == ("ml", "Volume of the label left lung")
     assert all(meaning for _, meaning in explained.values())
+
+
+def test_the_total_is_that_of_the_report_else_the_sum_of_the_volumes(tmp_path: Path) -> None:
+    """Labels may overlap in no voxel, but an older report has no figures of all together."""
+    old = case_of(tmp_path, "old", total_statistics={}, statistics={})
+    write_summary(tmp_path, [old], LUNGS)
+    (row,) = read_csv(tmp_path / "summary.csv")
+    assert float(row["total_ml"]) == 3756.75
+    assert row["total_mean_hu"] == ""
+    assert float(row["left_lung_ml"]) == 1762.25
+
+
+def test_a_figure_of_zero_is_a_number_and_a_missing_one_an_empty_cell(tmp_path: Path) -> None:
+    statistics = {"left_lung": figures(0.0, 0.0), "right_lung": {}}
+    volumes = {"left_lung": 0.0, "right_lung": 12.5}
+    case = case_of(tmp_path, "a", volume_ml=volumes, statistics=statistics)
+    write_summary(tmp_path, [case], LUNGS)
+    (row,) = read_csv(tmp_path / "summary.csv")
+    assert [float(row[f"left_lung_{end}"]) for end in ("ml", "mean_hu")] == [0.0, 0.0]
+    assert (float(row["right_lung_ml"]), row["right_lung_mean_hu"]) == (12.5, "")
+
+
+@pytest.mark.parametrize(
+    ("labels", "name"),
+    [
+        (["liver"], "total"),
+        (["total"], "total_of_all"),
+        (["total", "total_of_all"], "total_of_all_of_all"),
+    ],
+)
+def test_all_labels_together_have_the_name_of_none(labels: list[str], name: str) -> None:
+    assert total_name(dict.fromkeys(labels, 1)) == name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from medseg.report.cases import Files, render_cases
+from medseg.report.cases import Files, render_cases, worst_first
 
 from .test_runs_page import EVIL, Outline
 
@@ -87,6 +87,18 @@ def test_the_worst_case_comes_first_and_a_dice_leads_to_its_picture(tmp_path: Pa
     for identity in ("case-0", "case-1", "case-2"):
         assert f'<a href="#{identity}">' in page
     assert EVIL not in page
+
+
+def test_of_equal_overlap_the_larger_distance_is_worse_and_a_case_has_its_worst_region() -> None:
+    rows = [
+        score("near", "left", 0.8, hd95_mm=2.0),
+        score("far", "left", 0.8, hd95_mm=9.0),
+        score("missed", "left", 0.99),
+        score("missed", "right", 0.0),
+        score("good", "left", 0.9),
+        score("good", "right", 0.81, hd95_mm=50.0),
+    ]
+    assert worst_first(rows) == ["missed", "far", "near", "good"]
 
 
 def test_missed_and_extra_volumes_follow_from_dice_and_volumes() -> None:

@@ -45,6 +45,15 @@ def test_the_facts_are_those_of_sorting() -> None:
         assert share_of(facts.counts, -np.inf, np.inf) == 1
 
 
+@pytest.mark.parametrize("value", [-3024.25, -1500.0, 5000.25])
+def test_values_beyond_those_of_tissue_are_counted_where_they_are(value: float) -> None:
+    image = ct().astype(np.float32) + 0.25
+    image[:, :10] = value
+    facts = measure_image(image)
+    assert share_of(facts.counts, round(value), round(value) + 1) == 0.25
+    assert value in (facts.low_hu, facts.high_hu)
+
+
 @pytest.mark.parametrize("lung", [0.0, 0.05, 0.4])
 @pytest.mark.parametrize("soft", [0.1, 0.3, 0.5])
 def test_a_ct_of_any_mixture_passes(lung: float, soft: float) -> None:

@@ -221,12 +221,40 @@ def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None
     mapped, nothing = map_values(wide, task, {700: "left_lung", -3: "right_lung"})
     assert np.array_equal(mapped, labels)
     assert nothing == []
+    (finding,) = map_values(np.arange(13, dtype=np.int16)[:, None, None], task, {1: "left_lung"})[1]
+    assert finding.message.startswith(
+        "the label map holds the values 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, …, which"
+    )
+    ten = np.arange(12, dtype=np.int16)[:, None, None]
+    (finding,) = map_values(ten, task, {1: "left_lung"})[1]
+    assert finding.message.startswith(
+        "the label map holds the values 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, which"
+    )
     many = np.arange(labels.size, dtype=np.int32).reshape(labels.shape)
     (finding,) = map_values(many, task, {1: "left_lung", 2: "right_lung"})[1]
     assert finding.message.startswith(
         "the label map holds the values 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, …, which"
     )
     assert finding.cure == "is it an image instead of a label map?"
+
+
+def test_a_label_map_of_ignored_voxels_alone_is_as_good_as_empty(task: Task) -> None:
+    values = {1: "left_lung", 2: "right_lung", 9: "ignore"}
+    ignoring = replace(task, ignore_label=255)
+    labels = np.zeros((4, 5, 6), dtype=np.uint8)
+
+    def codes() -> list[str]:
+        return [finding.code for finding in map_values(labels, ignoring, values)[1]]
+
+    assert codes() == ["empty_labels"]
+    labels[1] = 9
+    assert codes() == ["empty_labels"]
+    labels[2, 2, 2] = 2
+    assert codes() == []
+    mapped, _ = map_values(labels, ignoring, values)
+    assert np.bincount(mapped.ravel()).nonzero()[0].tolist() == [0, 2, 255]
+    assert np.array_equal(mapped == 2, labels == 2)
+    assert np.array_equal(mapped == 255, labels == 9)
 
 
 POSITIONS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,38 @@ def test_a_file_of_many_cases_names_some_and_counts_the_others(tmp_path: Path) -
     assert why == (
         "one file is labels of a, labels of b, labels of c and 2 more; check that this is meant"
     )
+
+
+def test_one_image_is_two_cases_by_its_series_alone(tmp_path: Path) -> None:
+    """Several series of a folder are several scans; a link to an image is the image itself."""
+    folder = tmp_path / "dicom"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    labels = []
+    for name in ("first", "second"):
+        labels.append(tmp_path / f"{name}.nii.gz")
+        labels[-1].touch()
+    first = Case("a", folder, labels[0], "a", series="1.2")
+    second = Case("b", folder, labels[1], "b", series="1.3")
+    data = replace(dataset({"x": [1]}, (first, second)), format="dicom")
+    data = check_dataset(data, tmp_path)
+    assert not [item for item in data.account.items if item.fate == "merged"]
+    again = Case("b", tmp_path / "link", labels[1], "b", series="1.2")
+    with pytest.raises(UserError, match="is the image of the case 'a' and of 'b'; keep one"):
+        check_dataset(dataset({"x": [1]}, (first, again)), tmp_path)
+
+
+@pytest.mark.parametrize("num_cases", [3, 4])
+def test_a_file_of_few_cases_names_all_of_them(tmp_path: Path, num_cases: int) -> None:
+    (tmp_path / "labels.nii.gz").touch()
+    cases = []
+    for name in "abcd"[:num_cases]:
+        image = tmp_path / f"{name}.nii.gz"
+        image.touch()
+        cases.append(Case(name, image, tmp_path / "labels.nii.gz", name))
+    data = check_dataset(dataset({"x": [1]}, tuple(cases)), tmp_path)
+    (why,) = [item.why for item in data.account.items if item.fate == "merged"]
+    roles = "labels of a and labels of b and labels of c"
+    if num_cases == 4:
+        roles = "labels of a, labels of b, labels of c and 1 more"
+    assert why == f"one file is {roles}; check that this is meant"

@@ -141,6 +141,29 @@ def test_two_scans_of_a_patient_are_two_cases(tmp_path: Path) -> None:
     ]
 
 
+def test_labels_that_name_no_series_belong_to_the_only_one_of_their_patient(
+    tmp_path: Path,
+) -> None:
+    make_dicom(tmp_path)
+    files = sorted(tmp_path.glob("*/*/*.2/1-1.dcm"))
+    for path in files:
+        dataset = dcmread(path)
+        del dataset.ReferencedFrameOfReferenceSequence
+        dataset.save_as(path)
+    data = import_dicom(tmp_path)
+    assert [(case.series, case.labels) for case in data.cases] == [
+        (f"1.2.826.{number}.1", path) for number, path in enumerate(files)
+    ]
+    # With a second series of a patient it is not said which one is meant.
+    for path in (tmp_path / "LCTSC-Train-S1-001").rglob("*"):
+        if path.is_file() and path != files[1]:
+            dataset = dcmread(path)
+            dataset.PatientID = "LCTSC-Train-S1-000"
+            dataset.save_as(path)
+    data = import_dicom(tmp_path)
+    assert [case.series for case in data.cases] == ["1.2.826.2.1"]
+
+
 def test_two_files_without_identity_are_no_copies(tmp_path: Path) -> None:
     make_dicom(tmp_path)
     path = next((tmp_path / "LCTSC-Train-S1-000").glob("*/*.2/1-1.dcm"))

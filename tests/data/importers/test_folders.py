@@ -103,6 +103,12 @@ def test_pairs_take_the_values_of_their_label_maps(tmp_path: Path) -> None:
     for path in (tmp_path / "labels").iterdir():
         path.rename(path.with_name(f"{path.stem}_seg.nrrd"))
     assert len(import_pairs(tmp_path).cases) == 3
+    # Where the images have the same ending, it is a part of the names.
+    for path in (tmp_path / "images").iterdir():
+        path.rename(path.with_name(f"{path.stem}_seg.nrrd"))
+    assert [case.name for case in import_pairs(tmp_path).cases] == ["p0_seg", "p1_seg", "p2_seg"]
+    for path in (tmp_path / "images").iterdir():
+        path.rename(path.with_name(f"{path.stem.removesuffix('_seg')}.nrrd"))
     (tmp_path / "images" / "p1.nrrd").unlink()
     with pytest.raises(UserError, match="images: no image for p1, which labels holds"):
         import_pairs(tmp_path)

@@ -130,6 +130,20 @@ def test_folds_of_nnunet(tmp_path: Path, place: str) -> None:
         (1, None),
         (None, "test"),
     ]
+    # A copy in the other place says the same; a different one would leave the folds unknown.
+    other = {
+        "nnUNet_raw/D1/splits_final.json": "nnUNet_preprocessed/D1/splits_final.json",
+        "nnUNet_preprocessed/D1/splits_final.json": "nnUNet_raw/D1/splits_final.json",
+    }[place]
+    write_json(tmp_path / other, folds)
+    data = import_nnunet(folder)
+    assert [case.fold for case in data.cases] == [0, 1, 1, None]
+    merged = [item.name for item in data.account.items if item.fate == "merged"]
+    assert merged == [str(tmp_path / "nnUNet_preprocessed/D1/splits_final.json")]
+    write_json(tmp_path / other, folds[::-1])
+    with pytest.raises(UserError, match="hold different folds"):
+        import_nnunet(folder)
+    (tmp_path / other).unlink()
     twice = [
         {"train": ["chest_001"], "val": ["chest_000"]},
         {"train": ["chest_002"], "val": ["chest_000"]},
@@ -428,6 +442,64 @@ def test_the_number_of_images_of_each_case_is_that_of_the_channels(
     with pytest.raises(UserError) as error:
         import_msd(path)
     assert said in str(error.value)
+
+
+def test_a_fold_counts_in_the_training_list_alone(tmp_path: Path) -> None:
+    listed = [{"image": f"{name}.nii.gz", "label": f"{name}_l.nii.gz", "fold": 2} for name in "ab"]
+    content = {
+        "training": listed[:1],
+        "test": listed[1:],
+        "labels": {"1": "a"},
+        "modality": {"0": "CT"},
+    }
+    data = import_msd(write_json(tmp_path / "list.json", content))
+    places = [(case.name, case.split, case.fold) for case in data.cases]
+    assert places == [("a", None, 2), ("b", "test", None)]
+    lines = [(item.name, item.why) for item in data.account.items if item.kind == "key"]
+    assert ("fold of b", "the case is not in the list training") in lines
+    assert "fold of a" not in dict(lines)
+
+
+@pytest.mark.parametrize("key", ["test", "testing"])
+def test_a_stated_number_of_test_cases_is_that_of_their_list(tmp_path: Path, key: str) -> None:
+    content = {
+        "training": [{"image": "a.nii.gz", "label": "b.nii.gz"}],
+        "validation": [{"image": "c.nii.gz", "label": "d.nii.gz"}],
+        key: ["e.nii.gz", "f.nii.gz"],
+        "labels": {"1": "a"},
+        "modality": {"0": "CT"},
+        "numTraining": 1,
+        "numTest": 2,
+    }
+    data = import_msd(write_json(tmp_path / "list.json", content))
+    fates = {item.name: item.fate for item in data.account.items if item.kind == "key"}
+    assert (fates["numTraining"], fates["numTest"]) == ("used", "used")
+
+
+def test_a_scan_is_told_by_its_first_image(tmp_path: Path) -> None:
+    """A further channel, as an atlas, may be that of all; the first may not be listed twice."""
+    listed: list[dict[str, Any]] = [
+        {"image": [f"{name}.nii.gz", "atlas.nii.gz"], "label": f"{name}_l.nii.gz"} for name in "ab"
+    ]
+    content = {"labels": {"1": "a"}, "modality": {"0": "CT", "1": "other"}}
+    path = write_json(tmp_path / "list.json", {"training": listed, **content})
+    assert [case.name for case in import_msd(path).cases] == ["a", "b"]
+    listed[1]["image"] = ["a.nii.gz", "b.nii.gz"]
+    write_json(path, {"training": listed, **content})
+    with pytest.raises(UserError, match=r"a\.nii\.gz is listed twice"):
+        import_msd(path)
+
+
+def test_channels_are_in_the_order_of_their_numbers_also_from_ten_on(tmp_path: Path) -> None:
+    """JSON names them by texts, of which "10" comes before "2"."""
+    modality = {str(number): "MRI" for number in range(11)} | {"10": "CT"}
+    content = {
+        "training": [{"image": "a.nii.gz", "label": "b.nii.gz"}],
+        "labels": {"1": "a"},
+        "modality": dict(reversed(modality.items())),
+    }
+    channels = import_msd(write_json(tmp_path / "list.json", content)).channels
+    assert [channel.modality for channel in channels] == ["mr"] * 10 + ["ct"]
 
 
 def test_a_datalist_without_cases_and_modality_is_refused(tmp_path: Path) -> None:
