@@ -24,9 +24,10 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
-# Largest number of planes of features that a head without refinement predicts at a time. At least
-# half as many are in a part: of less than three, `Conv3d` computes in fp32.
-PART_PLANES = 16
+# Largest number of planes of features that a head without refinement predicts at a time: few, for
+# small blocks of memory are used again (`medseg.memory.heap`). At least half as many are in a part:
+# of less than three, `Conv3d` computes in fp32.
+PART_PLANES = 8
 
 
 class Stem(nn.Module):
