@@ -229,17 +229,17 @@ def _claimable_box(
     reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
     planes_read = crop_grid.box_from(grid, slab).expanded(reach).clipped(crop_grid.shape)
     z = planes_read.slices()[0]
-    tight = _bounds(footprint.rows[z].any(axis=1), footprint.rows[z], footprint.columns[z])
+    tight = _bounds(footprint.rows[z], footprint.columns[z])
     if tight.is_empty:
         return tight
     near = tight.shifted((z.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
     return grid.box_from(crop_grid, near).intersect(slab)
 
 
-def _bounds(has_voxels: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> VoxelBox:
-    """Smallest box around the planes (D), rows (D, H) and columns (D, W) that are true."""
+def _bounds(rows: np.ndarray, columns: np.ndarray) -> VoxelBox:
+    """Smallest box around the rows (D, H) and columns (D, W) of planes that are true."""
     starts, stops = [], []
-    for is_true in (has_voxels, rows.any(axis=0), columns.any(axis=0)):
+    for is_true in (rows.any(axis=1), rows.any(axis=0), columns.any(axis=0)):
         places = np.flatnonzero(is_true)
         if not len(places):
             return NO_VOXELS
