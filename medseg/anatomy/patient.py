@@ -42,9 +42,11 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
             sides = ConvexHull(outline * (y_mm, x_mm)).equations
         except QhullError:  # a single line of voxels
             continue
-        distance_mm = (sides[:, :2] @ points_mm + sides[:, 2:]).max(axis=0)
+        distances_mm = sides[:, :2] @ points_mm
+        distances_mm += sides[:, 2:]
         # The erosion has made the patient smaller, and a voxel reaches beyond its centre.
-        is_beyond[z] = (distance_mm > EROSION_MM + max(y_mm, x_mm)).reshape(is_beyond.shape[1:])
+        is_outside = distances_mm.max(axis=0) > EROSION_MM + max(y_mm, x_mm)
+        is_beyond[z] = is_outside.reshape(is_beyond.shape[1:])
     # Back to all voxels: each takes the value of the nearest one that was read.
     nearest = []
     for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True):

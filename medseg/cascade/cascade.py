@@ -33,7 +33,7 @@ from medseg.inference.tiles import TilingPlan
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
 from medseg.memory.profile import timed_step
-from medseg.preprocess.crop import erase_outside, probability_channel, resample_crop
+from medseg.preprocess.crop import erase_outside_, probability_channel, resample_crop
 from medseg.preprocess.intensity import Intensity, normalise_
 from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
@@ -584,8 +584,8 @@ def _input_image(
         channel = resample_crop(
             image, grid, lattice, crop, outside, stage.resampling, limits=limits
         )
-        channel = normalise_(erase_outside(channel, crop, outside), intensities[number])
-        result[number] = channel.flip(flipped)
+        channel = normalise_(erase_outside_(channel, crop, outside), intensities[number])
+        _copy_flipped(result[number], channel, flipped)
         del channel  # before the next one is made
     if stage.has_coarse_channel:
         assert localisation is not None, "it has the probabilities"
@@ -594,5 +594,14 @@ def _input_image(
         # The sum over the labels of the region, resampled to its crop, is the last channel.
         values = stage.task.region_values(region)
         coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
-        result[-1] = coarse.flip(flipped)
+        _copy_flipped(result[-1], coarse, flipped)
     return result
+
+
+def _copy_flipped(target: Tensor, source: Tensor, axes: list[int]) -> None:
+    """Copy an image (D, H, W) into another, reversed along axes of its planes.
+
+    Plane by plane: the reversed copy of a plane stays in the cache of the processor.
+    """
+    for target_plane, source_plane in zip(target, source, strict=True):
+        target_plane.copy_(source_plane.flip(axes))

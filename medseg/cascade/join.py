@@ -1,7 +1,8 @@
 """Join: crops of all regions resampled back, merged on the scan's own grid and cleaned."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ RegionResult = tuple[Region, Tensor, VoxelGrid]
 # at a time. Arrays of 4 MiB and more leave the cache of the processor, and the system clears their
 # memory anew each time (`medseg.memory.heap`).
 SLAB_VOXELS = 3 * 2**18
+NO_VOXELS = VoxelBox((0, 0, 0), (0, 0, 0))
 
 
 def join(
@@ -99,17 +101,23 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
         Label map (D, H, W), uint8, not cleaned.
     """
     labels = new_array(grid.shape, np.uint8)
-    boxes = [_claimable_box(probs, crop_grid, grid) for _, probs, crop_grid in regions]
+    footprints = [_footprint(probs) for _, probs, _ in regions]
+    full = VoxelBox.full(grid.shape)
+    boxes = []
+    for footprint, (_, _, crop_grid) in zip(footprints, regions, strict=True):
+        boxes.append(_claimable_box(footprint, crop_grid, grid, full))
     # All regions in one slab, then the next slab: `best` is no second volume.
-    for slab in _slabs(grid.shape):
+    for slab in _slabs(_hull(boxes)):
         # Probability of the label that each voxel has so far.
         best = np.zeros(slab.shape, dtype=np.float32)
-        for (region, probs, crop_grid), box in zip(regions, boxes, strict=True):
-            part = box.intersect(slab)
+        for (region, probs, crop_grid), footprint in zip(regions, footprints, strict=True):
+            # Smaller than that of the region: an organ is thin at its ends.
+            part = _claimable_box(footprint, crop_grid, grid, slab)
             if part.is_empty:
                 continue
             # `best` begins at the slab, `labels` at the scan.
-            in_slab = part.shifted((-slab.start[0], 0, 0))
+            z, y, x = slab.start
+            in_slab = part.shifted((-z, -y, -x))
             _claim(
                 labels[part.slices()],
                 best[in_slab.slices()],
@@ -137,10 +145,7 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     for share, crop_grid in shares:
         box = _native_box(crop_grid, grid)
         # By slabs: the resampled crop in float32 would take four times the memory of the result.
-        for slab in _slabs(grid.shape):
-            part = box.intersect(slab)
-            if part.is_empty:
-                continue
+        for part in _slabs(box):
             values = resample_image(share, crop_grid, grid.crop(part), outside=0.0)
             rounded = values.mul_(100.0).round_().to(torch.uint8).numpy()
             view = percent[part.slices()]
@@ -178,38 +183,91 @@ def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
     return grid.box_from(crop_grid, VoxelBox.full(crop_grid.shape)).clipped(grid.shape)
 
 
-def _claimable_box(probs: Tensor, crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
-    """Voxels of the native grid to which a region may give a label.
+class _Footprint(NamedTuple):
+    """Where the probabilities of a region in its crop may be enough for a label.
+
+    Attributes:
+        rows: Whether a plane has such a voxel in a row, (D, H).
+        columns: Whether it has one in a column, (D, W).
+    """
+
+    rows: np.ndarray
+    columns: np.ndarray
+
+
+def _footprint(probs: Tensor) -> _Footprint:
+    """Find where the probabilities (L, D, H, W) of a region may be enough for a label.
 
     A label wins over the background only with more than 1 / (L + 1), as the background has what the
     L labels leave of one, and the filter makes no probability larger than those that it reads.
-
-    Args:
-        probs: Probabilities (L, D, H, W) of its labels.
-        crop_grid: Grid of its crop.
-        grid: Oriented native grid.
     """
     # Half of that, far beyond any rounding.
     least = 0.5 / (len(probs) + 1)
-    footprint = np.zeros(crop_grid.shape, dtype=bool)
+    _, depth, height, width = probs.shape
+    rows = np.zeros((depth, height), dtype=bool)
+    columns = np.zeros((depth, width), dtype=bool)
     for prob in probs:
-        for plane, plane_prob in zip(footprint, prob, strict=True):
-            plane |= (plane_prob > least).numpy()
-    tight = VoxelBox.from_mask(footprint)
-    if tight is None:
-        return VoxelBox((0, 0, 0), (0, 0, 0))
+        for z, plane in enumerate(prob):
+            is_enough = (plane > least).numpy()
+            rows[z] |= is_enough.any(axis=1)
+            columns[z] |= is_enough.any(axis=0)
+    return _Footprint(rows, columns)
+
+
+def _claimable_box(
+    footprint: _Footprint, crop_grid: VoxelGrid, grid: VoxelGrid, slab: VoxelBox
+) -> VoxelBox:
+    """Voxels in a slab of the native grid to which a region may give a label.
+
+    Args:
+        footprint: Where it may in its crop.
+        crop_grid: Grid of the crop.
+        grid: Oriented native grid.
+        slab: Planes of the native grid.
+    """
     # The filter reaches one voxel of the crop, or one of a coarser native grid.
     reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
-    near = tight.expanded(reach).clipped(crop_grid.shape)
-    return grid.box_from(crop_grid, near).clipped(grid.shape)
+    planes_read = crop_grid.box_from(grid, slab).expanded(reach).clipped(crop_grid.shape)
+    z = planes_read.slices()[0]
+    tight = _bounds(footprint.rows[z], footprint.columns[z])
+    if tight.is_empty:
+        return tight
+    near = tight.shifted((z.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
+    return grid.box_from(crop_grid, near).intersect(slab)
 
 
-def _slabs(shape: tuple[int, int, int]) -> Iterator[VoxelBox]:
-    """Split a volume along z into slabs of about `SLAB_VOXELS`."""
-    depth, height, width = shape
+def _bounds(rows: np.ndarray, columns: np.ndarray) -> VoxelBox:
+    """Smallest box around the rows (D, H) and columns (D, W) of planes that are true."""
+    starts, stops = [], []
+    for is_true in (rows.any(axis=1), rows.any(axis=0), columns.any(axis=0)):
+        places = np.flatnonzero(is_true)
+        if not len(places):
+            return NO_VOXELS
+        starts.append(int(places[0]))
+        stops.append(int(places[-1]) + 1)
+    return VoxelBox.of(starts, stops)
+
+
+def _hull(boxes: Sequence[VoxelBox]) -> VoxelBox:
+    """Smallest box around several; the empty ones do not count."""
+    filled = [box for box in boxes if not box.is_empty]
+    if not filled:
+        return NO_VOXELS
+    starts = np.min([box.start for box in filled], axis=0)
+    stops = np.max([box.stop for box in filled], axis=0)
+    return VoxelBox.of(starts, stops)
+
+
+def _slabs(box: VoxelBox) -> Iterator[VoxelBox]:
+    """Split a box along z into slabs of about `SLAB_VOXELS`."""
+    if box.is_empty:
+        return
+    _, height, width = box.shape
+    (first, y_start, x_start), (last, y_stop, x_stop) = box.start, box.stop
     planes = max(1, SLAB_VOXELS // (height * width))
-    for start in range(0, depth, planes):
-        yield VoxelBox((start, 0, 0), (min(start + planes, depth), height, width))
+    for start in range(first, last, planes):
+        stop = min(start + planes, last)
+        yield VoxelBox((start, y_start, x_start), (stop, y_stop, x_stop))
 
 
 def _claim(

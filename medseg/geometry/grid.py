@@ -377,7 +377,11 @@ class VoxelGrid:
         Raises:
             ValueError: If the axes differ.
         """
-        if not np.allclose(self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE):
+        # Most grids are made of one another: `allclose` takes a tenth of a millisecond.
+        has_same_axes = self.direction == other.direction or np.allclose(
+            self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE
+        )
+        if not has_same_axes:
             raise ValueError("the two grids do not have the same axes")
         # Where this grid's voxel (0, 0, 0) lies on the other one.
         offsets = other.world_to_index_zyx(self.origin_xyz_mm)

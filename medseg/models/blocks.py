@@ -6,6 +6,8 @@ needs nothing that is overwritten. Each unit therefore saves two tensors for the
 input of its convolution and the input of its norm.
 """
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -284,6 +286,8 @@ def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     batch, channels = image.shape[:2]
     a, b, c = cell
     depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
+    if _moves_pairs(image, cell):
+        return _cells_of_pairs(image, cell)
     # Split each axis into (cell, position in the cell), then move the three positions behind the
     # channels.
     cells = image.reshape(batch, channels, depth, a, height, b, width, c)
@@ -297,8 +301,47 @@ def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     batch, channels, depth, height, width = features.shape
     a, b, c = cell
     channels //= a * b * c
+    if _moves_pairs(features, cell):
+        return _voxels_of_pairs(features, cell)
     # Move each position in the cell behind its axis, then join the two.
     cells = features.reshape(batch, channels, a, b, c, depth, height, width)
     return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(
         batch, channels, depth * a, height * b, width * c
     )
+
+
+def _moves_pairs(values: Tensor, cell: Shape) -> bool:
+    """Whether two voxels along x may move as one number of four bytes, twice as fast.
+
+    They may in half precision on a CPU, where no gradient and no graph is needed.
+    """
+    is_plain = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    return is_plain and values.device.type == "cpu" and values.itemsize == 2 and cell[2] == 2
+
+
+def _cells_of_pairs(image: Tensor, cell: Shape) -> Tensor:
+    """Do `space_to_depth` in pairs; the result has the channels-last layout of convolutions."""
+    batch, channels = image.shape[:2]
+    a, b, c = cell
+    depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
+    cells = image.new_empty((batch, depth, height, width, channels * a * b * c))
+    targets = cells.view(torch.int32).unflatten(-1, (channels, a, b))
+    pairs = image.contiguous().view(torch.int32)
+    sources = pairs.view(batch, channels, depth, a, height, b, width)
+    for channel, z, y in itertools.product(range(channels), range(a), range(b)):
+        targets[..., channel, z, y] = sources[:, channel, :, z, :, y]
+    return cells.movedim(-1, 1)
+
+
+def _voxels_of_pairs(features: Tensor, cell: Shape) -> Tensor:
+    """Do `depth_to_space` in pairs."""
+    a, b, c = cell
+    batch, _, depth, height, width = features.shape
+    channels = features.shape[1] // (a * b * c)
+    voxels = features.new_empty((batch, channels, depth * a, height * b, width * c))
+    targets = voxels.view(torch.int32).view(batch, channels, depth, a, height, b, width)
+    pairs = features.movedim(1, -1).contiguous().view(torch.int32)
+    sources = pairs.unflatten(-1, (channels, a, b))
+    for channel, z, y in itertools.product(range(channels), range(a), range(b)):
+        targets[:, channel, :, z, :, y] = sources[..., channel, z, y]
+    return voxels

@@ -24,9 +24,10 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
-# Largest number of planes of features that a head without refinement predicts at a time. Equal
-# parts of more than 16 planes have at least 8 each; on fewer than 3, `Conv3d` computes in fp32.
-PART_PLANES = 16
+# Largest number of planes of features that a head without refinement predicts at a time: few, for
+# small blocks of memory are used again (`medseg.memory.heap`). Equal parts of more than 8 planes
+# have at least 4 each; on fewer than 3, `Conv3d` computes in fp32.
+PART_PLANES = 8
 
 
 class Stem(nn.Module):

@@ -156,17 +156,36 @@ def resample_crop(
 def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
     """Set the voxels of a crop (D, H, W) beyond its content to one value.
 
-    An image whose crop has no content box is returned as it is.
+    An image whose crop has no content box, or nothing beyond it, is returned as it is.
     """
-    if crop.content is None:
+    if crop.content is None or crop.content.contains(crop.box):
         return image
-    seen = crop.content.intersect(crop.box)
-    # In voxels of the crop, which begins at 0.
-    z, y, x = crop.box.start
-    in_crop = seen.shifted((-z, -y, -x)).slices()
+    in_crop = _content_slices(crop, crop.content)
     erased = image.new_full(image.shape, outside)
     erased[in_crop] = image[in_crop]
     return erased
+
+
+def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
+    """Do the same in place, without a second crop in memory; returns the image."""
+    if crop.content is None or crop.content.contains(crop.box):
+        return image
+    z, y, x = _content_slices(crop, crop.content)
+    image[: z.start] = outside
+    image[z.stop :] = outside
+    planes = image[z]
+    planes[:, : y.start] = outside
+    planes[:, y.stop :] = outside
+    rows = planes[:, y]
+    rows[:, :, : x.start] = outside
+    rows[:, :, x.stop :] = outside
+    return image
+
+
+def _content_slices(crop: Crop, content: VoxelBox) -> tuple[slice, slice, slice]:
+    """Slices of the content of a crop, in voxels of the crop, which begins at 0."""
+    z, y, x = crop.box.start
+    return content.intersect(crop.box).shifted((-z, -y, -x)).slices()
 
 
 def probability_channel(
@@ -189,7 +208,7 @@ def probability_channel(
     planes = probs[list(values)]
     total = torch.as_tensor(planes).to(torch.float32).sum(0)
     part = resample_image(total, grid, crop.grid, 0.0, slices_go_on=True)
-    return erase_outside(part, crop, 0.0).mul_(2.0).sub_(1.0)
+    return erase_outside_(part, crop, 0.0).mul_(2.0).sub_(1.0)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:

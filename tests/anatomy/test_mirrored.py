@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from medseg.anatomy.mirrored.cues import MirrorEvidence, mirror_evidence
+from medseg.anatomy.mirrored.cues import MirrorEvidence, mirror_evidence, tissue_below
 from medseg.data.audit.labels import audit_labels
 from medseg.findings import Severity
 from medseg.geometry.grid import VoxelGrid
@@ -124,3 +124,16 @@ def test_the_liver_and_the_sum_decide(
     evidence = MirrorEvidence(cues)
     assert evidence.is_mirrored == is_mirrored
     assert evidence.is_confirmed == is_confirmed
+
+
+@pytest.mark.parametrize("z_mm", [0.7, 2.5, 5.0, 70.0])
+def test_what_lies_below_a_lung_is_measured_from_its_lowest_voxel(z_mm: float) -> None:
+    rng = np.random.default_rng(3)
+    lung = rng.random((40, 6, 7)) < 0.05
+    columns = rng.random((6, 7)) < 0.7
+    expected = np.zeros(lung.shape, dtype=bool)
+    for y, x in np.argwhere(columns & lung.any(axis=0)):
+        lowest = np.flatnonzero(lung[:, y, x])[0]
+        for z in range(lowest):
+            expected[z, y, x] = 8.0 < (lowest - z) * z_mm <= 60.0
+    np.testing.assert_array_equal(tissue_below(lung, columns, z_mm), expected)

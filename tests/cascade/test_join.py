@@ -86,6 +86,33 @@ def test_the_background_is_what_all_labels_of_the_region_leave_of_one(
     assert (result[box.slices()] == label).all()
 
 
+@pytest.mark.parametrize("spacing_mm", [(1.0, 0.7, 0.8), (3.0, 2.5, 1.7)])
+@pytest.mark.parametrize("slab_voxels", [1, 4000, 10**9])
+def test_the_boxes_of_slabs_leave_no_voxel_out(
+    spacing_mm: tuple[float, float, float], slab_voxels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(7)
+    crops = []
+    for region, start in zip(LOBES.regions, ((1, 2, 20), (-3, 8, 1)), strict=True):
+        num_labels = len(region.labels)
+        probs = np.zeros((num_labels, 16, 18, 24), dtype=np.float32)
+        # Thin at one end, with a small part far away, and up to the edge of the crop.
+        for z in range(12):
+            probs[:, z, 4 : 6 + z, : 2 + 2 * z] = 0.1 * rng.random((num_labels, z + 2, 2 + 2 * z))
+            for x in range(2 + 2 * z):
+                probs[x // 6 % num_labels, z, 4 : 6 + z, x] += 0.6
+        probs[0, 13:15, 16, 21:] = 0.9
+        crop_grid = GRID.crop(VoxelBox.of(start, np.add(start, (16, 18, 24))))
+        crops.append((region, torch.from_numpy(probs), crop_grid))
+    target = GRID.resampled(spacing_mm)
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "_claimable_box", lambda *arguments: arguments[-1])
+        expected = merge(crops, target, LOBES)
+    assert len(np.unique(expected)) == 6
+    monkeypatch.setattr(joining, "SLAB_VOXELS", slab_voxels)
+    np.testing.assert_array_equal(merge(crops, target, LOBES), expected)
+
+
 def test_nothing_to_join_is_empty() -> None:
     labels = join([], GRID, LOBES)
     assert labels.shape == GRID.shape

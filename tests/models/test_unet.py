@@ -177,6 +177,22 @@ def test_cells_go_to_channels_and_back() -> None:
     assert torch.equal(cells[1, 8:16, 1, 2, 3], voxels[1, 1, 2:4, 4:6, 6:8].flatten())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cell", [(2, 2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1)])
+def test_pairs_of_voxels_move_like_single_ones(
+    cell: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    voxels = torch.randn(2, 3, 8, 12, 16).to(dtype)
+    inner = voxels[:, :, 2:6, 2:10, 2:10]
+    cells, inner_cells = space_to_depth(voxels, cell), space_to_depth(inner, cell)
+    with torch.inference_mode():
+        paired = space_to_depth(voxels, cell)
+        assert torch.equal(paired, cells)
+        assert torch.equal(space_to_depth(inner, cell), inner_cells)
+        assert torch.equal(depth_to_space(paired, cell), voxels)
+        assert torch.equal(depth_to_space(cells.contiguous(), cell), voxels)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_instance_norm_is_torchs(batch: int) -> None:
     features = torch.randn(batch, 4, 5, 6, 7, dtype=torch.float64) * 3 + 2

@@ -8,7 +8,14 @@ import torch
 
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
-from medseg.preprocess.crop import body_box, crop_padded, pad_at_end, resample_crop
+from medseg.preprocess.crop import (
+    body_box,
+    crop_padded,
+    erase_outside,
+    erase_outside_,
+    pad_at_end,
+    resample_crop,
+)
 from medseg.preprocess.resample import resample_image
 
 
@@ -29,6 +36,27 @@ def test_crop_agrees_with_padding(box: VoxelBox) -> None:
     crop = crop_padded(volume, box, -1)
     assert crop.dtype == volume.dtype
     np.testing.assert_array_equal(crop, padded[box.shifted((30, 30, 30)).slices()])
+
+
+@pytest.mark.parametrize("content", [*random_boxes((7, 9, 11), 40), None])
+def test_what_lies_beyond_the_content_is_erased_in_place_and_in_a_copy(
+    content: VoxelBox | None,
+) -> None:
+    box = VoxelBox((-2, 1, 3), (5, 9, 12))
+    image = torch.rand(box.shape)
+    is_content = np.zeros((30, 30, 30), dtype=bool)
+    if content is None:
+        is_content[:] = True
+    else:
+        is_content[content.shifted((10, 10, 10)).slices()] = True
+    expected = image.clone()
+    expected[~torch.from_numpy(is_content[box.shifted((10, 10, 10)).slices()])] = -7.0
+    crop = Crop(VoxelGrid((7, 9, 11), (1.0, 1.0, 1.0)), box, content)
+    before = image.clone()
+    assert torch.equal(erase_outside(image, crop, -7.0), expected)
+    assert torch.equal(image, before)
+    assert erase_outside_(image, crop, -7.0) is image
+    assert torch.equal(image, expected)
 
 
 @pytest.mark.parametrize("lead", [(), (1,), (2, 1)])

@@ -280,8 +280,14 @@ def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> n
 def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
     """Mask (D, H, W) of what lies at some depth below a lung, in some of its columns."""
     near_mm, far_mm = BELOW_LUNG_MM
-    depth_mm = (lung.argmax(axis=0) - np.arange(len(lung))[:, None, None]) * z_mm
-    return np.asarray(columns & (depth_mm > near_mm) & (depth_mm <= far_mm))
+    depths_mm = np.arange(len(lung)) * z_mm
+    # In slices below the lung, in two bytes a voxel.
+    slices = np.flatnonzero((depths_mm > near_mm) & (depths_mm <= far_mm))
+    if not len(slices):
+        return np.zeros(lung.shape, dtype=bool)
+    z = np.arange(len(lung), dtype=np.int16)[:, None, None]
+    depth = lung.argmax(axis=0).astype(np.int16) - z
+    return np.asarray(columns & (depth >= slices[0]) & (depth <= slices[-1]))
 
 
 def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
