@@ -65,12 +65,14 @@ def test_probabilities_and_values_lie_where_the_labels_of_the_scan_do(
         return []
 
     monkeypatch.setattr(localisation, "remove_impossible", watch)
-    coarse = stage(CoarseOracle(), "coarse")
+    coarse = stage(CoarseOracle(), "coarse", rule=GridRule(is_cube=True))
     found = localise([image_hu], grid, coarse, keep_probs=True)
     assert found.crop_grid is not None
     assert found.probs is not None
     assert found.probs_grid is not None
-    assert found.crop_grid.shape[0] < found.grid.shape[0] < found.crop_grid.shape[1]
+    assert found.grid.shape == (62, 41, 52)
+    assert found.crop_grid.shape == (52, 52, 52)
+    assert found.probs_grid.shape == (52, 41, 52)
     ((labels, values_hu),) = seen
     assert labels.shape == values_hu.shape
     assert values_hu[labels > 0].min() > -700
