@@ -30,7 +30,9 @@ from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage
 from medseg.errors import UserError
-from medseg.inference.segmentation import Segmentation
+from medseg.geometry.grid import VoxelBox
+from medseg.inference.options import InferenceOptions
+from medseg.inference.segmentation import RegionBox, Segmentation
 from medseg.io import scratch
 from medseg.io.scratch import scratch_above
 from medseg.io.volume import Volume
@@ -317,6 +319,45 @@ def test_two_stages_of_one_calibration_give_a_lower_bound_on_dice() -> None:
     assert result.dice_at_least["right_lung"].value <= dice(result.labels == 2, target == 2)
     for others in ((bound, None), (None, None), (bound, DiceBound(0.4, 0.9, 20))):
         assert segment(*others).dice_at_least == {}
+
+
+@pytest.mark.parametrize("averaged", ["coarse", "fine"])
+def test_an_average_in_either_stage_has_no_bound_on_dice(averaged: str) -> None:
+    """The bound was calibrated on single networks."""
+    bound = DiceBound(0.5, 0.9, 20)
+    stages = {}
+    for name, network in (("coarse", CoarseOracle()), ("fine", FineOracle())):
+        others = (network,) if name == averaged else ()
+        stages[name] = stage(network, name, dice_bound=bound, others=others)
+    assert Cascade(stages["coarse"], stages["fine"]).dice_bound is None
+    flipped = InferenceOptions(tta=True)
+    single = {name: replace(one, others=()) for name, one in stages.items()}
+    assert Cascade(single["coarse"], single["fine"]).dice_bound == bound
+    assert Cascade(single["coarse"], single["fine"], flipped).dice_bound is None
+
+
+def test_a_region_of_which_one_label_is_found_has_a_bound_and_one_without_a_crop_none() -> None:
+    lobes = Task(
+        "lobes",
+        {"upper": 1, "lower": 2, "other": 3, "rest": 4, "gone": 5, "lost": 6},
+        (
+            Region("left", ("upper", "lower")),
+            Region("right", ("other", "rest")),
+            Region("third", ("gone", "lost")),
+        ),
+        TASK.channels,
+    )
+    bound = DiceBound(0.5, 0.9, 20)
+    cascade = Cascade(
+        stage(CoarseOracle(), "coarse", lobes, dice_bound=bound),
+        stage(FineOracle(), "fine", lobes, dice_bound=bound),
+    )
+    result = Segmentation(np.empty(0), volumes_ml=dict.fromkeys(lobes.labels, 0.0))
+    result.volumes_ml |= {"lower": 5.0, "other": 7.0, "rest": 1.0}
+    crop = RegionBox(VoxelBox((0, 0, 0), (1, 1, 1)), GRID)
+    result.boxes = {"left": crop, "third": crop}
+    result.agreements = {"left": 0.9, "right": 0.8, "third": 0.7}
+    assert cascade._stated_bounds(result) == {"left": bound.stated(0.9)}
 
 
 def test_an_empty_region_has_no_bound_on_dice() -> None:

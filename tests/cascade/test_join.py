@@ -12,6 +12,7 @@ from medseg.cascade.join import join, merge, paste_percent
 from medseg.cascade.localise import Localisation
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import crop_padded
+from medseg.preprocess.resample import resample_image
 from medseg.task import Channel, Region, Task
 
 LOBES = Task(
@@ -74,8 +75,54 @@ def test_the_more_probable_region_wins_in_any_order() -> None:
         np.testing.assert_array_equal(merge(regions, GRID, LOBES), expected)
 
 
+def test_of_regions_that_claim_a_voxel_alike_the_earlier_one_wins() -> None:
+    box = VoxelBox((2, 2, 2), (10, 10, 10))
+    claims = []
+    for region in LOBES.regions:
+        probs = torch.zeros(len(region.labels), 8, 8, 8)
+        probs[-1] = 0.75
+        claims.append((region, probs, GRID.crop(box)))
+    assert (merge(claims, GRID, LOBES)[box.slices()] == 2).all()
+    assert (merge(claims[::-1], GRID, LOBES)[box.slices()] == 5).all()
+
+
+@pytest.mark.parametrize("fine_mm", [(8.0, 7.0, 7.5), (4.0, 2.5, 3.0), (1.0, 0.5, 0.6)])
+def test_no_voxel_is_missed_at_the_border_of_what_a_region_may_claim(
+    fine_mm: tuple[float, float, float],
+) -> None:
+    """Against probabilities that are resampled as a whole, around a block of two labels."""
+    fine = GRID.resampled(fine_mm)
+    box = VoxelBox.full(fine.shape)
+    region = LOBES.regions[0]
+    generator = torch.Generator().manual_seed(1)
+    probs = torch.full((2, *box.shape), 0.16)  # never more than the background
+    middle = [slice(max(1, size // 4), -max(1, size // 4)) for size in box.shape]
+    is_first = torch.rand(box.shape, generator=generator) < 0.5
+    sure = torch.where(is_first, 0.95, 0.05)
+    probs[:, *middle] = torch.stack([sure, 1 - sure])[:, *middle]
+    first, second = (
+        resample_image(prob, fine.crop(box), GRID, outside=0.0).numpy() for prob in probs
+    )
+    largest = np.maximum(first, second)
+    is_claimed = largest > 1 - first - second + 1e-6
+    is_clear = np.abs(largest - (1 - first - second)) > 1e-5
+    is_clear &= np.abs(first - second) > 1e-5
+    expected = np.where(is_claimed, np.where(first > second, 1, 2), 0)
+    result = merge([(region, probs, fine.crop(box))], GRID, LOBES)
+    assert (expected > 0).sum() > 20
+    np.testing.assert_array_equal(result[is_clear], expected[is_clear])
+
+
 @pytest.mark.parametrize(
-    ("probs", "label"), [((0.35, 0.25, 0.0), 0), ((0.45, 0.4, 0.0), 3), ((0.3, 0.35, 0.3), 4)]
+    ("probs", "label"),
+    [
+        ((0.35, 0.25, 0.0), 0),
+        ((0.45, 0.4, 0.0), 3),
+        ((0.3, 0.35, 0.3), 4),
+        ((0.25, 0.25, 0.25), 0),  # as probable as the background
+        ((0.375, 0.375, 0.125), 3),  # the first of equal labels
+        ((0.125, 0.375, 0.375), 4),
+    ],
 )
 def test_the_background_is_what_all_labels_of_the_region_leave_of_one(
     probs: tuple[float, ...], label: int
@@ -174,6 +221,30 @@ def test_a_component_of_which_the_coarse_stage_saw_nothing_is_removed() -> None:
         kept = join(results, GRID, LOBES, localisation=Localisation(coarse, coarse_grid, {}, []))
         assert kept[seen].all() == (values[0] in LOBES.region_values(LOBES.regions[0]))
         assert not kept[unseen].any()
+
+
+@pytest.mark.parametrize(("num_voxels", "is_told"), [(4999, False), (5000, True)])
+def test_a_part_of_five_millilitres_that_is_removed_is_told(num_voxels: int, is_told: bool) -> None:
+    """Voxels of 1 mm³; the stages agree on a larger part beside it."""
+    grid = VoxelGrid((30, 30, 30), (1.0, 1.0, 1.0))
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    labels[:12] = 1
+    coarse = labels.copy()
+    labels[20:].flat[:num_voxels] = 1
+    said: list[str] = []
+    result = join(
+        [(LOBES.regions[0], one_hot(labels, (1, 2)), grid)],
+        grid,
+        LOBES,
+        localisation=Localisation(coarse, grid, {}, []),
+        warnings=said,
+    )
+    np.testing.assert_array_equal(result, coarse)
+    sentence = (
+        "5 ml that the fine stage called left_upper were removed: they are apart from what the "
+        "coarse stage marks"
+    )
+    assert said == [sentence] * is_told
 
 
 def test_a_fine_ball_returns_to_an_anisotropic_grid() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import hydra
 import pytest
 import torch
+from oracle import CoarseOracle
+from oracle import stage as oracle_stage
 
 from medseg.cascade import load as stages
 from medseg.cascade.bound import DiceBound
@@ -174,10 +176,54 @@ def test_the_backend_is_measured_only_where_the_processor_lacks_the_precision_of
         )
 
 
+@pytest.mark.parametrize("bytes_per_voxel", [(3.0, 8.0, 5.0), (8.0, 3.0, 5.0)])
+def test_an_average_needs_the_memory_of_its_largest_network_and_of_all_backends(
+    bytes_per_voxel: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[float] = []
+    backends = [4, 7, 2]
+
+    def load(path: Path, *arguments: Any) -> Any:
+        rooms.append(arguments[-1])
+        number = int(path.name)
+        return oracle_stage(
+            CoarseOracle(),
+            "coarse",
+            bytes_per_voxel=bytes_per_voxel[number],
+            backend_bytes=backends[number],
+            checkpoints={path.name: f"sum {number}"},
+        )
+
+    monkeypatch.setattr(stages, "load_stage", load)
+    paths = [Path(str(number)) for number in range(3)]
+    loaded = load_stages(paths, "coarse", CPU, backend_room_bytes=20.0)
+    assert rooms == [20.0, 16.0, 9.0]
+    assert (loaded.bytes_per_voxel, loaded.backend_bytes) == (8.0, 13)
+    assert len(loaded.networks) == 3
+    assert loaded.checkpoints == {"0": "sum 0", "1": "sum 1", "2": "sum 2"}
+
+
+def test_convolutions_and_linear_layers_alone_are_stored_in_half_precision() -> None:
+    parts = {
+        "convolution": torch.nn.Conv3d(2, 3, 1),
+        "transposed": torch.nn.ConvTranspose3d(3, 2, 2),
+        "linear": torch.nn.Linear(4, 5),
+        "norm": torch.nn.BatchNorm3d(3),
+    }
+    trained = oracle_stage(torch.nn.ModuleDict(parts), "fine", precision="bf16")
+    stages._store_half(trained)
+    kinds = {name: {weight.dtype for weight in part.parameters()} for name, part in parts.items()}
+    half, full = {torch.bfloat16}, {torch.float32}
+    assert kinds == {"convolution": half, "transposed": half, "linear": half, "norm": full}
+
+
 def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
     stage = load_stages([shipped_weights("lungs", "coarse")], "coarse", CPU)
     assert stage.task.volume_ml == make_task(compose().task).volume_ml
     assert set(stage.task.volume_ml) == set(stage.task.codes) == {"left_lung", "right_lung"}
+    known = make_task(compose().task)
+    own = replace(known, volume_ml={"left_lung": (1.0, 2.0)}, codes={}, colours={})
+    assert with_known_labels(own) == replace(known, volume_ml={"left_lung": (1.0, 2.0)})
     other = replace(stage.task, labels={"lung": 1}, regions=(), volume_ml={}, codes={})
     assert with_known_labels(other) == other
     assert with_known_labels(replace(other, name="../lungs")).volume_ml == {}

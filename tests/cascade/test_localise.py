@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracle import OBLIQUE, TASK, CoarseOracle, stage
+from oracle import OBLIQUE, TASK, CoarseOracle, scan, stage
 
 from medseg.anatomy.impossible import remove_impossible
 from medseg.anatomy.sides import lone_side_warnings
+from medseg.cascade import localise as localisation
 from medseg.cascade.localise import Localisation, localise, locate_regions
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import GridRule, region_crop
@@ -34,6 +35,56 @@ def test_plausible_regions_give_tight_boxes_and_no_warning() -> None:
         "left_lung": VoxelBox((10, 20, 55), (30, 40, 75)),
         "right_lung": VoxelBox((10, 20, 15), (30, 40, 35)),
     }
+
+
+@pytest.mark.parametrize(("num_missing", "is_found"), [(0, True), (1, False)])
+def test_a_region_of_five_millilitres_is_found_and_a_smaller_one_is_absent(
+    num_missing: int, is_found: bool
+) -> None:
+    grid = VoxelGrid((30, 30, 30), (1.0, 1.0, 1.0))
+    labels = np.zeros(grid.shape, dtype=np.uint8)
+    labels[5:15, 5:25, 2:27] = 1
+    labels[14, 24, 26 - num_missing + 1 : 27] = 0
+    found = locate_regions(labels, grid, TASK)
+    assert found.boxes.keys() == ({"left_lung"} if is_found else set())
+    assert found.labels.any() == is_found
+
+
+def test_probabilities_and_values_lie_where_the_labels_of_the_scan_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The crop of the network is larger than the scan along some axes, and smaller along others."""
+    volume, _ = scan()
+    image_hu = np.full((40, *volume.array.shape[1:]), -1000, dtype=np.int16)
+    image_hu[8:34] = volume.array
+    grid = VoxelGrid(image_hu.shape, volume.grid.spacing_mm)
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def watch(labels: np.ndarray, values_hu: np.ndarray, *_: object) -> list[str]:
+        seen.append((labels.copy(), values_hu))
+        return []
+
+    monkeypatch.setattr(localisation, "remove_impossible", watch)
+    coarse = stage(CoarseOracle(), "coarse", rule=GridRule(is_cube=True))
+    found = localise([image_hu], grid, coarse, keep_probs=True)
+    assert found.crop_grid is not None
+    assert found.probs is not None
+    assert found.probs_grid is not None
+    assert found.grid.shape == (62, 41, 52)
+    assert found.crop_grid.shape == (52, 52, 52)
+    assert found.probs_grid.shape == (52, 41, 52)
+    ((labels, values_hu),) = seen
+    assert labels.shape == values_hu.shape
+    assert values_hu[labels > 0].min() > -700
+    assert values_hu[labels == 0].max() < -300
+    assert found.probs.shape[1:] == found.probs_grid.shape
+    first = np.rint(found.grid.world_to_index_zyx(found.probs_grid.origin_xyz_mm)).astype(int)
+    at = tuple(
+        slice(start, start + size)
+        for start, size in zip(first, found.probs_grid.shape, strict=True)
+    )
+    assert np.array_equal(found.probs.argmax(0).numpy(), found.labels[at])
+    assert np.count_nonzero(found.labels) == np.count_nonzero(found.labels[at]) > 0
 
 
 def test_a_resampled_scan_is_seen_at_the_spacing_that_it_had() -> None:

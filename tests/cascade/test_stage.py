@@ -18,6 +18,7 @@ from medseg.cascade.cascade import Cascade
 from medseg.cascade.stage import TrainedStage, flips
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.geometry.grid_rule import GridRule
 from medseg.inference.options import InferenceOptions
 from medseg.inference.tiles import TilingPlan
 from medseg.models.stage_network import StageNetwork
@@ -578,3 +579,62 @@ def test_a_rounded_image_gives_the_probabilities_of_the_image(
     monkeypatch.setattr(TrainedStage, "image_dtype", torch.float32)
     whole = trained.predict_probs(shown, options)
     assert torch.equal(rounded.probs, whole.probs)
+
+
+@pytest.mark.parametrize(("device", "batch_size"), [("cpu", 1), ("cuda", 8)])
+def test_a_gpu_takes_several_tiles_at_a_time_and_a_cpu_one(device: str, batch_size: int) -> None:
+    trained = stage(
+        FineOracle(),
+        "fine",
+        bytes_per_voxel=1.0,
+        tile_size=(16, 16, 16),
+        device=torch.device(device),
+    )
+    plan = trained.plan(SHAPE, InferenceOptions(budget_gib=1.0))
+    assert plan == TilingPlan((16, 16, 16), batch_size)
+
+
+def test_networks_that_agree_have_no_deviation() -> None:
+    """Rounding may leave a sum of squares below that of the mean."""
+    network = Sloped((0.3, -0.2, 0.1), 0.7)
+    trained = stage(network, "fine", others=(network, network))
+    found = trained.predict_probs(image(), InferenceOptions())
+    assert found.std is not None
+    assert bool(torch.isfinite(found.std).all())
+    assert float(found.std.max()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_skipped"), [(("ct", "ct"), True), (("ct", "mr"), False), (("mr", "mr"), False)]
+)
+def test_tiles_of_air_are_skipped_only_where_every_channel_has_a_window(
+    kinds: tuple[str, ...], is_skipped: bool
+) -> None:
+    """-1 is a value like any other of a z-score."""
+    channels = {"ct": Channel(window_hu=(-1000.0, 0.0)), "mr": Channel("mr", None, "zscore")}
+    task = replace(TASK, channels=tuple(channels[kind] for kind in kinds))
+    shapes: list[torch.Size] = []
+
+    class First(FineOracle):
+        def forward(self, image: Tensor) -> Tensor:
+            shapes.append(image.shape)
+            return super().forward(image[:, :1])
+
+    trained = stage(First(), "fine", task, tile_size=(16, 16, 16))
+    air = torch.full((2, 16, 16, 48), -1.0)
+    air[..., 8:12] = 0.5
+    trained.predict_probs(air, InferenceOptions(overlap=0.0))
+    assert len(shapes) == (1 if is_skipped else 3)
+
+
+@pytest.mark.parametrize("size", [None, (24, 32, 40)])
+def test_the_budget_is_checked_for_the_size_of_the_crops(
+    size: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[Any] = []
+    monkeypatch.setattr(TrainedStage, "allows_slabs", True)
+    monkeypatch.setattr(TrainedStage, "plan", lambda _, shape, __: planned.append(shape))
+    trained = stage(FineOracle(), "coarse", rule=GridRule(size=size))
+    grid = VoxelGrid((30, 40, 50), (4.0, 1.0, 2.0))
+    trained.check_budget(grid, InferenceOptions())
+    assert planned == [size or (60, 20, 50)]

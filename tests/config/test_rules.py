@@ -28,6 +28,7 @@ from medseg.training.options import ClipBy, LrScaling, Strategy, TrainConfig
 FILE = str(Path(__file__))
 FOLDER = str(Path(__file__).parent)
 COSINE = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": 1000}
+CYCLIC = {"_target_": "torch.optim.lr_scheduler.CyclicLR", "max_lr": 0.1}
 PLAIN_SGD = {"_target_": "torch.optim.SGD", "momentum": 0.9}
 MR = Modality.mr
 CT_CHANNEL = {"modality": Modality.ct, "window_hu": (-1000.0, 400.0)}
@@ -278,6 +279,49 @@ REFUSED: list[tuple[str, Change, str]] = [
         },
         "spacing.range_mm: expected two increasing",
     ),
+    (
+        "fine",
+        {
+            "spacing.strategy": SpacingStrategy.multi_scale,
+            "spacing.range_mm": (2.0, 2.0),
+            "spacing.draw": SpacingDraw.even,
+        },
+        "spacing.range_mm: expected two increasing",
+    ),
+    *(
+        (
+            "fine",
+            {
+                "spacing.strategy": SpacingStrategy.fixed_size,
+                "spacing.target_spacing_mm": None,
+                "spacing.size": (64, 96, 128),
+                key: size,
+            },
+            said,
+        )
+        for key, size, said in [
+            (
+                "stage.patch_size",
+                (64, 96, 144),
+                "stage.patch_size=[64, 96, 144] is larger than the whole crop",
+            ),
+            (
+                "inference.tile_size",
+                (80, 96, 128),
+                "inference.tile_size=[80, 96, 128] is larger than the whole crop",
+            ),
+        ]
+    ),
+    (
+        "coarse",
+        {
+            "spacing.strategy": SpacingStrategy.fixed_size,
+            "spacing.target_spacing_mm": None,
+            "spacing.size": (64, 96, 128),
+            "stage.max_voxels": 64 * 96 * 128 - 1,
+        },
+        "spacing.size=[64, 96, 128] has more voxels than stage.max_voxels=786431 allows",
+    ),
     # Sizes of network inputs: multiples of 16 for the network of this stage.
     ("fine", {"stage.patch_size": (96, 96, 104)}, "stage.patch_size: expected multiples of 16"),
     ("fine", {"stage.patch_size": (104, 96, 96)}, "stage.patch_size: expected multiples of 16"),
@@ -358,6 +402,21 @@ REFUSED: list[tuple[str, Change, str]] = [
         {"trainer.gpus": [0], "trainer.accelerator": Accelerator.cpu},
         "trainer.accelerator other than cpu",
     ),
+    (
+        "fine",
+        {
+            "trainer.gpus": [1, 1],
+            "trainer.devices": 2,
+            "stage.batch_size": 2,
+            "trainer.strategy": Strategy.ddp,
+        },
+        "trainer.gpus=[1, 1]: expected 2 different numbers",
+    ),
+    (
+        "fine",
+        {"stage.batch_size": 2, "trainer.devices": 2},
+        "trainer.devices=2 with trainer.strategy=auto: choose trainer=ddp",
+    ),
     # Switches that need a GPU.
     *(
         ("fine", {key: value, "trainer.accelerator": Accelerator.cpu}, said)
@@ -402,6 +461,11 @@ REFUSED: list[tuple[str, Change, str]] = [
         {"schedule": {**COSINE, "eta_min": 0.006}},
         ("schedule.eta_min=0.006 is the lowest rate of the schedule, but optimizer.lr=0.005 is its "
          "highest"),
+    ),
+    (
+        "fine",
+        {"schedule": {**CYCLIC, "base_lr": 0.2}},
+        "schedule.base_lr=0.2 is the lowest rate of the schedule, but schedule.max_lr=0.1",
     ),
     (
         "fine",
@@ -466,6 +530,11 @@ REFUSED: list[tuple[str, Change, str]] = [
         "fine",
         {"stage.coarse_folds": ["no.ckpt"] * 5, "stage.coarse_channel": True},
         "stage.coarse_folds=no.ckpt: there is no such file",
+    ),
+    (
+        "fine",
+        {"task.regions": None, "augment.flip_axes": []},
+        "stage=fine: the task lungs has no regions, and one stage segments all of its labels",
     ),
     (
         "fine",
@@ -584,6 +653,17 @@ ACCEPTED: list[tuple[str, Change]] = [
     ),
     ("fine", {"memory.offload": True, "memory.compile": True}),
     ("fine", {"trainer.gpus": [3]}),
+    (
+        "fine",
+        {
+            "trainer.gpus": [3, 1],
+            "trainer.devices": 2,
+            "stage.batch_size": 2,
+            "trainer.strategy": Strategy.ddp,
+        },
+    ),
+    ("fine", {"schedule": {**CYCLIC, "base_lr": 0.1}}),
+    ("fine", {"schedule.total_steps": 1000, "steps": 1000}),
     ("fine", {"memory.precision": Precision.bf16, "trainer.accelerator": Accelerator.cpu}),
     (
         "fine",

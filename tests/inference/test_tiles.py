@@ -226,3 +226,20 @@ def test_who_runs_the_tiles_changes_no_bit(num_parallel: int) -> None:
     )
     assert max(groups) <= num_parallel
     assert all(size == num_parallel for size in groups[:-1]), "nobody waits before the end"
+
+
+@pytest.mark.parametrize(("filled", "num_runs"), [((2,), 1), ((0, 2), 2), ((), 1)])
+def test_tiles_of_air_go_through_no_network_but_for_one_that_tells_the_classes(
+    filled: tuple[int, ...], num_runs: int
+) -> None:
+    image = torch.full((1, 1, 8, 8, 24), -1.0)
+    for number in filled:
+        image[..., 8 * number + 3] = 0.5
+    shapes: list[torch.Size] = []
+
+    def network(tiles: Tensor) -> Tensor:
+        shapes.append(tiles.shape)
+        return torch.cat([torch.zeros_like(tiles), tiles], dim=1)
+
+    predict_probs(network, image, tile_size=(8, 8, 8), overlap=0.0, divisor=(8, 8, 8))
+    assert len(shapes) == num_runs

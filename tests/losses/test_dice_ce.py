@@ -203,3 +203,22 @@ def test_slabs_hold_as_many_slices_as_fit_one_at_least_and_each_slice_once(
     sizes = [part.stop - part.start for _, part in slabs]
     assert len(slabs) == 2 * -(-4 // step)
     assert max(sizes) == step
+
+
+@pytest.mark.parametrize(("include_background", "batch_dice"), SWITCHES)
+def test_ignored_voxels_are_no_part_of_a_volume(include_background: bool, batch_dice: bool) -> None:
+    """Each sample ends two slices earlier; the padding has logits of its own."""
+    loss = DiceCrossEntropyLoss(0.7, 1.3, include_background, batch_dice, hard_weight=2.0)
+    logits, target = problem(classes=4)
+    expected = loss(logits[:, :, :2], target[:, :2])
+    target[:, 2:] = 9
+    assert loss(logits, target, 9).item() == pytest.approx(expected.item(), rel=1e-12)
+    target[:] = 9
+    assert loss(logits, target, 9).item() == pytest.approx(0.0, abs=1e-9), "nothing is wrong"
+
+
+def test_a_single_class_is_enough_where_the_background_counts() -> None:
+    logits, target = torch.zeros(1, 1, 2, 2, 2), torch.zeros(1, 2, 2, 2, dtype=torch.long)
+    assert DiceCrossEntropyLoss(include_background=True)(logits, target).item() == 0.0
+    with pytest.raises(ValueError, match="foreground"):
+        DiceCrossEntropyLoss()(logits, target)

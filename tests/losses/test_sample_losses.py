@@ -236,3 +236,81 @@ def test_a_loss_of_the_whole_batch_is_computed_once_for_it(
     term = Term(1.0, loss, "channel" if isinstance(loss, monai.losses.DiceLoss) else "indices")
     logits, target = sample()
     assert [count for _, count in sample_losses(TrainingLoss([term]), logits, target)] == numbers
+
+
+@torch.no_grad()
+def test_three_outputs_have_the_weights_four_two_and_one_of_seven() -> None:
+    logits, target = sample(shape=(2, 8, 8, 16))
+    generator = torch.Generator().manual_seed(4)
+    half, quarter = (
+        torch.randn(2, 3, 8 // step, 8 // step, 16 // step, generator=generator) for step in (2, 4)
+    )
+    loss = DiceCrossEntropyLoss()
+    parts = [
+        float(loss(logits, target)),
+        float(loss(half, target[:, ::2, ::2, ::2])),
+        float(loss(quarter, target[:, ::4, ::4, ::4])),
+    ]
+    outputs = [logits, half, quarter]
+    expected = (4 * parts[0] + 2 * parts[1] + parts[2]) / 7
+    assert float(adapted(DiceCrossEntropyLoss)(outputs, target)) == pytest.approx(expected)
+    chosen = TrainingLoss([Term(1.0, loss, "indices")], output_weights=[1.0, 0.0, 3.0])
+    assert float(chosen(outputs, target)) == pytest.approx((parts[0] + 3 * parts[2]) / 4)
+    by_sample = sample_losses(chosen, outputs, target)
+    assert [count for _, count in by_sample] == [1, 1]
+    for number, (value, _) in enumerate(by_sample):
+        alone = [output[number : number + 1] for output in outputs]
+        assert float(value) == pytest.approx(float(chosen(alone, target[number : number + 1])))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("loss", [monai.losses.DiceLoss, monai.losses.DiceCELoss])
+def test_samples_count_alike_however_many_of_their_voxels_are_ignored(loss: type) -> None:
+    """One sample loses two slices, one all of its voxels: it counts as a loss of nothing."""
+    logits, labels = sample(shape=(3, 4, 5, 6))
+    labels[0, 2:] = 255
+    labels[1] = 255
+    first = adapted(loss)(logits[:1, :, :2], labels[:1, :2])
+    third = adapted(loss)(logits[2:], labels[2:])
+    found = adapted(loss, 255)(logits, labels)
+    assert float(found) == pytest.approx((float(first) + float(third)) / 3, rel=1e-6)
+
+
+@torch.no_grad()
+def test_a_loss_of_a_batch_sees_the_voxels_of_all_samples_that_remain() -> None:
+    """The two halves of one volume, each with an ignored slice at its end, are that volume."""
+    logits, labels = sample(shape=(1, 6, 5, 6))
+    expected = adapted(monai.losses.DiceLoss)(logits, labels)
+    filler = torch.zeros_like(logits[:, :, :1])
+    halves = torch.cat([torch.cat([logits[:, :, :2], filler, filler], 2), logits[:, :, 2:]])
+    ignored = torch.full_like(labels[:, :1], 255)
+    of_halves = torch.cat([torch.cat([labels[:, :2], ignored, ignored], 1), labels[:, 2:]])
+    found = adapted(monai.losses.DiceLoss, 255, batch=True)(halves, of_halves)
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("stated", ["sigmoid", "softmax", "use_softmax", "other_act"])
+def test_an_activation_that_the_user_states_is_the_only_one(stated: str) -> None:
+    added = default_arguments(nn.Module, ["softmax", "use_softmax", "other_act"], [stated])
+    assert added == {}
+
+
+class Weighed(nn.Module):
+    """Cross-entropy times a factor."""
+
+    is_voxelwise = True
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.factor * nn.functional.cross_entropy(logits, target)
+
+
+def test_a_loss_that_prefers_wrong_labels_is_refused_and_one_that_knows_none_is_not() -> None:
+    with pytest.raises(ValueError, match="larger for the right labels"):
+        check_loss(TrainingLoss([Term(1.0, Weighed(-1.0), "indices")]), 3)
+    check_loss(TrainingLoss([Term(1.0, Weighed(0.0), "indices")]), 3)
+    with pytest.raises(ValueError, match="a finite scalar with a gradient"):
+        check_loss(TrainingLoss([Term(1.0, Weighed(float("inf")), "indices")]), 3)

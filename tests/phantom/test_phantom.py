@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from medseg.phantom.anatomy import draw_patient
 from medseg.phantom.scan import Phantom, _drop_crumbs, make_phantom
 from medseg.phantom.shapes import Points, SmoothNoise
 from medseg.phantom.spec import CHOICES, VIEWS, PhantomSpec, draw_spec
@@ -250,6 +251,123 @@ def test_nodules_and_consolidation_stay_inside_the_label() -> None:
     dense = (ill.image_hu > -100) & (healthy.image_hu < -600)
     assert dense.sum() * voxel_ml(ill) > 20
     assert np.all(ill.labels[dense] > 0)
+
+
+MIDDLE = replace(PLAIN, view="mid", num_slices=6)
+
+
+@cache
+def middle() -> Phantom:
+    """Six slices through the middle of the ordinary chest."""
+    return make_phantom(MIDDLE)
+
+
+def test_diseases_of_the_lung_change_its_density_and_nothing_else() -> None:
+    plainly = middle()
+    lung = ndimage.binary_erosion(plainly.labels > 0)
+    changes = {}
+    for trait, value in (("emphysema", 0.4), ("fibrosis", 1.0), ("lung_hu", -805.0)):
+        ill = make_phantom(replace(MIDDLE, **{trait: value}))
+        if trait != "emphysema":  # such a chest is deeper
+            assert np.array_equal(ill.labels, plainly.labels)
+            outside = ~ndimage.binary_dilation(plainly.labels > 0, iterations=5)
+            assert np.array_equal(ill.image_hu[outside], plainly.image_hu[outside])
+        inside = lung & ndimage.binary_erosion(ill.labels > 0)
+        changes[trait] = [
+            np.percentile(phantom.image_hu[inside], (5, 50, 90)) for phantom in (plainly, ill)
+        ]
+    before, after = changes["emphysema"]
+    assert after[0] < before[0] - 20, "holes"
+    before, after = changes["fibrosis"]
+    assert after[2] > before[2] + 10, "a network of tissue"
+    before, after = changes["lung_hu"]
+    assert after[1] - before[1] == pytest.approx(60, abs=10)
+
+
+def test_contrast_agent_is_in_the_blood() -> None:
+    plainly, bright = middle(), make_phantom(replace(MIDDLE, contrast_hu=200.0))
+    heart = ndimage.binary_erosion(plainly.organs == 3, np.ones((1, 3, 3)), iterations=4)
+    assert heart.sum() > 50
+    change = bright.image_hu[heart].astype(float) - plainly.image_hu[heart]
+    assert np.median(change) == pytest.approx(200, abs=5)
+    spine = ndimage.binary_erosion(plainly.organs == 4, iterations=1)
+    assert np.median(np.abs(bright.image_hu[spine] - plainly.image_hu[spine])) < 5
+
+
+@pytest.mark.parametrize("noise_hu", [10.0, 40.0])
+def test_noise_in_the_middle_of_the_chest_has_the_stated_deviation(noise_hu: float) -> None:
+    heart = ndimage.binary_erosion(middle().organs == 3, iterations=2)
+    noisy = make_phantom(replace(MIDDLE, noise_hu=noise_hu))
+    noise = noisy.image_hu[heart].astype(float) - middle().image_hu[heart]
+    assert abs(noise.mean()) < 0.3 * noise_hu
+    assert noise.std() == pytest.approx(noise_hu, rel=0.4)
+    assert np.array_equal(noisy.labels, middle().labels)
+
+
+def test_an_offset_of_the_field_of_view_moves_the_picture_and_not_the_patient() -> None:
+    """The offset is (y, x) in mm; the patient moves the other way in the image."""
+    plainly, moved = middle(), make_phantom(replace(MIDDLE, centre_offset_mm=(21.0, -16.0)))
+    indices = [np.argwhere(phantom.labels == 2).mean(axis=0) for phantom in (plainly, moved)]
+    np.testing.assert_allclose(indices[1] - indices[0], (0, -5, 4), atol=0.3)
+    places = [
+        phantom.grid.index_to_world_xyz_mm(index)
+        for phantom, index in zip((plainly, moved), indices, strict=True)
+    ]
+    np.testing.assert_allclose(*places, atol=1.5)
+
+
+def test_the_table_lies_under_the_back_or_over_it_in_a_prone_scan() -> None:
+    for is_prone in (False, True):
+        spec = replace(MIDDLE, is_prone=is_prone, num_slices=2)
+        with_table, without = make_phantom(spec), make_phantom(replace(spec, has_table=False))
+        rows = np.nonzero((with_table.image_hu > without.image_hu + 20).any(axis=(0, 2)))[0]
+        lungs = np.nonzero((without.labels > 0).any(axis=(0, 2)))[0]
+        if is_prone:
+            assert rows.max() < lungs.mean()
+        else:
+            assert rows.min() > lungs.mean()
+
+
+def test_measures_of_a_patient_follow_breath_sex_and_side() -> None:
+    usual = draw_patient(PLAIN)
+    woman = draw_patient(replace(PLAIN, is_female=True))
+    assert all(np.less(woman.scale_zyx, usual.scale_zyx))
+    assert woman.muscle_mm == pytest.approx(usual.muscle_mm - 4)
+    assert woman.tube_size == pytest.approx(usual.tube_size - 0.1)
+    out = draw_patient(replace(PLAIN, breath=0.3))
+    for side in (1, -1):
+        assert out.dome_z_mm[side] - usual.dome_z_mm[side] == pytest.approx(26.0)
+    assert usual.recess_mm - out.recess_mm == pytest.approx(12.5)
+    risen = draw_patient(replace(PLAIN, high_dome_mm=(40.0, 10.0)))
+    assert risen.dome_z_mm[1] - usual.dome_z_mm[1] == pytest.approx(40.0), "the left side"
+    assert risen.dome_z_mm[-1] - usual.dome_z_mm[-1] == pytest.approx(10.0)
+    assert risen.heart_xyz_mm[2] - usual.heart_xyz_mm[2] == pytest.approx(25.0)
+    for side, shift_mm in (("left", 38.0), ("right", -38.0)):
+        shifted = draw_patient(replace(PLAIN, missing_lung=side))
+        assert shifted.shift_x_mm == shift_mm
+        assert shifted.heart_xyz_mm[0] - usual.heart_xyz_mm[0] == pytest.approx(shift_mm)
+    landmarks = {name: usual.landmark_z_mm(name) for name in ("recess", "dome", "carina", "apex")}
+    assert landmarks["dome"] == max(usual.dome_z_mm.values())
+    assert landmarks["recess"] == min(usual.dome_z_mm.values()) - usual.recess_mm
+    assert sorted(landmarks.values()) == list(landmarks.values()), "from the feet to the head"
+
+
+@pytest.mark.parametrize(("side", "value"), [(0, 1), (1, 2)])
+def test_fluid_takes_the_room_of_its_own_side(side: int, value: int) -> None:
+    coarse = replace(
+        PLAIN, spacing_mm=(8.0, 6.0, 6.0), matrix=(60, 64), model_spacing_mm=(6.0, 6.0, 6.0)
+    )
+
+    def volumes(**changes: object) -> dict[int, float]:
+        phantom = make_phantom(replace(coarse, **changes))
+        return {v: (phantom.labels == v).sum() * voxel_ml(phantom) for v in (1, 2)}
+
+    usual = volumes()
+    depth_mm = [0.0, 0.0]
+    depth_mm[side] = 45.0
+    wet = volumes(effusion_mm=tuple(depth_mm))
+    assert usual[value] - wet[value] > 100
+    assert wet[3 - value] == usual[3 - value]
 
 
 def test_draws_cover_ordinary_and_odd_cases() -> None:

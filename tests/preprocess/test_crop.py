@@ -15,8 +15,9 @@ from medseg.preprocess.crop import (
     erase_outside_,
     pad_at_end,
     resample_crop,
+    view_or_resample,
 )
-from medseg.preprocess.resample import resample_image
+from medseg.preprocess.resample import RESAMPLINGS, resample_image
 
 
 def random_boxes(shape: tuple[int, int, int], num: int) -> list[VoxelBox]:
@@ -114,3 +115,77 @@ def test_a_crop_over_the_lattice_is_that_of_the_whole_lattice(crop_mm: float) ->
     expected = resample_image(on_lattice, lattice, crop.grid, 0.0, slices_go_on=True)
     found = resample_crop(values, source, lattice, crop, 0.0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_body_of_another_modality_is_all_that_is_not_zero() -> None:
+    image = np.zeros((9, 40, 50), dtype=np.float32)
+    image[4, 20, 30] = -3.0
+    image[5, 22, 25] = 600.0
+    box = VoxelBox((2, 17, 21), (8, 26, 35))
+    assert body_box(image, (5.0, 3.5, 3.0), "mr") == box
+    assert body_box(image, (5.0, 3.5, 3.0), "other") == box
+    assert body_box(image, (5.0, 3.5, 3.0)) == VoxelBox.full(image.shape), "0 HU is water"
+
+
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
+@pytest.mark.parametrize("crop_mm", [(1.5, 1.5, 1.5), (2.0, 2.5, 6.0)])
+@pytest.mark.parametrize("start", [(-4, 3, 2), (6, -3, 4), (2, 3, 3)])
+def test_a_crop_over_the_lattice_is_that_of_the_whole_scan_on_the_lattice(
+    resampling: str, crop_mm: tuple[float, float, float], start: tuple[int, int, int]
+) -> None:
+    """Training reads the lattice from the cache, prediction computes only what is near the crop."""
+    source = VoxelGrid((14, 30, 26), (2.5, 1.0, 1.2), (4.0, -7.0, 11.0))
+    image = np.random.default_rng(6).normal(0, 300, source.shape).astype(np.float32)
+    lattice = source.resampled((2.0, 2.0, 2.0))
+    box = VoxelBox(start, tuple(np.add(start, (13, 9, 4))))
+    crop = Crop(lattice.resampled(crop_mm), box)
+    cached = resample_image(image, source, lattice, -1000.0, resampling=resampling)
+    expected = resample_image(
+        cached, lattice, crop.grid, -1000.0, resampling=resampling, slices_go_on=True
+    )
+    found = resample_crop(image, source, lattice, crop, -1000.0, resampling)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    read = view_or_resample(cached, lattice, crop, -1000.0, resampling)
+    torch.testing.assert_close(read, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("resampling", RESAMPLINGS)
+def test_a_crop_on_the_lattice_is_resampled_once_with_the_filter_of_the_stage(
+    resampling: str,
+) -> None:
+    source = VoxelGrid((14, 30, 26), (2.5, 1.0, 1.2))
+    image = np.random.default_rng(7).normal(0, 300, source.shape).astype(np.float32)
+    lattice = source.resampled((1.0, 2.0, 0.9))
+    crop = Crop(lattice, VoxelBox((-3, 4, 5), (9, 12, 30)))
+    expected = resample_image(
+        image, source, crop.grid, -1000.0, resampling=resampling, slices_go_on=True
+    )
+    assert torch.equal(resample_crop(image, source, lattice, crop, -1000.0, resampling), expected)
+
+
+def test_a_crop_inside_a_volume_is_a_view_and_one_beyond_it_a_copy() -> None:
+    grid = VoxelGrid((4, 5, 6), (2.0, 1.0, 1.0))
+    image = torch.arange(120.0).view(grid.shape)
+    whole = view_or_resample(image, grid, Crop(grid, VoxelBox.full(grid.shape)), -1.0)
+    assert whole.data_ptr() == image.data_ptr()
+    box = VoxelBox((1, 2, 3), (4, 5, 6))
+    inner = view_or_resample(image, grid, Crop(grid, box), -1.0)
+    assert inner.data_ptr() == image[1, 2, 3].data_ptr()
+    assert inner.shape == box.shape
+    for axis in range(3):
+        beyond = box.shifted([int(other == axis) for other in range(3)])
+        found = view_or_resample(image, grid, Crop(grid, beyond), -1.0)
+        assert np.array_equal(found.numpy(), crop_padded(image.numpy(), beyond, -1.0))
+
+
+def test_what_lies_beyond_the_content_of_a_crop_is_erased() -> None:
+    """The content may reach beyond the crop, as after a cut to patches."""
+    grid = VoxelGrid((20, 20, 20), (1.0, 1.0, 1.0))
+    image = torch.arange(60.0).view(3, 4, 5) + 1
+    box = VoxelBox((6, 7, 8), (9, 11, 13))
+    assert erase_outside(image, Crop(grid, box), -1.0) is image
+    erased = erase_outside(image, Crop(grid, box, VoxelBox((7, 0, 9), (30, 9, 12))), -1.0)
+    expected = torch.full_like(image, -1.0)
+    expected[1:, :2, 1:4] = image[1:, :2, 1:4]
+    assert torch.equal(erased, expected)
+    assert image.min() == 1, "the image itself is not changed"

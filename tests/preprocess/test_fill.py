@@ -55,6 +55,57 @@ def test_a_fill_becomes_air_and_nothing_else(
     assert share == pytest.approx(outside.mean(), abs=0.003)
 
 
+@pytest.mark.parametrize("side", range(4))
+def test_a_stripe_along_any_one_side_becomes_air(side: int) -> None:
+    """Lower, upper, left and right side; a block of the same value inside the body is an organ."""
+    outside = np.rot90(np.broadcast_to(np.arange(60)[:, None] < 4, (60, 60)), side)
+    scan = np.rint(np.random.default_rng(5).normal(40, 12, (20, 60, 60))).astype(np.int16)
+    scan[scan == 500] = 501
+    filled = np.where(outside, np.int16(500), scan)
+    filled[:, 20:30, 20:30] = 500
+    expected = np.where(outside, np.int16(-1024), filled)
+    assert find_fill(filled) == 500
+    share = replace_fill(filled, 500)
+    assert np.array_equal(filled, expected)
+    assert share == 240 / 3600
+
+
+@pytest.mark.parametrize(("length", "is_replaced"), [(19, False), (20, True)])
+def test_a_piece_of_twenty_voxels_is_a_fill_and_a_smaller_one_is_chance(
+    length: int, is_replaced: bool
+) -> None:
+    image = np.full((2, 40, 50), 40, np.int16)
+    image[1, 0, 5 : 5 + length] = 0
+    share = replace_fill(image, 0)
+    assert share == (length / 4000 if is_replaced else 0)
+    assert (image[0] == 40).all(), "other values at the border are tissue"
+    assert (image[1, 0, 5 : 5 + length] == (-1024 if is_replaced else 0)).all()
+
+
+@pytest.mark.parametrize(("above_lowest", "is_found"), [(25, False), (26, True)])
+def test_a_fill_within_the_reach_of_a_clip_is_the_clipped_air_itself(
+    above_lowest: int, is_found: bool
+) -> None:
+    """The lowest tissue is at 0 HU here; voxels far below air do not count as the lowest."""
+    image = np.random.default_rng(8).integers(0, 400, (20, 60, 60)).astype(np.int16)
+    image[:, 30, 30] = -1100
+    image[:, :, :4] = above_lowest
+    assert find_fill(image) == (above_lowest if is_found else None)
+
+
+@pytest.mark.parametrize(("equal_of_four", "is_found"), [(2, True), (3, False)])
+def test_an_image_whose_neighbours_are_mostly_equal_has_no_noise(
+    equal_of_four: int, is_found: bool
+) -> None:
+    """Of every four neighbours along a row so many are equal; those in the fill do not count."""
+    widths = [equal_of_four + 1] + [1] * (4 - equal_of_four)
+    row = np.repeat(np.arange(len(widths)) % 2, widths)[:4]
+    rows = np.cumsum(np.tile(np.diff(np.concatenate([row, [1 - row[-1]]])) != 0, 15)) + 40
+    image = np.broadcast_to(rows[:60], (20, 60, 60)).astype(np.int16)
+    image[:, :12] = 700
+    assert find_fill(image) == (700 if is_found else None)
+
+
 @pytest.mark.parametrize(
     "image",
     [

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import hydra
 import lightning.pytorch as pl
@@ -19,7 +21,15 @@ from medseg.data.cases import find_sources
 from medseg.errors import UserError
 from medseg.io.tables import write_csv
 from medseg.training import assemble
-from medseg.training.assemble import make_data_module, make_module, make_trainer
+from medseg.training.assemble import (
+    make_data_module,
+    make_device_map,
+    make_metadata,
+    make_module,
+    make_trainer,
+    make_views,
+)
+from medseg.training.callbacks import View
 from medseg.training.device_map_strategy import DeviceMapStrategy
 from medseg.training.network import make_network
 from medseg.training.options import TrainConfig
@@ -163,6 +173,7 @@ def test_a_trainer_takes_its_settings_from_the_configuration(
     ranks = ["trainer=ddp", "trainer.devices=2", "trainer.num_nodes=3", "stage.batch_size=6"]
     changed = make_trainer(compose(*ranks, "debug.fast=true", "debug.anomaly=true"), [])
     assert (changed.num_devices, changed.num_nodes, changed.limit_val_batches) == (2, 3, 1)
+    assert isinstance(changed.limit_val_batches, int), "one case; 1.0 would be all of them"
     assert changed._detect_anomaly
 
 
@@ -246,3 +257,107 @@ def test_coarse_stages_of_other_cases_are_refused(
     monkeypatch.setattr(assemble, "trained_cases", lambda *_: ["other"])
     with pytest.raises(UserError, match="has trained on none of these cases"):
         make_data_module(compose(*channel_arguments(table, coarse_of_folds)))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_several_coarse_stages_that_have_not_seen_a_patient_the_first_one_is_taken(
+    turned: bool,
+    compose: Callable[..., TrainConfig],
+    table: Path,
+    coarse_of_folds: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, other = coarse_of_folds
+    again = first.with_name("again.ckpt")
+    again.touch()
+    trained_cases = assemble.trained_cases
+    monkeypatch.setattr(
+        assemble,
+        "trained_cases",
+        lambda path, key: trained_cases(first if path == again else path, key),
+    )
+    paths = [again, other, first] if turned else [first, other, again]
+    seen = make_data_module(compose(*channel_arguments(table, paths))).coarse_by_case
+    assert set(seen.values()) == {str(paths[0]), str(other)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "has_many_shapes"),
+    [
+        (["stage=coarse"], True),
+        (["stage=fine", "stage.patch_size=[16,16,16]"], False),
+        (["spacing=fixed_size", "spacing.size=[16,16,32]"], False),
+    ],
+)
+def test_the_compiler_is_told_whether_the_shapes_of_samples_vary(
+    overrides: list[str],
+    has_many_shapes: bool,
+    compose: Callable[..., TrainConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[bool] = []
+
+    def switch_on(network: Any, *_: Any, has_many_shapes: bool, **__: Any) -> Any:
+        told.append(has_many_shapes)
+        return network
+
+    monkeypatch.setattr(assemble, "switch_on", switch_on)
+    config = compose(*overrides)
+    make_module(config, make_network(config), {})
+    assert told == [has_many_shapes]
+
+
+def test_pictures_name_the_classes_that_the_network_of_the_stage_has(
+    compose: Callable[..., TrainConfig],
+) -> None:
+    assert make_views(compose("stage=coarse")) == [View({1: "left_lung", 2: "right_lung"}, False)]
+    assert make_views(compose("stage=fine")) == [
+        View({1: "left_lung"}, False),
+        View({1: "right_lung"}, True),
+    ]
+
+
+def test_the_metadata_of_a_stage_say_what_prediction_needs(
+    compose: Callable[..., TrainConfig],
+) -> None:
+    fine = compose("stage=fine", "stage.region_margin_mm=7.5", "inference.tile_size=[16,32,48]")
+    described = make_metadata(fine, {"name": "x"})
+    assert described["config"] == {"name": "x"}
+    assert described["region_margin_mm"] == 7.5
+    assert described["tile_size"] == [16, 32, 48]
+    assert described["num_classes"] == 2
+    assert described["coarse_channel"] is False
+    coarse = make_metadata(compose("stage=coarse"), {})
+    assert (coarse["region_margin_mm"], coarse["num_classes"]) == (0.0, 3)
+    assert coarse["coarse_channel"] is False
+    assert "coarse_channel" not in make_metadata(compose("stage=single"), {})
+
+
+def test_gpus_are_balanced_by_activations_and_all_that_an_optimiser_keeps_of_the_weights(
+    compose: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW keeps two numbers for each weight beside the weight and its gradient."""
+    seen: list[dict[str, int]] = []
+    counted: list[Any] = []
+    count_step = assemble.count_step
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counted.append(count_step(*args, **kwargs))
+        return counted[-1]
+
+    def plan(sizes: dict[str, int], gpus: dict[str, int]) -> dict[str, str]:
+        seen.append(sizes)
+        return dict.fromkeys(sizes, next(iter(gpus)))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30)
+    )
+    monkeypatch.setattr(assemble, "count_step", count)
+    monkeypatch.setattr(assemble, "plan_device_map", plan)
+    config = compose("stage=fine", "model.device_map=auto", "stage.patch_size=[16,16,16]")
+    config.optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1}
+    make_device_map(config)
+    ((memory,), (sizes,)) = counted, seen
+    saved = sum(memory.saved.get(name, 0) for name in sizes)
+    assert sum(sizes.values()) - saved == pytest.approx(4 * memory.parameters, rel=0.01)

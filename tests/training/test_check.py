@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import hydra
 import pytest
+import torch
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.targets import targets_first
-from medseg.training.check import check_objects
+from medseg.training.check import _check_rates, check_objects
 from medseg.training.network import network_node
 from medseg.training.notes import notes
 from medseg.training.options import TrainConfig
@@ -109,6 +113,10 @@ def check(*overrides: str) -> list[str]:
         (
             ["metrics.dice._target_=monai.metrics.DiceMetric"],
             r"metrics\.dice: history\.csv already has a column val_dice",
+        ),
+        (
+            ["metrics.dice_worst._target_=monai.metrics.DiceMetric"],
+            r"metrics\.dice_worst: history\.csv already has a column val_dice_worst",
         ),
         (
             ["lr_scaling=sqrt", "optimizer._target_=torch.optim.Adam", "schedule=cosine"],
@@ -212,3 +220,38 @@ def test_null_is_an_argument_of_a_network_like_any_other() -> None:
     config = to_config(composed, TrainConfig)
     node = network_node(config.model, config.spacing)
     assert node == {"_target_": "monai.networks.nets.SegResNet", "dropout_prob": None}
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (lambda step: 1 - step / 4, "the learning rate of step 6 is -0.5"),
+        (lambda step: math.inf if step == 3 else 1.0, "the learning rate of step 4 is inf"),
+        (lambda step: 1 - step / 7, None),
+    ],
+)
+def test_a_rate_that_is_negative_or_not_finite_is_named_with_its_step(
+    factor: Callable[[int], float], said: str | None
+) -> None:
+    """The rate may be zero; steps count from 1, and two of them have been tried before."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    if said is None:
+        _check_rates(optimizer, schedule, 8)
+    else:
+        with pytest.raises(ValueError, match=said):
+            _check_rates(optimizer, schedule, 8)
+
+
+def test_a_long_run_tries_its_first_steps_and_its_last_one() -> None:
+    steps: list[int] = []
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: float(bool(steps.append(step) or True))
+    )
+    optimizer.step()
+    _check_rates(optimizer, schedule, 5000)
+    assert steps == [*range(1999), 5000]

@@ -450,3 +450,8 @@ def test_a_training_that_ends_leaves_no_traceback_of_its_workers(kind: str, is_s
     )
     assert done.returncode == 0, done.stderr
     assert ("Traceback" in done.stderr) == is_said
+
+
+def test_the_samples_of_the_first_step_are_repeated() -> None:
+    first: Any = data_module._FirstBatch([7, 5, 3, 1, 9], 3)  # type: ignore[arg-type]
+    assert [first[number] for number in range(7)] == [7, 5, 3, 7, 5, 3, 7]
