@@ -80,7 +80,7 @@ def main() -> None:
         (folder,) = (models / name).iterdir()
         measured: dict[str, Row] = {}
         for run in RUNS:
-            job = {
+            job: Row = {
                 "program": run.program,
                 "precision": run.precision,
                 "device": "cuda" if has_card else "cpu",

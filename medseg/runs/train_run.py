@@ -115,7 +115,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     use_supported_half(config.memory, config.trainer.accelerator)
     torch.manual_seed(config.seed)  # initial weights
     network = make_network(config)
-    load_initial_weights(network, config)
+    last = run_dir / "checkpoints" / "last.ckpt"
+    # A run that goes on takes all weights from its checkpoint.
+    if not last.is_file():
+        load_initial_weights(network, config)
     if rank() == 0:
         say(describe_run(config, network))
 
@@ -137,7 +140,6 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     if sys.stderr.isatty():
         callbacks.append(HistoryBar(history))
 
-    last = run_dir / "checkpoints" / "last.ckpt"
     start_step = 0
     if last.is_file():
         start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"]

@@ -12,6 +12,7 @@ import torch
 from benchmarks import nnunet_card as app
 from benchmarks import nnunet_card_jobs as jobs
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.read import read_image
 from medseg.io.write import write_labels
 
 RECORDED = Path(__file__).parents[1] / "nnunet" / "recorded"
@@ -34,7 +35,7 @@ def test_the_job_of_medseg_gives_the_recorded_labels_of_nnunet(tmp_path: Path) -
         "max_ram_gib": None,
     }
     measured = jobs.predict(job)
-    found = nibabel.load(tmp_path / "labels.nii.gz").get_fdata().transpose(2, 1, 0)
+    found = read_image(tmp_path / "labels.nii.gz").array
     assert np.array_equal(found, labels)
     assert measured["computed"] == "torch.float32"
     assert measured["card_gb"] == 0

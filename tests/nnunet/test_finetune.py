@@ -350,6 +350,7 @@ def test_a_killed_run_ends_alike_and_predicts(
     assert result.returncode == -signal.SIGKILL
     result = forked.run([*command, "train", f"resume={killed}"])
     assert result.returncode == 0, result.stderr
+    assert "none is fresh" not in result.stderr, "its weights are those of the checkpoint"
     checkpoints = [
         torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
         for run in (whole, killed)
