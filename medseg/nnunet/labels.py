@@ -168,7 +168,8 @@ def _largest_by_estimates(
         torch.minimum(best, logit, out=smaller)
         torch.maximum(second, smaller, out=second)
         torch.gt(logit, best, out=is_larger)
-        label.masked_fill_(is_larger, head)
+        # A later head has a larger number, so that a fill of masked voxels, slower, is not needed.
+        torch.maximum(label, is_larger.view(torch.uint8) * head, out=label)
         torch.maximum(best, logit, out=best)
     for voxels in _doubtful_voxels(best, second, inputs).split(
         max(1, DOUBTFUL_LOGITS // inputs[0].shape[0])
