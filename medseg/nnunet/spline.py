@@ -9,6 +9,7 @@ rounding shows where half-precision logits lie close together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -268,6 +269,26 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
             if axis > 0:
                 plane[:] = spline_filter1d(plane, CUBIC, axis - 1, mode="nearest")
     return coefficients
+
+
+def filtering_bytes(shape: Shape, axes: Sequence[int]) -> int:
+    """Memory of `filtered`, without pages of a file.
+
+    Args:
+        shape: Shape of the volume.
+        axes: See `filtered`.
+    """
+    if not axes:
+        return 0
+    longer = [size + 2 * FILTER_MARGIN * (axis in axes) for axis, size in enumerate(shape)]
+    itemsize = np.dtype(np.float64).itemsize
+    num_bytes = itemsize * math.prod(longer)
+    if num_bytes > MAX_COEFFICIENTS_BYTES:
+        num_bytes = 0
+    if 0 in axes:
+        # The rows of all planes that are filtered at a time, before and after.
+        num_bytes += 2 * itemsize * min(FILTER_ELEMENTS, math.prod(longer))
+    return num_bytes
 
 
 def _filter_depth(part: np.ndarray) -> None:
