@@ -59,8 +59,8 @@ MODELS = (
     "2d",
     "cascade",
 )
-# Part of a phantom, 8 × 14 × 17 cm with both lungs.
-PHANTOM_BOX = VoxelBox((24, 40, 36), (40, 88, 92))
+# Part of a phantom, 4 × 6 × 13 cm with both lungs.
+PHANTOM_BOX = VoxelBox((28, 54, 42), (36, 74, 86))
 # With nnU-Net's predictor this module is imported before the seconds are counted.
 IMPORTED = ("torch._dynamo", "dynamic_network_architectures.architectures.unet")
 Row = dict[str, Any]
