@@ -170,13 +170,14 @@ def predict_job(job: Row) -> Row:
     clock = PassClock()
     watch_passes(clock)
     forecasts = []
+    # CPU seconds at each forecast, of all and inside passes.
     ends_s = []
     module: Any = medseg.prediction.batch
     forecast = module.forecast
 
     def noted(*arguments: Any) -> Any:
         forecasts.append(forecast(*arguments))
-        ends_s.append(time.process_time())
+        ends_s.append((time.process_time(), clock.seconds))
         return forecasts[-1]
 
     module.forecast = noted
@@ -194,10 +195,13 @@ def predict_job(job: Row) -> Row:
     (case,) = predict_scans(config)
     if case.exit_code:
         sys.exit(f"{job['own_labels']}: {case.messages}")
+    # The case lasts from the first forecast, before the scan is read, to the one in the report. A
+    # pass while the model is loaded is no part of it.
+    (begin_s, pass_begin_s), (end_s, pass_end_s) = ends_s[0], ends_s[-1]
     return {
         "network_cpu_s": clock.seconds,
-        # From the first forecast on, before the scan is read, to the second one in the report.
-        "case_cpu_s": ends_s[-1] - ends_s[0],
+        "case_cpu_s": end_s - begin_s,
+        "case_network_cpu_s": pass_end_s - pass_begin_s,
         "expected_gb": forecasts[0].peak_bytes / 1e9,
         "expected_voxels": forecasts[0].voxels,
         "expected_operations": forecasts[0].operations,
@@ -247,6 +251,7 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
         "cpu_s": own["cpu_s"],
         "network_cpu_s": own["network_cpu_s"],
         "case_cpu_s": own["case_cpu_s"],
+        "case_network_cpu_s": own["case_network_cpu_s"],
         "peak_gb": own["peak_gb"],
         "expected_gb": own["expected_gb"],
         "expected_voxels": own["expected_voxels"],
@@ -254,7 +259,7 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
         "expected_case_cpu_s": None,
     }
     if first is not None:
-        rate = rate_of(forecast_in(first), first["case_cpu_s"], first["network_cpu_s"])
+        rate = rate_of(forecast_in(first), first["case_cpu_s"], first["case_network_cpu_s"])
         row["expected_case_cpu_s"] = rate.seconds(forecast_in(own))
     if "error" in of_nnunet:
         return {**row, "nnunet_error": of_nnunet["error"]}

@@ -98,14 +98,15 @@ def test_a_row_has_the_ratios_and_a_forecast_by_the_first_scan(tmp_path: Path) -
         write_labels(tmp_path / f"{key}.nii.gz", array, grid)
     own = {
         "cpu_s": 3.0,
-        "network_cpu_s": 1.0,
+        "network_cpu_s": 1.25,
         "case_cpu_s": 2.0,
+        "case_network_cpu_s": 1.0,
         "peak_gb": 0.5,
         "expected_gb": 0.4,
         "expected_voxels": 100,
         "expected_operations": 1000.0,
     }
-    theirs = {"cpu_s": 6.0, "network_cpu_s": 2.0, "peak_gb": 2.0}
+    theirs = {"cpu_s": 6.0, "network_cpu_s": 2.5, "peak_gb": 2.0}
     first = app.row_of(job, theirs, own, None)
     assert (first["voxels"], first["voxels_that_differ"], first["least_dice"]) == (24, 1, 0.0)
     assert (first["ratio_outside"], first["ratio"]) == (0.5, 0.5)
