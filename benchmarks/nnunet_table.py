@@ -36,6 +36,7 @@ from medseg.io.inputs import case_name
 from medseg.io.read import read_image
 from medseg.io.tables import write_csv
 from medseg.io.write import write_image
+from medseg.memory.heap import map_large_blocks
 from medseg.memory.options import Accelerator, Precision
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec
@@ -167,6 +168,7 @@ def write_second_channel(scan: Path, output: Path) -> Path:
 
 def predict_job(job: Row) -> Row:
     """Predict a scan as the command does; returns its CPU seconds and what was expected."""
+    map_large_blocks()
     clock = PassClock()
     watch_passes(clock)
     forecasts = []
