@@ -29,7 +29,6 @@ from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel
 from medseg.prediction.joined import JoinedModels
-from medseg.prediction.memory_limit import LIBRARIES_BYTES
 from medseg.prediction.totalsegmentator import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
@@ -68,8 +67,8 @@ JOINING = 18 * 2**20
 NETWORK_TIME = 5
 # The same for a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
 CASE_TIME = 1.5e6
-# Part of `LIBRARIES_BYTES` that a model of nnU-Net takes before the kernels of its first pass.
-READING_BYTES = 25 * 2**20
+# Libraries that a model of nnU-Net loads with its first scan, and with the kernels of its first pass.
+READING_BYTES, PASS_BYTES = 25 * 2**20, 45 * 2**20
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -215,7 +214,7 @@ def _forecast_nnunet(
                 touched = min(TOUCHED_BYTES, touched + array.num_bytes)
         if step in model.pass_steps:
             # Kernels that are loaded stay.
-            fixed = loaded_bytes + LIBRARIES_BYTES + scan_bytes
+            fixed = loaded_bytes + PASS_BYTES + scan_bytes
             # A pass is no array, which could be a file; on a GPU it takes nothing here.
             if model.device.type == "cpu":
                 during_pass += model.usual_pass_bytes

@@ -36,8 +36,7 @@ from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet.model import Held, NnunetModel, load_nnunet
 from medseg.nnunet.preprocess import preparation_bytes, prepare
-from medseg.prediction.forecast import READING_BYTES, forecast
-from medseg.prediction.memory_limit import LIBRARIES_BYTES
+from medseg.prediction.forecast import PASS_BYTES, READING_BYTES, forecast
 from medseg.prediction.options import PredictConfig
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -298,7 +297,7 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     # Of a few small files all pages may be in memory.
     arrays = model.expected(volume.grid).memory["segment"]
     touched = sum(array.num_bytes for array in arrays)
-    kernels = LIBRARIES_BYTES - READING_BYTES
+    kernels = PASS_BYTES - READING_BYTES
     files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == touched + kernels + model.usual_pass_bytes
     files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
@@ -337,7 +336,7 @@ def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() 
     assert transposed[-1] == Held(36_000)
     labels = forecast(model, grid, 0).memory["segment"] - forecast(model, grid, 0).memory["read"]
     others = sum(array.num_bytes for array in arrays[:-1])
-    kernels = LIBRARIES_BYTES - READING_BYTES
+    kernels = PASS_BYTES - READING_BYTES
     assert labels == others + round(0.8 * 36_000) + kernels + model.usual_pass_bytes
 
 
