@@ -67,7 +67,7 @@ JOINING = 18 * 2**20
 NETWORK_TIME = 5
 # The same for a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
 CASE_TIME = 1.5e6
-# Libraries that a model of nnU-Net loads with its first scan, and with the kernels of its first pass.
+# Libraries of a model of nnU-Net once a scan is read, and with the kernels of its first pass.
 READING_BYTES, PASS_BYTES = 25 * 2**20, 45 * 2**20
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
