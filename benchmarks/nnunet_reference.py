@@ -518,7 +518,10 @@ def record_ensembles(recorded: Path) -> None:
 
 
 def labels_of_ensemble(
-    folders: list[Path], image: np.ndarray, properties: dict[str, Any]
+    folders: list[Path],
+    image: np.ndarray,
+    properties: dict[str, Any],
+    watch: Callable[[torch.nn.Module], None] = lambda _: None,
 ) -> np.ndarray:
     """Average the probabilities that nnU-Net's predictor gives, by its own function for files."""
     from nnunetv2.ensembling.ensemble import average_probabilities
@@ -527,7 +530,9 @@ def labels_of_ensemble(
     with tempfile.TemporaryDirectory() as temporary:
         files = []
         for number, folder in enumerate(folders):
-            probabilities = results_of_nnunet(folder, image, properties, probabilities=True)[1]
+            _, probabilities = results_of_nnunet(
+                folder, image, properties, probabilities=True, watch=watch
+            )
             files.append(str(Path(temporary, f"{number}.npz")))
             np.savez_compressed(files[-1], probabilities=probabilities)
         mean = average_probabilities(files)
@@ -693,8 +698,8 @@ def _send_measured(sender: Any, run: Callable[..., dict[str, Any]], arguments: A
 def measure() -> None:
     """Predict on one thread; answers each line of the input with one, both JSON.
 
-    A line has `model`, a model folder; `scans`, the files of its channels; and `labels`, the file
-    to write.
+    A line has `models`, a model folder or those of an ensemble; `scans`, the files of its channels;
+    and `labels`, the file to write.
     """
     # nnU-Net would resample with eight threads.
     os.environ["nnUNet_def_n_proc"] = "1"  # noqa: SIM112
@@ -710,12 +715,15 @@ def _predict_job(job: dict[str, Any]) -> dict[str, Any]:
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     clock = PassClock()
-    folder = Path(job["model"])
+    folders = [Path(model) for model in job["models"]]
     # The output of this process is read by a program.
     with contextlib.redirect_stdout(sys.stderr):
-        reader = PlansManager(str(folder / "plans.json")).image_reader_writer_class()
+        reader = PlansManager(str(folders[0] / "plans.json")).image_reader_writer_class()
         image, properties = reader.read_images(job["scans"])
-        labels = results_of_nnunet(folder, image, properties, watch=clock.watch)
+        if len(folders) == 1:
+            labels = results_of_nnunet(folders[0], image, properties, watch=clock.watch)
+        else:
+            labels = labels_of_ensemble(folders, image, properties, watch=clock.watch)
         reader.write_seg(labels, job["labels"], properties)
     return {"network_cpu_s": clock.seconds}
 

@@ -1,16 +1,17 @@
 """Models of nnU-Net in medseg and in nnU-Net's own predictor: labels, CPU seconds, memory.
 
     python -m benchmarks.nnunet_table output=<folder> nnunet=<python> scans=<ct>[,<ct>]
-                                      [models=plain25,2d,<folder>] [precision=bf16]
+                                      [models=plain25,2d,torch+residual5,<folder>] [precision=bf16]
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
-`nnunet_reference.py`, segments each scan with both programs, one after the other on one thread, and
-writes `nnunet.csv` with a row for each model and scan. A model may also be a folder with one or the
-two of a cascade, of one channel. `precision` is that of medseg alone.
+`nnunet_reference.py`, segments each scan and a phantom with both programs, one after the other on
+one thread, and writes `nnunet.csv` with a row for each model and scan. A model may also be a folder
+with one or the two of a cascade; `a+b` is an ensemble. The second channel of a model is the scan
+with its sign turned. `precision` is that of medseg alone.
 Each prediction has a process of its own, whose seconds and memory are counted after the imports.
 
 The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
-model, in CPU seconds, because other programs may share the machine.
+model, as that of `predict`, but in CPU seconds, because other programs may share the machine.
 """
 
 import json
@@ -30,27 +31,39 @@ import medseg.nnunet.model
 import medseg.prediction.batch
 from benchmarks.instruments import ROOT, given_arguments, print_values
 from benchmarks.nnunet_reference import FOLDERS, PassClock, measured_apart
+from medseg.geometry.grid import VoxelBox
+from medseg.io.inputs import case_name
 from medseg.io.read import read_image
 from medseg.io.tables import write_csv
+from medseg.io.write import write_image
+from medseg.memory.heap import map_large_blocks
 from medseg.memory.options import Accelerator, Precision
+from medseg.phantom.scan import make_phantom
+from medseg.phantom.spec import draw_spec
+from medseg.prediction.forecast import Forecast, rate_of
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 
 REFERENCE = ROOT / "benchmarks" / "nnunet_reference.py"
-# Plain and residual encoders, 2 to 61 classes, three folds, planes apart, transposed axes, plans
-# without `architecture`, 2D and a cascade.
+# Plain and residual encoders, 2 to 61 classes, regions of two channels, three folds, planes apart,
+# transposed axes, plans without `architecture`, 2D and a cascade.
 MODELS = (
     "plain2",
     "plain5",
     "plain25",
     "plain61",
     "residual5",
+    "regions",
     "anisotropic",
     "transposed",
     "torch",
     "2d",
     "cascade",
 )
+# Part of a phantom, 4 × 6 × 13 cm with both lungs.
+PHANTOM_BOX = VoxelBox((28, 54, 42), (36, 74, 86))
+# With nnU-Net's predictor this module is imported before the seconds are counted.
+IMPORTED = ("torch._dynamo", "dynamic_network_architectures.architectures.unet")
 Row = dict[str, Any]
 
 
@@ -63,9 +76,11 @@ def main() -> None:
     models = output / "models"
     if not models.is_dir():
         reference(arguments["nnunet"], "make", models).wait()
+    # Apart: what this process holds, the measured ones hold too.
+    scans.append(Path(measured_apart(write_phantom, output)["path"]))
     torch.set_num_threads(1)
-    # Before there are processes.
-    import_module("dynamic_network_architectures.architectures.unet")
+    for name in IMPORTED:
+        import_module(name)
     rows: list[Row] = []
     with reference(arguments["nnunet"], "measure") as nnunet:
         assert nnunet.stdin is not None
@@ -104,19 +119,19 @@ def list_jobs(
     """List the predictions, as `nnunet_reference.py measure` takes them."""
     jobs = []
     for name in names:
-        parent = output / "models" / name
-        if not parent.is_dir():
-            parent = Path(name).absolute()
-        # Of a cascade, 3d_cascade_fullres comes before 3d_lowres.
-        folder = min(parent.glob("*__*__*"))
-        dataset = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+        folders = [model_folder(part, output) for part in name.split("+")]
+        names_of_parts = [folder.parent.name for folder in folders]
+        dataset = json.loads((folders[0] / "dataset.json").read_text(encoding="utf-8"))
         for number, scan in enumerate(scans):
-            stem = f"{parent.name}_{number}"
+            stem = "+".join(names_of_parts) + f"_{number}"
+            channels = [scan]
+            if len(dataset["channel_names"]) == 2:
+                channels.append(write_second_channel(scan, output))
             jobs.append(
                 {
-                    "name": parent.name,
-                    "model": str(folder),
-                    "scans": [str(scan)] * len(dataset["channel_names"]),
+                    "name": "+".join(names_of_parts),
+                    "models": list(map(str, folders)),
+                    "scans": list(map(str, channels)),
                     "labels": str(output / f"{stem}_nnunet.nii.gz"),
                     "own_labels": str(output / f"{stem}.nii.gz"),
                     "classes": len(dataset["labels"]),
@@ -126,18 +141,45 @@ def list_jobs(
     return jobs
 
 
+def model_folder(name: str, output: Path) -> Path:
+    """Find the folder of a toy, or the one in a folder of the user."""
+    parent = output / "models" / name
+    if not parent.is_dir():
+        parent = Path(name).absolute()
+    # Of a cascade, 3d_cascade_fullres comes before 3d_lowres.
+    return min(parent.glob("*__*__*"))
+
+
+def write_phantom(output: Path) -> Row:
+    """Write a part of a phantom; returns its path."""
+    phantom = make_phantom(draw_spec(0, 0))
+    path = output / "phantom.nii.gz"
+    write_image(path, phantom.image_hu[PHANTOM_BOX.slices()], phantom.grid.crop(PHANTOM_BOX))
+    return {"path": str(path)}
+
+
+def write_second_channel(scan: Path, output: Path) -> Path:
+    """Write a scan with its sign turned, as the second channel of a model."""
+    volume = read_image(scan)
+    path = output / f"{case_name(scan)}_second.nii.gz"
+    write_image(path, -volume.array, volume.grid)
+    return path
+
+
 def predict_job(job: Row) -> Row:
     """Predict a scan as the command does; returns its CPU seconds and what was expected."""
+    map_large_blocks()
     clock = PassClock()
     watch_passes(clock)
     forecasts = []
+    # CPU seconds at each forecast, of all and inside passes.
     ends_s = []
     module: Any = medseg.prediction.batch
     forecast = module.forecast
 
     def noted(*arguments: Any) -> Any:
         forecasts.append(forecast(*arguments))
-        ends_s.append(time.process_time())
+        ends_s.append((time.process_time(), clock.seconds))
         return forecasts[-1]
 
     module.forecast = noted
@@ -145,7 +187,8 @@ def predict_job(job: Row) -> Row:
     config = PredictConfig(
         input=channels,
         output=job["own_labels"],
-        weights=job["model"],
+        weights=job["models"],
+        ensemble=len(job["models"]) > 1,
         threads=1,
         accelerator=Accelerator.cpu,
         precision=Precision(job["precision"]) if job["precision"] else None,
@@ -154,12 +197,16 @@ def predict_job(job: Row) -> Row:
     (case,) = predict_scans(config)
     if case.exit_code:
         sys.exit(f"{job['own_labels']}: {case.messages}")
+    # The case lasts from the first forecast, before the scan is read, to the one in the report. A
+    # pass while the model is loaded is no part of it.
+    (begin_s, pass_begin_s), (end_s, pass_end_s) = ends_s[0], ends_s[-1]
     return {
         "network_cpu_s": clock.seconds,
-        # From the first forecast on, before the scan is read, to the second one in the report.
-        "case_cpu_s": ends_s[-1] - ends_s[0],
+        "case_cpu_s": end_s - begin_s,
+        "case_network_cpu_s": pass_end_s - pass_begin_s,
         "expected_gb": forecasts[0].peak_bytes / 1e9,
         "expected_voxels": forecasts[0].voxels,
+        "expected_operations": forecasts[0].operations,
     }
 
 
@@ -206,14 +253,16 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
         "cpu_s": own["cpu_s"],
         "network_cpu_s": own["network_cpu_s"],
         "case_cpu_s": own["case_cpu_s"],
+        "case_network_cpu_s": own["case_network_cpu_s"],
         "peak_gb": own["peak_gb"],
         "expected_gb": own["expected_gb"],
         "expected_voxels": own["expected_voxels"],
+        "expected_operations": own["expected_operations"],
         "expected_case_cpu_s": None,
     }
     if first is not None:
-        rate_s = first["case_cpu_s"] / first["expected_voxels"]
-        row["expected_case_cpu_s"] = rate_s * own["expected_voxels"]
+        rate = rate_of(forecast_in(first), first["case_cpu_s"], first["case_network_cpu_s"])
+        row["expected_case_cpu_s"] = rate.seconds(forecast_in(own))
     if "error" in of_nnunet:
         return {**row, "nnunet_error": of_nnunet["error"]}
     expected = read_image(Path(job["labels"])).array
@@ -230,6 +279,11 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
         "ratio_outside": outside_s / (of_nnunet["cpu_s"] - of_nnunet["network_cpu_s"]),
         "ratio": own["cpu_s"] / of_nnunet["cpu_s"],
     }
+
+
+def forecast_in(row: Row) -> Forecast:
+    """Forecast of time that a row holds."""
+    return Forecast({}, row["expected_voxels"], row["expected_operations"])
 
 
 def least_dice(labels: np.ndarray, expected: np.ndarray) -> float:

@@ -155,3 +155,4 @@ class CombinedModel:
             result.durations_s[self.step_name(number, step)] = duration_s
         for step, described in part.tiling_plans.items():
             result.tiling_plans[self.step_name(number, step)] = described
+        result.pass_s += part.pass_s

@@ -133,6 +133,7 @@ class Segmentation:
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
             by step.
+        pass_s: Seconds inside the passes of networks; models of nnU-Net alone count them.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
             where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see
@@ -159,6 +160,7 @@ class Segmentation:
     findings: list[Finding] = field(default_factory=list)
     durations_s: dict[str, float] = field(default_factory=dict)
     tiling_plans: dict[str, str] = field(default_factory=dict)
+    pass_s: float = 0.0
     distortions: dict[str, float] = field(default_factory=dict)
     agreements: dict[str, float] = field(default_factory=dict)
     dice_at_least: dict[str, StatedBound] = field(default_factory=dict)

@@ -21,7 +21,15 @@ from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.memory.profile import timed_step
 from medseg.nnunet.labels import MAX_FOLDS_BYTES, average_planes
-from medseg.nnunet.model import PREPARE, PREVIOUS, SEGMENT, Expected, Held, NnunetModel
+from medseg.nnunet.model import (
+    EXACT_TIME,
+    PREPARE,
+    PREVIOUS,
+    SEGMENT,
+    Expected,
+    Held,
+    NnunetModel,
+)
 from medseg.nnunet.plan import NnunetPlan
 from medseg.nnunet.planes import Planes
 from medseg.task import Task
@@ -89,14 +97,14 @@ class NnunetEnsemble(CombinedModel):
         """Expect the cost of a case by the header of its scan; see `NnunetModel.expected`."""
         memory: dict[str, list[Held]] = {}
         stored: list[Held] = []
-        num_voxels = 0
+        cost = 0.0
         operations = 0.0
         for number, member in enumerate(self.parts, start=1):
             part = member.expected_logits(grid)
             if member.previous is not None:
                 before = member.previous.expected(grid)
                 memory[self.step_name(number, PREVIOUS)] = stored + before.memory[SEGMENT]
-                num_voxels += before.num_voxels
+                cost += before.cost
                 operations += before.operations
             logits = Held(member.logits_bytes(grid))
             if logits.num_bytes > MAX_FOLDS_BYTES:
@@ -104,13 +112,14 @@ class NnunetEnsemble(CombinedModel):
             memory[self.step_name(number, PREPARE)] = stored + part.memory[PREPARE]
             memory[self.step_name(number, SEGMENT)] = [*stored, *part.memory[SEGMENT], logits]
             stored = [*stored, logits]
-            num_voxels += part.num_voxels
+            num_logits = self.plan.labels.num_heads * math.prod(grid.shape)
+            cost += part.cost + EXACT_TIME * num_logits
             operations += part.operations
         shape = self.parts[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
         plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
         memory[AVERAGE] = [*stored, Held(math.prod(shape)), Held(PROBABILITY_PLANES * plane)]
-        return Expected(memory, num_voxels, operations)
+        return Expected(memory, cost, operations)
 
     def segment(
         self,
@@ -163,8 +172,10 @@ class NnunetEnsemble(CombinedModel):
         announce = self.announced(number, on_step)
         prepared = member.prepare_scan(volume, more_channels, part, announce)
         planes = member.planes_of(prepared)
+        seconds_before = member.watch.seconds
         with timed_step(part.durations_s, announce, SEGMENT):
             logits = member.store_logits(prepared)
+        part.pass_s += member.watch.seconds - seconds_before
         part.tiling_plans[SEGMENT] = member.described_passes()
         self.note_part(number, part, result)
         name = member.folder.path.name

@@ -6,27 +6,25 @@ it are there; with several the logits at the network's spacing lie in a temporar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from medseg.io.scratch import new_tensor, scratch_at_most
 from medseg.nnunet.planes import Planes
-from medseg.nnunet.spline import SplinePlanes
+from medseg.nnunet.spline import ESTIMATE_ERROR, SplinePlanes
 
 # Sums of folds of more bytes are a temporary file.
 MAX_FOLDS_BYTES = 2**26
-# A head that can be the largest in a larger share of a plane is interpolated there as a whole.
-DENSE = 0.3
+# Logits of doubtful voxels that are computed at a time.
+DOUBTFUL_LOGITS = 2**16
 # Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
 # a head with the terms of its sum in float64.
 PLANE_BYTES = 45
-# Share of the largest logit that is more than the rounding of an interpolation.
-ROUNDING = 1e-6
+# Step between two stored values by the larger one, with room for the difference of the two.
+STORED_STEP = 1.01
 
 
 def mean_planes(
@@ -136,7 +134,7 @@ def _probabilities(logits: Tensor, planes: Planes, number: int, are_classes: boo
 def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
     """Head of the largest logit of each voxel, the first of equals."""
     if isinstance(planes, SplinePlanes) and planes.keeps_range:
-        return _largest_in_cells(planes, number, inputs)
+        return _largest_by_estimates(planes, number, inputs)
     best: Tensor | None = None
     label: Tensor | None = None
     for head in range(inputs[0].shape[0]):
@@ -151,47 +149,52 @@ def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarra
     return label.numpy()
 
 
-def _largest_in_cells(planes: SplinePlanes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
-    """Like `_largest`, but a head is interpolated only where it can be the largest.
+def _largest_by_estimates(
+    planes: SplinePlanes, number: int, inputs: Sequence[Tensor]
+) -> np.ndarray:
+    """Like `_largest`, but heads are interpolated exactly where an estimate leaves a doubt alone.
 
-    In a cell between source voxels a head lies in the range of its corners. It cannot win where its
-    largest corner is below the smallest corner of another head.
+    It does where the two largest estimates may be stored as one value, or in the other order.
     """
-    heads = range(inputs[0].shape[0])
-    # In each cell one head has at least this logit: the largest of the smallest corners.
-    floor = torch.full(inputs[0].shape[1:], -torch.inf)
-    for head in heads:
-        smallest = -_largest_corner([-values[head].float() for values in inputs])
-        torch.maximum(floor, smallest, out=floor)
-    # Rounding may lead a sum out of the range, by far less than this.
-    floor -= ROUNDING * max(float(values.abs().max()) for values in inputs)
-    num_voxels = math.prod(planes.plane_shape)
-    best = torch.full((num_voxels,), -torch.inf)
-    label = torch.zeros(num_voxels, dtype=torch.uint8)
-    for head in heads:
-        cells = _largest_corner([values[head].float() for values in inputs]) >= floor
-        if not cells.any():
-            continue
-        voxels = planes.voxels_of(cells)
-        if len(voxels) > DENSE * num_voxels:
-            logit = _resampled(planes, number, inputs, head).flatten()
-            label.masked_fill_(logit > best, head)
-            torch.maximum(best, logit, out=best)
-        else:
-            sources = [values[head].double() for values in inputs]
-            logit = _rounded(planes.resample_at(number, sources, voxels), inputs[0].dtype)
-            is_better = logit > best[voxels]
-            winners = voxels[is_better]
-            best[winners] = logit[is_better]
-            label[winners] = head
-    return label.reshape(planes.plane_shape).numpy()
+    shape = planes.plane_shape
+    best = torch.full(shape, -torch.inf)
+    second = torch.full(shape, -torch.inf)
+    label = torch.zeros(shape, dtype=torch.uint8)
+    # One memory for all heads: new pages take more time than the comparison.
+    smaller = torch.empty(shape)
+    is_larger = torch.empty(shape, dtype=torch.bool)
+    for head in range(inputs[0].shape[0]):
+        logit = planes.estimate(number, [values[head].float() for values in inputs])
+        torch.minimum(best, logit, out=smaller)
+        torch.maximum(second, smaller, out=second)
+        torch.gt(logit, best, out=is_larger)
+        # A later head has a larger number, so that a fill of masked voxels, slower, is not needed.
+        torch.maximum(label, is_larger.view(torch.uint8) * head, out=label)
+        torch.maximum(best, logit, out=best)
+    for voxels in _doubtful_voxels(best, second, inputs).split(
+        max(1, DOUBTFUL_LOGITS // inputs[0].shape[0])
+    ):
+        exact = _rounded(planes.resample_at(number, inputs, voxels), inputs[0].dtype)
+        # Of equal values NumPy takes the first.
+        heads = exact.numpy().argmax(axis=0).astype(np.uint8)
+        label.view(-1)[voxels] = torch.from_numpy(heads)
+    return label.numpy()
 
 
-def _largest_corner(planes: Sequence[Tensor]) -> Tensor:
-    """Largest corner of each cell (h, w): of a voxel, the next ones, and their other plane."""
-    largest = planes[0] if len(planes) == 1 else torch.maximum(*planes)
-    beyond = functional.pad(largest[None], (0, 1, 0, 1), mode="replicate")
-    return functional.max_pool2d(beyond, 2, stride=1)[0]
+def _doubtful_voxels(best: Tensor, second: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """Places of the voxels where another head than that of the largest estimate may win.
+
+    Args:
+        best: Largest estimate of each voxel.
+        second: The next one.
+        inputs: Source planes of the estimates.
+    """
+    stored = torch.finfo(inputs[0].dtype)
+    largest = max(float(values.abs().max()) for values in inputs)
+    # Two errors of estimates, and the step between the smallest stored values.
+    least = 2 * ESTIMATE_ERROR * largest + stored.eps * stored.tiny
+    margin = best.abs().mul_(STORED_STEP * stored.eps).add_(least)
+    return (second >= best - margin).flatten().nonzero()[:, 0]
 
 
 def _painted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from medseg.io.scratch import new_array, new_tensor
 from medseg.nnunet.plan import NONE, TORCH, ChannelPlan, NnunetPlan
 from medseg.nnunet.planes import SpacingMm, filtered_axes, make_planes, orders_of
 from medseg.nnunet.previous import BEYOND, resample_previous
-from medseg.nnunet.spline import axis_taps, filtered
+from medseg.nnunet.spline import axis_taps, filtered, filtering_bytes
 
 # Smallest divisor of a normalisation.
 EPSILON = 1e-8
@@ -110,14 +111,40 @@ def prepare(
     return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
 
 
-def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) -> int:
+def image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:
+    """Axes along which an image is filtered for a cubic spline before it is resampled.
+
+    Args:
+        plan: The plan of the network.
+        shape: Shape of the transposed scan.
+        spacing_mm: Its spacing.
+    """
+    plan = plan.for_scan(spacing_mm)
+    is_kept = resampled_shape(shape, spacing_mm, plan) == shape
+    if is_kept or plan.image_resampling.function == TORCH:
+        return []
+    return filtered_axes(orders_of(plan.image_resampling, spacing_mm, plan.spacing_mm))
+
+
+def preparation_bytes(
+    plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm, *, has_previous: bool
+) -> int:
     """Memory that `prepare` takes beside the scan and its result.
 
     Args:
         plan: The plan of the network.
-        num_voxels: Voxels of the scan.
+        shape: Shape of the transposed scan.
+        spacing_mm: Its spacing.
         has_previous: Whether there are labels of a previous stage.
     """
+    num_voxels = math.prod(shape)
+    # A channel is scaled before it is filtered.
+    scaling = num_voxels * _scaling_bytes(plan, has_previous=has_previous)
+    return max(scaling, filtering_bytes(shape, image_axes(plan, shape, spacing_mm)))
+
+
+def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
+    """Bytes per voxel of the scan while a channel is scaled."""
     per_voxel = 0
     for channel in plan.channels:
         is_masked = channel.scheme == "ZScoreNormalization" and channel.is_masked
@@ -129,7 +156,7 @@ def preparation_bytes(plan: NnunetPlan, num_voxels: int, *, has_previous: bool) 
         per_voxel = labels_bytes + MASK_BYTES + max(BEYOND_BYTES, per_voxel)
     elif _needs_mask(plan.channels):
         per_voxel = max(FILLING_BYTES, MASK_BYTES + per_voxel)
-    return per_voxel * num_voxels
+    return per_voxel
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:

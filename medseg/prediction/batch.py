@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean
 from typing import Any, TypeVar
 
 import torch
@@ -37,8 +37,8 @@ from medseg.prediction.forecast import (
     Forecast,
     forecast,
     forecast_text,
+    known_rate,
     machine_key,
-    seconds_per_voxel,
 )
 from medseg.prediction.load_models import (
     RangeCascade,
@@ -209,23 +209,21 @@ class Batch:
         """
         new = [case for case in cases if self.config.overwrite or not read_report(case.output)]
         forecasts: dict[str, Forecast] = {}
-        rates: list[float] = []
-        has_all_rates = True
+        seconds: list[float | None] = []
         for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
             # Any reader may fail; the case tells it in its turn.
             with suppress(Exception):
                 cascade = pick_cascade(case.scan, self.cascades)[0].cascade
                 grid = scan_grid(case.scan, cascade.task)
-                forecasts[case.scan.name] = self._forecast(cascade, grid)
-                rate = seconds_per_voxel(machine_key(cascade))
-                if rate is None:
-                    has_all_rates = False
-                else:
-                    rates.append(rate)
+                expected = self._forecast(cascade, grid)
+                rate = known_rate(machine_key(cascade))
+                forecasts[case.scan.name] = expected
+                seconds.append(None if rate is None else rate.seconds(expected))
         if not forecasts:
             return None
-        usual_rate = median(rates) if has_all_rates else None
-        return forecast_text(forecasts, usual_rate, len(new))
+        known_s = [case_s for case_s in seconds if case_s is not None]
+        mean_s = mean(known_s) if len(known_s) == len(seconds) else None
+        return forecast_text(forecasts, mean_s, len(new))
 
     def _forecast(self, cascade: ScanModel, grid: VoxelGrid) -> Forecast:
         return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)

@@ -93,7 +93,9 @@ def _write_report(
     total_s = sum(case.durations_s.values())
     expected = None
     with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
-        expected = expected_cost(expect(chosen.cascade, volume.grid), chosen.cascade, total_s)
+        expected = expected_cost(
+            expect(chosen.cascade, volume.grid), chosen.cascade, total_s, result.pass_s
+        )
     by_spacing = None
     if chosen.name:
         by_spacing = {"name": chosen.name, "range_mm": chosen.range_mm}

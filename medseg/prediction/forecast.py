@@ -29,7 +29,6 @@ from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel
 from medseg.prediction.joined import JoinedModels
-from medseg.prediction.memory_limit import LIBRARIES_BYTES
 from medseg.prediction.totalsegmentator import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
@@ -66,11 +65,10 @@ JOINING = 18 * 2**20
 # Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
 # EPYC, included weights.
 NETWORK_TIME = 5
-# The same for a model of nnU-Net: an addition or multiplication of its networks, and for each head
-# a voxel of a tile that is added to the sums, and one of the scan to which logits are resampled.
-OPERATION_TIME, SUM_TIME, LOGIT_TIME = 2e-4, 0.1, 0.1
-# And for a case, however small: half a second for its checks, statistics and report.
-CASE_TIME = 2e6
+# The same for a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
+CASE_TIME = 1.5e6
+# Libraries of a model of nnU-Net once a scan is read, and with the kernels of its first pass.
+READING_BYTES, PASS_BYTES = 25 * 2**20, 45 * 2**20
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -80,17 +78,48 @@ class Forecast(NamedTuple):
 
     Attributes:
         memory: Resident bytes of the process by step.
-        voxels: Voxels of the scan, and `NETWORK_TIME` for each that goes through a network: the
-            duration is proportional to it.
+        voxels: Voxels of the scan, and what takes the time of as many voxels; `NETWORK_TIME` for
+            each that goes through one of our networks.
+        operations: Additions and multiplications of networks of nnU-Net, whose seconds differ more
+            from one to the other and are known by themselves.
     """
 
     memory: dict[str, int]
     voxels: int
+    operations: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
         """Largest resident memory."""
         return max(self.memory.values())
+
+
+class Rate(NamedTuple):
+    """Time that a model takes on this machine.
+
+    Attributes:
+        voxel_s: Seconds of one of `Forecast.voxels`.
+        operation_s: Seconds of one of `Forecast.operations`.
+    """
+
+    voxel_s: float
+    operation_s: float
+
+    def seconds(self, expected: Forecast) -> float:
+        """Seconds of a case."""
+        return self.voxel_s * expected.voxels + self.operation_s * expected.operations
+
+
+def rate_of(expected: Forecast, total_s: float, pass_s: float) -> Rate:
+    """Rate of a finished case.
+
+    Args:
+        expected: What was expected of it.
+        total_s: Its seconds.
+        pass_s: Those inside the passes of networks of nnU-Net.
+    """
+    operation_s = pass_s / expected.operations if expected.operations else 0.0
+    return Rate((total_s - pass_s) / expected.voxels, operation_s)
 
 
 def forecast(
@@ -139,7 +168,7 @@ def _forecast_resampled(
     labels_bytes = _held(LABEL * num_resampled, array_bytes)
     labels_bytes += _held(LABEL * num_voxels, array_bytes)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
-    return Forecast(memory, channels * num_voxels + inner.voxels)
+    return Forecast(memory, channels * num_voxels + inner.voxels, inner.operations)
 
 
 def _forecast_joined(
@@ -148,7 +177,8 @@ def _forecast_joined(
     """Forecast models that run one after the other, beside the labels of those before."""
     joined_bytes = _held(LABEL * math.prod(grid.shape), array_bytes)
     memory: dict[str, int] = {}
-    cost = 0
+    num_voxels = 0
+    operations = 0.0
     for number, part in enumerate(model.parts, start=1):
         expected = forecast(part, grid, loaded_bytes, array_bytes)
         # The labels of the first model become the joined ones.
@@ -156,8 +186,9 @@ def _forecast_joined(
         for step, num_bytes in expected.memory.items():
             name = step if step == "read" else model.step_name(number, step)
             memory[name] = num_bytes + held_bytes
-        cost += expected.voxels
-    return Forecast(memory, cost)
+        num_voxels += expected.voxels
+        operations += expected.operations
+    return Forecast(memory, num_voxels, operations)
 
 
 def _forecast_nnunet(
@@ -166,7 +197,8 @@ def _forecast_nnunet(
     """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
     num_voxels = math.prod(grid.shape)
     channels = len(model.task.channels)
-    fixed = loaded_bytes + LIBRARIES_BYTES + channels * _held(SCAN * num_voxels, array_bytes)
+    scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
+    fixed = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
     memory = {"read": fixed}
     for step, arrays in expected.memory.items():
@@ -180,14 +212,14 @@ def _forecast_nnunet(
             if num_bytes < array.num_bytes:
                 # Pages of files are in memory for a moment.
                 touched = min(TOUCHED_BYTES, touched + array.num_bytes)
-        # A pass is no array, which could be a file; on a GPU it takes nothing here.
-        if step in model.pass_steps and model.device.type == "cpu":
-            during_pass += model.usual_pass_bytes
+        if step in model.pass_steps:
+            # Kernels that are loaded stay.
+            fixed = loaded_bytes + PASS_BYTES + scan_bytes
+            # A pass is no array, which could be a file; on a GPU it takes nothing here.
+            if model.device.type == "cpu":
+                during_pass += model.usual_pass_bytes
         memory[step] = fixed + touched + round(max(at_end, during_pass))
-    num_heads = model.plan.labels.num_heads
-    cost = CASE_TIME + (channels + LOGIT_TIME * num_heads) * num_voxels
-    cost += SUM_TIME * num_heads * expected.num_voxels + OPERATION_TIME * expected.operations
-    return Forecast(memory, round(cost))
+    return Forecast(memory, round(CASE_TIME + expected.cost), expected.operations)
 
 
 def _forecast_cascade(
@@ -311,7 +343,7 @@ def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -
     return num_passes * math.prod(network_shape)
 
 
-def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_cases: int) -> str:
+def forecast_text(forecasts: Mapping[str, Forecast], mean_s: float | None, num_cases: int) -> str:
     """Say what a batch will hold and how long it will take.
 
     The time is known where this machine has finished cases before.
@@ -319,39 +351,44 @@ def forecast_text(forecasts: Mapping[str, Forecast], rate_s: float | None, num_c
     Args:
         forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of
             all.
-        rate_s: Seconds per voxel; None is unknown.
+        mean_s: Expected seconds of a case; None is unknown.
         num_cases: Number of all cases.
     """
     largest = max(forecasts, key=lambda name: forecasts[name].peak_bytes)
     sentence = f"expected peak memory {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
     if num_cases > 1:
         sentence = f"{num_cases} cases, {sentence} (case {largest})"
-    if rate_s is None:
+    if mean_s is None:
         return sentence
-    num_voxels = sum(expected.voxels for expected in forecasts.values())
-    seconds = rate_s * num_voxels * num_cases / len(forecasts)
+    seconds = mean_s * num_cases
     duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     return f"{sentence}, expected time {duration}"
 
 
 def expected_cost(
-    expected: Forecast, cascade: ScanModel, total_s: float
+    expected: Forecast, cascade: ScanModel, total_s: float, pass_s: float
 ) -> dict[str, float | None]:
-    """Return the expected peak and seconds of a case, and record its `total_s` for later cases.
+    """Return the expected peak and seconds of a case, and record its seconds for later cases.
 
     The seconds of the first case on a machine are None.
+
+    Args:
+        expected: Its forecast.
+        cascade: What segmented it.
+        total_s: Its seconds.
+        pass_s: See `rate_of`.
     """
     key = machine_key(cascade)
-    rate_s = seconds_per_voxel(key)
-    note_duration(key, total_s, expected.voxels)
+    rate = known_rate(key)
+    note_rate(key, rate_of(expected, total_s, pass_s))
     return {
         "peak_resident_bytes": expected.peak_bytes,
-        "total_s": None if rate_s is None else round(rate_s * expected.voxels, 2),
+        "total_s": None if rate is None else round(rate.seconds(expected), 2),
     }
 
 
 def machine_key(cascade: ScanModel) -> str:
-    """Name all that decides the seconds per voxel on this machine."""
+    """Name all that decides the rate on this machine."""
     checksums: list[str] = []
     for files in cascade.checkpoints.values():
         checksums += sorted(files.values())
@@ -362,24 +399,29 @@ def machine_key(cascade: ScanModel) -> str:
     )
 
 
-def seconds_per_voxel(key: str) -> float | None:
-    """Median of the cases that this machine has finished; None if there are none."""
+def known_rate(key: str) -> Rate | None:
+    """Medians of the cases that this machine has finished; None if there are none."""
     rates = _known_rates().get(key)
-    return median(rates) if rates else None
+    if not rates:
+        return None
+    return Rate(median(rate.voxel_s for rate in rates), median(rate.operation_s for rate in rates))
 
 
-def note_duration(key: str, seconds: float, voxels: int) -> None:
+def note_rate(key: str, rate: Rate) -> None:
     """Add a finished case to those of this machine, where the folder can be written."""
     rates_by_key = _known_rates()
-    rates_by_key[key] = [*rates_by_key.get(key, []), seconds / voxels][-MAX_CASES:]
+    rates_by_key[key] = [*rates_by_key.get(key, []), rate][-MAX_CASES:]
     with suppress(UserError):
         replace_text(machine_folder() / "predictions.json", json.dumps(rates_by_key, indent=1))
 
 
-def _known_rates() -> dict[str, list[float]]:
-    """Seconds per voxel of finished cases by `machine_key`."""
+def _known_rates() -> dict[str, list[Rate]]:
+    """Rates of finished cases by `machine_key`."""
+    rates_by_key: dict[str, list[Rate]] = {}
     try:
         content = json.loads((machine_folder() / "predictions.json").read_text(encoding="utf-8"))
-        return {key: [float(rate) for rate in rates] for key, rates in content.items()}
+        for key, pairs in content.items():
+            rates_by_key[key] = [Rate(float(voxel_s), float(pass_s)) for voxel_s, pass_s in pairs]
     except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
         return {}
+    return rates_by_key

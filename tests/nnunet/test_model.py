@@ -36,7 +36,7 @@ from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet.model import Held, NnunetModel, load_nnunet
 from medseg.nnunet.preprocess import preparation_bytes, prepare
-from medseg.prediction.forecast import forecast
+from medseg.prediction.forecast import PASS_BYTES, READING_BYTES, forecast
 from medseg.prediction.options import PredictConfig
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -92,26 +92,27 @@ def test_the_odd_voxel_of_the_padding_comes_after_the_scan() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tta", [None, False])
-def test_the_forecast_counts_the_voxels_that_go_through_the_networks(
-    name: str, tta: bool | None
-) -> None:
+def test_the_forecast_counts_the_operations_of_all_passes(name: str, tta: bool | None) -> None:
     """A scan without zeros, of which nothing is cropped; each fold and mirrored pass counts."""
     model = load(name, tta=tta)
     volume, others, _ = scan_of(name)
     first, *more = (np.where(array == 0, 1, array) for array in (volume.array, *others))
-    num_voxels: list[int] = []
+    operations: list[float] = []
     for stage in (model, model.previous):
         if stage is not None:
+            per_voxel = stage.operations_per_voxel
             stage.network.register_forward_hook(
-                lambda _, inputs, __: num_voxels.append(inputs[0][0, 0].numel())
+                lambda _, inputs, __, per_voxel=per_voxel: operations.append(
+                    inputs[0][0, 0].numel() * per_voxel
+                )
             )
-    model.segment(replace(volume, array=first), more)
-    assert model.expected(volume.grid).num_voxels == sum(num_voxels)
+    result = model.segment(replace(volume, array=first), more)
+    assert model.expected(volume.grid).operations == pytest.approx(sum(operations))
+    assert 0 < result.pass_s < sum(result.durations_s.values())
 
 
 def test_the_forecast_counts_the_operations_of_a_convolution() -> None:
     model = load("folds", tta=False)
-    expected = model.expected(scan_of("folds")[0].grid)
     operations: list[float] = []
 
     def count(layer: nn.Conv3d, _: object, output: Tensor) -> None:
@@ -125,7 +126,6 @@ def test_the_forecast_counts_the_operations_of_a_convolution() -> None:
     # The rest are the transposed convolutions of two levels.
     share = sum(operations) / (model.operations_per_voxel * math.prod(model.plan.patch_size))
     assert 0.9 < share < 1
-    assert expected.operations == expected.num_voxels * model.operations_per_voxel
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -203,7 +203,7 @@ def test_mirroring_can_be_left_out() -> None:
 def test_tiles_may_overlap_less() -> None:
     volume, others, _ = scan_of("folds")
     usual, fewer = load("folds"), load("folds", overlap=0.2)
-    assert fewer.expected(volume.grid)[1] < usual.expected(volume.grid)[1]
+    assert fewer.expected(volume.grid).operations < usual.expected(volume.grid).operations
     labels = fewer.segment(volume, others).labels
     assert (labels != usual.segment(volume, others).labels).any()
 
@@ -297,13 +297,14 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     # Of a few small files all pages may be in memory.
     arrays = model.expected(volume.grid).memory["segment"]
     touched = sum(array.num_bytes for array in arrays)
+    kernels = PASS_BYTES - READING_BYTES
     files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
-    assert files["segment"] - files["read"] == touched + model.usual_pass_bytes
+    assert files["segment"] - files["read"] == touched + kernels + model.usual_pass_bytes
     files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
-    assert files["segment"] - files["read"] == touched + in_slabs.usual_pass_bytes
+    assert files["segment"] - files["read"] == touched + kernels + in_slabs.usual_pass_bytes
     large = VoxelGrid((400, 300, 300), (2.0, 1.5, 1.5))
     files = forecast(model, large, 0, array_bytes=0.0).memory
-    assert files["segment"] - files["read"] == TOUCHED_BYTES + model.usual_pass_bytes
+    assert files["segment"] - files["read"] == TOUCHED_BYTES + kernels + model.usual_pass_bytes
     image_bytes = 4 * math.prod(model.plan.patch_size)
     assert in_slabs.slab_bytes is not None
     assert in_slabs.usual_pass_bytes - image_bytes < in_slabs.slab_bytes
@@ -311,11 +312,15 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
 
 def test_the_time_of_a_case_is_that_of_its_parts_and_a_fixed_one() -> None:
     model = load("folds", tta=False)
-    grid = VoxelGrid((40, 30, 30), (2.0, 1.5, 1.5))
-    expected = model.expected(grid)
-    # One channel and four heads.
-    cost = 2e6 + (1 + 0.1 * 4) * 36_000 + 0.1 * 4 * expected.num_voxels + 2e-4 * expected.operations
-    assert forecast(model, grid, 0).voxels == round(cost)
+    grid = VoxelGrid((40, 30, 30), (2.5, 1.5, 1.5))
+    # (50, 30, 30) voxels of 2 x 1.5 x 1.5 mm, in tiles of (8, 16, 16), which share half at least.
+    num_passes = 2 * 12 * 3 * 3
+    # One channel, filtered along all axes, and four heads.
+    cost = (1 + 2.0 * 3 + 0.18 * 4) * 36_000 + num_passes * (0.18 * 4 * 8 * 16 * 16 + 3000)
+    found = forecast(model, grid, 0)
+    assert found.voxels == round(1.5e6 + cost)
+    operations = num_passes * 8 * 16 * 16 * model.operations_per_voxel
+    assert found.operations == pytest.approx(operations)
 
 
 def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() -> None:
@@ -331,7 +336,8 @@ def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() 
     assert transposed[-1] == Held(36_000)
     labels = forecast(model, grid, 0).memory["segment"] - forecast(model, grid, 0).memory["read"]
     others = sum(array.num_bytes for array in arrays[:-1])
-    assert labels == others + round(0.8 * 36_000) + model.usual_pass_bytes
+    kernels = PASS_BYTES - READING_BYTES
+    assert labels == others + round(0.8 * 36_000) + kernels + model.usual_pass_bytes
 
 
 def test_a_label_of_the_first_stage_puts_a_voxel_of_zeros_into_the_statistics() -> None:
@@ -372,7 +378,8 @@ def test_the_forecast_counts_what_the_preparation_takes(name: str, per_voxel: in
     numbers = np.random.default_rng(0)
     channels = [numbers.normal(-300, 300, shape).astype(np.int16) for _ in model.plan.channels]
     num_voxels = math.prod(shape)
-    known = preparation_bytes(model.plan, num_voxels, has_previous=model.previous is not None)
+    has_previous = model.previous is not None
+    known = preparation_bytes(model.plan, shape, model.plan.spacing_mm, has_previous=has_previous)
     assert known == per_voxel * num_voxels
     tracemalloc.start()
     previous = None
@@ -383,6 +390,24 @@ def test_the_forecast_counts_what_the_preparation_takes(name: str, per_voxel: in
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 0.8 * known <= taken <= 1.1 * known + 16 * shape[1] * shape[2]
+
+
+def test_the_forecast_counts_what_a_cubic_spline_takes() -> None:
+    """By the allocations of NumPy: coefficients, and the rows that are filtered along z."""
+    plan = load("folds").plan
+    shape, spacing_mm = (40, 60, 50), (2.5, 1.5, 1.0)
+    known = preparation_bytes(plan, shape, spacing_mm, has_previous=False)
+    assert known == 3 * 8 * 64 * 84 * 74
+    image = np.random.default_rng(0).normal(-300, 300, shape).astype(np.int16)
+    tracemalloc.start()
+    prepare([image], spacing_mm, plan)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 0.9 * known <= taken <= 1.1 * known
+    # Of a long scan the coefficients are a file, and some rows are filtered at a time.
+    assert preparation_bytes(plan, (400, 512, 512), spacing_mm, has_previous=False) == 2 * 8 * 2**22
+    # The nearest plane is taken where the others are a third as far apart.
+    assert preparation_bytes(plan, shape, (5.0, 1.5, 1.0), has_previous=False) == 8 * 40 * 84 * 74
 
 
 def bright_ball(shape: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray]:

@@ -18,11 +18,13 @@ from medseg.prediction import forecast as forecast_module
 from medseg.prediction.forecast import (
     FIRST_SCAN_BYTES,
     Forecast,
+    Rate,
     forecast,
     forecast_text,
+    known_rate,
     machine_key,
-    note_duration,
-    seconds_per_voxel,
+    note_rate,
+    rate_of,
 )
 from medseg.prediction.memory_limit import share_memory
 
@@ -117,16 +119,27 @@ def test_the_median_of_finished_cases_gives_the_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert seconds_per_voxel("weights") is None
-    for seconds in (2.0, 30.0, 4.0):
-        note_duration("weights", seconds, 1000)
-    assert seconds_per_voxel("weights") == 0.004
-    assert seconds_per_voxel("other weights") is None
+    assert known_rate("weights") is None
+    for voxel_s, operation_s in ((2.0, 9.0), (30.0, 7.0), (4.0, 8.0)):
+        note_rate("weights", Rate(voxel_s, operation_s))
+    assert known_rate("weights") == (4.0, 8.0)
+    assert known_rate("other weights") is None
     for _ in range(30):
-        note_duration("weights", 1.0, 1000)
-    assert math.isclose(seconds_per_voxel("weights") or 0, 0.001)
-    (tmp_path / "medseg" / "predictions.json").write_text('{"weights": [', encoding="utf-8")
-    assert seconds_per_voxel("weights") is None
+        note_rate("weights", Rate(1.0, 0.0))
+    assert known_rate("weights") == (1.0, 0.0)
+    # Damaged, and as earlier versions wrote it.
+    for content in ('{"weights": [', '{"weights": [0.5]}'):
+        (tmp_path / "medseg" / "predictions.json").write_text(content, encoding="utf-8")
+        assert known_rate("weights") is None
+
+
+def test_passes_have_a_rate_of_their_own() -> None:
+    finished = Forecast({}, voxels=100, operations=1000.0)
+    rate = rate_of(finished, total_s=5.0, pass_s=4.0)
+    assert rate == (0.01, 0.004)
+    # Half of all else, and three times the passes.
+    assert rate.seconds(Forecast({}, 50, 3000.0)) == 0.5 + 12.0
+    assert rate_of(finished._replace(operations=0.0), total_s=5.0, pass_s=0.0) == (0.05, 0.0)
 
 
 @pytest.mark.parametrize("changed", ["weights", "precision", "device", "threads", "torch"])
@@ -155,12 +168,12 @@ def test_a_batch_names_its_largest_case_and_its_time() -> None:
     }
     assert forecast_text({"a": cases["a"]}, None, 1) == "expected peak memory 1.00 GiB"
     assert (
-        forecast_text({"a": cases["a"]}, 0.01, 1)
+        forecast_text({"a": cases["a"]}, 10.0, 1)
         == "expected peak memory 1.00 GiB, expected time 10 s"
     )
     # Two of eight cases stand for all.
     assert (
-        forecast_text(cases, 0.02, 8)
+        forecast_text(cases, 40.0, 8)
         == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
     )
 
@@ -173,7 +186,7 @@ def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
 
     def of_part(part: Any, *arguments: Any) -> Forecast:
         asked.append(arguments)
-        return Forecast({"read": 100, "segment": part}, voxels=7)
+        return Forecast({"read": 100, "segment": part}, voxels=7, operations=3.0)
 
     monkeypatch.setattr(forecast_module, "forecast", of_part)
     model: Any = SimpleNamespace(parts=(500, 800), step_name=lambda n, step: f"{step}_{n}")
@@ -185,7 +198,7 @@ def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
         "segment_1": 500,
         "segment_2": 800 + held_bytes,
     }
-    assert found.voxels == 14
+    assert (found.voxels, found.operations) == (14, 6.0)
 
 
 def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
@@ -194,17 +207,17 @@ def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(forecast_module, "machine_key", lambda cascade: cascade)
     model: Any = "model"
-    first = forecast_module.expected_cost(Forecast({"read": 5}, voxels=10), model, 30.0)
+    first = forecast_module.expected_cost(Forecast({"read": 5}, 10, 5.0), model, 45.0, 15.0)
     assert first == {"peak_resident_bytes": 5, "total_s": None}
-    second = forecast_module.expected_cost(Forecast({"read": 5, "join": 9}, 4), model, 8.0)
+    second = forecast_module.expected_cost(Forecast({"read": 5, "join": 9}, 4), model, 8.0, 0.0)
     assert second == {"peak_resident_bytes": 9, "total_s": 12.0}
-    assert seconds_per_voxel("model") == 2.5
-    assert seconds_per_voxel("other") is None
+    assert known_rate("model") == (2.5, 1.5)
+    assert known_rate("other") is None
 
 
-@pytest.mark.parametrize(("known", "rate_s"), [("ab", 2.0), ("a", None), ("", None)])
+@pytest.mark.parametrize(("known", "mean_s"), [("ab", 20.0), ("a", None), ("", None)])
 def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
-    known: str, rate_s: float | None, monkeypatch: pytest.MonkeyPatch
+    known: str, mean_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[Any] = []
     cases: list[Any] = [
@@ -217,14 +230,13 @@ def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
         lambda scan, _: (SimpleNamespace(cascade=SimpleNamespace(name=scan.name, task=None)), []),
     )
     monkeypatch.setattr(batch, "scan_grid", lambda *_: None)
-    monkeypatch.setattr(batch.Batch, "_forecast", lambda self, cascade, grid: cascade.name)
+    expected = Forecast({}, 10)
+    monkeypatch.setattr(batch.Batch, "_forecast", lambda *_: expected)
     monkeypatch.setattr(batch, "machine_key", lambda cascade: cascade.name)
-    rates = {"a": 1.0, "b": 3.0}
-    monkeypatch.setattr(
-        batch, "seconds_per_voxel", lambda key: rates[key] if key in known else None
-    )
+    rates = {"a": Rate(1.0, 0.0), "b": Rate(3.0, 0.0)}
+    monkeypatch.setattr(batch, "known_rate", lambda key: rates[key] if key in known else None)
     monkeypatch.setattr(batch, "forecast_text", lambda *arguments: told.append(arguments) or "said")
     config: Any = SimpleNamespace(overwrite=False)
     running = batch.Batch([], 0, 1e9, config, 2, batch.Observer())
     assert running.describe_cost(cases) == "said"
-    assert told == [({"a": "a", "b": "b"}, rate_s, 2)]
+    assert told == [({"a": expected, "b": expected}, mean_s, 2)]
