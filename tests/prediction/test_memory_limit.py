@@ -11,6 +11,7 @@ import pytest
 
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
+from medseg.memory.options import Accelerator
 from medseg.prediction import batch, load_models, memory_limit
 from medseg.prediction.load_models import RangeCascade, load_cascade
 from medseg.prediction.memory_limit import (
@@ -112,7 +113,9 @@ def test_each_model_of_a_batch_keeps_its_share_beside_all_backends(
     models: list[Any] = []
     for number in (3, 4):
         models.append(SimpleNamespace(backend_bytes=number, within=lambda gib, n=number: (n, gib)))
-    config: Any = SimpleNamespace(inference=InferenceOptions(max_ram_gib=2.5))
+    config: Any = SimpleNamespace(
+        inference=InferenceOptions(max_ram_gib=2.5), accelerator=Accelerator.cpu
+    )
     cascades = [RangeCascade(model, {}) for model in models]
     made = batch.make_batch(cascades, config, 7, batch.Observer())
     assert asked == [(2.5, 7)]
