@@ -315,7 +315,8 @@ def _moves_pairs(values: Tensor, cell: Shape) -> bool:
 
     They may in half precision on a CPU, where no gradient and no graph is needed.
     """
-    is_plain = torch.is_inference_mode_enabled() and not torch.compiler.is_compiling()
+    # In this order: the compiler leaves its graph at a question for the mode.
+    is_plain = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return is_plain and values.device.type == "cpu" and values.itemsize == 2 and cell[2] == 2
 
 
