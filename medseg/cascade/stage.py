@@ -26,7 +26,13 @@ from medseg.geometry.sizes import network_size
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import Job, TileWorkers
-from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling, predict_probs
+from medseg.inference.tiles import (
+    PROBS_DTYPE,
+    TilingPlan,
+    least_budget_gib,
+    plan_tiling,
+    predict_probs,
+)
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
 from medseg.models.stage_network import StageNetwork
@@ -325,6 +331,18 @@ class TrainedStage:
             lattice = grid.resampled(self.spacing_mm)
             scaled = lattice.resampled(self.rule.spacing_mm(grid.spacing_mm))
             self.plan(self.rule.size or scaled.shape, options)
+
+    @property
+    def least_budget_gib(self) -> float:
+        """Smallest `inference.budget_gib` that `plan` accepts, with two decimals.
+
+        0 where the size of the network's input depends on the scan.
+        """
+        shape = self.tile_size or self.rule.size
+        if shape is None:
+            return 0.0
+        size = network_size(shape, self.divisor)
+        return least_budget_gib(size, self.bytes_per_voxel, self._least_slab_bytes(shape))
 
     @property
     def allows_slabs(self) -> bool:

@@ -306,8 +306,7 @@ def plan_tiling(
         slab_tile_size = size if tile_size else None
         return TilingPlan(slab_tile_size, slab_bytes=budget_bytes)
     if num_bytes > budget_bytes:
-        # Rounded up: the named number must be enough.
-        gib = math.ceil(min(num_bytes, least_slab_bytes) / 2**30 * 100) / 100
+        gib = least_budget_gib(size, bytes_per_voxel, least_slab_bytes)
         subject = "one tile" if tile_size else "the crop"
         raise ValueError(f"{subject} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
     if not tile_size:
@@ -315,6 +314,19 @@ def plan_tiling(
     # A network whose memory is not counted (0 bytes) does not limit the batch.
     num_fitting = int(budget_bytes // max(1, num_bytes))
     return TilingPlan(size, max(1, min(max_batch, num_fitting)))
+
+
+def least_budget_gib(size: Shape, bytes_per_voxel: float, least_slab_bytes: float) -> float:
+    """Count the smallest budget of an input, in GiB with two decimals.
+
+    Args:
+        size: Size of the network's input, (z, y, x).
+        bytes_per_voxel: See `plan_tiling`.
+        least_slab_bytes: See `plan_tiling`.
+    """
+    num_bytes = min(math.prod(size) * bytes_per_voxel, least_slab_bytes)
+    # Rounded up: the number must be enough.
+    return math.ceil(num_bytes / 2**30 * 100) / 100
 
 
 def _starts(size: int, tile: int, overlap: float) -> list[int]:

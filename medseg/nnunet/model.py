@@ -120,7 +120,7 @@ class NnunetModel:
         least_slab_bytes: Smallest budget with which a tile runs in slabs.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
         operations_per_voxel: Additions and multiplications of the network per voxel of a tile.
-        precision: `fp32`, or `bf16` on a CPU; a GPU computes as nnU-Net lets it.
+        precision: `fp32`, `bf16` on a CPU, or `fp16` on a GPU.
         previous: First stage of a cascade; None for others.
         watch: Counts the seconds of its passes, for the forecast of later cases.
     """
@@ -506,12 +506,9 @@ class NnunetModel:
                 yield plane[:, y : y + height, x : x + width]
 
     def _run(self, image: Tensor, take: Callable[[Tensor], None]) -> None:
-        """Run the network on a tile; `take` receives its logits on the CPU, see `Run`.
-
-        On a GPU nnU-Net lets torch choose half precision.
-        """
+        """Run the network on a tile; `take` receives its logits on the CPU, see `Run`."""
         if self.device.type == "cuda":
-            with torch.autocast("cuda"), self.watch.running():
+            with autocast(self.precision, "cuda"), self.watch.running():
                 logits = call_network(self.network, image.to(self.device), self.plan).cpu()
             take(logits)
             return
@@ -601,13 +598,15 @@ def load_nnunet(
         folds: Names of the folds; None = all.
         device: Where the network will run.
         options: Keys of `inference`.
-        precision: `fp32`, None for it, or `bf16` on a CPU.
+        precision: `fp32`, `bf16` on a CPU, or `fp16` on a GPU; None = as nnU-Net: `fp32` on a CPU,
+            `fp16` on a GPU, where it runs in torch's autocast.
 
     Raises:
         UserError: If the folder or an option cannot be used.
     """
     _refuse_options(options, precision, device)
-    precision = precision or "fp32"
+    if precision is None:
+        precision = "fp32" if device.type == "cpu" else "fp16"
     folder = open_model_folder(path, folds)
     previous = None
     if folder.plan.previous_stage is not None:
@@ -634,7 +633,7 @@ def _load_folder(
         source: Key and value of the user, for messages.
         device: See `load_nnunet`.
         options: See `load_nnunet`.
-        precision: `fp32` or `bf16`.
+        precision: See `NnunetModel`.
     """
     try:
         # A network may be larger than the memory: on the meta device it only has shapes, which
@@ -745,11 +744,11 @@ def _refuse_options(options: InferenceOptions, precision: str | None, device: to
             f"inference.backend={options.backend}: a model folder of nnU-Net runs in torch, as "
             "nnU-Net does; leave it out"
         )
-    allowed = (None, "fp32", "bf16") if device.type == "cpu" else (None, "fp32")
-    if precision not in allowed:
+    half = "bf16" if device.type == "cpu" else "fp16"
+    if precision not in (None, "fp32", half):
         raise UserError(
             f"precision={precision}: a model folder of nnU-Net runs in fp32 or bf16 on a CPU, and "
-            "on a GPU as nnU-Net does; leave it out"
+            "in fp16 or fp32 on a GPU; leave it out"
         )
 
 

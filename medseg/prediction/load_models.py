@@ -159,7 +159,7 @@ def load_model_folders(
         label_values: Label name to value where it is not its place among the labels of all folders.
         ensemble: Whether probabilities of folders of nnU-Net are averaged, in place of painting.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: See `load_cascade`; `fp32`, `bf16` or None for a folder of nnU-Net.
+        precision: See `load_cascade`; for a folder of nnU-Net see `load_nnunet`.
         options: Keys of `inference`; the defaults where None.
         trusted: See `load_cascade`, for a folder of medseg.
 

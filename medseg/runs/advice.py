@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from medseg.conf_folder import conf_dir
 from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
 from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.data.options import StageName
+from medseg.errors import UserError
+from medseg.inference.options import Backend, InferenceOptions
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import free_memory_bytes, private_bytes
 from medseg.training.options import TrainConfig
@@ -62,6 +65,8 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
 def next_command(config: TrainConfig, checkpoint: Path) -> str:
     """Write the command that follows a run: the fine stage after the coarse one, else a prediction.
 
+    A prediction gets the memory that its networks need, where the default is less.
+
     Args:
         config: Configuration of the run.
         checkpoint: Its best checkpoint.
@@ -71,11 +76,15 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
     else:
         arguments = ["predict", "input=<scan>", "output=<folder>"]
+        files = [checkpoint]
         if config.stage.name is StageName.fine:
             coarse = config.stage.coarse or "<checkpoint of the coarse stage>"
             arguments += [f"coarse={coarse}", f"fine={checkpoint}"]
+            if config.stage.coarse:
+                files.append(Path(config.stage.coarse))
         else:
             arguments.append(f"single={checkpoint}")
+        arguments += budget_argument(files, config.trusted_targets)
     if config.trusted_targets:
         arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
     words = ["medseg"]
@@ -83,6 +92,30 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         is_to_be_filled_in = "<" in argument
         words.append(argument if is_to_be_filled_in else quote_for_shell(argument))
     return " ".join(words)
+
+
+def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
+    """Argument of `predict` for the memory of a network pass; none where the default is enough.
+
+    Args:
+        files: Checkpoints or safetensors files of the stages. One that cannot be loaded is left
+            out: `predict` says why.
+        trusted: Prefixes of `trusted_targets`.
+    """
+    import torch  # loaded by the run that has ended
+
+    from medseg.cascade.load import load_stage
+
+    options = InferenceOptions(backend=Backend.torch)  # another one is measured first
+    least_gib = options.budget_gib
+    for file in files:
+        with suppress(UserError):
+            # A GPU needs no more: it has every precision of a training.
+            stage = load_stage(file, None, torch.device("cpu"), trusted=trusted, options=options)
+            least_gib = max(least_gib, stage.least_budget_gib)
+    if least_gib == options.budget_gib:
+        return []
+    return [f"inference.budget_gib={least_gib:g}"]
 
 
 def _data_arguments(config: TrainConfig) -> list[str]:

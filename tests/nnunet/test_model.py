@@ -34,6 +34,7 @@ from medseg.io.read import read_image
 from medseg.io.scratch import TOUCHED_BYTES, scratch_above
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
+from medseg.nnunet import model as model_of_nnunet
 from medseg.nnunet.model import Held, NnunetModel, load_nnunet
 from medseg.nnunet.preprocess import preparation_bytes, prepare
 from medseg.prediction.forecast import PASS_BYTES, READING_BYTES, forecast
@@ -453,6 +454,48 @@ def test_bf16_keeps_the_labels_of_a_trained_network(
 def test_other_precisions_are_refused() -> None:
     with pytest.raises(UserError, match=r"precision=fp16: .* fp32 or bf16 on a CPU"):
         load_nnunet(RECORDED / "folds.zip", None, CPU, InferenceOptions(), "fp16")
+
+
+@pytest.mark.parametrize(
+    ("asked", "computed"), [(None, torch.float16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_passes_on_a_gpu_are_described_as_they_are_computed(
+    asked: str | None, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU that passes for a GPU: its autocast stands for that of the GPU."""
+    autocast = torch.autocast
+
+    def autocast_here(_: str, dtype: torch.dtype) -> torch.autocast:
+        return autocast("cpu", dtype)
+
+    gpu = torch.device("cuda")
+
+    def staying(move: Callable[..., Any]) -> Callable[..., Any]:
+        def to(moved: Any, *arguments: Any, **options: Any) -> Any:
+            if arguments == (gpu,):
+                return moved
+            return move(moved, *arguments, **options)
+
+        return to
+
+    monkeypatch.setattr(torch, "autocast", autocast_here)
+    for movable in (torch.Tensor, nn.Module):
+        monkeypatch.setattr(movable, "to", staying(movable.to))
+    monkeypatch.setattr(model_of_nnunet, "_bytes_per_voxel", lambda *_: 0.0)
+    model = load_nnunet(RECORDED / "folds.zip", None, gpu, InferenceOptions(), asked)
+    logits: list[torch.Tensor] = []
+    image = torch.rand((1, len(model.plan.channels), *model.plan.patch_size))
+    with torch.inference_mode():
+        model._run(image, logits.append)
+    assert logits[0].dtype == computed
+    name = {torch.float16: "fp16", torch.float32: "fp32"}[computed]
+    assert model.precision == name
+    assert f", {name}, sums in half precision" in model.described_passes()
+
+
+def test_a_gpu_has_no_bf16_for_a_model_folder() -> None:
+    with pytest.raises(UserError, match=r"precision=bf16: .* in fp16 or fp32 on a GPU"):
+        load_nnunet(RECORDED / "folds.zip", None, torch.device("cuda"), InferenceOptions(), "bf16")
 
 
 def test_a_budget_below_one_plane_of_a_tile_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,15 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.imported import SOURCE_VARIABLE
 from medseg.config.overrides import check_arguments, expand_options, quote_paths
-from medseg.errors import EXIT_OUT_OF_MEMORY
+from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.memory.options import Accelerator
+from medseg.prediction.load_models import load_cascade
 from medseg.runs import advice
 from medseg.runs.advice import next_command, plan_command
 from medseg.targets import targets_first
+from medseg.training.assemble import make_metadata
+from medseg.training.network import make_network
+from medseg.weights.files import write_weights
 
 
 def compose(name: str, *arguments: str) -> Any:
@@ -153,6 +158,54 @@ def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path)
     run = compose("train", "stage=coarse", *quote_paths(overrides))
     _, config = follow(next_command(run, tmp_path / "best.ckpt"))
     assert config.data == run.data
+
+
+SEGRESNET = ["model._target_=monai.networks.nets.SegResNet", "model.init_filters=8"]
+WHOLE = ["inference.tile_size=null"]
+
+
+def trained(path: Path, *overrides: str) -> tuple[Any, Path]:
+    """A configuration and a checkpoint of its network, which nothing has trained."""
+    config = compose("train", *overrides)
+    write_weights(path, make_metadata(config, {}), make_network(config).state_dict())
+    return config, path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needs_more"),
+    [
+        ([*SEGRESNET, "inference.tile_size=[192,192,192]"], True),
+        ([*SEGRESNET, "inference.tile_size=[64,64,64]"], False),
+        ([*SEGRESNET, *WHOLE, "spacing=fixed_size", "spacing.size=[192,192,192]"], True),
+        # Whole scans of unknown size, and a network that can run in slabs.
+        ([*SEGRESNET, *WHOLE], False),
+        (["inference.tile_size=[192,192,192]"], False),
+    ],
+    ids=["large", "small", "fixed", "whole", "slabs"],
+)
+def test_the_prediction_gets_the_memory_that_a_pass_needs(
+    overrides: list[str], needs_more: bool, tmp_path: Path
+) -> None:
+    run, file = trained(tmp_path / "best.safetensors", "stage=single", *overrides)
+    line = next_command(run, file)
+    assert ("inference.budget_gib=" in line) == needs_more
+    _, config = follow(line)
+    options = config.inference
+    stage = load_cascade(None, None, config.single, accelerator="cpu", options=options).last
+    if needs_more:
+        size = (192, 192, 192)
+        stage.plan(size, options)
+        too_small = replace(options, budget_gib=options.budget_gib - 0.011)
+        with pytest.raises(UserError, match=r"is too small for the single stage"):
+            stage.plan(size, too_small)
+
+
+def test_the_memory_of_a_prediction_is_that_of_its_largest_stage(tmp_path: Path) -> None:
+    overrides = [*SEGRESNET, "inference.tile_size=[192,192,192]"]
+    _, coarse = trained(tmp_path / "coarse.safetensors", "stage=coarse", *overrides)
+    fine = ["stage=fine", "stage.region_from=coarse", f"stage.coarse={coarse}"]
+    run, file = trained(tmp_path / "fine.safetensors", *fine)
+    assert "inference.budget_gib=" in next_command(run, file)
 
 
 def test_a_run_out_of_memory_ends_with_its_plan(
