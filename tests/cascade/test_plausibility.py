@@ -21,6 +21,7 @@ from medseg.anatomy.plausibility import (
 from medseg.cascade.agreement import agreement, most_disputed_xyz_mm
 from medseg.cascade.cascade import Cascade
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
+from medseg.task import Region
 
 COARSE = VoxelGrid((40, 60, 90), (2.0, 2.0, 2.0), (-30.0, 15.0, 400.0), OBLIQUE)
 REGIONS = {region.name: TASK.region_values(region) for region in TASK.regions}
@@ -137,6 +138,21 @@ def test_a_region_that_the_scan_cuts_may_be_small(axis: int, end: int) -> None:
     assert volume_warnings(volumes_ml, labels, task) == []
     assert len(volume_warnings(volumes_ml, inside, task)) == 1
     assert len(volume_warnings({**volumes_ml, "left_lung": 25.0}, labels, task)) == 1
+
+
+@pytest.mark.parametrize("cut_value", [1, 2, 3])
+def test_a_region_may_be_small_if_any_of_its_labels_is_cut(cut_value: int) -> None:
+    labels = np.zeros((4, 5, 6), dtype=np.uint8)
+    labels[2, 2, 2:5] = (1, 2, 3)
+    labels[-1, 2, 2] = cut_value
+    names = ("upper", "middle", "lower")
+    task = replace(
+        TASK,
+        labels={name: value for value, name in enumerate(names, start=1)},
+        regions=(Region("lung", names),),
+        volume_ml={"lung": (10.0, 20.0)},
+    )
+    assert volume_warnings(dict.fromkeys(names, 1.0), labels, task) == []
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import hydra
+import nibabel
+import numpy as np
 import pytest
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import PlanConfig
-from medseg.data.spacing import make_grid_rule
+from medseg.data.spacing import find_spacing, make_grid_rule
 from medseg.errors import UserError
+from medseg.io.tables import write_csv
 from medseg.planning.step import input_shape
 from medseg.runs.folder import load_config, open_run
 from medseg.training.options import TrainConfig
@@ -21,6 +24,25 @@ def compose(*overrides: str, root: str = "train") -> TrainConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(root, ["run_dir=x", *overrides])
     return to_config(composed, PlanConfig if root == "plan" else TrainConfig)
+
+
+@pytest.mark.parametrize("codes", [("L", "P", "S"), ("S", "L", "P")])
+def test_the_spacing_of_a_case_is_that_of_the_axes_after_orientation(
+    codes: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """Sagittal slices of 5 mm give 5 mm along x, however the file stores them."""
+    image = nibabel.Nifti1Image(np.zeros((6, 7, 8), np.int16), np.diag([5.0, 0.7, 0.9, 1.0]))
+    turn = nibabel.orientations.axcodes2ornt(codes)
+    stored = image.as_reoriented(
+        nibabel.orientations.ornt_transform(nibabel.io_orientation(image.affine), turn)
+    )
+    path = tmp_path / "ct.nii.gz"
+    nibabel.save(stored, path)
+    row = {"case": "a", "image": path, "labels": path, "patient": "a", "split": "train"}
+    write_csv(tmp_path / "cases.csv", [row])
+    config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
+    find_spacing(config.spacing, config.data, config.task)
+    assert config.spacing.target_spacing_mm == pytest.approx((0.9, 0.7, 5.0))
 
 
 @pytest.mark.parametrize("average", ["median", "mean"])

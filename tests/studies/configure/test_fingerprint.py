@@ -79,3 +79,10 @@ def test_the_smallest_label_is_that_of_the_median_case() -> None:
     assert fingerprint.largest.name == "2"
     assert fingerprint.spacing_mm == (3.0, 1.0, 1.0)
     assert fingerprint.extent_mm == (30.0, 11.0, 10.0)
+
+
+def test_the_largest_case_has_the_largest_field_of_view() -> None:
+    """And not the most voxels, which its resampled image has not."""
+    fine = CaseFacts("fine", (100, 100, 100), (1.0, 1.0, 1.0), 0.0, 1.0, {})
+    wide = CaseFacts("wide", (50, 50, 50), (3.0, 3.0, 3.0), 0.0, 1.0, {})
+    assert Fingerprint((fine, wide)).largest.name == "wide"
