@@ -113,7 +113,8 @@ def test_the_newest_run_of_a_folder_is_shown_and_a_folder_without_runs_is_refuse
     refused.mkdir()
     (refused / "job.json").write_text("{}")
     assert app.watch(WatchConfig(str(run_dir.parent), 1.0)) == 0
-    assert "a run (1)" in "".join(capsys.readouterr().out.splitlines())  # a long path is wrapped
+    # A long path is wrapped, also at its spaces.
+    assert "arun(1)" in "".join(capsys.readouterr().out.split())
     with pytest.raises(UserError, match=r"expected a run folder, with config\.yaml"):
         app.watch(WatchConfig(str(run_dir / "nowhere"), 1.0))
 
