@@ -6,12 +6,12 @@
 Imports medseg for a prediction by medseg alone, and nnU-Net for the others.
 """
 
-import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -104,25 +104,26 @@ def predict(job: Job) -> dict[str, Any]:
     """
     is_medseg = job["program"] == "medseg"
     run = predict_by_medseg if is_medseg else predict_by_nnunet
-    # Before autocast is replaced, which modules of torch know by name.
+    # Not counted, and before autocast is replaced, which modules of torch know by name.
     import_module("medseg.prediction.predict" if is_medseg else NNUNET)
-    with in_precision(job["precision"]):
+    precision = nullcontext() if is_medseg else nnunet_precision(job["precision"])
+    with precision:
         measured = run(job)
     card_bytes = torch.cuda.max_memory_allocated() if job["device"] == "cuda" else 0
     return {**measured, "card_gb": card_bytes / 1e9}
 
 
-@contextlib.contextmanager
-def in_precision(precision: str) -> Iterator[None]:
-    """Leave both programs their half precision on a card, or let them compute in fp32.
+@contextmanager
+def nnunet_precision(precision: str) -> Iterator[None]:
+    """Leave nnU-Net its half precision on a card, or let it compute in fp32.
 
-    Both ask torch for its autocast, and have no key of their own for it.
+    It asks torch for its autocast, and has no key for it.
     """
     if precision == "fp16":
         yield
         return
     torch.backends.cudnn.allow_tf32 = False
-    with mock.patch.object(torch, "autocast", return_value=contextlib.nullcontext()):
+    with mock.patch.object(torch, "autocast", return_value=nullcontext()):
         yield
 
 
@@ -148,7 +149,7 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
     import medseg.nnunet.model
     import medseg.prediction.batch
     from medseg.inference.options import InferenceOptions
-    from medseg.memory.options import Accelerator
+    from medseg.memory.options import Accelerator, Precision
     from medseg.prediction.options import PredictConfig
     from medseg.prediction.predict import predict_scans
 
@@ -174,6 +175,7 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
         output=job["labels"],
         weights=job["model"],
         accelerator=Accelerator.gpu if job["device"] == "cuda" else Accelerator.cpu,
+        precision=Precision.fp32 if job["precision"] == "fp32" else None,
         inference=InferenceOptions(max_ram_gib=job["max_ram_gib"]),
         overwrite=True,
     )

@@ -421,7 +421,7 @@ def _known_rates() -> dict[str, list[Rate]]:
     try:
         content = json.loads((machine_folder() / "predictions.json").read_text(encoding="utf-8"))
         for key, pairs in content.items():
-            rates_by_key[key] = [Rate(float(voxel_s), float(pass_s)) for voxel_s, pass_s in pairs]
+            rates_by_key[key] = [Rate(*map(float, pair)) for pair in pairs]
     except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
         return {}
     return rates_by_key

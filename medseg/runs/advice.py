@@ -13,7 +13,6 @@ from medseg.conf_folder import conf_dir
 from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
 from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.data.options import StageName
-from medseg.errors import UserError
 from medseg.inference.options import Backend, InferenceOptions
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import free_memory_bytes, private_bytes
@@ -98,8 +97,8 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
     """Argument of `predict` for the memory of a network pass; none where the default is enough.
 
     Args:
-        files: Checkpoints or safetensors files of the stages. One that cannot be loaded is left
-            out: `predict` says why.
+        files: Checkpoints or safetensors files of the stages. One that cannot be loaded and run on
+            the CPU is left out: `predict` says why.
         trusted: Prefixes of `trusted_targets`.
     """
     import torch  # loaded by the run that has ended
@@ -109,7 +108,8 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
     options = InferenceOptions(backend=Backend.torch)  # another one is measured first
     least_gib = options.budget_gib
     for file in files:
-        with suppress(UserError):
+        # A user's network may raise anything, and an advice must not fail a run that has finished.
+        with suppress(Exception):
             # A GPU needs no more: it has every precision of a training.
             stage = load_stage(file, None, torch.device("cpu"), trusted=trusted, options=options)
             least_gib = max(least_gib, stage.least_budget_gib)

@@ -42,12 +42,12 @@ def test_the_job_of_medseg_gives_the_recorded_labels_of_nnunet(tmp_path: Path) -
     assert measured["expected_gb"] > measured["loaded_gb"] > 0
 
 
-def test_fp32_means_no_autocast_for_both_programs() -> None:
+def test_fp32_means_no_autocast_for_nnunet() -> None:
     usual = torch.autocast
     image = torch.ones(1, 1, 2, 2)
     convolution = torch.nn.Conv2d(1, 1, 1)
     for precision, expected in (("fp16", torch.bfloat16), ("fp32", torch.float32)):
-        with jobs.in_precision(precision), torch.autocast("cpu", torch.bfloat16):
+        with jobs.nnunet_precision(precision), torch.autocast("cpu", torch.bfloat16):
             assert convolution(image).dtype == expected
     assert torch.autocast is usual
 

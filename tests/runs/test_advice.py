@@ -208,6 +208,17 @@ def test_the_memory_of_a_prediction_is_that_of_its_largest_stage(tmp_path: Path)
     assert "inference.budget_gib=" in next_command(run, file)
 
 
+def test_a_network_that_does_not_run_on_a_cpu_fails_no_finished_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise RuntimeError("Expected all tensors to be on the same device")
+
+    monkeypatch.setattr("medseg.cascade.load.load_stage", load)
+    run = compose("train", "stage=single")
+    assert "inference.budget_gib" not in next_command(run, Path("best.ckpt"))
+
+
 def test_a_run_out_of_memory_ends_with_its_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
