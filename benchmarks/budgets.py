@@ -88,12 +88,12 @@ SETTINGS = [
 ]
 TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS = 2
-FINAL_ROUNDS = 12
+FINAL_ROUNDS = 6
 STEPS = 5
 # The last steps count: in those before, the heap still takes its shape.
 NUM_COUNTED = 3
 # A set that takes at most so many times as long as the fastest one is measured again.
-NEARLY_BEST = 1.1
+NEARLY_BEST = 1.06
 # Sets whose peaks and seconds are predicted.
 NUM_PREDICTED = 2000
 # How many of them are measured as rivals of a choice.

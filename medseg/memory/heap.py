@@ -9,10 +9,19 @@ thread: 1 to 52 % less resident memory (that of the libraries is not counted), a
 5 % more processor time of a step. Three of them at another time on the same machine: 20 to 33 %
 less memory, 0 to 23 % more time. Since version 6.13 Linux aligns a block to huge pages only if its
 size is a multiple of a huge page. Other blocks have some 500 small pages at their ends, whose page
-faults are expensive in a virtual machine. Not chosen: mapping smaller blocks too (from 2 MiB: up to
-8 % slower, a tenth less memory), mapping without huge pages (40 to 60 % slower), a model of glibc's
-heap in `plan` (the memory would only be predicted, not saved), another allocator (must be preloaded
-by the user).
+faults are expensive in a virtual machine. Not chosen: mapping without huge pages (40 to 60 %
+slower), a model of glibc's heap in `plan` (the memory would only be predicted, not saved), another
+allocator (must be preloaded by the user).
+
+Blocks of 2 to 4 MiB. Choice of 2026-11-27. Torch aligns the tensors for which it asks for huge
+pages, those of 2 MiB and more, to a page. For such a block glibc takes a page more from its heap
+and frees the rest, which it does not always merge again (its bug 30723, mended after version 2.38):
+a freed block is then too small for the next one of the same size. A network whose tensors have 3.9
+MiB took 1,810 MiB after six steps, and 875 MiB with mapped blocks, for 16 % more processor time.
+Where such tensors are few, mapping them saves 1 to 5 % and costs up to 35 %. So the network of a
+training decides, see `medseg.training.mapped_blocks`. Not chosen: returning free memory after each
+step (1,178 MiB), tensors that are not aligned (1,034 MiB, and huge pages only by glibc's tunables,
+for which the process must start anew).
 """
 
 import ctypes
@@ -21,13 +30,13 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-MAPPED_BYTES = 4 * 2**20  # blocks of this size and more are mapped
+USUALLY_MAPPED_BYTES = 4 * 2**20  # blocks of this size and more are mapped
+ALIGNED_BYTES = 2 * 2**20  # torch aligns blocks of this size and more
 KEPT_BYTES = 64 * 2**20  # free memory at the end of the heap that stays for reuse
-# Variables of glibc, with the parameters of mallopt(3) for the same, and their values.
-VARIABLES = {
-    "MALLOC_MMAP_THRESHOLD_": (-3, MAPPED_BYTES),
-    "MALLOC_TRIM_THRESHOLD_": (-1, KEPT_BYTES),
-}
+# Variables of glibc, and the parameters of mallopt(3) for the same.
+MAP_FROM = "MALLOC_MMAP_THRESHOLD_"
+KEEP = "MALLOC_TRIM_THRESHOLD_"
+PARAMETERS = {MAP_FROM: -3, KEEP: -1}
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
@@ -37,20 +46,36 @@ def map_large_blocks() -> None:
     Must come before torch makes a tensor. Does nothing where the C library is not glibc, the kernel
     gives no huge pages, or the user has set glibc's variables.
     """
-    is_set = any(name in os.environ for name in (*VARIABLES, "GLIBC_TUNABLES"))
+    is_set = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
     if platform.libc_ver()[0] != "glibc" or is_set or not _has_huge_pages():
         return
-    libc = ctypes.CDLL(None)
-    for name, (parameter, size) in VARIABLES.items():
-        libc.mallopt(parameter, size)
-        os.environ[name] = str(size)  # glibc reads it when a process begins
-    # Torch asks for huge pages for tensors of 2 MiB and more.
+    _set(MAP_FROM, USUALLY_MAPPED_BYTES)
+    _set(KEEP, KEPT_BYTES)
+    # Torch asks for huge pages for tensors of `ALIGNED_BYTES` and more.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def maps_large_blocks() -> bool:
     """Whether `map_large_blocks` has taken effect in this process."""
-    return os.environ.get("MALLOC_MMAP_THRESHOLD_") == str(MAPPED_BYTES)
+    sizes = (str(ALIGNED_BYTES), str(USUALLY_MAPPED_BYTES))
+    return os.environ.get(MAP_FROM) in sizes
+
+
+def map_blocks_from(num_bytes: int) -> None:
+    """Map blocks of this size and more, where `map_large_blocks` has taken effect."""
+    if maps_large_blocks():
+        _set(MAP_FROM, num_bytes)
+
+
+def mapped_bytes() -> int:
+    """Size from which on blocks are mapped, where `map_large_blocks` has taken effect."""
+    return int(os.environ[MAP_FROM]) if maps_large_blocks() else USUALLY_MAPPED_BYTES
+
+
+def _set(variable: str, size: int) -> None:
+    """Set a parameter of glibc's heap for this process and for those that it starts."""
+    ctypes.CDLL(None).mallopt(PARAMETERS[variable], size)
+    os.environ[variable] = str(size)  # glibc reads it when a process begins
 
 
 class _HeapInfo(ctypes.Structure):

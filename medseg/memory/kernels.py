@@ -22,7 +22,12 @@ from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.io.atomic import replace_text
 from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.device import start_libraries
-from medseg.memory.heap import MAPPED_BYTES, maps_large_blocks, used_bytes
+from medseg.memory.heap import (
+    USUALLY_MAPPED_BYTES,
+    mapped_bytes,
+    maps_large_blocks,
+    used_bytes,
+)
 from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import (
     peak_resident_bytes,
@@ -99,6 +104,8 @@ class KernelCosts:
         # Page faults are a part of the seconds.
         if device.type == "cpu" and maps_large_blocks():
             name += " mapped"
+            if mapped_bytes() != USUALLY_MAPPED_BYTES:
+                name += f" from {mapped_bytes()}"
         if instruction_limit():
             name += f" {instruction_limit()}"
         self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
@@ -287,7 +294,7 @@ class KernelCosts:
         It is read from the largest resident memory of the process. Where large blocks are not
         mapped, what the heap keeps decides what is resident.
         """
-        if self.device.type == "cuda" or workspace < MAPPED_BYTES or not maps_large_blocks():
+        if self.device.type == "cuda" or workspace < mapped_bytes() or not maps_large_blocks():
             return 1.0
         run = self._prepared(call)
         run()  # what the libraries make once

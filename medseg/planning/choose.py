@@ -19,10 +19,11 @@ from medseg.memory.tracker import Timeline
 from medseg.models.options import UNET, is_batch_norm
 from medseg.planning.estimate import Estimate, Machine, estimate_beside
 from medseg.planning.recomputation import StepModel
-from medseg.planning.step import count_memory, evaluated_shape, samples_per_rank
+from medseg.planning.step import count_memory, evaluated_shape
 from medseg.targets import TARGET
 from medseg.training.extensions import make_loss
 from medseg.training.network import find_divisor, make_network_on_meta
+from medseg.training.options import samples_per_rank
 
 # The estimate of the resident memory may be too low by this part, which a chosen set must have to
 # spare.
@@ -158,6 +159,7 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
     operations are measured together: a processor that slows down in between would favour the
     combinations that were measured before.
     """
+    machine.prepare_for(config)
     variants = list(combinations(config))
     say(f"plan: counting the steps of {len(variants)} combinations of switches, some seconds each")
     counts = [_count_variant(variant, shape) for variant in variants]

@@ -12,15 +12,17 @@ from medseg.geometry.sizes import Shape
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.device import pick_device, pick_device_type, start_libraries
-from medseg.memory.heap import KEPT_BYTES, MAPPED_BYTES, maps_large_blocks
+from medseg.memory.heap import KEPT_BYTES, mapped_bytes, maps_large_blocks
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
 from medseg.planning.recomputation import duration, rise
-from medseg.planning.step import count_evaluation, count_memory, samples_per_rank
+from medseg.planning.step import count_evaluation, count_memory
 from medseg.processors import num_processors
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers
+from medseg.training.mapped_blocks import map_blocks
+from medseg.training.options import samples_per_rank
 
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth.
@@ -152,6 +154,12 @@ class Machine:
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, Evaluation] = {}
 
+    def prepare_for(self, config: PlanConfig) -> None:
+        """Map blocks of memory as a training of a configuration does; use the costs of that."""
+        if self.device.type == "cpu":
+            map_blocks(config)
+            self.costs = KernelCosts(self.folder, self.device)
+
     @cached_property
     def process(self) -> ProcessCost:
         """Cost of a run without its tensors, with the libraries of the configuration."""
@@ -172,10 +180,11 @@ class Machine:
     def evaluation(self, config: PlanConfig, shape: Shape) -> Evaluation:
         """Evaluate a case on tensors without memory.
 
-        Once for each network, tile size, precision, layout and shape of the case.
+        Once for each network, tile size, precision, layout, shape of the case and smallest mapped
+        block.
         """
         switches = config.memory.precision, config.memory.channels_last
-        key = repr((config.model, config.inference.tile_size, switches, shape))
+        key = repr((config.model, config.inference.tile_size, switches, shape, mapped_bytes()))
         if key not in self._evaluations:
             case_bytes, timeline = count_evaluation(config, shape)
             self.measure(timeline)
@@ -209,6 +218,7 @@ def estimate(
         validation_shape: Voxels of the largest validation case, (D, H, W).
         machine: Measurements.
     """
+    machine.prepare_for(config)
     timeline = Timeline()
     memory = count_memory(config, shape, timeline=timeline)
     machine.measure(timeline)
@@ -252,7 +262,7 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
         for (live_bytes, workspace, key), small in zip(segment.calls, segment.small, strict=True):
             written = max(workspace, costs[key].written)
             in_heap = small
-            if written < MAPPED_BYTES:
+            if written < mapped_bytes():
                 in_heap += written
             points.append((live_bytes + written, in_heap))
     largest_heap = max((in_heap for _, in_heap in points), default=0)

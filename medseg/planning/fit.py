@@ -31,11 +31,10 @@ from medseg.planning.step import (
     count_memory,
     evaluated_shape,
     keep_numbers,
-    num_shares,
-    samples_per_rank,
 )
 from medseg.report.plots import draw_front
 from medseg.training.network import find_divisor
+from medseg.training.options import num_shares, samples_per_rank
 
 MIB = 2**20
 GIB = 2**30

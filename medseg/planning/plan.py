@@ -24,11 +24,10 @@ from medseg.planning.step import (
     input_shape,
     keep_numbers,
     largest_batch,
-    num_shares,
-    samples_per_rank,
 )
 from medseg.runs.plans import past_errors
 from medseg.training.optimisation import propose_lr
+from medseg.training.options import num_shares, samples_per_rank
 
 MIB = 2**20
 GIB = 2**30

@@ -21,7 +21,7 @@ from medseg.runs.plans import Numbers, write_plan
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
-from medseg.training.options import TrainConfig
+from medseg.training.options import TrainConfig, samples_per_rank
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
@@ -40,16 +40,6 @@ def largest_batch(peak: Callable[[int], int], budget: int) -> int:
     while peak(too_many) <= budget:
         too_many *= 2
     return bisect_right(range(1, too_many), budget, key=peak)
-
-
-def samples_per_rank(config: TrainConfig) -> int:
-    """Number of samples in a micro-batch of one rank."""
-    return config.stage.batch_size // num_shares(config)
-
-
-def num_shares(config: TrainConfig) -> int:
-    """Number of micro-batches of a step, over all ranks."""
-    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
 
 
 def input_shape(config: PlanConfig) -> Shape:

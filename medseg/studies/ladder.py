@@ -27,7 +27,7 @@ from medseg.memory.device import pick_device, use_supported_half
 from medseg.memory.options import MemoryOptions, Precision
 from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
-from medseg.planning.step import count_memory, input_shape, samples_per_rank
+from medseg.planning.step import count_memory, input_shape
 from medseg.report.plots import Panel, draw_panels
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain
@@ -43,7 +43,7 @@ from medseg.studies.train_arguments import (
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, make_network
 from medseg.training.optimisation import find_lr_factor, make_optimizer
-from medseg.training.options import TrainConfig
+from medseg.training.options import TrainConfig, samples_per_rank
 from medseg.worker_process import Worker, WorkerDiedError
 
 # Printed column to its heading, and to its format.

@@ -31,6 +31,7 @@ from medseg.task_options import make_task
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule
 from medseg.training.extensions import make_loggers, make_loss, make_metrics, make_transforms
+from medseg.training.mapped_blocks import map_blocks
 from medseg.training.module import SegmentationModule
 from medseg.training.network import (
     count_channels,
@@ -71,6 +72,8 @@ def make_module(
             "trainer.sync_batchnorm=true works on GPUs only, but torch sees none here; "
             "choose trainer.sync_batchnorm=false"
         )
+    if device_type == "cpu":
+        map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
         network,

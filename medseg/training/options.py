@@ -237,3 +237,13 @@ class TrainConfig:
         ""
     )
     debug: DebugOptions
+
+
+def samples_per_rank(config: TrainConfig) -> int:
+    """Number of samples in a micro-batch of one rank."""
+    return config.stage.batch_size // num_shares(config)
+
+
+def num_shares(config: TrainConfig) -> int:
+    """Number of micro-batches of a step, over all ranks."""
+    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate

@@ -391,7 +391,7 @@ def test_the_largest_batch_is_computed_where_the_step_is(
     ],
 )
 def test_micro_batches_are_what_one_rank_holds(overrides: list[str], samples: int) -> None:
-    assert step.samples_per_rank(compose("stage.batch_size=8", *overrides)) == samples
+    assert samples_per_rank(compose("stage.batch_size=8", *overrides)) == samples
 
 
 def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:

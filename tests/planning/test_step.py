@@ -17,8 +17,6 @@ from medseg.planning.step import (
     input_shape,
     keep_numbers,
     largest_batch,
-    num_shares,
-    samples_per_rank,
 )
 
 EXTENT = [

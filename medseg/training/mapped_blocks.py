@@ -1,0 +1,92 @@
+"""Size from which on a training maps blocks of memory: by what its network computes.
+
+`medseg.memory.heap` says why it matters.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from medseg.memory.heap import (
+    ALIGNED_BYTES,
+    KEPT_BYTES,
+    USUALLY_MAPPED_BYTES,
+    map_blocks_from,
+    maps_large_blocks,
+)
+from medseg.memory.precision import HALF
+from medseg.models.traits import build_on_meta
+from medseg.training.network import count_channels, make_network
+from medseg.training.options import TrainConfig, samples_per_rank
+
+
+def map_blocks(config: TrainConfig) -> None:
+    """Choose the blocks of memory that this process maps, for a training on a CPU.
+
+    From 2 MiB on where the results of a forward pass that have 2 to 4 MiB are larger in all than
+    the free memory that the heap may keep anyway; usually from 4 MiB on. It does not ask which
+    results are recomputed, so that the choice is one for all sets of switches that `plan` compares.
+    Samples of whole volumes, which differ in size, leave it at 4 MiB.
+    """
+    if not maps_large_blocks():
+        return
+    shape = config.stage.patch_size or config.spacing.size
+    num_bytes = 0
+    if shape is not None:
+        image_shape = (samples_per_rank(config), count_channels(config), *shape)
+        value_bytes = 2 if config.memory.precision.value in HALF else 4
+        num_bytes = heap_result_bytes(lambda: make_network(config), image_shape, value_bytes)
+    is_large = num_bytes > KEPT_BYTES
+    map_blocks_from(ALIGNED_BYTES if is_large else USUALLY_MAPPED_BYTES)
+
+
+def heap_result_bytes(
+    make: Callable[[], torch.nn.Module], image_shape: Sequence[int], value_bytes: int
+) -> int:
+    """Sum the results of a forward pass that are usually not mapped, but aligned to pages.
+
+    Args:
+        make: Makes the network.
+        image_shape: (N, C, D, H, W).
+        value_bytes: Bytes of a value.
+
+    Returns:
+        Bytes; 0 for a network that does not run on tensors without values.
+    """
+    network = build_on_meta(make).train()
+    image = torch.zeros(tuple(image_shape), device="meta")
+    try:
+        with torch.device("meta"), torch.no_grad(), _Results() as results:
+            network(image)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return 0
+    total = 0
+    for num_values in results.num_values:
+        num_bytes = num_values * value_bytes
+        if ALIGNED_BYTES <= num_bytes < USUALLY_MAPPED_BYTES:
+            total += num_bytes
+    return total
+
+
+class _Results(TorchDispatchMode):
+    """Notes the numbers of values of all new tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_values: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # A view or a change in place takes no memory.
+        if not func.is_view and not func._schema.is_mutable:
+            for value in tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self.num_values.append(math.prod(value.shape))
+        return result
