@@ -88,7 +88,7 @@ SETTINGS = [
 ]
 TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS = 2
-FINAL_ROUNDS = 6
+FINAL_ROUNDS = 4
 STEPS = 5
 # The last steps count: in those before, the heap still takes its shape.
 NUM_COUNTED = 3

@@ -161,6 +161,7 @@ def predict(arguments: list[str]) -> dict[str, float]:
     """
     config = compose(arguments)
     machine = Machine(config)
+    machine.prepare_for(config)
     # Timed anew for each row: the processor of a virtual machine may be half as fast some minutes
     # later.
     machine.costs.costs.clear()

@@ -158,7 +158,9 @@ class Machine:
         """Map blocks of memory as a training of a configuration does; use the costs of that."""
         if self.device.type == "cpu":
             map_blocks(config)
-            self.costs = KernelCosts(self.folder, self.device)
+            costs = KernelCosts(self.folder, self.device)
+            if costs.path != self.costs.path:
+                self.costs = costs
 
     @cached_property
     def process(self) -> ProcessCost:

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,27 +19,27 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 # A large block that is freed first makes glibc serve the others from its heap; every second one is
 # then a hole.
 HOLES = """
-from medseg.memory.heap import map_large_blocks
+from medseg.memory.heap import map_blocks_from, map_large_blocks
 {call}
 import torch
 from medseg.memory.profile import resident_bytes
 large = torch.ones(30 * 2**20, dtype=torch.uint8)
 del large
 before = resident_bytes()
-blocks = [torch.ones(5 * 2**20, dtype=torch.uint8) for _ in range(20)]
+blocks = [torch.ones({block_mib} * 2**20, dtype=torch.uint8) for _ in range(20)]
 blocks[::2] = [None] * 10
 print(round((resident_bytes() - before) / 2**20))
 """
 
 
-def held_mib(call: str, **environment: str) -> int:
-    """Resident memory for 50 MiB of tensors that lie between holes of the same size."""
+def held_mib(call: str, block_mib: int = 5, **environment: str) -> int:
+    """Resident memory for ten tensors of some MiB that lie between holes of the same size."""
     clean = {
         name: value
         for name, value in os.environ.items()
         if name not in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     }
-    command = [sys.executable, "-c", HOLES.format(call=call)]
+    command = [sys.executable, "-c", HOLES.format(call=call, block_mib=block_mib)]
     return int(
         subprocess.run(
             command, env=clean | environment, capture_output=True, check=True, text=True
@@ -54,6 +55,34 @@ def test_freed_tensors_leave_no_holes() -> None:
     assert held_mib("map_large_blocks()", MALLOC_MMAP_THRESHOLD_=str(2**25)) > 65, (
         "the user's own setting holds"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not heap._has_huge_pages(), reason="the kernel gives no huge pages")
+def test_blocks_of_three_mebibytes_leave_no_holes_where_they_are_mapped() -> None:
+    assert held_mib("map_large_blocks()", block_mib=3) > 50
+    assert held_mib("map_large_blocks(); map_blocks_from(2 * 2**20)", block_mib=3) < 40
+    assert held_mib("map_blocks_from(2 * 2**20)", block_mib=3) > 50, "glibc's own heap stays"
+
+
+def test_the_size_of_mapped_blocks_is_changed_where_blocks_are_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_values: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *values: set_values.append(values))
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: library)
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**25))  # a user's own
+    heap.map_blocks_from(2 * 2**20)
+    assert not set_values
+    assert heap.mapped_bytes() == 4 * 2**20
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(4 * 2**20))
+    for size in (2 * 2**20, 4 * 2**20):
+        heap.map_blocks_from(size)
+        assert set_values.pop() == (-3, size)
+        assert heap.mapped_bytes() == size
+        assert heap.maps_large_blocks()
+        # Processes that this one starts do the same.
+        assert os.environ["MALLOC_MMAP_THRESHOLD_"] == str(size)
 
 
 def test_without_huge_pages_the_heap_stays_as_it_is(

@@ -283,11 +283,17 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
 
     monkeypatch.setattr(choose, "count_memory", count)
     monkeypatch.setattr(choose, "estimate_beside", lambda *arguments: arguments)
-    machine: Any = SimpleNamespace(measure=lambda *timelines: measured.append(timelines), costs={})
+    prepared: list[PlanConfig] = []
+    machine: Any = SimpleNamespace(
+        prepare_for=prepared.append,
+        measure=lambda *timelines: measured.append((len(prepared), *timelines)),
+        costs={},
+    )
     made = choose.make_candidates(config, (32, 32, 48), machine)
+    assert prepared == [config]
     assert len(made) == 4  # two layouts, one and two micro-batches
     assert [memory.checkpointing for memory, _ in counted] == ["none", "all"] * 4
-    assert [timeline for _, timeline in counted] == list(measured[0])
+    assert [1, *(timeline for _, timeline in counted)] == list(measured[0])
     assert len(measured) == 1
     for one, (memory, timeline) in zip(made, counted[::2], strict=True):
         evaluated = choose.evaluated_shape(one.config)

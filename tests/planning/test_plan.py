@@ -35,7 +35,7 @@ from medseg.training.extensions import make_loss
 from medseg.training.module import SegmentationModule
 from medseg.training.network import make_network
 from medseg.training.optimisation import make_optimizer, make_schedule
-from medseg.training.options import TrainConfig
+from medseg.training.options import TrainConfig, samples_per_rank
 
 SMALL = [
     "stage=fine",

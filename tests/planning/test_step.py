@@ -18,6 +18,7 @@ from medseg.planning.step import (
     keep_numbers,
     largest_batch,
 )
+from medseg.training.options import num_shares, samples_per_rank
 
 EXTENT = [
     "extent_mm.coarse=[100,201,299]",
