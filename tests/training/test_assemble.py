@@ -137,9 +137,11 @@ def test_the_trainer_counts_as_the_configuration_says(compose: Callable[..., Tra
 
 
 def test_a_module_takes_its_numbers_from_the_configuration(
-    compose: Callable[..., TrainConfig],
+    compose: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of them is the default, so that a number that is not passed on would be seen."""
+    mapped: list[TrainConfig] = []
+    monkeypatch.setattr(assemble, "map_blocks", mapped.append)
     config = compose(
         "seed=7",
         "stage.batch_size=6",
@@ -150,6 +152,7 @@ def test_a_module_takes_its_numbers_from_the_configuration(
     )
     metadata = {"num_classes": 2}
     module = make_module(config, make_network(config), metadata)
+    assert mapped == [config]
     assert (module.seed, module.accumulate) == (7, 3)
     assert module.tile_size is not None
     assert (tuple(module.tile_size), module.overlap) == ((8, 16, 24), 0.25)
