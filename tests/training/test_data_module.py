@@ -30,6 +30,7 @@ from medseg.io.write import write_labels
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import private_bytes
 from medseg.preprocess.intensity import Intensity, window, zscore
+from medseg.preprocess.options import SpacingDraw
 from medseg.preprocess.scale import HuScale
 from medseg.runs.status import end_of
 from medseg.task import Channel, Region, Task
@@ -241,6 +242,44 @@ def test_sources_share_the_samples_whatever_the_number_of_their_cases(
     assert [case.name for case in data.train_cases] == [first.name, second.name, third.name]
     weights = data.train_samples().weights
     assert np.allclose(weights, [share / 2, share / 2, 1.0 - share])
+
+
+def test_the_spacings_of_the_scans_are_drawn_as_often_as_the_scans(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources of one and two cases with shares that do not add up to 1."""
+    made: list[Any] = []
+    monkeypatch.setattr(data_module, "ScanSpacings", lambda *given: made.append(given))
+    first, second, third, _ = read_case_table(tiny_table)
+    config = config_of()
+    config = replace(
+        config,
+        data=replace(config.data, cache=str(tmp_path)),
+        spacing=replace(config.spacing, draw=SpacingDraw.tail),
+    )
+    sources = [
+        CaseSource(Split((first,), (), ()), LABEL_VALUES, 0.3),
+        CaseSource(Split((second, third), (), ()), LABEL_VALUES, 0.2),
+    ]
+    data = CasesDataModule(config, sources, TASK, divisor=(8, 8, 8))
+    data.prepare_data()
+    data.setup("fit")
+    ((spacings_mm, probabilities),) = made
+    assert spacings_mm == [case.audit.grid.spacing_mm for case in data.train_cases]
+    assert np.allclose(probabilities, [0.6, 0.2, 0.2])
+
+
+def test_probabilities_of_another_stage_or_precision_are_not_taken_for_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys: list[str] = []
+    monkeypatch.setattr(data_module, "coarse_probs", lambda case, key, predict: keys.append(key))
+    case: Any = None
+    for checkpoint in ("0a", "0b"):
+        for precision in ("fp32", "bf16"):
+            stage: Any = SimpleNamespace(checkpoints={"coarse": checkpoint}, precision=precision)
+            data_module.kept_probs(case, stage, TASK)
+    assert len(set(keys)) == 4
 
 
 def test_training_samples_take_the_seed_and_the_augmentation_and_those_of_validation_neither(

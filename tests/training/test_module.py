@@ -67,6 +67,21 @@ def test_validation_ignores_what_lies_beyond_the_scan() -> None:
     assert score(module, batch) < 1
 
 
+def test_validation_ignores_voxels_with_the_ignored_label() -> None:
+    module = make_module(Threshold())
+    module.metadata["task"] = {"ignore_label": 7}
+    image = -torch.ones(1, 1, 6, 7, 8)
+    image[..., 1:3, 2:4, 1:5] = 1
+    target = (image[:, 0] > 0).to(torch.uint8)
+    batch = {"image": image, "target": target, "region": torch.tensor([0]), "case": ["a"]}
+    batch["inside"] = torch.tensor([[[0, 6], [0, 7], [0, 8]]])
+    target[:, 4:] = 7
+    image[..., 5, :, :] = 1  # a prediction there is neither right nor wrong
+    assert score(module, batch) == 1
+    del module.metadata["task"]
+    assert score(module, batch) < 1
+
+
 SMALL = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
 
 
