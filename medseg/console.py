@@ -4,11 +4,13 @@ import errno
 import io
 import os
 import sys
+import time
 from contextlib import suppress
 from typing import TextIO
 
 SHOWN_AS_CODE = "backslashreplace"
 """Error handler of the standard streams: it writes a letter that they lack as its code."""
+PROGRESS_S = 15.0  # least time between two messages of a task's progress
 
 
 def prepare_streams() -> None:
@@ -72,3 +74,35 @@ def say(message: str) -> None:
     except BrokenPipeError:
         with suppress(OSError, ValueError):  # a stream without a descriptor, as in a notebook
             drop_output(sys.stderr)
+
+
+class Progress:
+    """Tells the user from time to time how far a task is, and how long the rest will take.
+
+    Its items come in random order, so that the rest takes as long as those before, item by item.
+    """
+
+    def __init__(self, command: str, total: int, items: str) -> None:
+        """Start the clock.
+
+        Args:
+            command: Name before each message.
+            total: Number of items.
+            items: Their name, in the plural.
+        """
+        self._command = command
+        self._total = total
+        self._items = items
+        self._start_s = self._told_s = time.perf_counter()
+
+    def show(self, done: int) -> None:
+        """Tell that so many items are done, unless all are, or the last message is young."""
+        now_s = time.perf_counter()
+        if done >= self._total or now_s - self._told_s < PROGRESS_S:
+            return
+        self._told_s = now_s
+        rest_s = (now_s - self._start_s) / done * (self._total - done)
+        say(
+            f"{self._command}: {done} of {self._total} {self._items} done, "
+            f"about {rest_s / 60:.1f} minutes left"
+        )

@@ -198,6 +198,9 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
     """
     *_, last = combinations(config)
     least = replace(last, memory=replace(last.memory, checkpointing="all"))
+    # The tensors alone are counted in seconds; measuring new operations takes minutes.
+    if count_memory(least, shape).peak > budget:
+        return False
     return estimate(least, shape, evaluated_shape(least), machine).peak_resident <= budget
 
 

@@ -14,6 +14,7 @@ from medseg.data.options import StageName
 from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
+from medseg.runs.advice import budget_argument
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import CLEAN_UP_MD
 from medseg.studies.command_steps import (
@@ -69,22 +70,27 @@ def cross_validate(config: CrossValidateConfig) -> int:
         )
     organs = organ_values(task, label_values)
     folds = make_folds(cases, organs, config)
+    stages = CASCADE if is_cascade else (SINGLE,)
     if is_cascade:
-        steps = _cascade_steps(config, arguments, cases, folds)
+        trainings = _cascade_trainings(config, arguments, cases, folds)
     else:
-        steps = _single_steps(config, arguments, cases, folds)
+        trainings = _single_trainings(config, arguments, cases, folds)
     # The folds share the trainings on phantoms: equal commands run once.
-    run_steps(list(dict.fromkeys(map(tuple, steps))))
+    run_steps(list(dict.fromkeys(map(tuple, trainings))))
+    # What a pass needs is read from the networks of one fold, which are like those of the others.
+    checkpoints = _checkpoints(folds.folders[0], stages)
+    budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
+    run_steps(_predictions(config, folds, stages, budget))
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
     stated_values = config.data.label_values or {}
     run_steps([evaluate_step(output, reference, plain(config.task), stated_values)])
     whole_rows = _write_tables(folds, output, organs, is_cascade)
-    stages = CASCADE if is_cascade else (SINGLE,)
-    model = write_model(config, task, label_values, folds, whole_rows, stages)
+    model = write_model(config, task, label_values, folds, whole_rows, stages, budget)
     for table in ("folds.md", POOLED_MD):
         print((output / table).read_text(encoding="utf-8"))
     print((model / CLEAN_UP_MD).read_text(encoding="utf-8"))
-    print(f"next: medseg predict input=<scan> output=<folder> weights={model}")
+    command = ["medseg", "predict", "input=<scan>", "output=<folder>", f"weights={model}", *budget]
+    print(f"next: {' '.join(command)}")
     return 0
 
 
@@ -121,13 +127,13 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
     check_experiments(config, [*arguments, f"data.cases={Path(str(config.cases)).absolute()}"])
 
 
-def _cascade_steps(
+def _cascade_trainings(
     config: CrossValidateConfig,
     arguments: Sequence[str],
     cases: Sequence[Case],
     folds: Folds,
 ) -> list[Step]:
-    """Make the commands that train both stages of each fold and predict its held-out cases.
+    """Make the commands that train both stages of each fold.
 
     The fine stage of a fold may see what the coarse stages of all folds say about their held-out
     cases, so all coarse stages are trained first.
@@ -136,32 +142,28 @@ def _cascade_steps(
     coarse_steps: list[Step] = []
     fine_steps: list[Step] = []
     coarse_checkpoints = coarse_arguments(config, folds.folders)
-    for fold, (folder, table) in enumerate(zip(folds.folders, folds.tables, strict=True)):
+    for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of(experiments(config), cases, arguments))
         data = _fold_arguments(config, arguments, fold)
         coarse_steps += stage_steps(config, "coarse", folder, data, output)
         fine_steps += stage_steps(config, "fine", folder, data, output, coarse_checkpoints)
-        checkpoints = {stage: last_checkpoint(folder / stage) for stage in CASCADE}
-        fine_steps.append(_predict_step(table, config, checkpoints))
     return [*coarse_steps, *fine_steps]
 
 
-def _single_steps(
+def _single_trainings(
     config: CrossValidateConfig,
     arguments: Sequence[str],
     cases: Sequence[Case],
     folds: Folds,
 ) -> list[Step]:
-    """Make the commands that train the one stage of each fold and predict its held-out cases."""
+    """Make the commands that train the one stage of each fold."""
     output = Path(config.output)
     cache = f"data.cache={output / 'cache'}"
     steps: list[Step] = []
-    for fold, (folder, table) in enumerate(zip(folds.folders, folds.tables, strict=True)):
+    for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of({}, cases, arguments))
-        run_dir = folder / SINGLE
         data = _fold_arguments(config, arguments, fold)
-        steps += train_steps(run_dir, *merge_arguments([cache], data))
-        steps.append(_predict_step(table, config, {SINGLE: last_checkpoint(run_dir)}))
+        steps += train_steps(folder / SINGLE, *merge_arguments([cache], data))
     return steps
 
 
@@ -193,22 +195,28 @@ def _fold_arguments(
     return merge_arguments(["data.test_patients=[]"], arguments, place)
 
 
-def _predict_step(
-    table: Path, config: CrossValidateConfig, checkpoints: Mapping[str, Path]
-) -> Step:
-    """Make the command that predicts the cases of a table.
+def _checkpoints(folder: Path, stages: Sequence[str]) -> dict[str, Path]:
+    """Name the checkpoints of a fold by the keys of `predict`."""
+    return {stage: last_checkpoint(folder / stage) for stage in stages}
+
+
+def _predictions(
+    config: CrossValidateConfig, folds: Folds, stages: Sequence[str], budget: Sequence[str]
+) -> list[Step]:
+    """Make the commands that predict the held-out cases of each fold.
 
     Args:
-        table: Held-out cases of a fold.
         config: Names the folder of the study, and what a prediction cannot read from a checkpoint.
-        checkpoints: Key of `predict` to the checkpoint of the fold.
+        folds: The folds, with finished runs.
+        stages: Stages of the model.
+        budget: Argument for the memory of a pass, where the default is too little.
     """
-    return [
-        "predict",
-        f"input={table}",
-        f"output={Path(config.output) / 'predictions'}",
-        *(f"{key}={path}" for key, path in checkpoints.items()),
-        f"hu_slope={config.data.hu_slope}",
-        f"hu_offset={config.data.hu_offset}",
-        f"trusted_targets={text_of(config.trusted_targets)}",
-    ]
+    steps: list[Step] = []
+    for folder, table in zip(folds.folders, folds.tables, strict=True):
+        step = ["predict", f"input={table}", f"output={Path(config.output) / 'predictions'}"]
+        for key, path in _checkpoints(folder, stages).items():
+            step.append(f"{key}={path}")
+        step += [f"hu_slope={config.data.hu_slope}", f"hu_offset={config.data.hu_offset}"]
+        step += [f"trusted_targets={text_of(config.trusted_targets)}", *budget]
+        steps.append(step)
+    return steps

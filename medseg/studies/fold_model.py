@@ -35,6 +35,7 @@ def write_model(
     folds: Folds,
     rows: Sequence[Row],
     stages: Sequence[str],
+    budget: Sequence[str],
 ) -> Path:
     """Choose the clean-up, calibrate the bound and write the model folder.
 
@@ -45,6 +46,7 @@ def write_model(
         folds: The folds, with finished runs.
         rows: From `fold_rows`, of whole scans.
         stages: Stages of the model.
+        budget: Argument of `predict` for the memory of a pass, where the default is too little.
 
     Returns:
         The folder.
@@ -74,7 +76,7 @@ def write_model(
         "Scores": (output / POOLED_MD).read_text(encoding="utf-8"),
         "Clean-up": choice.markdown(),
     }
-    write_model_folder(output / MODEL, networks, sections)
+    write_model_folder(output / MODEL, networks, sections, budget)
     return output / MODEL
 
 

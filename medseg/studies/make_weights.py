@@ -17,6 +17,7 @@ from medseg.data.importers.formats import read_cases
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.io.tables import read_csv
+from medseg.runs.advice import budget_argument
 from medseg.studies.command_steps import last_checkpoint, run_steps
 from medseg.studies.fold_bound import BOUND, LEVEL, formula_text
 from medseg.studies.fold_tables import METRICS_FILE
@@ -59,12 +60,15 @@ def make_weights(config: MakeWeightsConfig) -> int:
         bound = read_bound(runs / BOUND, config)
     note_recipe(runs / "all", recipe_of(experiments(config), cases))
     run_steps(_training_steps(config))
+    checkpoints = [last_checkpoint(runs / "all" / stage) for stage in STAGES]
+    budget = budget_argument(checkpoints, trusted=[])
     if held_out:
-        bound = _calibrated_bound(config, held_out)
-    _write_weights(runs, output, bound)
+        bound = _calibrated_bound(config, held_out, budget)
+    _write_weights(runs, output, bound, budget)
     for path in sorted(output.glob("*.safetensors")):
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    print(f"medseg predict -i <scan> -o labels.nii.gz weights={output}")
+    command = ["medseg", "predict", "-i", "<scan>", "-o", "labels.nii.gz", f"weights={output}"]
+    print(" ".join([*command, *budget]))
     return 0
 
 
@@ -133,7 +137,9 @@ def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
     return arguments
 
 
-def _write_weights(runs: Path, output: Path, bound: Mapping[str, Any] | None) -> None:
+def _write_weights(
+    runs: Path, output: Path, bound: Mapping[str, Any] | None, budget: Sequence[str]
+) -> None:
     """Write the trained networks of both stages as a model folder."""
     networks: list[StageWeights] = []
     for stage in STAGES:
@@ -141,7 +147,7 @@ def _write_weights(runs: Path, output: Path, bound: Mapping[str, Any] | None) ->
         metadata["dice_bound"] = bound
         weights = {name: _in_half(value) for name, value in weights.items()}
         networks.append(StageWeights(without_folders(metadata), weights))
-    write_model_folder(output, networks)
+    write_model_folder(output, networks, arguments=budget)
 
 
 def _in_half(value: Tensor) -> Tensor:
@@ -156,8 +162,15 @@ def _in_half(value: Tensor) -> Tensor:
     return value
 
 
-def _calibrated_bound(config: MakeWeightsConfig, held_out: Sequence[Case]) -> dict[str, Any] | None:
+def _calibrated_bound(
+    config: MakeWeightsConfig, held_out: Sequence[Case], budget: Sequence[str]
+) -> dict[str, Any] | None:
     """Segment and score the held-out cases, and calibrate the bound on Dice on them.
+
+    Args:
+        config: Names the folder of the runs.
+        held_out: The cases.
+        budget: Argument of `predict` for the memory of a pass, where the default is too little.
 
     Returns:
         The bound; None if there are too few patients.
@@ -167,12 +180,12 @@ def _calibrated_bound(config: MakeWeightsConfig, held_out: Sequence[Case]) -> di
     weights = folder / "weights"
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
-    _write_weights(Path(config.runs), weights, None)
+    _write_weights(Path(config.runs), weights, None, budget)
     table = f"{Path(str(config.held_out)).absolute()}"
     predictions, scores = folder / "predictions", folder / "scores"
     run_steps(
         [
-            ["predict", f"input={table}", f"output={predictions}", f"weights={weights}"],
+            ["predict", f"input={table}", f"output={predictions}", f"weights={weights}", *budget],
             ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}"],
         ]
     )

@@ -123,7 +123,10 @@ def _choose_folds(
 
 
 def write_model_folder(
-    folder: Path, networks: Sequence[StageWeights], sections: Mapping[str, str] | None = None
+    folder: Path,
+    networks: Sequence[StageWeights],
+    sections: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
 ) -> list[Path]:
     """Write the networks of all stages and folds with their checksums, and a model card.
 
@@ -133,6 +136,7 @@ def write_model_folder(
         folder: The folder, which is there.
         networks: Networks of one task.
         sections: Heading to text in Markdown, which the card has beside what the files hold.
+        arguments: What `predict` needs beside the folder, for the command in the card.
 
     Returns:
         The files of weights.
@@ -145,7 +149,7 @@ def write_model_folder(
     replace_text(folder / CHECKSUMS, "".join(lines))
     card = folder / CARD
     if not card.is_file():
-        replace_text(card, model_card(networks, checksums, sections or {}))
+        replace_text(card, model_card(networks, checksums, sections or {}, arguments))
     elif not all(value in read_text(card) for value in checksums.values()):
         say(f"{card}: kept, but it names other files; correct it, or remove it for a new one")
     return [folder / name for name in checksums]
@@ -155,6 +159,7 @@ def model_card(
     networks: Sequence[StageWeights],
     checksums: Mapping[str, str],
     sections: Mapping[str, str],
+    arguments: Sequence[str] = (),
 ) -> str:
     """Describe a model folder in Markdown by the metadata of its networks.
 
@@ -162,7 +167,9 @@ def model_card(
         networks: All of them.
         checksums: SHA-256 by file name.
         sections: Heading to further text in Markdown.
+        arguments: What `predict` needs beside the folder.
     """
+    command = ["medseg predict -i <scan> -o labels.nii.gz weights=<this folder>", *arguments]
     last = networks[-1].metadata
     task = last["task"]
     ranges_ml = task.get("volume_ml", {})
@@ -176,7 +183,7 @@ def model_card(
     lines = [
         f"# Model card: {task['name']}",
         "",
-        "    medseg predict -i <scan> -o labels.nii.gz weights=<this folder>",
+        f"    {' '.join(command)}",
         "",
         "**Research software, not a medical device.** Not for diagnosis or treatment.",
         "",

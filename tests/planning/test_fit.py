@@ -302,9 +302,14 @@ def test_a_run_fits_at_all_by_its_least_demanding_switches(
         counted.append((config.memory, shape, machine))
         return SimpleNamespace(peak_resident=peak)
 
+    live = SimpleNamespace(peak=1000)
+    monkeypatch.setattr(fit, "count_memory", lambda *_: live)
     monkeypatch.setattr(fit, "estimate", count)
     config = compose("stage.batch_size=4", "allow=same_result")
-    assert fit.fits_at_all(config, SHAPE, "machine", 1000) == fits
+    machine: Any = "machine"
+    assert fit.fits_at_all(config, SHAPE, machine, 1000) == fits
+    live.peak = 1001
+    assert not fit.fits_at_all(config, SHAPE, machine, 1000), "nothing is measured for it"
     ((switches, shape, machine),) = counted
     assert (switches.checkpointing, switches.accumulate, shape, machine) == (
         "all",

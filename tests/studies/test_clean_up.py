@@ -233,7 +233,9 @@ def test_a_model_folder_holds_what_was_chosen(tmp_path: Path) -> None:
     (tmp_path / "pooled.md").write_text("pooled scores")
     config: Any = SimpleNamespace(output=str(tmp_path))
     rows = [{"case": name} for name in folds.cases]
-    folder = write_model(config, task, {1: "liver", 2: "spleen"}, folds, rows, ("single",))
+    labels = {1: "liver", 2: "spleen"}
+    budget = ["inference.budget_gib=2.1"]
+    folder = write_model(config, task, labels, folds, rows, ("single",), budget)
     model = load_model_folders([folder], accelerator="cpu")
     assert isinstance(model, Cascade)
     (clean_up,) = model.last.clean_up
@@ -248,6 +250,7 @@ def test_a_model_folder_holds_what_was_chosen(tmp_path: Path) -> None:
     assert f"Clean-up: spleen: {clean_up}." in card
     assert f"| spleen | 2 | {low:g} to {high:g} |" in card
     assert "10 scans of 10 patients in 2 folds" in card
+    assert "weights=<this folder> inference.budget_gib=2.1\n" in card
     assert "pooled scores" in card
     assert "| spleen | the largest component stays | nothing | 10 |" in card
 

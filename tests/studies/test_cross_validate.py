@@ -224,8 +224,8 @@ def test_one_stage_is_trained_by_the_arguments_of_train(
     config = make_config(tmp_path, StageName.single)
     config.data.test_patients = ["p3"]
     assert study.cross_validate(config) == 0
-    assert [command[0] for command in commands] == ["train", "predict"] * 3 + ["evaluate"]
-    for fold, (train, predict) in enumerate(zip(commands[:6:2], commands[1:6:2], strict=True)):
+    assert [command[0] for command in commands] == ["train"] * 3 + ["predict"] * 3 + ["evaluate"]
+    for fold, (train, predict) in enumerate(zip(commands[:3], commands[3:6], strict=True)):
         run_dir = tmp_path / f"fold_{fold}" / "single"
         assert {"experiment=mine", "steps=7", f"data.fold={fold}", "data.num_folds=3"} < set(train)
         assert "data.test_patients=[p3]" in train, "they are held out of every fold"
@@ -267,6 +267,35 @@ def test_a_prediction_gets_what_no_checkpoint_tells(
     predictions = [command for command in commands if command[0] == "predict"]
     expected = {"hu_slope=1.0", "hu_offset=-1024.0", "trusted_targets=[mine.]"}
     assert all(expected < set(command) for command in predictions)
+
+
+def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the study itself, in the command that follows it, and in the model card."""
+    commands = without_runs(monkeypatch, tmp_path, [], [])
+    asked: list[Any] = []
+    written: list[Any] = []
+
+    def budget_argument(files: list[Path], trusted: list[str]) -> list[str]:
+        asked.append((files, trusted, [command[0] for command in commands]))
+        return ["inference.budget_gib=2.1"]
+
+    monkeypatch.setattr(study, "budget_argument", budget_argument)
+    monkeypatch.setattr(study, "write_model", lambda *args: written.append(args) or tmp_path / "m")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "clean_up.md").write_text("none")
+    config = make_config(tmp_path, StageName.single, trusted_targets=["mine."])
+    assert study.cross_validate(config) == 0
+    checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
+    assert asked == [([checkpoint], ["mine."], ["train"] * 3)], "when the networks are trained"
+    predictions = [command for command in commands if command[0] == "predict"]
+    assert all("inference.budget_gib=2.1" in command for command in predictions)
+    assert written[0][-1] == ["inference.budget_gib=2.1"]
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"next: medseg predict input=<scan> output=<folder> weights={tmp_path / 'm'} "
+        "inference.budget_gib=2.1"
+    )
 
 
 def test_both_stages_of_a_cascade_get_the_arguments_of_train(

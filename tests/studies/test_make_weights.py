@@ -97,6 +97,30 @@ def test_weights_are_written_in_half_precision_with_their_checksums(
         assert all(torch.equal(weights[name], trained[name]) for name in ("large", "steps"))
 
 
+def test_the_printed_command_and_the_card_name_the_memory_that_the_networks_need(
+    tmp_path: Path,
+    steps: list[Step],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_checkpoints(tmp_path)
+    asked: list[Any] = []
+
+    def budget_argument(files: list[Path], trusted: list[str]) -> list[str]:
+        asked.append((files, trusted))
+        return ["inference.budget_gib=2.1"]
+
+    monkeypatch.setattr(study, "budget_argument", budget_argument)
+    assert study.make_weights(make_config(tmp_path)) == 0
+    runs = tmp_path / "runs" / "all"
+    assert asked == [([last_checkpoint(runs / stage) for stage in ("coarse", "fine")], [])]
+    output = tmp_path / "out"
+    command = f"medseg predict -i <scan> -o labels.nii.gz weights={output} inference.budget_gib=2.1"
+    assert capsys.readouterr().out.splitlines()[-1] == command
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "weights=<this folder> inference.budget_gib=2.1\n" in card
+
+
 @pytest.mark.parametrize("num_folds", [0, 2])
 def test_a_fine_stage_sees_the_coarse_stages_of_the_folds_or_that_of_all_cases(
     num_folds: int, tmp_path: Path, steps: list[Step]
