@@ -174,6 +174,7 @@ def run_command(command: str) -> None:
         import_module(module).main()
         return
     job = partial(_call_command, command)
+    # `plan` has the keys of `train`, so also `resume`: it counts for the configuration of that run.
     if command == "plan":
         run(command, job, read=partial(read_resumed, command, PlanConfig))
     else:

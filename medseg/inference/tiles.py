@@ -61,7 +61,8 @@ def predict_probs(
         skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in
             the body.
         run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
-            slab of planes after the other to a function; None runs it in one pass.
+            slab of planes after the other to a function; None runs it in one pass. Tiles do not
+            use it: the logits of a tile are small, so `network` itself may run a tile in slabs.
 
     Returns:
         Probabilities (K, D, H, W), float16, on the device of the logits.
@@ -153,8 +154,7 @@ def _blend_tiles(
     sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
     sums.zero_()
     lowest = 0  # z of the lowest plane of `sums`
-    # The boxes come in the order of their z: no later one reaches the planes below it. Those are
-    # final and stored; the others move down, so that a sum of one tile's height is enough.
+    # The boxes come in the order of their z. Final planes are stored, and the others move down.
     for box, skips in zip(boxes, is_skipped, strict=True):
         num_final = box.start[0] - lowest
         if num_final:

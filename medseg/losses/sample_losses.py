@@ -19,8 +19,9 @@ from medseg.losses.dice_ce import DiceCrossEntropyLoss
 TARGET_FORMS = ("indices", "channel", "one_hot")
 # Losses of torch on class indices; its other losses compare tensors of one shape.
 INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-# Losses that are sums over voxels and therefore do not change when the ignored voxels are left out.
-# A class may say so by the attribute `is_voxelwise`; others read the neighbours of a voxel.
+# Losses made of sums over voxels, such as both sums of Dice: with the ignored voxels left out, they
+# are the loss of the other voxels. A loss that reads the neighbours of a voxel has no such form. A
+# class of another package may claim it by the attribute `is_voxelwise`.
 VOXELWISE_LOSSES = (
     "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss",
     "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
@@ -230,25 +231,27 @@ def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
     return one_hot.scatter_(1, channel, 1.0)
 
 
-def find_target_form(target: Any, arguments: dict[str, Any]) -> str:
+def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
     """Find the form in which a class of losses expects the target.
 
     Args:
-        target: Class of the loss.
+        loss_class: Class of the loss.
         arguments: Arguments that it gets, after `default_arguments`.
     """
-    if hasattr(target, "target_form"):
-        return str(target.target_form)
+    if hasattr(loss_class, "target_form"):
+        return str(loss_class.target_form)
     if "to_onehot_y" in arguments:
         return "channel" if arguments["to_onehot_y"] else "one_hot"
-    is_torch_or_monai = target.__module__.startswith(("torch.nn.", "monai."))
-    if is_torch_or_monai and not issubclass(target, INDEX_LOSSES):
+    is_torch_or_monai = loss_class.__module__.startswith(("torch.nn.", "monai."))
+    if is_torch_or_monai and not issubclass(loss_class, INDEX_LOSSES):
         return "one_hot"
     return "indices"
 
 
 def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str]) -> dict[str, Any]:
     """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
+
+    The binding of arguments passes the class first, which other extension points need.
 
     Args:
         parameters: Names of the arguments that the class takes.

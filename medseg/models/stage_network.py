@@ -1,6 +1,7 @@
 """Stage network: a network of any class, with what the framework knows of it."""
 
 from collections.abc import Callable
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -84,6 +85,8 @@ class Logits(nn.Module):
         self.network = network
         self.eval()
 
-    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+    def forward(self, image: Tensor) -> Tensor:
         """Predict logits, without the further outputs of deep supervision."""
-        return outputs_of(type(self.network).forward(self.network, image), is_training=False)
+        outputs = type(self.network).forward(self.network, image)
+        # Outside of training it is one tensor.
+        return cast(Tensor, outputs_of(outputs, is_training=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 import zipfile
@@ -25,7 +26,8 @@ VERSION_1 = "plans.pkl"
 POSTPROCESSING = "postprocessing.pkl"
 # Files of a zip file that are unpacked; the last two only tell what is there.
 UNPACKED = (PLANS, DATASET, *CHECKPOINTS, VERSION_1, POSTPROCESSING)
-# Folders between the one that is given and a model folder, as in a zip file.
+# How far a model folder may lie below the folder that is given: nnU-Net writes
+# `<results>/<data set>/<model folder>`, and its zip files hold `<data set>/<model folder>`.
 MAX_DEPTH = 2
 
 
@@ -69,7 +71,7 @@ def open_model_folder(
         top = Path(unpacked.name)
     elif not path.is_dir():
         raise UserError(f"{source}: there is no such folder or zip file; check the path")
-    folder = _pick_folder(top, path, source)
+    folder = _pick_folder(top, path, key)
     plan = _read_plan(folder, source)
     checkpoints = _choose_checkpoints(folder, folds, source)
     return ModelFolder(folder, plan, checkpoints, _notes(folder, checkpoints), unpacked)
@@ -98,19 +100,22 @@ def open_fold(path: Path, key: str) -> ModelFolder:
     plan = folder.plan
     if plan.is_2d or plan.previous_stage is not None:
         raise UserError(
-            f"{key}={path}: a network of {plan.configuration} does not see scans in 3D alone; give "
-            "a folder of 3d_fullres or 3d_lowres"
+            f"{key}={path}: a network of {plan.configuration} sees slices, or also the labels of "
+            "a first stage; give a folder of 3d_fullres or 3d_lowres"
         )
     name, file = next(iter(folder.checkpoints.items()))
     return replace(folder, checkpoints={name: file})
 
 
-def previous_folder(folder: ModelFolder, folds: Sequence[str] | None) -> ModelFolder:
+def previous_folder(
+    folder: ModelFolder, folds: Sequence[str] | None, given_path: Path
+) -> ModelFolder:
     """Open the folder of the first stage of a cascade, which lies beside that of the second.
 
     Args:
         folder: The second stage.
         folds: As for `open_model_folder`.
+        given_path: Folder or zip file that the user gave, for messages.
 
     Raises:
         UserError: As `open_model_folder`, or if there is no such folder.
@@ -119,9 +124,13 @@ def previous_folder(folder: ModelFolder, folds: Sequence[str] | None) -> ModelFo
     trainer_and_plans = folder.path.name.rpartition("__")[0]
     path = folder.path.with_name(f"{trainer_and_plans}__{name}")
     if not path.is_dir():
+        cure = "copy it there"
+        # The folder of a zip file is a temporary one: nothing can be copied there.
+        if folder.unpacked is not None:
+            cure = f"export {name} and {folder.plan.configuration} into one zip file"
         raise UserError(
-            f"weights={folder.path}: {folder.plan.configuration} goes on from the labels of "
-            f"{name}, but {path.name} is not beside it; copy it there"
+            f"weights={given_path}: {folder.plan.configuration} goes on from the labels of "
+            f"{name}, but {path.name} is not beside it; {cure}"
         )
     return replace(open_model_folder(path, folds, "weights"), unpacked=folder.unpacked)
 
@@ -143,9 +152,11 @@ def _folders_with(top: Path, file: str) -> list[Path]:
     for _ in range(MAX_DEPTH + 1):
         next_level: list[Path] = []
         for folder in level:
-            if (folder / file).is_file():
+            # In a folder without permission, such as `lost+found`, the functions of `os.path`
+            # answer no, where those of `Path` raise.
+            if os.path.isfile(folder / file):
                 holders.append(folder)
-            next_level += filter(Path.is_dir, _children(folder))
+            next_level += filter(os.path.isdir, _children(folder))
         # The order of the file system is any.
         level = sorted(next_level)
     return holders
@@ -159,12 +170,18 @@ def _children(folder: Path) -> list[Path]:
         return []
 
 
-def _pick_folder(top: Path, path: Path, source: str) -> Path:
+def _pick_folder(top: Path, path: Path, key: str) -> Path:
     """Choose the folder of a configuration that is supported; refuse where several are.
+
+    Args:
+        top: Folder to search: `path`, or the temporary folder of a zip file.
+        path: What the user gave.
+        key: The key that gave it.
 
     Raises:
         UserError: With the folders that there are.
     """
+    source = f"{key}={path}"
     folders = _folders_with(top, PLANS)
     if not folders:
         if _folders_with(top, VERSION_1):
@@ -182,7 +199,6 @@ def _pick_folder(top: Path, path: Path, source: str) -> Path:
     candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
-        key = source.partition("=")[0]
         cure = f"give one, such as {key}={path / candidates[0].relative_to(top)}"
         if path.is_file():
             cure = "unpack it, and give one of them as a folder"
@@ -230,7 +246,8 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
 def _notes(folder: Path, checkpoints: dict[str, Path]) -> tuple[str, ...]:
     """Say what of a folder was not used, and what was taken in place of what is missing."""
     notes: list[str] = []
-    if any(folder.parent.rglob(POSTPROCESSING)):
+    # It lies in `crossval_results_folds_…`. What lies beside the folder belongs to other models.
+    if _folders_with(folder, POSTPROCESSING):
         notes.append(
             f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
             "code; the labels are those before it"
@@ -274,8 +291,10 @@ def _find_checkpoints(folder: Path) -> dict[str, Path]:
     checkpoints: dict[str, Path] = {}
     for child in sorted(_children(folder), key=_fold_order):
         match = FOLD.fullmatch(child.name)
+        if match is None:
+            continue
         files = [child / name for name in CHECKPOINTS if (child / name).is_file()]
-        if match and files:
+        if files:
             checkpoints[match[1]] = files[0]
     return checkpoints
 
@@ -295,11 +314,17 @@ def _unpack(path: Path, source: str) -> tempfile.TemporaryDirectory[str]:
     packed.
 
     Raises:
-        UserError: If it is no whole zip file, or a name leads out of it.
+        UserError: If it cannot be read, is no whole zip file, or a name leads out of it.
     """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(
+            f"{source}: cannot be read ({error.strerror or error}); check its permissions"
+        ) from error
     folder = tempfile.TemporaryDirectory(prefix="medseg_nnunet_", dir=scratch_folder())
     try:
-        with zipfile.ZipFile(path) as archive:
+        with file, zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
                 # A zip file has forward slashes on every system.
                 name = PurePosixPath(member.filename)

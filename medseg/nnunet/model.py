@@ -610,7 +610,7 @@ def load_nnunet(
     folder = open_model_folder(path, folds)
     previous = None
     if folder.plan.previous_stage is not None:
-        first = previous_folder(folder, folds)
+        first = previous_folder(folder, folds, path)
         previous = _load_folder(first, f"weights={first.path}", device, options, precision)
     model = _load_folder(folder, f"weights={path}", device, options, precision)
     if previous is None:

@@ -61,7 +61,6 @@ def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
     for thickness in (*THICKNESSES, ALL):
         scores = _sure_scores(strategy, thickness)
         if scores:
-            # The distance has a median: one region that was missed makes its mean infinite.
             means[thickness] = {
                 "number": len(scores),
                 "dice": fmean(score["dice"] for score in scores),
@@ -96,7 +95,7 @@ def markdown(strategies: Sequence[Strategy], patients: Mapping[str, str] | None 
 
     Args:
         strategies: The rows.
-        patients: Case to its patient; a case that is missing is a patient of its own.
+        patients: Case to its patient; a case that is not listed is a patient of its own.
     """
     done = {}
     failure_lines = []
@@ -240,9 +239,9 @@ def _case_table(done: Mapping[str, Strategy]) -> str:
         for score in strategy.scores:
             labels = {key: score[key] for key in keys}
             row = rows.setdefault(tuple(labels.values()), labels)
+            # Not the name alone: a strategy may have that of another column.
             row[f"of {name}"] = f"{score['dice']:.4f} / {distance_text(score['hd95_mm'])}"
     columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")}
-    # A strategy may have the name of another column.
     columns.update({f"of {name}": name for name in done})
     sorted_rows = [rows[key] for key in sorted(rows)]
     return markdown_table(sorted_rows, columns, {"slice_mm": "g"}, missing="none")

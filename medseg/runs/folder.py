@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -188,6 +189,7 @@ def changed_config(
         if values[name].get(TARGET) != composed[name].get(TARGET):
             foreign.append(name)
     for key, value in flat(composed).items():
+        # Hydra gives every command a folder of its own; a resumed run keeps its folder.
         if key in ("run_dir", "logger.save_dir"):
             continue
         is_default = key in default_values and default_values[key] == value
@@ -232,12 +234,13 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     settle(config)
     expected_signature = signature(plain(config))
     configured_dir = Path(config.run_dir).absolute()
-    # Folder to its place in the order of the search: the configured one first, then the newest.
-    ranks = {}
+    # Folder to its sort key: the configured one first, then the newest.
+    search_keys = {}
     for path in configured_dir.parent.glob(f"*/{CONFIG_FILE}"):
         with suppress(FileNotFoundError):  # its run has just been removed
-            ranks[path.parent] = (path.parent == configured_dir, path.stat().st_mtime)
-    for run_dir in sorted(ranks, key=ranks.__getitem__, reverse=True):
+            search_keys[path.parent] = (path.parent == configured_dir, path.stat().st_mtime)
+    for run_dir in sorted(search_keys, key=search_keys.__getitem__, reverse=True):
+        # Other processes may remove their folders meanwhile.
         if not (run_dir / CONFIG_FILE).is_file():
             continue
         status = status_of_run(run_dir)
@@ -324,9 +327,9 @@ def write_end(run_dir: Path, status: Status, message: str) -> None:
 def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
     """Read the configuration of a run folder, and check its names, types and ranges.
 
-    The folder may have been moved.
-    The rules between keys are not checked, because files that the configuration names may be gone;
-    `train` checks them.
+    The folder may have been moved: `run_dir` and the loggers follow it. The rules between
+    keys are not checked, because files that the configuration names may be gone; `train` checks
+    them.
 
     Args:
         run_dir: The run folder.
@@ -343,7 +346,7 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
 
 
 def _refuse_version_0_1(run_dir: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a run of version 0.1: its configuration names no class of a network, as later do."""
+    """Refuse a run of version 0.1: its configuration names no class of a network."""
     model = values.get("model")
     if isinstance(model, dict) and TARGET not in model:
         raise UserError(
@@ -407,13 +410,17 @@ def _existing_run(resume: str) -> Path:
 
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
     """Let a run, and its loggers, write to a folder, in place."""
+    # As whole parts of a path or URI: `/runs/a` lies neither in `/runs/a_logs` nor in
+    # `/data/runs/a`.
+    old_dir = re.compile(rf"(?<![\w.-]){re.escape(config.run_dir)}(?=[/\\]|$)")
     # A logger is one node, or a mapping of several.
     nodes = [config.logger]
     nodes += [value for value in config.logger.values() if isinstance(value, dict)]
     for node in nodes:
         for key, value in node.items():
             if isinstance(value, str):
-                node[key] = value.replace(config.run_dir, str(run_dir))
+                # A function, because backslashes of a text would be read as groups.
+                node[key] = old_dir.sub(lambda _: str(run_dir), value)
     config.run_dir = str(run_dir)
 
 
@@ -462,8 +469,7 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
         )
     length_key = _length_key(saved["schedule._target_"])
     length = saved.get(length_key)
-    # A schedule whose end lies beyond the new steps, or lay before the old ones, is not changed
-    # by them.
+    # The further steps would run past the end of the schedule, which the run has not passed yet.
     is_end_passed = length is not None and saved_steps <= length < steps
     if is_length_changed or is_end_passed:
         raise UserError(

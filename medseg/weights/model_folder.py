@@ -37,7 +37,8 @@ CARD = "README.md"
 ALL = "all"
 """Fold of a network that was trained on all cases."""
 
-_NAME = re.compile(rf"(.+?)_({'|'.join(STAGES)})(?:_fold_(\w+))?{re.escape(SUFFIX)}")
+# The stage is the last one in the name, because a task may be called `lesion_fine_fold_1`.
+_NAME = re.compile(rf"(.+)_({'|'.join(STAGES)})(?:_fold_(\w+))?{re.escape(SUFFIX)}")
 
 
 class StageWeights(NamedTuple):
@@ -70,7 +71,8 @@ def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, l
 
     Args:
         folder: The model folder.
-        folds: Names of the folds to average; None = all, or without any the network of all cases.
+        folds: Names of the folds to average; None = all folds or, in a folder without folds, the
+            network that was trained on all cases.
 
     Returns:
         Name of each stage to its files, the first stage first.
@@ -170,6 +172,8 @@ def model_card(
         arguments: What `predict` needs beside the folder.
     """
     command = ["medseg predict -i <scan> -o labels.nii.gz weights=<this folder>", *arguments]
+    # The task is the same in all. Clean-up and bound follow the final labels, which the last stage
+    # makes.
     last = networks[-1].metadata
     task = last["task"]
     ranges_ml = task.get("volume_ml", {})

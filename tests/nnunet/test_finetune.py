@@ -278,7 +278,8 @@ def test_networks_that_do_not_see_scans_in_3d_alone_are_refused(
     name: str,
 ) -> None:
     recorded = Path(__file__).parent / "recorded" / f"{name}.zip"
-    with pytest.raises(UserError, match="does not see scans in 3D alone; give a folder of 3d_full"):
+    sentence = r"sees slices, or also the labels of .*; give a folder of 3d_fullres"
+    with pytest.raises(UserError, match=sentence):
         arguments_of(recorded)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import shutil
@@ -142,6 +144,45 @@ def test_pickles_beside_the_weights_stay_closed_and_are_told(
     (folder / "crossval_results_folds_0" / "postprocessing.pkl").write_bytes(b"\x80\x04.")
     (note,) = open_model_folder(folder).notes
     assert note.startswith("postprocessing.pkl beside the weights was not opened")
+
+
+def test_a_pickle_of_another_model_is_not_told(toy: Toy, make_folder: MakeFolder) -> None:
+    folder = make_folder(toy)
+    ensemble = folder.parent / "ensembles" / "of_two"
+    ensemble.mkdir(parents=True)
+    (ensemble / "postprocessing.pkl").write_bytes(b"\x80\x04.")
+    assert open_model_folder(folder).notes == ()
+
+
+def test_a_folder_without_permission_beside_the_model_is_passed_over(
+    toy: Toy, make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(toy)
+    locked = [folder.parent / "lost+found", folder / "crossval_results_folds_0"]
+    for path in locked:
+        path.mkdir()
+    real_stat = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if isinstance(path, (str, Path)) and Path(path).parent in locked:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real_stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert open_model_folder(folder.parent).path == folder
+
+
+def test_a_zip_file_without_permission_is_no_full_disk(
+    toy: Toy, make_folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = zipped(make_folder(toy), tmp_path / "model.zip")
+
+    def refuse(path: Any, *_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(io, "open", refuse)
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\); check its perm"):
+        open_model_folder(archive)
 
 
 class Attack:

@@ -184,6 +184,17 @@ def test_a_cascade_without_its_first_stage_is_refused(tmp_path: Path) -> None:
         load_nnunet(second, None, CPU, InferenceOptions())
 
 
+def test_a_zip_file_of_a_second_stage_alone_is_to_be_exported_again(tmp_path: Path) -> None:
+    path = tmp_path / "second.zip"
+    with zipfile.ZipFile(RECORDED / "cascade.zip") as archive, zipfile.ZipFile(path, "w") as second:
+        for name in archive.namelist():
+            if "__3d_lowres" not in name:
+                second.writestr(name, archive.read(name))
+    with pytest.raises(UserError, match=r"export 3d_lowres and 3d_cascade_fullres") as refused:
+        load_nnunet(path, None, CPU, InferenceOptions())
+    assert str(refused.value).startswith(f"weights={path}: ")
+
+
 def test_float_sums_differ_in_few_voxels() -> None:
     volume, others, _ = scan_of("folds")
     half = load("folds").segment(volume, others).labels

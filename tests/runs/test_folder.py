@@ -97,6 +97,22 @@ def test_a_run_of_one_stage_records_no_key_of_a_cascade(run_dir: Path, tmp_path:
     assert "coarse" in (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("name", ["run_logs", "run.d", "run-2"])
+def test_a_logger_beside_a_moved_run_stays_where_it_is(run_dir: Path, name: str) -> None:
+    beside = str(run_dir.with_name(name))
+    resume(run_dir, f"logger.save_dir={beside}", "logger.name=tag")
+    moved = run_dir.with_name("moved")
+    run_dir.rename(moved)
+    assert load_config(moved).logger["save_dir"] == beside
+
+
+def test_a_logger_in_a_moved_run_moves_with_it(run_dir: Path) -> None:
+    resume(run_dir, f"logger.save_dir=file:{run_dir}/logs", "logger.name=tag")
+    moved = run_dir.with_name("moved")
+    run_dir.rename(moved)
+    assert load_config(moved).logger["save_dir"] == f"file:{moved}/logs"
+
+
 def test_what_changes_no_result_changes_by_name(run_dir: Path) -> None:
     config = resume(
         run_dir, "data.num_workers=0", "trainer=ddp", "memory.accumulate=1", "logger=csv"

@@ -62,6 +62,19 @@ def test_folds_are_found_and_averaged(written: Path) -> None:
     assert Path(single).name == names[3]
 
 
+def test_a_task_may_be_called_like_a_stage_and_a_fold(
+    networks: list[StageWeights], tmp_path: Path
+) -> None:
+    renamed = []
+    for network in networks:
+        task = {**network.metadata["task"], "name": "lesion_fine_fold_1"}
+        renamed.append(network._replace(metadata={**network.metadata, "task": task}))
+    files = write_model_folder(tmp_path, renamed)
+    stages = find_stages(tmp_path)
+    assert list(stages) == ["coarse", "fine"]
+    assert [path for paths in stages.values() for path in paths] == files
+
+
 def test_the_included_weights_are_a_model_folder() -> None:
     model = load_model_folders([SHIPPED_FOLDER], accelerator="cpu", options=TORCH)
     assert (
