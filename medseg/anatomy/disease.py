@@ -21,11 +21,14 @@ from medseg.anatomy.rules import MAX_LUNG_HU, RIM_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.preprocess.effect import Effect, Spacing
 
-GRAIN_MM = 12.0  # of the noise that roughens borders and texture
+# Of the noise that roughens borders and texture.
+GRAIN_MM = 12.0
 MAX_LESIONS = 3
 
 # Fluid has the density of water. Lung without air enhances with contrast medium, and is denser.
 FLUID_HU = (-5.0, 25.0)
+# Width of the border of fluid.
+FLUID_EDGE_MM = 1.5
 # What fills the place of a missing lung: fluid, and fat in a share of the cases.
 FAT_HU = (-115.0, -75.0)
 FAT_SHARE = 0.3
@@ -101,9 +104,14 @@ class Place(NamedTuple):
 
     def height(self, tilt: float) -> Tensor:
         """Coordinate towards the back, tilted at random to the base or apex and to a side."""
-        z, x = self.rng.uniform(-tilt, tilt, size=2)
-        along = self.points_mm[1] - z * self.points_mm[0] + x * self.points_mm[2]
-        return (along / math.sqrt(1 + z * z + x * x)).expand(self.organ.shape)
+        z, y, x = self.points_mm
+        # Slopes of the plane along z and x. They are as often negative as positive, so that their
+        # signs below mean nothing; another sign would change the samples of a seed.
+        slope_z, slope_x = self.rng.uniform(-tilt, tilt, size=2)
+        along = y - slope_z * z + slope_x * x
+        # Divided by the length of the plane's normal: a distance in mm.
+        length = math.sqrt(1 + slope_z * slope_z + slope_x * slope_x)
+        return (along / length).expand(self.organ.shape)
 
     def level(self, height: Tensor, share: float) -> float:
         """Height above which a share of the organ lies."""
@@ -112,22 +120,25 @@ class Place(NamedTuple):
         return float(torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - share))
 
 
+# The place is drawn before the density: another order would change the samples of a seed.
 def _consolidation(place: Place) -> Lesion:
-    depth_mm = place.ball((8.0, 50.0), 6.0)
-    return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), 5.0, has_branches=True)
+    depth_mm = place.ball(radius_mm=(8.0, 50.0), rough_mm=6.0)
+    return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), edge_mm=5.0, has_branches=True)
 
 
 def _ground_glass(place: Place) -> Lesion:
-    return Lesion(place.ball((10.0, 60.0), 8.0), place.rng.uniform(-650.0, -300.0), 12.0)
+    depth_mm = place.ball(radius_mm=(10.0, 60.0), rough_mm=8.0)
+    return Lesion(depth_mm, place.rng.uniform(-650.0, -300.0), edge_mm=12.0)
 
 
 def _mass(place: Place) -> Lesion:
-    return Lesion(place.ball((6.0, 35.0), 1.5), place.rng.uniform(30.0, 90.0), 1.5)
+    depth_mm = place.ball(radius_mm=(6.0, 35.0), rough_mm=1.5)
+    return Lesion(depth_mm, place.rng.uniform(30.0, 90.0), edge_mm=1.5)
 
 
 def _collapse(place: Place) -> Lesion:
-    depth_mm = place.lowest(0.5, 1.0, 4.0)
-    return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), 4.0, has_branches=True)
+    depth_mm = place.lowest(max_share=0.5, tilt=1.0, rough_mm=4.0)
+    return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), edge_mm=4.0, has_branches=True)
 
 
 KINDS: dict[str, Callable[[Place], Lesion]] = {
@@ -223,10 +234,12 @@ def paint_missing(
         spacing_mm: Voxel spacing, (z, y, x).
     """
     box = _box_around(labels == value, RIM_MM, spacing_mm)
-    image_hu, labels = image_hu[box], labels[box]
+    image_hu = image_hu[box]
+    labels = labels[box]
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
     place = _place(labels, value, rng, spacing_mm)
+    # No surface: all voxels are as deep as the rim is wide, which is more than a border.
     everywhere_mm = torch.full_like(image_hu, RIM_MM)
     range_hu = FAT_HU if rng.random() < FAT_SHARE else FLUID_HU
     _pour(image_hu, labels, place, everywhere_mm, range_hu)
@@ -237,8 +250,8 @@ class LungEffect(Effect):
     """Change painted into lungs of a sample: into its first channel and its labels, in place.
 
     Attributes:
-        probability: How often, see the class. Where it is 0 nothing is drawn: the samples of
-            configurations without the effect stay.
+        probability: How often, see the class. Where it is 0 nothing is drawn from the generator:
+            samples are the same as without the effect.
         window_hu: HU of -1 and 1 in the image.
         organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
 
@@ -349,8 +362,8 @@ class Fluid(LungEffect):
 class Missing(LungEffect):
     """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
 
-    The probability is that of a sample. One that shows a lone lung stays: nothing would tell what
-    fills the other place.
+    The probability is that of a sample. A sample that shows a single lung is not changed: no lung
+    would be left, and nothing would tell what fills the places of both.
     """
 
     name = "missing"
@@ -374,7 +387,7 @@ def _pour(
     filling_hu = _texture(place).add_(place.rng.uniform(*range_hu))
     change = filling_hu - image_hu
     change = torch.where(place.organ, change, change.clamp(min=0.0))
-    share = (0.5 + depth_mm / 1.5).clamp_(0.0, 1.0)
+    share = (0.5 + depth_mm / FLUID_EDGE_MM).clamp_(0.0, 1.0)
     image_hu.add_(share * place.reach * change)
     labels[place.organ & (depth_mm > 0)] = 0
 
@@ -428,7 +441,7 @@ def _branches(place: Place, spacing_mm: Spacing) -> Tensor:
     # A unit of the noise is about half of its grain away from zero.
     away_mm = (first**2 + second**2).sqrt_().mul_(BRANCH_GRAIN_MM / 2)
     radius_mm = place.rng.uniform(*BRANCH_RADIUS_MM)
-    # Voxels are as wide as the border; a branch that is thinner than a voxel fills a part of it.
+    # The border is one voxel wide; a branch that is thinner than a voxel fills a part of it.
     width_mm = max(spacing_mm)
     filled = (0.5 + (radius_mm - away_mm) / width_mm).clamp_(0.0, 1.0)
     return filled.mul_(min(1.0, 2 * radius_mm / width_mm))
@@ -442,12 +455,12 @@ def _depth_below_wall(organ: Tensor, spacing_mm: Spacing) -> Tensor:
     """
     mean = organ[None, None].float()
     for axis, mm in enumerate(spacing_mm):
-        reach = [0, 0, 0]
+        radius = [0, 0, 0]
         # A kernel must not be longer than its axis.
-        reach[axis] = min(round(WALL_MM / mm), (organ.shape[axis] - 1) // 2)
-        width = [2 * voxels + 1 for voxels in reach]
+        radius[axis] = min(round(WALL_MM / mm), (organ.shape[axis] - 1) // 2)
+        kernel = [2 * voxels + 1 for voxels in radius]
         # The edge of a patch is no wall.
-        mean = F.avg_pool3d(mean, width, stride=1, padding=reach, count_include_pad=False)
+        mean = F.avg_pool3d(mean, kernel, stride=1, padding=radius, count_include_pad=False)
     return mean[0, 0].sub_(0.5).mul_(2 * WALL_MM).clamp_(0.0, WALL_MM)
 
 
@@ -486,11 +499,11 @@ def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
 def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
     """Grow a mask (D, H, W) by voxels along each axis: 1 where it is, else 0, float32."""
     grown = mask[None, None].float()
-    for axis, width in enumerate(voxels):
-        around = [0, 0, 0]
-        around[axis] = width
-        kernel = [2 * reach + 1 for reach in around]
-        grown = F.max_pool3d(grown, kernel, stride=1, padding=around)
+    for axis, num_voxels in enumerate(voxels):
+        radius = [0, 0, 0]
+        radius[axis] = num_voxels
+        kernel = [2 * reach + 1 for reach in radius]
+        grown = F.max_pool3d(grown, kernel, stride=1, padding=radius)
     return grown[0, 0]
 
 

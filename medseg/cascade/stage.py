@@ -79,8 +79,8 @@ class TrainedStage:
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.
         least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region
-            get at least this size: a network that was trained on no smaller input lost half of a
-            thin slab.
+            get at least this size: in a scan that is a thin slab, a network that was trained on
+            larger patches lost half of the organ.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         has_coarse_channel: Of the fine stage: the network also sees the probability that the coarse
             stage gives to the region.
@@ -205,15 +205,18 @@ class TrainedStage:
         self.tile_size = tile_size
         if tile_size == validated_size:
             return
-        used = "×".join(map(str, tile_size))
-        usual = "×".join(map(str, validated_size)) if validated_size else "whole crops"
-        change = "the labels"
+        size_text = "×".join(map(str, tile_size))
+        validated_text = "whole crops"
+        if validated_size:
+            validated_text = "×".join(map(str, validated_size))
+        changed_text = "the labels"
         if measured:
-            change += f" ({measured})"
+            changed_text += f" ({measured})"
         # Told with every result: the choice of the user changes all of them.
         self.warnings = (
-            f"the {self.name} stage runs in tiles of {used} voxels instead of {usual}, in which it "
-            f"was validated; this changes {change}; leave inference.tile_size out",
+            f"the {self.name} stage runs in tiles of {size_text} voxels instead of "
+            f"{validated_text}, in which it was validated; this changes {changed_text}; "
+            "leave inference.tile_size out",
         )
 
     def count_memory(self) -> None:
@@ -247,7 +250,7 @@ class TrainedStage:
         Raises:
             UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the
                 budget.
-            torch.OutOfMemoryError: If the memory of the CPU runs out.
+            RuntimeError: If the memory of the CPU runs out; torch has no other class for it.
         """
         with _NETWORK_LOCK:
             warnings: list[str] = []

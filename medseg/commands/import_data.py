@@ -45,34 +45,34 @@ def import_data(config: ImportConfig) -> int:
     else:
         data.require_structures()
     output = Path(config.output)
-    content = data.task()
-    task = _task_text(data, content)
+    task = data.task()
+    task_text = _task_text(data, task)
     # Before anything is written: a person may have edited what an earlier import wrote.
-    require_unchanged(output, data, task)
+    require_unchanged(output, data, task_text)
     check_writable(output)
     table = write_case_table(output / TABLE_NAME, data.cases)
-    replace_text(output / TASK_FILE, task)
+    replace_text(output / TASK_FILE, task_text)
     items = data.closing_items()
     write_csv(output / ACCOUNT_FILE, [item._asdict() for item in items])
     _print_summary(data)
     print_table(closing_rows(items), COLUMNS)
     print(f"written: {table}, {output / TASK_FILE}, {output / ACCOUNT_FILE}")
     # Regions are found by a coarse stage before the fine one.
-    stage = "coarse" if content["task"]["regions"] else "single"
+    stage = "coarse" if task["task"]["regions"] else "single"
     cases = quote_for_shell(f"data.cases={output}")
     print(f"next: medseg train stage={stage} {cases}", flush=True)
     return 0
 
 
-def _task_text(data: DataSet, content: Mapping[str, Any]) -> str:
+def _task_text(data: DataSet, task: Mapping[str, Any]) -> str:
     """Write the task of a data set as a file of Hydra's group `task`."""
     head = (
         "# @package _global_\n"
-        f"# Task of the {data.format} data set {content['task']['name']}. "
+        f"# Task of the {data.format} data set {task['task']['name']}. "
         "A file conf/task/<name>.yaml of this content makes it task=<name>.\n"
     )
     return head + yaml.safe_dump(
-        content, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None
+        task, sort_keys=False, allow_unicode=True, width=130, default_flow_style=None
     )
 
 
@@ -92,7 +92,7 @@ def _print_summary(data: DataSet) -> None:
 
 
 def _count_cases(number: int) -> str:
-    """Write a number of cases."""
+    """Count cases in words, with the noun in its number."""
     return "1 case" if number == 1 else f"{number} cases"
 
 
@@ -108,7 +108,7 @@ def _use_of(case: Case) -> str:
     return "to train and validate"
 
 
-def require_unchanged(output: Path, data: DataSet, task: str) -> None:
+def require_unchanged(output: Path, data: DataSet, task_text: str) -> None:
     """Refuse to replace a case table or a task with other content, or a file of something else.
 
     A person may have written or edited it.
@@ -120,7 +120,7 @@ def require_unchanged(output: Path, data: DataSet, task: str) -> None:
     task_file = output / TASK_FILE
     if table.exists() and read_case_table(table) != list(map(_with_absolute_paths, data.cases)):
         raise UserError(f"{table} exists and holds other cases; {CURE}")
-    if task_file.exists() and read_text(task_file) != task:
+    if task_file.exists() and read_text(task_file) != task_text:
         raise UserError(f"{task_file} exists and differs from the task of this data set; {CURE}")
 
 

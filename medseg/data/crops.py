@@ -143,10 +143,12 @@ class StageCrops:
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
         coarse_box = self.coarse_boxes.get(case.name, {}).get(region.name)
         tight = coarse_box or case.region_boxes[region.name]
-        # As prediction makes its crops; training cuts patches.
-        size = self.tile_size
-        least_size = self.patch_size
-        if rng is not None:
+        if rng is None:
+            # As prediction makes its crops: of tiles, or whole and no smaller than a patch.
+            size = self.tile_size
+            least_size = self.patch_size
+        else:
+            # Training cuts patches.
             tight = jittered(tight, self.box_jitter_mm, case.grid.spacing_mm, rng)
             size = self.patch_size
             least_size = None

@@ -155,4 +155,6 @@ class CombinedModel:
             result.durations_s[self.step_name(number, step)] = duration_s
         for step, described in part.tiling_plans.items():
             result.tiling_plans[self.step_name(number, step)] = described
+        for step, distortion in part.distortions.items():
+            result.distortions[self.step_name(number, step)] = distortion
         result.pass_s += part.pass_s

@@ -36,27 +36,33 @@ class JoinedModels(CombinedModel):
         first = self.parts[0].task
         modalities = [channel.modality for channel in first.channels]
         for name, part in zip(self.names, self.parts, strict=True):
-            others = [channel.modality for channel in part.task.channels]
-            if others != modalities:
+            part_modalities = [channel.modality for channel in part.task.channels]
+            if part_modalities != modalities:
                 raise UserError(
                     f"weights: {self.names[0]} takes the channels {', '.join(modalities)}, but "
-                    f"{name} {', '.join(others)}; give models for the same scans"
+                    f"{name} {', '.join(part_modalities)}; give models for the same scans"
                 )
-        merged: dict[str, dict[str, object]] = {"volume_ml": {}, "codes": {}, "colours": {}}
+        # Several models may have one task, which is named once.
         task_names: dict[str, None] = {}
         labels_by_part = []
+        volume_ml: dict[str, tuple[float, float]] = {}
+        codes: dict[str, tuple[str, ...]] = {}
+        colours: dict[str, str] = {}
         for part in self.parts:
-            # Several models may have one task, which is named once.
             task_names[part.task.name] = None
             labels_by_part.append(list(part.task.labels))
-            for key, values in merged.items():
-                values.update(getattr(part.task, key))
+            # Of a label that several models have, what the last of them says holds: it paints last.
+            volume_ml |= part.task.volume_ml
+            codes |= part.task.codes
+            colours |= part.task.colours
         task = Task(
             name=" + ".join(task_names),
             labels=join_values(labels_by_part, self.label_values),
             regions=(),
             channels=first.channels,
-            **merged,  # type: ignore[arg-type]
+            volume_ml=volume_ml,
+            codes=codes,
+            colours=colours,
         )
         object.__setattr__(self, "task", task)
 
@@ -74,12 +80,14 @@ class JoinedModels(CombinedModel):
         paint over the label that they are about.
         """
         assert not keep_probabilities, "`load_cascades` refuses them"
+        # The labels of the first part take the place of this empty map.
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
             own_volume, own_channels = _as_seen_by(part, volume, more_channels)
             announce = self.announced(number, on_step)
             segmented = part.segment(own_volume, own_channels, on_step=announce)
-            # In place, and for the first part the map of the result itself: no second one is made.
+            # Written in place, and the first map is that of the result: a label map of a whole scan
+            # is large, and no further one is made.
             _rename(segmented.labels, part.task.labels, self.task.labels)
             if number == 1:
                 result.labels = segmented.labels

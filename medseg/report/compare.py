@@ -158,31 +158,40 @@ def write_count(number: float) -> str:
     """Format a large count with three digits.
 
     Example:
-        >>> [write_count(n) for n in (950, 12_300, 1_450_000)]
-        ['950', '12.3 k', '1.45 M']
+        >>> [write_count(n) for n in (950, 12_300, 999_900, 1_450_000)]
+        ['950', '12.3 k', '1 M', '1.45 M']
     """
+    # By the value that is shown: 999,900 is a million.
+    rounded = float(f"{number:.3g}")
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
+        if rounded >= size:
+            return f"{rounded / size:.3g}{unit}"
     return f"{number:.0f}"
 
 
 def _reader(
-    key: str, column: str = "", pick: Callable[[Sequence[float]], float] = max
+    key: str | None, column: str | None = None, pick: Callable[[Sequence[float]], float] = max
 ) -> Callable[[Run], float | None]:
     """Make a reader of a finite number in the summary.
 
     Where it is absent, `pick` takes one value of a column of the history.
+
+    Args:
+        key: Key of the summary; None reads the history only.
+        column: Column of the history; None reads the summary only.
+        pick: Chooses or computes one of the values of the column.
     """
 
     def read(run: Run) -> float | None:
-        value = run.summary.get(key)
+        value = None if key is None else run.summary.get(key)
         # Python counts True as a number.
         if isinstance(value, bool):
             value = None
         # NaN is not <= anything.
         if isinstance(value, int | float) and abs(value) <= LARGEST:
             return float(value)
+        if column is None:
+            return None
         values = [value for _, value in run.curve(column)]
         return pick(values) if values else None
 
@@ -217,7 +226,7 @@ STEP = Metric(
     key="seconds_per_step",
     title="s/step",
     what="Median seconds per optimiser step, validation left out",
-    of=_reader("", "seconds_per_step", median),
+    of=_reader(None, "seconds_per_step", median),
     write="{:.3g}".format,
     better=-1,
 )
@@ -380,8 +389,9 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     setting_columns = [column for column in columns if column.key not in REPEAT_KEYS]
     # Over every differing key, in a column or not: keys that a chosen group hides must not turn
     # different runs into repeats.
-    setting_texts = {key: texts[key] for key in differing if key not in REPEAT_KEYS}
-    settings, setting_of = _group_runs(runs, setting_texts, setting_columns)
+    setting_keys = [key for key in differing if key not in REPEAT_KEYS]
+    groups = _group_repeats(runs, {key: texts[key] for key in setting_keys})
+    settings, setting_of = _make_settings(runs, groups, setting_columns)
     patients = _patients_of_cases(runs)
     ranked = sorted(range(len(settings)), key=lambda number: _merit(settings[number]))
     best = None
@@ -419,27 +429,45 @@ def _number_of_baseline(
     return None
 
 
-def _group_runs(
-    runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]], columns: Sequence[Column]
-) -> tuple[tuple[Setting, ...], list[Setting]]:
-    """Group the runs with equal texts to settings, in the order of first appearance.
+def _group_repeats(
+    runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]
+) -> list[list[int]]:
+    """Group the indices of the runs with equal texts, in the order of first appearance.
 
     Args:
         runs: All runs.
         texts: Key to its text in each run, for the keys that distinguish settings.
-        columns: Columns of those keys.
+    """
+    group_keys = _group_keys(runs)
+    # The texts of a setting to the indices of its runs; the dictionary keeps the order.
+    indices_by_texts: dict[tuple[str | None, ...], list[int]] = {}
+    for index, run in enumerate(runs):
+        setting_texts: list[str | None] = []
+        for key, run_texts in texts.items():
+            # A configuration says what the file of a group sets. By which argument the file was
+            # chosen does not count: one run may name the file that another has by default.
+            is_in_config = key in group_keys and run.has_config
+            setting_texts.append(None if is_in_config else run_texts[index])
+        indices_by_texts.setdefault(tuple(setting_texts), []).append(index)
+    return list(indices_by_texts.values())
+
+
+def _make_settings(
+    runs: Sequence[Run], groups: Sequence[list[int]], columns: Sequence[Column]
+) -> tuple[tuple[Setting, ...], list[Setting]]:
+    """Make a setting of each group of runs.
+
+    Args:
+        runs: All runs.
+        groups: Indices of the runs of each setting.
+        columns: Columns of the keys that distinguish settings.
 
     Returns:
         The settings, and the setting of each run.
     """
-    # The texts of a setting to the indices of its runs; the dictionary keeps the order.
-    groups: dict[tuple[str | None, ...], list[int]] = {}
-    for index in range(len(runs)):
-        values = tuple(run_texts[index] for run_texts in texts.values())
-        groups.setdefault(values, []).append(index)
     settings = []
     setting_of: dict[int, Setting] = {}
-    for number, indices in enumerate(groups.values()):
+    for number, indices in enumerate(groups):
         setting = _setting(number, indices, runs, columns)
         settings.append(setting)
         setting_of |= dict.fromkeys(indices, setting)
@@ -515,7 +543,9 @@ def _tied(
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Make the rows of `report.csv`, one per run.
 
-    They have the keys that differ, status, metrics, and mean and deviation of the setting.
+    They have the keys that differ, status, metrics, and mean and deviation of the setting. A key
+    that has the name of another column is `config.<key>`: `steps` are the steps made,
+    `config.steps` those asked for.
 
     `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to
     beat.
@@ -531,22 +561,24 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
         for metric in METRICS:
             value = metric.of(run)
             figures[metric.key] = None if value is None else f"{value:.6g}"
-        rows.append(
-            {
-                "run": run.name,
-                "status": run.status,
-                **{column.key: column.values[index] for column in comparison.columns},
-                **figures,
-                "setting": setting.number,
-                "setting_val_dice_mean": mean,
-                "setting_val_dice_sd": deviation,
-                "setting_runs": len(dices),
-                "is_best": comparison.best == setting.number,
-                "tied_with_best": setting.number in comparison.tied,
-                "checkpoint": run.summary.get("checkpoint", ""),
-                "message": run.message,
-            }
-        )
+        state = {"run": run.name, "status": run.status}
+        results = {
+            **figures,
+            "setting": setting.number,
+            "setting_val_dice_mean": mean,
+            "setting_val_dice_sd": deviation,
+            "setting_runs": len(dices),
+            "is_best": comparison.best == setting.number,
+            "tied_with_best": setting.number in comparison.tied,
+            "checkpoint": run.summary.get("checkpoint", ""),
+            "message": run.message,
+        }
+        keys = {}
+        for column in comparison.columns:
+            is_taken = column.key in state or column.key in results
+            name = f"config.{column.key}" if is_taken else column.key
+            keys[name] = column.values[index]
+        rows.append({**state, **keys, **results})
     return rows
 
 
@@ -573,9 +605,9 @@ def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
 
 def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
     """Text of a key in a run, see `_texts`; that of a group is the file that an override chose."""
-    value = run.overrides.get(key) if is_group else run.settings.get(key)
-    if value is not None or key in run.settings:
-        return _text(value)
+    values: Mapping[str, Any] = run.overrides if is_group else run.settings
+    if key in values:
+        return _text(values[key])
     return MISSING if run.has_config else None
 
 
@@ -619,9 +651,12 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
                 pairs.add((column_text, key_text))
         if all(column_text == key_text for column_text, key_text in pairs):
             return True
-        is_below = column in group_keys and key.startswith(f"{column}.")
-        # Each file of a group goes with one value of the key.
-        return is_below and len(pairs) == len({column_text for column_text, _ in pairs})
+        is_in_group = column in group_keys and key.startswith(f"{column}.")
+        if not is_in_group:
+            return False
+        # The group tells the value of the key if none of its files goes with two values.
+        files = {column_text for column_text, _ in pairs}
+        return len(pairs) == len(files)
 
     def place(key: str) -> tuple[bool, bool, bool]:
         # False sorts before True: groups first, then overrides; seed and fold last.
@@ -646,8 +681,7 @@ def _setting(
     number: int, indices: list[int], runs: Sequence[Run], columns: Sequence[Column]
 ) -> Setting:
     """Collect values and metrics of the runs of a setting."""
-    # All its runs have the same values.
-    values = tuple(column.values[indices[0]] for column in columns)
+    values = tuple(_value_in(column, indices) for column in columns)
     members = [runs[index] for index in indices]
     finished = [run for run in members if run.status == FINISHED]
     return Setting(
@@ -659,6 +693,17 @@ def _setting(
         is_complete=len(finished) == len(members),
         cases=_mean_scores(finished),
     )
+
+
+def _value_in(column: Column, indices: Sequence[int]) -> str:
+    """Text of a setting in a column, from the indices of its runs.
+
+    They have the same one, but that a run has none where it did not name the file of a group.
+    """
+    for index in indices:
+        if column.values[index] != MISSING:
+            return column.values[index]
+    return MISSING
 
 
 def _metrics_of(runs: Sequence[Run]) -> dict[str, list[float]]:

@@ -73,9 +73,9 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     configs = {}
     for name, row_arguments in rows.items():
         folder = output / folder_name(name)
-        place = [f"name={folder.name}", f"run_dir={text_of(str(folder / 'run'))}"]
+        run_arguments = [f"name={folder.name}", f"run_dir={text_of(str(folder / 'run'))}"]
         merged = merge_arguments(common, arguments, row_arguments)
-        configs[name] = compose_train([*merged, *place], f"rows.{name}")
+        configs[name] = compose_train([*merged, *run_arguments], f"rows.{name}")
     check_writable(output)
     table: list[dict[str, Any]] = []
     for name, row_config in configs.items():
@@ -115,15 +115,16 @@ def _figures(points: Sequence[Point], study: TimeToDiceConfig) -> dict[str, Any]
     """CPU minutes and steps until a row reached the target, or until its end, and its best Dice."""
     dices = [point.get(study.metric, 0.0) for point in points]
     steps = [point.get("step", 0.0) for point in points]
-    last = max(points, key=lambda point: point["cpu_minutes"])
+    # The end of the row, unless a validation reached the target before.
+    counted = max(points, key=lambda point: point["cpu_minutes"])
     for point, dice in zip(points, dices, strict=True):
         if dice >= study.target_dice:
-            last = point
+            counted = point
             break
     return {
-        "cpu_minutes": last["cpu_minutes"],
+        "cpu_minutes": counted["cpu_minutes"],
         # The end of a process is no validation, and has no step.
-        "step": last.get("step", max(steps)),
+        "step": counted.get("step", max(steps)),
         "dice": max(dices),
     }
 
@@ -203,6 +204,7 @@ def train_row(
         progress.add_validations()
         return progress.is_reached or progress.minutes >= limit_minutes
 
+    # A row that has not begun has its steps still to make, as one that was interrupted.
     has_run = (run_dir / CONFIG_FILE).is_file()
     status = status_of_run(run_dir) if has_run else Status.interrupted
     # The validations of an earlier start may be in the history alone.

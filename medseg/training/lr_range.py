@@ -11,9 +11,9 @@ from scipy.ndimage import gaussian_filter1d
 
 # Steps whose mean loss shows divergence.
 WINDOW = 5
-# Multiple of the lowest such mean at which the run ends.
-DIVERGED = 4.0
-# Factor by which a suggested rate lies below the one of the lowest loss.
+# The run ends when such a mean is above the lowest one by more than this multiple of it.
+DIVERGED_RISE = 3.0
+# Factor by which a suggested rate lies at least below the one of the lowest loss.
 BELOW_LOWEST = 10.0
 
 
@@ -36,7 +36,8 @@ class LrRange(pl.Callback):
         self.planned_lrs = np.geomspace(lowest_lr, highest_lr, steps).tolist()
         self.lrs: list[float] = []
         self.losses: list[float] = []
-        self.parts: list[float] = []
+        # Of the optimiser step that is being made.
+        self._micro_losses: list[float] = []
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -54,11 +55,11 @@ class LrRange(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Keep the loss; end the run when it is not finite or has diverged."""
-        self.parts.append(float(pl_module.train_loss))  # type: ignore[arg-type]
-        if len(self.parts) < trainer.accumulate_grad_batches:
+        self._micro_losses.append(float(pl_module.train_loss))  # type: ignore[arg-type]
+        if len(self._micro_losses) < trainer.accumulate_grad_batches:
             return
-        loss = fmean(self.parts)
-        self.parts = []
+        loss = fmean(self._micro_losses)
+        self._micro_losses = []
         if math.isfinite(loss):
             self.lrs.append(self.planned_lrs[len(self.lrs)])
             self.losses.append(loss)
@@ -67,9 +68,13 @@ class LrRange(pl.Callback):
 
 
 def has_diverged(losses: Sequence[float]) -> bool:
-    """Whether the mean of the last losses is several times the lowest such mean."""
+    """Whether the mean of the last losses has risen far above the lowest such mean."""
     means = [fmean(losses[n : n + WINDOW]) for n in range(len(losses) - WINDOW + 1)]
-    return bool(means) and means[-1] > DIVERGED * min(means)
+    if not means:
+        return False
+    lowest = min(means)
+    # The size of the lowest mean, not its value: some losses, such as minus the Dice, are negative.
+    return means[-1] - lowest > DIVERGED_RISE * abs(lowest)
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
@@ -93,12 +98,13 @@ def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
         losses: Loss of the step made at each.
 
     Returns:
-        The rate, or None where the loss never falls.
+        The rate, or None where the loss never falls, or over a single step only.
 
     Source: Smith 2017 (range test); a tenth of the minimum as in fastai's `lr_find`.
     """
     curve = smoothed(losses)
     lowest = int(curve.argmin()) if len(curve) else 0
+    # Up to the second rate there is one difference of losses, and nothing to compare it with.
     if lowest < 2:
         return None
     slope = np.gradient(curve[: lowest + 1], np.log(np.asarray(lrs[: lowest + 1])))

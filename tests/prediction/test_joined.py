@@ -100,6 +100,24 @@ class Doubtful(Painter):
         return result
 
 
+@dataclass(frozen=True)
+class FixedSize(Painter):
+    """Model that distorts the crop of its region to a fixed size."""
+
+    def segment(self, volume: Volume, _: Any = (), **options: Any) -> Segmentation:
+        result = super().segment(volume, **options)
+        result.distortions = {"segment": 2.0}
+        return result
+
+
+def test_distortions_are_kept_with_the_number_of_their_model() -> None:
+    volume = Volume(np.zeros((2, 2, 2)), GRID, None)
+    distorting = FixedSize(painter(["aorta"]).task, (0,))
+    model = joined(painter(["liver"], 0), distorting)
+    result = model.segment(volume, on_step=lambda _: None)
+    assert result.distortions == {"segment_2": 2.0}
+
+
 def test_what_is_found_names_its_model_where_there_are_several() -> None:
     volume = Volume(np.zeros((2, 2, 2)), GRID, None)
     parts = [Doubtful(painter([name]).task, (0,)) for name in ("liver", "aorta")]

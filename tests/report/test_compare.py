@@ -10,7 +10,7 @@ from statistics import stdev
 import numpy as np
 import pytest
 
-from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows
+from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows, write_count
 from medseg.report.runs_page import (
     difference_rows,
     render,
@@ -91,6 +91,26 @@ def test_a_chosen_group_stands_for_the_keys_that_it_sets() -> None:
         overrides={"memory": "amp"},
     )
     assert "memory.precision" in [column.key for column in compare([*made, other]).columns]
+
+
+def test_a_group_that_one_run_names_and_another_has_by_default_makes_no_two_settings() -> None:
+    runs = []
+    for seed, (optimizer, overrides) in enumerate(
+        [("adamw", {}), ("adamw", {"optimizer": "adamw"}), ("sgd", {"optimizer": "sgd"})]
+    ):
+        settings = {"seed": seed, "optimizer.name": optimizer}
+        runs.append(Run(str(seed), Path(), "finished", settings=settings, overrides=overrides))
+    refused = Run(
+        "3", Path(), "refused", settings={"optimizer": "x"}, has_config=False,
+        overrides={"optimizer": "x"},
+    )  # fmt: skip
+    comparison = compare([*runs, refused])
+    assert [setting.label for setting in comparison.settings] == [
+        "optimizer adamw",
+        "optimizer sgd",
+        "optimizer x",
+    ]
+    assert [setting.number for setting in comparison.setting_of] == [0, 0, 1, 2]
 
 
 def test_a_job_that_never_began_has_its_overrides_and_hides_nothing() -> None:
@@ -292,6 +312,23 @@ def test_the_csv_table_has_one_row_per_run() -> None:
     assert [row["run"] for row in rows] == ["a,b", "c", "d"]
     assert [row["setting_val_dice_mean"] for row in rows] == ["0.85", "0.85", None]
     assert [row["is_best"] for row in rows] == [True, True, False]
+
+
+def test_a_key_with_the_name_of_a_metric_has_a_column_of_its_own() -> None:
+    runs = []
+    for name, steps in (("0", 100), ("1", 200)):
+        summary = {"steps": 50, "val_dice_best": 0.9}
+        runs.append(Run(name, Path(), "finished", settings={"steps": steps}, summary=summary))
+    rows = csv_rows(compare(runs))
+    assert [row["steps"] for row in rows] == ["50", "50"]
+    assert [row["config.steps"] for row in rows] == ["100", "200"]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(999.4, "999"), (999.7, "1 k"), (999_960, "1 M"), (999_400, "999 k")]
+)
+def test_a_count_is_in_the_unit_that_its_rounded_value_has(number: float, text: str) -> None:
+    assert write_count(number) == text
 
 
 def test_each_metric_reads_the_summary_before_the_history() -> None:

@@ -51,6 +51,12 @@ def test_divergence_is_a_mean_of_several_losses_not_one_bad_batch() -> None:
     assert has_diverged([1.0] * 20 + [9.0] * 3)
 
 
+def test_a_negative_loss_that_falls_does_not_diverge() -> None:
+    falling = np.linspace(-0.1, -0.9, 20).tolist()
+    assert not has_diverged(falling)
+    assert has_diverged([*falling, *[2.0] * 5])
+
+
 def test_divergence_is_measured_from_the_lowest_loss_wherever_it_was() -> None:
     fell = [5.0] * 10 + [1.0] * 10
     assert not has_diverged([*fell, *[3.9] * 5])
