@@ -32,11 +32,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_compositions() -> None:
-    """Hydra composes each choice of files once."""
-    import hydra
+    """Hydra reads each file and composes each choice of files once."""
     import quick_compose
 
-    hydra.compose = quick_compose.compose
+    quick_compose.install()
 
 
 @pytest.fixture(scope="session")
