@@ -219,7 +219,7 @@ def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
     """Convert the values of a key of a schema that is a mapping, such as a node with a target."""
     declared = OmegaConf.masked_copy(_keys_of(schema), key)
     merged = OmegaConf.unsafe_merge(declared, {key: pickle.loads(pickled)})
-    return OmegaConf.to_object(merged[key])
+    return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
 def _split_devices(values: dict[str, Any]) -> None:

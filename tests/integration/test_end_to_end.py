@@ -71,8 +71,8 @@ def test_a_checkpoint_is_plain_data_and_says_what_it_is(trained: tuple[Path, Pat
     assert metadata["stage"] == "fine"
     assert metadata["spacing_mm"] == [3.0, 3.0, 3.0]
     assert metadata["task"]["labels"] == {"left_lung": 1, "right_lung": 2}
-    assert metadata["config"]["steps"] == 160
-    assert metadata["step"] == 160
+    assert metadata["config"]["steps"] == 110
+    assert metadata["step"] == 110
 
 
 def test_predict_and_evaluate_a_case_table(
