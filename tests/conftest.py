@@ -23,11 +23,15 @@ sys.path[:0] = [
 # tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Nearly all that the imports of the tests make stays: no garbage collection looks at it.
+gc.disable()
+
 
 def pytest_collection_finish() -> None:
     """Keep what the imports made out of every later garbage collection: some million objects."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -174,7 +174,8 @@ def test_other_formats_come_in_and_go_out(
 def test_a_coarse_stage_that_trained_on_patches_finds_the_lungs(
     trained: tuple[Path, Path], tiny_table: Path, tmp_path: Path
 ) -> None:
-    coarse = train(tmp_path / "coarse", tiny_table, *COARSE, "stage.patch_size=[32,48,48]")
+    patches = ["stage.patch_size=[32,48,48]", "steps=160", "optimizer.lr=0.01"]
+    coarse = train(tmp_path / "coarse", tiny_table, *COARSE, *patches)
     scan = tiny_table.parent / "c3.nii.gz"
     result = medseg(
         "predict",
