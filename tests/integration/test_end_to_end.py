@@ -26,6 +26,8 @@ from medseg.training.data_module import coarse_boxes
 
 from .conftest import COARSE, FINE, train
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 def medseg(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return forked.run([sys.executable, "-m", "medseg.commands.cli", *arguments], cwd=cwd)

@@ -24,6 +24,8 @@ from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 SMALL = [
     "spacing=isotropic_4mm", "model.width=4", "model.blocks_per_level=[1,1,1,1]",
     "stage.validate_every=4",
