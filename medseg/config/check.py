@@ -145,7 +145,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
 
 
 def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
-    """Convert plain values to a schema: each group by itself, then the keys beside them.
+    """Convert plain values to a schema: each group and mapping by itself, then the other keys.
 
     Raises:
         OmegaConfBaseException: On an unknown key, a wrong type or a missing value.
@@ -154,11 +154,17 @@ def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
     arguments = {}
     others = {}
     for name, value in values.items():
-        if dataclasses.is_dataclass(hints.get(name)) and isinstance(value, dict):
-            arguments[name] = _convert_group(hints[name], name, value)
+        hint = hints.get(name)
+        if not isinstance(value, dict):
+            others[name] = value
+        elif dataclasses.is_dataclass(hint):
+            arguments[name] = _convert_group(typing.cast(type, hint), name, value)
+        elif typing.get_origin(hint) is dict:
+            arguments[name] = copy.deepcopy(_convert_mapping(schema, name, pickle.dumps(value)))
         else:
             others[name] = value
-    merged = typing.cast(DictConfig, OmegaConf.merge(_keys_of(schema), others))
+    declared = _keys_without(schema, frozenset(arguments))
+    merged = typing.cast(DictConfig, OmegaConf.merge(declared, others))
     for name in hints:
         if name in arguments:
             continue
@@ -175,6 +181,18 @@ def _keys_of(schema: type) -> DictConfig:
     return typing.cast(DictConfig, OmegaConf.structured(schema))
 
 
+@functools.cache
+def _keys_without(schema: type, converted: frozenset[str]) -> DictConfig:
+    """Describe the keys of a schema that are not converted yet."""
+    declared = copy.deepcopy(_keys_of(schema))
+    # Only an open configuration lets its keys be removed.
+    OmegaConf.set_struct(declared, False)
+    for name in converted:
+        del declared[name]
+    OmegaConf.set_struct(declared, None)
+    return declared
+
+
 def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
     """Convert plain values to the schema of a group; `key` is for messages.
 
@@ -185,14 +203,22 @@ def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
 
 
 # OmegaConf takes 50 ms for all groups of `train`. The runs of a search or a study, and the tests,
-# differ in few of them.
+# differ in few of them. The values are pickled because a cache needs keys that can be hashed.
 @functools.lru_cache(maxsize=1024)
 def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
-    """Convert the values of a group, pickled because a cache needs keys that can be hashed."""
+    """Convert the values of a group."""
     values = pickle.loads(pickled)
     # Below its key, so that an error names the whole key. Unsafe for its arguments, which it may
     # change: they are made here.
     merged = OmegaConf.unsafe_merge({key: OmegaConf.structured(schema)}, {key: values})
+    return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
+
+
+@functools.lru_cache(maxsize=1024)
+def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
+    """Convert the values of a key of a schema that is a mapping, such as a node with a target."""
+    declared = OmegaConf.masked_copy(_keys_of(schema), key)
+    merged = OmegaConf.unsafe_merge(declared, {key: pickle.loads(pickled)})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
@@ -235,7 +261,8 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
     if "logger" in values:
-        raw = typing.cast(dict[str, Any], OmegaConf.to_container(composed, resolve=False))
+        logger = OmegaConf.masked_copy(composed, "logger")
+        raw = typing.cast(dict[str, Any], OmegaConf.to_container(logger, resolve=False))
         values["logger"] = _with_references(raw["logger"], values["logger"])
     return values
 

@@ -23,6 +23,7 @@ import zipfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,6 +68,19 @@ def openvino_bytes(network: nn.Module) -> int:
     return KERNELS_BYTES + WEIGHT_COPIES * weights
 
 
+def import_openvino() -> ModuleType:
+    """Import OpenVINO without its telemetry.
+
+    OpenVINO 2026.4 sends statistics of its use to Google at its import and at each conversion, in
+    forked copies of this process. It sends nothing where `openvino_telemetry` cannot be imported.
+    """
+    # Python refuses the import of a module that is None.
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+    import openvino
+
+    return openvino
+
+
 @cache
 def core() -> Any:
     """OpenVINO's devices, the same object as long as the process lives.
@@ -75,9 +89,7 @@ def core() -> Any:
     the last OpenVINO object is deleted in another thread, that stack is freed but stays in use: the
     next signal, such as the end of a child process, ends the process.
     """
-    import openvino
-
-    return openvino.Core()
+    return import_openvino().Core()
 
 
 def use_openvino(
@@ -141,8 +153,7 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     Returns:
         `openvino.Model`; see `to_ir`.
     """
-    import openvino
-
+    openvino = import_openvino()
     with (
         # The first pass of a prediction converts. It is in inference mode, in which the head of our
         # UNet cuts the image into parts; their number would become a constant of the trace.
@@ -165,8 +176,7 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
     Returns:
         The contents of its `.xml` and its `.bin` file.
     """
-    import openvino
-
+    openvino = import_openvino()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.xml"
         openvino.save_model(model, path, compress_to_fp16=False)
@@ -252,10 +262,9 @@ class _Compiled:
 
     def _compile(self, shape: tuple[int, ...]) -> None:
         """Compile for an input shape (N, C, D, H, W), unless the last one was the same."""
-        import openvino
-
         if self._shape == shape:
             return
+        openvino = import_openvino()
         # Its memory is freed before that of the next size is taken. If there is not enough, the
         # next pass compiles again.
         self._compiled = None
@@ -270,8 +279,7 @@ class _Compiled:
 
     def _run(self, image: Tensor) -> Tensor:
         """Make one forward pass of the compiled network."""
-        import openvino
-
+        openvino = import_openvino()
         request = self._compiled.create_infer_request()
         logits = np.empty(list(self._compiled.output(0).shape), np.float32)
         # OpenVINO writes into this array: no copy of the logits is made.

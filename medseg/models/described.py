@@ -51,7 +51,9 @@ def make_described_network(
 
     channels = len(task.channels) + has_coarse_channel
     is_unet = isinstance(network_class, type) and issubclass(network_class, UNet)
-    key = repr((network_class, node, divisor, blocks, channels, num_classes))
+    # A file of weights gives the same arguments as a configuration in another order, as tuples.
+    described = sorted(to_tuples(node).items())
+    key = repr((network_class, described, divisor, blocks, channels, num_classes))
     try:
         if is_unet and divisor is None and blocks is None:
             # It states its traits itself: no further network is built to find them.

@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 import numpy as np
+import PIL.Image
 import pytest
 from scipy import stats
 
@@ -20,7 +21,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
 from medseg.errors import UserError
-from medseg.evaluation import report_page
+from medseg.evaluation import pictures, report_page
 from medseg.evaluation.report_page import ALL, compare_rows
 from medseg.evaluation.scoring import console_table, evaluate_folder, summarise
 from medseg.geometry.grid import VoxelGrid
@@ -92,26 +93,39 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def drawn_world(tmp_path: Path) -> World:
     for folder in ("ct", "ref", "pred, out"):
         (tmp_path / folder).mkdir()
     return World(tmp_path)
 
 
-def test_scores_of_awkward_names(world: World) -> None:
+@pytest.fixture
+def world(drawn_world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A pixel stands for each picture, which takes longer than the scores of its case."""
+
+    def draw(*arguments: Any, **_: Any) -> None:
+        (path,) = (value for value in arguments if isinstance(value, Path))
+        path.parent.mkdir(exist_ok=True)
+        PIL.Image.new("L", (1, 1)).save(path)
+
+    monkeypatch.setattr(pictures, "overlay_montage", draw)
+    return drawn_world
+
+
+def test_scores_of_awkward_names(drawn_world: World) -> None:
     for shift, (name, suffix) in enumerate(
         zip(NAMES, (".nii.gz", ".nrrd", ".mha", ".nii"), strict=True)
     ):
-        world.add(
+        drawn_world.add(
             name, _labels(shift), _labels(), suffix=suffix, trust=("reference", "approximate")
         )
     lines: list[str] = []
     summary = evaluate_folder(
-        world.pred, world.table, world.output, TASK, VALUES, progress=lines.append
+        drawn_world.pred, drawn_world.table, drawn_world.output, TASK, VALUES, progress=lines.append
     )
-    header = (world.output / "metrics.csv").read_text(encoding="utf-8").splitlines()[0]
+    header = (drawn_world.output / "metrics.csv").read_text(encoding="utf-8").splitlines()[0]
     assert header == "case,region,trust,dice,nsd_1mm,nsd_2mm,hd95_mm,volume_pred_ml,volume_ref_ml"
-    metrics = world.metrics()
+    metrics = drawn_world.metrics()
     assert list(metrics) == [
         (name, region) for name in NAMES for region in ("left_lung", "right_lung")
     ]
@@ -122,14 +136,14 @@ def test_scores_of_awkward_names(world: World) -> None:
         assert float(left["volume_ref_ml"]) == pytest.approx(8 * 10 * 8 * 9 / 1000)
         assert float(right["dice"]) == float(right["nsd_1mm"]) == 1.0
         assert (left["trust"], right["trust"]) == ("reference", "approximate")
-        assert (world.output / "overlays" / f"{name}.png").stat().st_size > 5000
-    assert (world.output / "scores.png").stat().st_size > 5000
+        assert (drawn_world.output / "overlays" / f"{name}.png").stat().st_size > 5000
+    assert (drawn_world.output / "scores.png").stat().st_size > 5000
     assert not summary.failed
     assert not summary.warnings
     assert any(
         "left_lung" in line and "Thorax (1).x" in line and "0.8500" in line for line in lines
     )
-    assert not list(world.output.rglob(".*"))
+    assert not list(drawn_world.output.rglob(".*"))
 
 
 def test_the_table_of_a_prediction_is_not_replaced(world: World) -> None:
@@ -470,25 +484,25 @@ def test_ignored_voxels_count_nowhere(world: World) -> None:
     assert float(rows[0]["volume_ref_ml"]) == pytest.approx(4 * 10 * 8 * 9 / 1000)
 
 
-def test_a_task_without_regions_is_scored_by_label(world: World) -> None:
+def test_a_task_without_regions_is_scored_by_label(drawn_world: World) -> None:
     task = replace(TASK, regions=(), channels=(Channel("mr", None, "zscore"),))
-    world.add("a", _labels(2), _labels())
+    drawn_world.add("a", _labels(2), _labels())
     summary = evaluate_folder(
-        world.pred, world.table, world.output, task, VALUES, progress=_say_nothing
+        drawn_world.pred, drawn_world.table, drawn_world.output, task, VALUES, progress=_say_nothing
     )
-    assert list(world.metrics()) == [("a", "left_lung"), ("a", "right_lung")]
-    assert (world.output / "overlays" / "a.png").stat().st_size > 5000
+    assert list(drawn_world.metrics()) == [("a", "left_lung"), ("a", "right_lung")]
+    assert (drawn_world.output / "overlays" / "a.png").stat().st_size > 5000
     assert not summary.warnings
     evaluate_folder(
-        world.pred,
-        world.table,
-        world.output,
+        drawn_world.pred,
+        drawn_world.table,
+        drawn_world.output,
         task,
         {1: "left_lung", 2: "other"},
         progress=_say_nothing,
         pictures=False,
     )
-    assert list(world.metrics()) == [("a", "left_lung")]
+    assert list(drawn_world.metrics()) == [("a", "left_lung")]
 
 
 def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:

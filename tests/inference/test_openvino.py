@@ -68,16 +68,15 @@ def test_logits_are_those_of_torch_at_every_size(norm: str) -> None:
 def test_a_converted_network_is_kept_for_its_checkpoint_and_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from openvino import Model, PartialShape, opset13
-
+    openvino = backend.import_openvino()
+    operations = openvino.opset13
     factors = [2.0, 3.0, 4.0, 5.0]
 
     def convert(*_: Any) -> Any:
-        image = opset13.parameter(PartialShape([1, 1, -1, -1, -1]), dtype=np.float32)
-        return Model(
-            [opset13.multiply(image, opset13.constant([factors.pop(0)] * 16, dtype=np.float32))],
-            [image],
-        )
+        shape = openvino.PartialShape([1, 1, -1, -1, -1])
+        image = operations.parameter(shape, dtype=np.float32)
+        row = operations.constant([factors.pop(0)] * 16, dtype=np.float32)
+        return openvino.Model([operations.multiply(image, row)], [image])
 
     def run(checksum: str) -> float:
         network = make()
@@ -153,6 +152,15 @@ def test_the_memory_of_a_pass_is_released_when_it_ends(monkeypatch: pytest.Monke
     for number in (1, 2):
         network(torch.zeros(1, 1, 16, 16, 16))
         assert len(released) == number
+
+
+@needs_openvino
+def test_openvino_has_no_package_that_could_send_statistics() -> None:
+    backend.import_openvino()
+    from openvino.tools.ovc import convert_impl, telemetry_utils
+
+    for module in (convert_impl, telemetry_utils):
+        assert module.tm.__name__ == "openvino.tools.ovc.telemetry_stub"
 
 
 class Other(UNet):

@@ -30,7 +30,10 @@ def train(run_dir: Path, table: Path, *overrides: str) -> Path:
 
 
 # fp32 and wide enough to learn the tiny cases in seconds, whatever the seed.
-LEARN = ["steps=160", "augment=none", "model.width=16", "model.blocks_per_level=[1,1,1,1]"]
+LEARN = [
+    "steps=110", "optimizer.lr=0.03", "augment=none", "model.width=16",
+    "model.blocks_per_level=[1,1,1,1]",
+]  # fmt: skip
 COARSE = ["stage=coarse", "spacing=isotropic_4mm", *LEARN]
 FINE = ["stage=fine", "spacing=isotropic_3mm", "stage.box_jitter_mm=2", *LEARN]
 

@@ -21,6 +21,8 @@ from medseg.runs.folder import open_run
 from medseg.runs.train_run import train_run
 from medseg.training.options import TrainConfig
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 T = TypeVar("T")
 TASKS = {
     "two": [

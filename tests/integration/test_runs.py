@@ -24,7 +24,12 @@ from medseg.training.module import RAW_WEIGHTS
 
 from .conftest import train
 
-SMALL = ["spacing=isotropic_4mm", "model.width=4", "stage.validate_every=4"]
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+SMALL = [
+    "spacing=isotropic_4mm", "model.width=4", "model.blocks_per_level=[1,1,1,1]",
+    "stage.validate_every=4",
+]  # fmt: skip
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
