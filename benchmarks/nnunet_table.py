@@ -33,6 +33,7 @@ from benchmarks.instruments import ROOT, given_arguments, print_values
 from benchmarks.nnunet_reference import FOLDERS, PassClock, measured_apart
 from medseg.geometry.grid import VoxelBox
 from medseg.io.inputs import case_name
+from medseg.io.lean_nibabel import import_nibabel
 from medseg.io.read import read_image
 from medseg.io.tables import write_csv
 from medseg.io.write import write_image
@@ -79,6 +80,8 @@ def main() -> None:
     # Apart: what this process holds, the measured ones hold too.
     scans.append(Path(measured_apart(write_phantom, output)["path"]))
     torch.set_num_threads(1)
+    # As the command does.
+    import_nibabel()
     for name in IMPORTED:
         import_module(name)
     rows: list[Row] = []

@@ -67,8 +67,9 @@ JOINING = 18 * 2**20
 NETWORK_TIME = 5
 # The same for a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
 CASE_TIME = 1.5e6
-# Libraries of a model of nnU-Net once a scan is read, and with the kernels of its first pass.
-READING_BYTES, PASS_BYTES = 25 * 2**20, 45 * 2**20
+# What a model of nnU-Net takes once a scan is read, and with the kernels that its first pass
+# compiles and what the heap keeps of it. Libraries that read scans are loaded before.
+READING_BYTES, PASS_BYTES = 4 * 2**20, 15 * 2**20
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 

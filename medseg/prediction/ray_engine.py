@@ -27,6 +27,7 @@ from medseg.console import say
 from medseg.errors import EXIT_FAILED, UserError, first_line
 from medseg.inference.options import InferenceOptions
 from medseg.inference.scan_model import ScanModel
+from medseg.io.lean_nibabel import import_nibabel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
@@ -76,6 +77,8 @@ class CaseActor:
                 f"engine=ray: {os.uname().nodename} has no folder {folder}; "
                 "the nodes must share their files"
             ) from error
+        # Before there are threads that read, and before loaded memory is measured.
+        import_nibabel()
         cascades = load_cascades(config)
         self.threads = torch.get_num_threads()
         self.batch = make_batch(cascades, config, max(2, num_cases), Observer())
