@@ -17,7 +17,7 @@ from torch import Tensor
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.sizes import Shape
 from medseg.inference.openvino import convert as convert_to_openvino
-from medseg.inference.openvino import core, import_openvino, to_ir
+from medseg.inference.openvino import core, to_ir
 from medseg.models.stage_network import Logits
 
 Run = Callable[[Tensor], Tensor]
@@ -249,7 +249,9 @@ def _write_openvino(model: Any, metadata: str) -> dict[str, bytes]:
 
 
 def _describe_openvino(_: Any) -> str:
-    return f"OpenVINO IR of {import_openvino().__version__.split('-')[0]}"
+    import openvino
+
+    return f"OpenVINO IR of {openvino.__version__.split('-')[0]}"
 
 
 FORMATS = {

@@ -23,7 +23,6 @@ import zipfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +51,11 @@ SECONDS_BOUND = 0.2
 # After so many measurements the last two count, whether they agree or not.
 MOST_MEASUREMENTS = 5
 
+# OpenVINO 2026.4 sends statistics of its use to Google at its import and at each conversion, in
+# forked copies of this process. It sends nothing where `openvino_telemetry` cannot be imported, and
+# Python refuses the import of a module that is None. This module precedes any import of OpenVINO.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+
 
 def has_openvino() -> bool:
     """Whether the extra is installed."""
@@ -68,19 +72,6 @@ def openvino_bytes(network: nn.Module) -> int:
     return KERNELS_BYTES + WEIGHT_COPIES * weights
 
 
-def import_openvino() -> ModuleType:
-    """Import OpenVINO without its telemetry.
-
-    OpenVINO 2026.4 sends statistics of its use to Google at its import and at each conversion, in
-    forked copies of this process. It sends nothing where `openvino_telemetry` cannot be imported.
-    """
-    # Python refuses the import of a module that is None.
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
-    import openvino
-
-    return openvino
-
-
 @cache
 def core() -> Any:
     """OpenVINO's devices, the same object as long as the process lives.
@@ -89,7 +80,9 @@ def core() -> Any:
     the last OpenVINO object is deleted in another thread, that stack is freed but stays in use: the
     next signal, such as the end of a child process, ends the process.
     """
-    return import_openvino().Core()
+    import openvino
+
+    return openvino.Core()
 
 
 def use_openvino(
@@ -153,7 +146,8 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     Returns:
         `openvino.Model`; see `to_ir`.
     """
-    openvino = import_openvino()
+    import openvino
+
     with (
         # The first pass of a prediction converts. It is in inference mode, in which the head of our
         # UNet cuts the image into parts; their number would become a constant of the trace.
@@ -176,7 +170,8 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
     Returns:
         The contents of its `.xml` and its `.bin` file.
     """
-    openvino = import_openvino()
+    import openvino
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.xml"
         openvino.save_model(model, path, compress_to_fp16=False)
@@ -262,9 +257,10 @@ class _Compiled:
 
     def _compile(self, shape: tuple[int, ...]) -> None:
         """Compile for an input shape (N, C, D, H, W), unless the last one was the same."""
+        import openvino
+
         if self._shape == shape:
             return
-        openvino = import_openvino()
         # Its memory is freed before that of the next size is taken. If there is not enough, the
         # next pass compiles again.
         self._compiled = None
@@ -279,7 +275,8 @@ class _Compiled:
 
     def _run(self, image: Tensor) -> Tensor:
         """Make one forward pass of the compiled network."""
-        openvino = import_openvino()
+        import openvino
+
         request = self._compiled.create_infer_request()
         logits = np.empty(list(self._compiled.output(0).shape), np.float32)
         # OpenVINO writes into this array: no copy of the logits is made.
