@@ -149,6 +149,7 @@ class Machine:
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
+        self._mapped_bytes = mapped_bytes()  # with which the costs were measured
         self._has_logger = bool(config.logger)
         self._has_monai = config.model[TARGET].startswith("monai.")
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
@@ -158,9 +159,9 @@ class Machine:
         """Map blocks of memory as a training of a configuration does; use the costs of that."""
         if self.device.type == "cpu":
             map_blocks(config)
-            costs = KernelCosts(self.folder, self.device)
-            if costs.path != self.costs.path:
-                self.costs = costs
+        if mapped_bytes() != self._mapped_bytes:
+            self._mapped_bytes = mapped_bytes()
+            self.costs = KernelCosts(self.folder, self.device)
 
     @cached_property
     def process(self) -> ProcessCost:

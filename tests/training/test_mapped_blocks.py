@@ -62,6 +62,14 @@ def test_a_network_that_reads_values_leaves_the_usual_blocks() -> None:
     assert result_mib(lambda image: image * float(image.mean())) == 0
 
 
+def test_a_network_that_raises_anything_without_values_still_trains() -> None:
+    def refuse(image: Tensor) -> Tensor:
+        assert image.device.type == "cpu"
+        return image
+
+    assert result_mib(refuse) == 0
+
+
 def compose(*overrides: str) -> PlanConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("plan", ["trainer.accelerator=cpu", *overrides, "run_dir=plan"])
