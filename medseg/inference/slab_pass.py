@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from medseg.geometry.sizes import Shape
 from medseg.io.scratch import release_pages, scratch_array
 from medseg.models.blocks import ScaledConv3d
+from medseg.models.convolution import convolve_as_whole
 
 # Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels,
 # and sums in fp32.
@@ -207,7 +208,6 @@ class SlabPass:
             ValueError: If the budget is too small for `step` planes.
         """
         fitting = self._fitting(depth, bytes_per_plane, extra_bytes, step)
-        # Of equal size as far as possible: torch takes another kernel for a few planes.
         num_slabs = math.ceil(depth / fitting)
         planes = math.ceil(depth / step / num_slabs) * step
         for start in range(0, depth, planes):
@@ -224,7 +224,9 @@ class SlabPass:
         num_planes = (stop - start - 1) * stride + conv.kernel_size[0]
         planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
-        return F.conv3d(planes, weight, conv.bias, conv.stride, (0, high, wide))
+        return convolve_as_whole(
+            planes, weight, conv.bias, conv.stride, (0, high, wide), source.depth
+        )
 
     def channels_at_a_time(self, features: Features) -> int:
         """Channels of all planes that half of the budget holds, for `replace_channels`.

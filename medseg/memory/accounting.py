@@ -24,6 +24,7 @@ from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
+from medseg.models.convolution import convolution_bytes
 from medseg.models.traits import build_on_meta
 
 # Kinds of owners: of tensors that outlast a pass, and, for the others, the phase that makes them.
@@ -244,7 +245,7 @@ def count_pass(
 ) -> int:
     """Count what a network's evaluation takes on a CPU, by the shapes of its tensors alone.
 
-    Beside live tensors this is what a convolution takes, see `_convolution_bytes`.
+    Beside live tensors this is what a convolution takes, see `medseg.models.convolution`.
 
     Args:
         make_network: Makes the network.
@@ -266,7 +267,7 @@ def count_pass(
         num_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
         if num_file_bytes:
             touched = num_file_bytes
-        num_bytes = touched + _convolution_bytes(func, args, result)
+        num_bytes = touched + convolution_bytes(func, args, result)
         if num_file_bytes and func is aten.copy_.default:
             touched = 0
         return num_bytes
@@ -565,57 +566,6 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     ):
         return 0
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
-
-
-def _convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that a convolution takes on a CPU beside its input and its result."""
-    if func is not aten.convolution.default:
-        return 0
-    features = args[0]
-    # An input with gaps is copied without them first.
-    num_bytes = 0 if features.is_contiguous() else features.nbytes
-    if _is_unfolded(args):
-        num_bytes += _columns_bytes(args, result)
-    else:
-        # The kernels of oneDNN have a layout of their own. The copy of the input is free before the
-        # result is brought back to the usual layout.
-        num_bytes += max(features.nbytes, result.nbytes)
-    return int(num_bytes)
-
-
-def _is_unfolded(args: tuple[Any, ...]) -> bool:
-    """Whether torch computes a convolution as a product of matrices, as it does small ones.
-
-    Args:
-        args: Arguments of `aten.convolution`.
-    """
-    # Torch chooses by device, precision and shape: one value stands for all of a tensor.
-    on_cpu: list[Any] = []
-    for argument in args:
-        if isinstance(argument, Tensor):
-            argument = torch.empty(1, dtype=argument.dtype).expand(argument.shape)
-        on_cpu.append(argument)
-    # The backends without oneDNN are Slow2d, SlowTranspose3d and others.
-    backend = torch._C._select_conv_backend(*on_cpu)
-    return bool(backend.name.startswith("Slow"))
-
-
-def _columns_bytes(args: tuple[Any, ...], result: Tensor) -> int:
-    """Bytes of the matrix that has a column for each voxel, with all values that a kernel takes.
-
-    Args:
-        args: Arguments of `aten.convolution`.
-        result: Its result.
-    """
-    features, weight, is_transposed = args[0], args[1], args[6]
-    kernel_size = math.prod(weight.shape[2:])
-    # Kernels of one voxel take the input as it is.
-    if kernel_size == 1:
-        return 0
-    # A transposed convolution makes the columns of its result.
-    narrow, wide = (features, result) if is_transposed else (result, features)
-    num_voxels = math.prod(narrow.shape[2:])
-    return int(features.element_size() * kernel_size * wide.shape[1] * num_voxels)
 
 
 # Kernels copy their inputs into layouts of their own, which a count of tensors does not see.

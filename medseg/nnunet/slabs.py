@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from medseg.geometry.sizes import Shape
 from medseg.inference.slab_pass import Features, Planes, SlabPass
 from medseg.memory.tracker import HOST, MemoryTracker, Owner
+from medseg.models.convolution import convolve_as_whole
 
 META = torch.device("meta")
 
@@ -89,7 +90,16 @@ class _Upsampled:
         low, high = max(start, 0), min(stop, self.depth)
         first = low // self._step
         last = -(-high // self._step)  # rounded up
-        planes: Tensor = self._conv(self._deeper.read(first, last))
+        conv = self._conv
+        planes = convolve_as_whole(
+            self._deeper.read(first, last),
+            conv.weight,
+            conv.bias,
+            conv.stride,
+            (0, 0, 0),
+            self._deeper.depth,
+            transposed=True,
+        )
         # The deeper planes may begin before the first one and end after the last one.
         num_before = first * self._step
         planes = planes[:, :, low - num_before : high - num_before]

@@ -288,15 +288,14 @@ def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("2d")])
-def test_slabs_change_no_label_that_is_clear(name: str) -> None:
+def test_slabs_change_no_label(name: str) -> None:
     volume, others, _ = scan_of(name)
     model = load(name)
     in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
     assert model.slab_bytes is None
     assert in_slabs.slab_bytes is not None
     result = in_slabs.segment(volume, others)
-    # Kernels of other sizes round otherwise, and random networks have many close logits.
-    assert np.mean(result.labels != segmented(name).labels) <= MAX_SHARE
+    np.testing.assert_array_equal(result.labels, segmented(name).labels)
     assert ", in slabs, fold" in result.tiling_plans["segment"]
     assert in_slabs.usual_pass_bytes < model.usual_pass_bytes
     assert in_slabs.expected(volume.grid) == model.expected(volume.grid)
