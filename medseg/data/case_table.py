@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.audit.finding import check_ignored
+from medseg.data.options import on_both_sides
 from medseg.errors import UserError
 from medseg.io.inputs import CONTROL_CHARACTERS, volume_suffix
 from medseg.io.names import RAW_NAMES, is_utf8
@@ -708,12 +709,8 @@ def _check_patients(
             raise UserError(
                 f"{key} names the patient {name!r}, who is not in the case table; {hint}"
             )
-    both = sorted(set(val_patients) & set(test_patients))
-    if both:
-        raise UserError(
-            f"The patient {both[0]!r} is in data.val_patients and in data.test_patients; "
-            "keep one of them."
-        )
+    for sentence in on_both_sides(val_patients, test_patients):
+        raise UserError(f"{sentence}.")
 
 
 def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:

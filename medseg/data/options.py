@@ -1,6 +1,7 @@
 """Keys of the groups `stage`, `data` and `augment`: cases, and how samples are drawn from them."""
 
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -315,6 +316,7 @@ class DataOptions(LabelsOptions):
                 f"data.fold: expected 0 … {self.num_folds - 1} (data.num_folds={self.num_folds}), "
                 f"all or null, but got {self.fold}"
             )
+        yield from on_both_sides(self.val_patients, self.test_patients)
         trusts = self.train_trust if isinstance(self.train_trust, list) else [self.train_trust]
         are_words = bool(trusts) and all(isinstance(trust, str) for trust in trusts)
         if self.train_trust is not None and not are_words:
@@ -322,6 +324,18 @@ class DataOptions(LabelsOptions):
                 "data.train_trust: expected a word of the columns trust_<region>, a [list] of them "
                 f"or null, but got {self.train_trust}"
             )
+
+
+def on_both_sides(val_patients: Sequence[str], test_patients: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each patient who is both for validation and for testing."""
+    # Programs write ü in two ways, and a patient must not be two.
+    val = {unicodedata.normalize("NFC", name) for name in val_patients}
+    test = {unicodedata.normalize("NFC", name) for name in test_patients}
+    for patient in sorted(val & test):
+        yield (
+            f"The patient {patient!r} is in data.val_patients and in data.test_patients; "
+            "keep one of them"
+        )
 
 
 @dataclass

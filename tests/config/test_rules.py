@@ -206,6 +206,16 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("fine", {"data.fold": 5}, "data.fold: expected 0 … 4"),
     ("fine", {"data.fold": True}, "data.fold: expected 0 … 4"),
     ("fine", {"data.fold": "none"}, "data.fold: expected 0 … 4"),
+    (
+        "fine",
+        {"data.val_patients": ["p1", "p2"], "data.test_patients": ["p2", "p4"]},
+        "The patient 'p2' is in data.val_patients and in data.test_patients; keep one of them",
+    ),
+    (
+        "fine",
+        {"data.val_patients": ["Mu\u0308ller"], "data.test_patients": ["M\u00fcller"]},
+        "The patient 'M\u00fcller' is in data.val_patients and in data.test_patients",
+    ),
     ("fine", {"data.train_trust": []}, "data.train_trust: expected a word"),
     ("fine", {"data.train_trust": ["reference", 1]}, "data.train_trust: expected a word"),
     ("fine", {"data.train_trust": 1}, "data.train_trust: expected a word"),

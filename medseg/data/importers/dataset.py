@@ -670,16 +670,20 @@ def safe_name(name: str) -> str:
 def plain_name(name: str) -> str:
     """Reduce a name to the form in which names are compared.
 
-    It has no upper case and no signs; the side comes first and is written out.
+    It has no upper case and no sign but `_`; the side comes first and is written out.
 
     Example:
         >>> [plain_name(name) for name in ("Femur_L", "left femur", "femur-left", "Heart")]
         ['left_femur', 'left_femur', 'left_femur', 'heart']
+        >>> [plain_name(name) for name in ("Spinal-Cord", "spinal cord")]
+        ['spinal_cord', 'spinal_cord']
     """
     side, organ = side_of(safe_name(name))
+    # A label may keep its hyphens.
+    organ = "_".join(WORD_BREAK.split(organ)).casefold()
     if side is None:
-        return organ.casefold()
-    return f"{side}_{organ}".casefold()
+        return organ
+    return f"{side}_{organ}"
 
 
 def label_names(names: Iterable[str]) -> dict[str, str]:

@@ -54,6 +54,9 @@ def test_spellings_of_a_structure_are_one_label() -> None:
         "left_lung": ["Lung_L"],
         "right_lung": ["Lung_R"],
     }
+    assert named_groups(["Spinal-Cord", "spinal cord", "Spinal_Cord"], account) == {
+        "Spinal-Cord": ["Spinal-Cord"]
+    }
 
 
 def test_cases_of_the_decathlon_may_end_in_the_number_of_a_channel(tmp_path: Path) -> None:
