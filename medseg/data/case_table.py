@@ -561,7 +561,7 @@ def split_cases(
 
     * none with the fold `all`, which trains on all but the test patients;
     * `val_patients`;
-    * the patients that the table marks as `val`;
+    * if no fold is given, the patients that the table marks as `val`;
     * those whose column `fold` is `fold` (None is 0);
     * fold `fold` of `num_folds`. These folds depend on the names of the patients alone, and differ
       by at most one patient in size. If no fold is given and the patients are fewer than the folds,
@@ -594,7 +594,8 @@ def split_cases(
     test = set(test_patients) | (marked_test - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
     is_listed = any(case.fold_sides for case in cases)
-    has_other_choice = fold == "all" or val_patients or "val" in side_of.values()
+    marks_decide = fold is None and "val" in side_of.values()
+    has_other_choice = fold == "all" or val_patients or marks_decide
     if is_listed and not has_other_choice:
         return _listed_split(cases, test, fold or 0)
     val, source = _validation_patients(rest, side_of, fold_of, fold, num_folds, val_patients)
@@ -665,10 +666,13 @@ def _validation_patients(
             )
         return set(), "the column split"
     if val_patients:
-        _refuse_fold(fold, "data.val_patients is given")
+        if fold is not None:
+            raise UserError(
+                f"data.fold={fold} has no effect because data.val_patients is given; "
+                "leave one of the two out."
+            )
         return set(val_patients), "data.val_patients"
-    if "val" in side_of.values():
-        _refuse_fold(fold, "the case table marks its validation cases in the column split")
+    if fold is None and "val" in side_of.values():
         marked = {patient for patient in rest if side_of.get(patient) == "val"}
         return marked, "the column split"
     if fold_of:
@@ -768,14 +772,6 @@ def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
                 f"in the case table; give all scans of one patient the same {column}."
             )
     return marks
-
-
-def _refuse_fold(fold: int | str | None, reason: str) -> None:
-    """Refuse a fold where something else chooses the validation patients."""
-    if fold is not None:
-        raise UserError(
-            f"data.fold={fold} has no effect because {reason}; leave one of the two out."
-        )
 
 
 def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:

@@ -26,7 +26,7 @@ from medseg.studies.command_steps import (
 )
 from medseg.studies.fold_model import write_model
 from medseg.studies.fold_tables import METRICS_FILE, Row, fold_rows, write_rows
-from medseg.studies.folds import WHOLE, Folds, check_folds, check_marks, make_folds, organ_values
+from medseg.studies.folds import WHOLE, Folds, check_folds, make_folds, organ_values
 from medseg.studies.pooled import POOLED_MD, fold_costs, write_pooled
 from medseg.studies.recipes import (
     check_experiments,
@@ -60,7 +60,6 @@ def cross_validate(config: CrossValidateConfig) -> int:
     if is_cascade:
         _check_cascade(config, arguments)
     cases = read_cases(Path(str(config.cases)), config.data.labels_column)
-    check_marks(cases)
     check_folds(cases, config.num_folds)
     check_writable(output)
     task = make_task(config.task)

@@ -104,19 +104,6 @@ def held_out_scans(
     return {WHOLE: list(cases), PIECES: partial, DISEASED: diseased}
 
 
-def check_marks(cases: Sequence[Case]) -> None:
-    """Refuse a case table that marks the same validation cases for every training.
-
-    Raises:
-        UserError: With the cure.
-    """
-    if any(case.split == "val" for case in cases):
-        raise UserError(
-            "the case table marks validation cases in its column split, but a cross-validation "
-            "validates each case once; remove the words val there (test may stay)"
-        )
-
-
 def check_folds(cases: Sequence[Case], num_folds: int) -> None:
     """Refuse folds of a case table that a cross-validation would leave out or score twice.
 

@@ -23,7 +23,7 @@ from medseg.studies import command_steps
 from medseg.studies import cross_validate as study
 from medseg.studies.fold_bound import BOUND, write_bound
 from medseg.studies.fold_tables import share_in_crop, write_rows
-from medseg.studies.folds import check_folds, check_marks
+from medseg.studies.folds import check_folds
 from medseg.studies.make_weights import read_bound
 
 # Stored from the patient's left to right and from back to front.
@@ -306,15 +306,6 @@ def test_both_stages_of_a_cascade_get_the_arguments_of_train(
     trainings = [command for command in commands if command[0] == "train"]
     assert [command[1] for command in trainings] == ["experiment=a"] * 3 + ["experiment=b"] * 3
     assert all("trainer.threads=1" in command for command in trainings)
-
-
-def test_validation_cases_of_a_split_are_refused() -> None:
-    file = Path("x")
-    marked = [Case(f"c{n}", file, file, f"p{n}") for n in range(3)]
-    marked[:2] = [replace(marked[0], split="train"), replace(marked[1], split="test")]
-    check_marks(marked)
-    with pytest.raises(UserError, match="marks validation cases in its column split"):
-        check_marks([*marked[:2], replace(marked[2], split="val")])
 
 
 def test_folds_of_the_table_must_be_those_that_are_scored() -> None:
