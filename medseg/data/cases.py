@@ -106,6 +106,10 @@ def make_phantoms(
         for region in scene_task.regions:
             if region.side:
                 sides |= dict.fromkeys(region.labels, region.side)
+        volume_ml = {}
+        for name, limits in scene_task.volume_ml.items():
+            if name in scene_task.labels:
+                volume_ml[name] = limits
         scene = SceneSpec(
             config.seed,
             0,
@@ -115,6 +119,7 @@ def make_phantoms(
             scene_task.ignore_label,
             has_own_grids=config.own_grids,
             parts=tuple(scene_task.parts),
+            volume_ml=volume_ml,
         )
     splits = {"train": num_train}
     if with_held_out:

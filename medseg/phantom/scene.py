@@ -5,8 +5,9 @@ to the data set (its seed and labels), so that a network can learn them; size, p
 vary from case to case.
 """
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ SIGNS = {"left": 1, "right": -1}
 """Sign of x by side of the patient."""
 
 _SHARED = 2**32 - 1  # no case has this number: its generators belong to the whole data set
+MEAN_BODY_SHARE = 0.83  # half axes of a mean body, of those of the scan
+MARGIN = 1.3  # by which a volume lies inside of its plausible range: the surface is uneven
 _CANDIDATES = 2000  # points of the body that are compared for the centre of an organ
 
 
@@ -46,6 +49,7 @@ class SceneSpec(CaseSeed):
         has_own_grids: Whether each channel after the first has a grid of its own, coarser by a
             fifth.
         parts: Regions or labels that the case table calls exact (column `trust_<part>`).
+        volume_ml: Label name to the smallest and largest volume that the task calls plausible.
     """
 
     labels: Mapping[str, int]
@@ -55,6 +59,7 @@ class SceneSpec(CaseSeed):
     detail: str = "small"
     has_own_grids: bool = False
     parts: tuple[str, ...] = ()
+    volume_ml: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 class Organ(NamedTuple):
@@ -66,6 +71,7 @@ class Organ(NamedTuple):
         centre_xyz: Centre before it is mirrored.
         radii_xyz: Half axes.
         contrast: Difference from the body in each channel, -1 to 1; at least 0.2 away from 0.
+        volume_ml: Its smallest and largest volume.
     """
 
     value: int
@@ -73,6 +79,7 @@ class Organ(NamedTuple):
     centre_xyz: Array
     radii_xyz: Array
     contrast: Array
+    volume_ml: tuple[float, float] = (0.0, math.inf)
 
 
 def make_scene(
@@ -98,6 +105,7 @@ def make_scene(
     for organ in place_organs(spec):
         # Where organs lie is that of the data set, how large they are that of the case.
         radii_xyz = organ.radii_xyz * rng.uniform(0.85, 1.0, 3)
+        radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body_xyz_mm)
         organs.append(organ._replace(radii_xyz=radii_xyz))
     if spec.ignore_label is not None:
         ignored = Organ(
@@ -154,8 +162,23 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
     return np.asarray(unit * np.hypot(np.exp(0.9 * contrast) * bias * inside + real, imaginary))
 
 
+def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
+    """Factor of the half axes of an organ with which its volume is plausible."""
+    volume_ml = _ellipsoid_ml(radii_mm)
+    lowest, highest = organ.volume_ml
+    plausible_ml = min(max(volume_ml, lowest * MARGIN), highest / MARGIN)
+    return (plausible_ml / volume_ml) ** (1 / 3)
+
+
+def _ellipsoid_ml(radii_mm: Array) -> float:
+    """Volume of an ellipsoid, in ml."""
+    return float(4 / 3 * np.pi * np.prod(radii_mm) / 1000)
+
+
 def place_organs(spec: SceneSpec) -> list[Organ]:
     """Place the organs of a data set, each where most room is left, on both sides of the body.
+
+    The largest of those with a plausible volume come first.
 
     Returns:
         One organ per label, in the order of the labels; they do not overlap.
@@ -177,8 +200,14 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
     # Organs of this radius fill the same share of the body, whatever their number.
     largest = 0.6 * len(spec.labels) ** (-1 / 3)
+    shape, spacing_mm = SCENE_DETAILS[spec.detail]
+    body_ml = _ellipsoid_ml(MEAN_BODY_SHARE * 0.5 * np.array(shape) * spacing_mm)
+    contrast_of = dict(zip(dict.fromkeys(stems.values()), contrasts, strict=True))
+    lowest_ml = dict.fromkeys(contrast_of, 0.0)
+    for label, (low, _) in spec.volume_ml.items():
+        lowest_ml[stems[label]] = max(lowest_ml[stems[label]], low)
     organs: dict[str, Organ] = {}
-    for stem, contrast in zip(dict.fromkeys(stems.values()), contrasts, strict=True):
+    for stem in sorted(contrast_of, key=lambda stem: -lowest_ml[stem]):
         # Only the left half is searched: what is free there stays free for the mirror image.
         points = rng.uniform((0, -0.75, -0.75), 0.75, (_CANDIDATES, 3))
         rooms = [1 - np.linalg.norm(points, axis=1)]
@@ -189,12 +218,16 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
             rooms.append(distances - placed.radii_xyz.max())
         room = np.min(rooms, axis=0)
         best = int(np.argmax(room))
-        radii = min(0.9 * room[best], largest) * rng.uniform(0.65, 1.0, 3)
-        # Each of its labels gives it a value and a side, below.
-        organs[stem] = Organ(0, rng.choice((-1, 1)).item(), points[best], radii, contrast)
+        # Half axes of a ball of the lowest plausible volume; a case varies them and the body.
+        needed = 1.1 * (lowest_ml[stem] * MARGIN / body_ml) ** (1 / 3)
+        radii = min(0.9 * room[best], max(largest, needed)) * rng.uniform(0.65, 1.0, 3)
+        # Each of its labels gives it a value, a side and a plausible volume, below.
+        sign = rng.choice((-1, 1)).item()
+        organs[stem] = Organ(0, sign, points[best], radii, contrast_of[stem])
     placed_organs = []
     for label, value in spec.labels.items():
         organ = organs[stems[label]]
         sign = SIGNS[sides[label]] if label in sides else organ.sign
-        placed_organs.append(organ._replace(value=value, sign=sign))
+        volume_ml = spec.volume_ml.get(label, organ.volume_ml)
+        placed_organs.append(organ._replace(value=value, sign=sign, volume_ml=volume_ml))
     return placed_organs

@@ -75,8 +75,9 @@ def test_the_split_of_the_phantoms_obeys_the_configuration() -> None:
     split = cases.find_sources(chosen.data, chosen.task)[0].split
     assert [case.name for case in split.val] == ["phantom_1"]
     assert {case.name for case in split.test} == {"phantom_0", "phantom_4"}
-    with pytest.raises(UserError, match=r"data\.fold=1 has no effect"):
-        cases.find_sources(compose("data.fold=1").data, chosen.task)
+    chosen = compose("data.fold=1", "data.num_folds=2")
+    split = cases.find_sources(chosen.data, chosen.task)[0].split
+    assert [len(side) for side in (split.train, split.val, split.test)] == [2, 2, 1]
 
 
 def test_a_table_with_missing_files_gives_all_its_cases(tiny_table: Path, tmp_path: Path) -> None:

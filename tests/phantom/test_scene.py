@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +40,22 @@ def test_every_label_is_one_visible_body(spec: SceneSpec) -> None:
         pieces, count = ndimage.label(labels == value)
         assert np.bincount(pieces.ravel())[1:].max() > 20
         assert count == 1
+
+
+def test_volumes_are_those_that_the_task_calls_plausible() -> None:
+    labels = {f"organ_{number}": number for number in range(1, 12)}
+    labels |= {"left_kidney": 12, "right_kidney": 13, "gland": 14, "liver": 15}
+    kidney = (40.0, 600.0)
+    limits = {"left_kidney": kidney, "right_kidney": kidney, "gland": (1.0, 8.0)}
+    limits |= {"liver": (500.0, 4000.0)}
+    for seed, index in itertools.product(range(3), range(4)):
+        images, target = make_scene(SceneSpec(seed, index, labels, {}, volume_ml=limits))
+        voxel_ml = math.prod(images[0][1].spacing_mm) / 1000
+        for label, (low, high) in limits.items():
+            assert low <= (target == labels[label]).sum() * voxel_ml <= high
+        for value in labels.values():
+            _, count = ndimage.label(target == value)
+            assert count == 1, "no organ covers a part of another one"
 
 
 @pytest.mark.parametrize("index", range(4))
