@@ -29,7 +29,12 @@ from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel
 from medseg.prediction.joined import JoinedModels
-from medseg.prediction.totalsegmentator import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
+from medseg.prediction.totalsegmentator import (
+    RESAMPLE,
+    RESTORE,
+    VALUE_BYTES,
+    TotalsegmentatorModel,
+)
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
@@ -156,7 +161,7 @@ def _forecast_resampled(
     num_voxels = math.prod(grid.shape)
     num_resampled = math.prod(resampled_grid.shape)
     scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
-    resampled_bytes = channels * _held(VALUE * num_resampled, array_bytes)
+    resampled_bytes = channels * _held(VALUE_BYTES * num_resampled, array_bytes)
     # The forecast of the inner model counts the resampled scan as one that was read.
     counted_bytes = channels * _held(SCAN * num_resampled, array_bytes)
     inner = forecast(model.parts[0], resampled_grid, loaded_bytes, array_bytes)
