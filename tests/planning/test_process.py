@@ -327,7 +327,7 @@ class SlowModule(pl.LightningModule):
 
 
 @pytest.mark.parametrize(("accumulate", "num_stacks"), [(1, 1), (1, 3), (2, 1), (2, 3)])
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec")
 def test_a_rehearsal_counts_passes_inside_the_step_of_the_optimiser_once(
     accumulate: int, num_stacks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
