@@ -26,27 +26,29 @@ THRESHOLDS_HU = (-500.0, -600.0, -700.0, -800.0, -850.0, -900.0, -930.0)
 CORE_MM = 3.0
 # The mediastinum lies within this distance of the middle of the body.
 HALF_WIDTH_MM = 90.0
-# Cross-section of the trachea without a layer of `CORE_MM` at its wall, mm²; that of its lumen is
-# 100 to 450 mm².
+# Least and largest cross-section of the core of the trachea, the lumen without a layer of `CORE_MM`
+# at its wall. The lumen has 100 to 450 mm².
 TRACHEA_MM2 = (8.0, 450.0)
 MAX_LENGTH_TO_WIDTH = 3.0
 MIN_HEIGHT_MM = 20.0
 # A tube whose upper end lies lower than that of another one by more is not the trachea.
 MAX_BELOW_MM = 30.0
+# Tubes with less than this share of the voxels of the largest one are not the trachea.
 MIN_SHARE_OF_LARGEST = 0.5
-# The tissue about it is looked at up to this distance, in voxels of 1 mm.
+# The tissue about a tube is looked at up to this distance, in voxels of 1 mm.
 RING = 7
 TISSUE_HU = -500.0
 MIN_TISSUE_SHARE = 0.6
 # Lung beside the trachea, as seen in one slice.
 LUNG_HU = (-980.0, -500.0)
 MIN_LUNG_MM2 = 2000.0
-# A part of the core that is larger, or a place of it that is wider than the trachea by this factor,
-# lies in the lung.
+# A larger core reaches into the lung.
 MAX_CORE_ML = 60.0
+# So does a core with a cross-section of more than this multiple of that of the trachea.
 MAX_WIDENING = 3.0
 # Main bronchi and the intermediate one end within this distance of the carina.
 REACH_MM = 45.0
+# Length of the airway that counts as one cross-section, and least cross-section of a branch.
 SHELL_MM = 4.0
 MIN_BRANCH_MM2 = 4.0
 
@@ -121,11 +123,11 @@ def upright_tubes(core: np.ndarray, hu: np.ndarray) -> Iterator[np.ndarray]:
         areas_mm2 = GRID_MM**2 * np.bincount(parts.ravel(), minlength=1 + count)
         places = ndimage.find_objects(parts)
         has_area = (areas_mm2 >= TRACHEA_MM2[0]) & (areas_mm2 <= TRACHEA_MM2[1])
-        # The part 0 is what is no air.
-        for index in np.flatnonzero(has_area[1:]).tolist():
-            rows, columns = places[index]
+        has_area[0] = False  # part 0 is what is no air
+        for number in np.flatnonzero(has_area).tolist():
+            rows, columns = places[number - 1]  # of part 1, 2, …
             wide = (_widened(rows), _widened(columns))
-            part = parts[wide] == index + 1
+            part = parts[wide] == number
             if _is_disc(part, plane_hu[wide]):
                 disc[wide] |= part
     tubes, _ = ndimage.label(discs)
@@ -203,7 +205,9 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
         into the lung.
     """
     top = int(np.flatnonzero(tube.any(axis=(1, 2)))[-1])
-    connected = parts == parts[top][tube[top]][0]
+    # The tube lies in one part of the core.
+    part_number = parts[top][tube[top]][0]
+    connected = parts == part_number
     if np.count_nonzero(connected) * GRID_MM**3 > 1000.0 * MAX_CORE_ML:
         return None
     # Shells of equal distance along the air are cross-sections: one piece in the trachea, two below
@@ -244,7 +248,8 @@ def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
     starts = []
     stops = []
     lengths = []
-    # One of two opposite steps to the 26 neighbours, counted from the corner of the padding.
+    # Half of the steps to the 26 neighbours, since the graph has no directions. A step is the place
+    # of the neighbour in a cube of 3 × 3 × 3 about the voxel, which is also its offset in `padded`.
     offsets = [step for step in np.ndindex(3, 3, 3) if step > (1, 1, 1)]
     padded = np.pad(numbers, 1, constant_values=-1)
     for step in offsets:

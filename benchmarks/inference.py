@@ -52,10 +52,10 @@ Shape = tuple[int, int, int]
 
 
 class Way(NamedTuple):
-    """A way in which a baseline may do the whole work, of which some passes are timed.
+    """A setting of a baseline, such as nnU-Net without mirroring; it decides the amount of work.
 
     Attributes:
-        num_passes: Passes of the whole work.
+        num_passes: Passes through the network that the whole scan takes.
         passes: What a pass is, in the plural.
         title: How the way differs from the others of the baseline; empty where there is one way.
     """
@@ -66,12 +66,12 @@ class Way(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Part of the work of a baseline.
+    """Part of the work of a baseline that is run and timed; the rest is scaled from it.
 
     Attributes:
-        runs: Passes to time one by one, each a function.
-        ways: Ways to do the whole work with passes like these.
-        passes_a_run: Passes that a function counts for.
+        runs: Functions to time one by one.
+        ways: Settings of the baseline, each of which gets a row from these times.
+        passes_a_run: Passes of `Way.num_passes` that one function makes.
         run_name: What one function does, after its seconds.
         precision: Number format of the passes.
     """
@@ -107,8 +107,8 @@ LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in eac
 NNUNET_PATCH: Shape = (128, 128, 128)
 # Axes of (N, C, D, H, W) that are flipped in each pass of a tile.
 NNUNET_MIRRORS = ((), (2,), (3,), (4,), (2, 3), (2, 4), (3, 4), (2, 3, 4))
-# Linux keeps the largest resident memory of a process over `exec`: a process that this one starts
-# by itself would begin with that of the phantom, more than 1 GB.
+# A program that starts the measured process. Started from here, it would begin with this process's
+# largest resident memory (Linux keeps it over `exec`), more than 1 GB once a phantom was made.
 LAUNCHER = Path(__file__).with_name("launch.py")
 ONE_MM = (1.0, 1.0, 1.0)
 FORMATS = {
@@ -189,8 +189,8 @@ def run_benchmark(options: Options) -> None:
             command = [__file__, "measure", name, str(scan), str(options.threads)]
             row, printed = measure(title, command, options.threads, packages)
             # The last line describes each way of the baseline, see `measure_baseline`.
-            for part in json.loads(printed.splitlines()[-1]):
-                rows.append(scaled(row, **part))
+            for arguments in json.loads(printed.splitlines()[-1]):
+                rows.append(scaled(row, **arguments))
     for row in rows:
         row["wall_ratio"] = row["wall_s"] / ours["wall_s"]
         row["cpu_ratio"] = row["cpu_s"] / ours["cpu_s"]
@@ -268,6 +268,7 @@ def measure(
             stdout=subprocess.PIPE,
             encoding="utf-8",
             env=environment,
+            # The launcher itself succeeds; the exit code of the program is in its report.
             check=True,
         )
         cost = json.loads(report.read_text(encoding="utf-8"))
@@ -301,7 +302,8 @@ def scaled(
         row: Cost of the process.
         part_s: Seconds of the part.
         part_cpu_s: CPU seconds of the part.
-        share: Share of the part in the whole work, in (0, 1].
+        share: Passes of the part in those of the whole work, above 0; above 1 where the whole work
+            is less than what was timed.
         measured: The part in words, for the row.
         precision: Number format of the part.
         title: What distinguishes the row from others of the same baseline.
@@ -309,7 +311,7 @@ def scaled(
     contender = row["contender"]
     if title:
         contender += f", {title}"
-    # The rest of the work, in units of the part that was done.
+    # The rest of the work, in units of the part that was done; negative where it was too much.
     rest = 1 / share - 1
     return row | {
         "contender": contender,
@@ -345,7 +347,7 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
 
     Args:
         part: The passes that were timed.
-        way: The way.
+        way: The setting that the row is of.
         part_s: Seconds of all functions of the part.
         cpu_s: CPU seconds of each, which other programs of the machine disturb less.
     """
@@ -358,7 +360,7 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
     return {
         "part_s": part_s,
         "part_cpu_s": sum(cpu_s),
-        "share": min(1.0, num_timed / way.num_passes),
+        "share": num_timed / way.num_passes,
         "measured": measured,
         "precision": part.precision,
         "title": way.title,
@@ -378,10 +380,10 @@ def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     num_batches = max(1, min(LUNGMASK_BATCHES, grid.shape[0] // num_slices))
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
     return Part(
-        [lambda: network(slices)] * num_batches,
-        [Way(grid.shape[0], "slices")],
-        num_slices,
-        f"a batch of {num_slices}",
+        runs=[lambda: network(slices)] * num_batches,
+        ways=[Way(grid.shape[0], "slices")],
+        passes_a_run=num_slices,
+        run_name=f"a batch of {num_slices}",
     )
 
 
@@ -422,11 +424,16 @@ def num_tiles(shape: Shape, patch: Shape) -> int:
 
 
 def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
-    """MONAI's sliding window with our fine network and precision, over the whole volume at 1 mm."""
+    """MONAI's sliding window with our fine network and precision, over the whole volume at 1 mm.
+
+    The network also takes what a coarse stage thinks. MONAI has none: it gets "nowhere" (-1), which
+    costs as much time as any other value, and the coarse stage is not charged.
+    """
     from monai.inferers import sliding_window_inference
 
     path = shipped_weights("lungs", "fine")
     stage = load_stage(path, "fine", torch.device("cpu"))
+    # The tile of the training, which a stage for prediction does not hold.
     metadata, _ = read_weights(path, "fine", "fine")
     patch = metadata["patch_size"]
 
@@ -439,7 +446,9 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
             image_hu, grid, grid.resampled(ONE_MM), stage.outside[0], limits=HU_LIMITS
         )
         image = normalise_hu(resampled, stage.task.window_hu)
-        sliding_window_inference(image[None, None], patch, 1, network, mode="gaussian")
+        channels = image.new_full((1, stage.num_channels, *image.shape), -1.0)
+        channels[0, 0] = image
+        sliding_window_inference(channels, patch, 1, network, mode="gaussian")
 
     return Part([run], [Way(1, "")], precision=stage.precision)
 

@@ -21,6 +21,7 @@ from benchmarks.instruments import given_arguments
 from medseg.anatomy.disease import KINDS, paint_disease, paint_fluid
 from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
 from medseg.data.sampler import sample_rng
+from medseg.errors import UserError
 from medseg.io.write import write_image, write_labels
 from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PHANTOM_LABELS, draw_spec
@@ -31,7 +32,8 @@ from medseg.studies.pieces import oriented_image, oriented_labels
 SIDES = (1, 2)
 # Probability of disease and of fluid for each lung, by copy.
 COPIES = {1: (0.8, 0.5), 2: (0.35, 0.8)}
-FIRST_STREAM = 10  # the scans that `cross_validate` paints have stream 0
+# First stream of random numbers of a case; with stream 0 `cross_validate` paints its scans.
+FIRST_STREAM = 10
 AIRWAY = 3
 PHANTOM_SEED = 300  # no other phantoms of this repository have it
 
@@ -40,7 +42,7 @@ def main() -> None:
     """Paint the copies, make the phantoms and write the table."""
     output, arguments = given_arguments(["cases", "fold", "num_folds", "copies", "phantoms"])
     cases = read_case_table(Path(arguments["cases"]))
-    fold = arguments.get("fold", "0")
+    fold = read_fold(arguments.get("fold", "0"))
     split = split_cases(cases, fold=fold, num_folds=int(arguments.get("num_folds", "5")))
     num_copies = int(arguments.get("copies", len(COPIES)))
     added = []
@@ -53,13 +55,26 @@ def main() -> None:
     write_case_table(output / "cases.csv", [*cases, *added])
 
 
+def read_fold(text: str) -> int | str:
+    """Read the fold of the command line: a number, or `all`.
+
+    Raises:
+        UserError: If it is neither.
+    """
+    if text == "all":
+        return text
+    if not text.isdecimal():
+        raise UserError(f"fold={text}: expected the number of a fold or all")
+    return int(text)
+
+
 def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
     """Paint a copy of a case; none if it shows no lung.
 
     Args:
         case: A CT with labels 1 (left lung) and 2 (right lung).
         number: Key of `COPIES`.
-        folder: Folder of the files.
+        folder: Where the files are written.
 
     Returns:
         The copy, in HU.
@@ -86,7 +101,7 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
         if rng.random() < disease_probability:
             paint_disease(hu, labels, value, list(KINDS), rng, grid.spacing_mm)
     for value in present:
-        if rng.random() < fluid_probability and bool((labels == value).any()):
+        if rng.random() < fluid_probability:
             paint_fluid(hu, labels, value, rng, grid.spacing_mm)
     write_image(image_path, hu.round().to(torch.int16).numpy(), grid)
     write_labels(labels_path, labels.numpy(), grid)

@@ -67,9 +67,10 @@ class Switch:
     off: float | Callable[..., None]
 
 
-# The rules of `anatomy/` and `cascade/` that change a label or remove a region. Left out is the gas
-# rule of `join.py`: it acts only without a localisation, in a task of one stage.
-# Nothing in a component exceeds a share of 1, and an agreement is never negative.
+# The rules of `anatomy/` and `cascade/` that change a label or remove a region. The gas rule of
+# `join.py` is not among them: it acts only in a task of one stage.
+# A threshold is off where no value can pass it: no share is above 1, no volume or share below 0, no
+# agreement below -1.
 RULES = {
     "coarse_gas": Switch(impossible, "MAX_GAS_SHARE", 1.0),
     "coarse_beside_patient": Switch(impossible, "MAX_BEYOND_SHARE", 1.0),
@@ -175,12 +176,15 @@ def region_row(
         ml: Volume of a voxel.
 
     Returns:
-        `volume_ml` of the region and `without_ml`; `changed_voxels` and `changed_ml`, of the
-        voxels that are in one of both; `false_ml`, what the rule takes away from a region that the
-        reference does not show; `dice`, `dice_without` and their difference `gain`. Values that do
-        not exist are None.
+        Columns of the row; a value that does not exist is None:
+
+        * `volume_ml` and `without_ml`: volume of the region with the rule and without it.
+        * `changed_voxels` and `changed_ml`: voxels that are in the region in one of the maps only.
+        * `false_ml`: what the rule takes away from a region that the reference does not show.
+        * `dice`, `dice_without` and their difference `gain`.
     """
-    mask, mask_without = np.isin(labels, values), np.isin(labels_without, values)
+    mask = np.isin(labels, values)
+    mask_without = np.isin(labels_without, values)
     num_changed = int(np.count_nonzero(mask != mask_without))
     row: Row = {
         "volume_ml": ml * np.count_nonzero(mask),
@@ -218,9 +222,9 @@ def switched_off(names: Sequence[str]) -> Iterator[None]:
 def kept_outputs() -> Iterator[None]:
     """Within the block, which is for one scan, run the coarse network and each crop only once.
 
-    No rule changes what the coarse network sees, so its first output serves every call. Switched
-    off, a rule may change the crop of a region: the fine network runs on each new crop. A task of
-    one stage has no regions to compare, and is not served: its network would run for each set.
+    No rule changes what the coarse network sees, so its first output serves every call. A rule that
+    is switched off may change the crop of a region: the fine network runs on each new crop. The
+    network of a task of one stage runs every time; such a task has no regions to compare.
     """
     predict_body, refine = localise.predict_body, cascade_module.refine
     bodies: list[Any] = []

@@ -20,9 +20,9 @@ from medseg.task import Region, Task
 RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
 
-# Native voxels of one slab, three planes of 512×512; each needs five float32 values and three bytes
-# at a time. Arrays of 4 MiB and more leave the cache of the processor, and the system clears their
-# memory anew each time (`medseg.memory.heap`).
+# Native voxels of one slab: three planes of 512×512. A voxel needs five float32 values and three
+# bytes at a time. An array of the slab has 3 MiB: larger ones leave the cache of the processor, and
+# from 4 MiB on the system clears their memory anew each time (`medseg.memory.heap`).
 SLAB_VOXELS = 3 * 2**18
 NO_VOXELS = VoxelBox((0, 0, 0), (0, 0, 0))
 
@@ -44,10 +44,10 @@ def join(
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
-        image_hu: The scan on that grid, for the check against `task.least_hu`; None skips it. It
-            is skipped with a coarse stage, too, whose labels have lost their gas.
+        image_hu: The scan on that grid, for the check against `task.least_hu`; None skips it. With
+            a localisation it is skipped too: the coarse stage has removed the gas.
         localisation: Result of the coarse stage, which must mark a tenth of each component. None
-            skips the check.
+            skips this check.
         warnings: Receives a sentence for each label that loses a larger component by this check.
 
     Returns:
@@ -111,7 +111,7 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
         # Probability of the label that each voxel has so far.
         best = np.zeros(slab.shape, dtype=np.float32)
         for (region, probs, crop_grid), footprint in zip(regions, footprints, strict=True):
-            # Smaller than that of the region: an organ is thin at its ends.
+            # In a slab the box is smaller than in all of the scan: an organ is thin at its ends.
             part = _claimable_box(footprint, crop_grid, grid, slab)
             if part.is_empty:
                 continue
@@ -184,11 +184,11 @@ def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
 
 
 class _Footprint(NamedTuple):
-    """Where the probabilities of a region in its crop may be enough for a label.
+    """Voxels of a crop that may get a label, by their probabilities; as rows and columns of planes.
 
     Attributes:
-        rows: Whether a plane has such a voxel in a row, (D, H).
-        columns: Whether it has one in a column, (D, W).
+        rows: Whether a row of a plane has such a voxel, (D, H).
+        columns: Whether a column of a plane has one, (D, W).
     """
 
     rows: np.ndarray
@@ -196,7 +196,7 @@ class _Footprint(NamedTuple):
 
 
 def _footprint(probs: Tensor) -> _Footprint:
-    """Find where the probabilities (L, D, H, W) of a region may be enough for a label.
+    """Find the voxels of a crop whose probabilities (L, D, H, W) may be enough for a label.
 
     A label wins over the background only with more than 1 / (L + 1), as the background has what the
     L labels leave of one, and the filter makes no probability larger than those that it reads.
@@ -220,7 +220,7 @@ def _claimable_box(
     """Voxels in a slab of the native grid to which a region may give a label.
 
     Args:
-        footprint: Where it may in its crop.
+        footprint: From `_footprint`.
         crop_grid: Grid of the crop.
         grid: Oriented native grid.
         slab: Planes of the native grid.
@@ -263,10 +263,11 @@ def _slabs(box: VoxelBox) -> Iterator[VoxelBox]:
     if box.is_empty:
         return
     _, height, width = box.shape
-    (first, y_start, x_start), (last, y_stop, x_stop) = box.start, box.stop
+    first, y_start, x_start = box.start
+    end, y_stop, x_stop = box.stop
     planes = max(1, SLAB_VOXELS // (height * width))
-    for start in range(first, last, planes):
-        stop = min(start + planes, last)
+    for start in range(first, end, planes):
+        stop = min(start + planes, end)
         yield VoxelBox((start, y_start, x_start), (stop, y_stop, x_stop))
 
 

@@ -69,7 +69,7 @@ class SearchConfig(TrainConfig):
     sweep: SweepConfig
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each reason why the search cannot work."""
+        """Yield a sentence for each reason why the search cannot work, see `check_clashes`."""
         yield from _sweep_clashes(self.sweep)
 
 
@@ -77,8 +77,9 @@ def _sweep_clashes(sweep: SweepConfig) -> Iterator[str]:
     """Yield contradictions of the objectives, the pruner and the space."""
     if not sweep.space:
         yield "sweep.space: expected at least one key to search"
-    num_different = len(set(sweep.objectives))
-    if num_different not in (1, 2) or num_different != len(sweep.objectives):
+    num_objectives = len(sweep.objectives)
+    has_repeats = len(set(sweep.objectives)) < num_objectives
+    if num_objectives not in (1, 2) or has_repeats:
         names = [objective.value for objective in sweep.objectives]
         yield f"sweep.objectives: one, or two different ones, are needed, but got {names}"
     if sweep.pruner is not Pruner.none and sweep.objectives != [Objective.val_dice]:

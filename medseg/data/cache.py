@@ -367,7 +367,7 @@ def _prepare(
             entry = prepare_case(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
-            # They differ between spacings: each may lose other regions.
+            # The findings of the entries differ: at each spacing other regions may vanish.
             findings += entry.audit.findings
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
             first = first or entry
@@ -409,11 +409,13 @@ def _entry_folder(
         if isinstance(value, str) and name in task.values:
             structures[name] = None
     regions = [[region.name, list(region.labels), region.side or ""] for region in task.regions]
-    # Whole numbers before names of structures: the two do not compare.
-    pairs = sorted(label_values.items(), key=lambda pair: (isinstance(pair[0], str), *pair))
+    # Whole numbers before names of structures, since the two do not compare.
+    numbers = [pair for pair in label_values.items() if not isinstance(pair[0], str)]
+    names = [pair for pair in label_values.items() if isinstance(pair[0], str)]
+    pairs = [*sorted(numbers), *sorted(names)]
     content: dict[str, Any] = {
         "format": FORMAT_VERSION,
-        "spacing_mm": spacing_mm and [float(value) for value in spacing_mm],
+        "spacing_mm": None if spacing_mm is None else list(map(float, spacing_mm)),
         "labels": dict(sorted(task.labels.items())),
         "regions": sorted(regions),
         "label_values": pairs,
@@ -426,14 +428,15 @@ def _entry_folder(
         content["resampling"] = resampling
     if structures:
         content["structures"] = list(structures)
-    # Runs that read a scan in two ways have two entries: neither rebuilds that of the other.
-    source = _read_as(case)
+    # What is read, and how. Runs that read a scan in two ways have two entries: neither rebuilds
+    # that of the other.
+    reading = _read_as(case)
     for role, path in sources_of(case, task).items():
-        source[role] = os.path.realpath(path)
+        reading[role] = os.path.realpath(path)
     if case.series is not None:
-        source["series"] = case.series
+        reading["series"] = case.series
     configuration = f"{_folder_text(spacing_mm)}-{_digest(content)}"
-    return cache_dir / configuration / f"{case.name}-{_digest(source)}"
+    return cache_dir / configuration / f"{case.name}-{_digest(reading)}"
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -501,7 +504,9 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
     """Read the sidecar of an entry; None if there is no entry, or a half-written or damaged one."""
     try:
         record: dict[str, Any] = read_json(folder / SIDECAR)
-        if record.pop("digest") != _digest(record) or record["format"] != FORMAT_VERSION:
+        # The digest is that of all other keys.
+        digest = record.pop("digest")
+        if digest != _digest(record) or record["format"] != FORMAT_VERSION:
             return None
         for name, crc32 in record["crc32"].items():
             stat = (folder / name).stat()

@@ -50,8 +50,11 @@ def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, li
     Raises:
         UserError: If it cannot be read or has another grid.
     """
-    num_volumes = scan.images(len(task.channels)).count(scan.image)  # more than one in a 4D file
-    volume = read_image(scan.image, scan.series, task.channels[0].modality, 0, num_volumes)
+    # A 4D file is named once for each of its channels.
+    num_volumes = scan.images(len(task.channels)).count(scan.image)
+    volume = read_image(
+        scan.image, scan.series, task.channels[0].modality, channel=0, num_channels=num_volumes
+    )
     image, image_grid, _ = orient(scan.hu.apply(volume.array), volume.grid)
     check_grid("image's", image_grid, "labels'", grid)
     return image, sentences_of(volume.findings)

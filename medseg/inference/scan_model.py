@@ -1,6 +1,6 @@
-"""Interface of what makes the labels of a scan, and the base of models made of others.
+"""Interface of models that make the labels of a scan, and the base of models made of others.
 
-A cascade and a model of nnU-Net have it, and what joins, averages or surrounds them.
+Cascades and models of nnU-Net implement it, and so do classes that join, average or wrap them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ScanModel(Protocol):
 
     @property
     def keeps_values(self) -> bool:
-        """Whether voxels must reach the networks as they are stored, also what scanners fill in."""
+        """Whether the model takes voxels as stored, with the padding of scanners; else with air."""
 
     def segment(
         self,
@@ -85,7 +85,7 @@ class CombinedModel:
 
     parts: tuple[ScanModel, ...]
 
-    # Each part gets the voxels as its networks expect them.
+    # Parts may differ, so `segment` replaces padding for each part that needs it.
     keeps_values = True
     has_views = False
 
@@ -144,17 +144,17 @@ class CombinedModel:
     def announced(
         self, number: int, on_step: Callable[[str], None] | None
     ) -> Callable[[str], None] | None:
-        """Announce steps with the number of their part."""
+        """Make the `on_step` of a part, which passes its steps on with the number of the part."""
         if on_step is None:
             return None
         return lambda step: on_step(self.step_name(number, step))
 
-    def note_part(self, number: int, part: Segmentation, result: Segmentation) -> None:
+    def note_part(self, number: int, segmented: Segmentation, result: Segmentation) -> None:
         """Note in the result how long the steps of a part took, and how they ran."""
-        for step, duration_s in part.durations_s.items():
+        for step, duration_s in segmented.durations_s.items():
             result.durations_s[self.step_name(number, step)] = duration_s
-        for step, described in part.tiling_plans.items():
+        for step, described in segmented.tiling_plans.items():
             result.tiling_plans[self.step_name(number, step)] = described
-        for step, distortion in part.distortions.items():
+        for step, distortion in segmented.distortions.items():
             result.distortions[self.step_name(number, step)] = distortion
-        result.pass_s += part.pass_s
+        result.pass_s += segmented.pass_s

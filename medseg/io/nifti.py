@@ -50,11 +50,11 @@ SPACING_TOLERANCE = 1e-3
 # Largest excess over 1 of the sum b² + c² + d² of a qform that counts as rounding.
 QUATERNION_TOLERANCE = 1e-5
 
+# Fields of a header that say where its voxels are.
 GEOMETRY_FIELDS = (
-    *("pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d"),
-    *("qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z", "xyzt_units"),
-)
-
+    "pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d",
+    "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z", "xyzt_units",
+)  # fmt: skip
 
 # Intent code of label maps (nifti1.h, NIFTI_INTENT_LABEL).
 LABEL_INTENT = 1002
@@ -201,7 +201,9 @@ def _choose_form(
         if form.fault:
             warnings.append(f"the {name} of the header {form.fault}: the {chosen} is used")
     if len(usable) == 2:
-        distance_voxels = _disagreement(path, affine, forms[usable[1]].affine, shape)
+        other_affine = forms[usable[1]].affine
+        _refuse_opposite(path, affine, other_affine)
+        distance_voxels = _distance_voxels(affine, other_affine, shape)
         if distance_voxels > FORM_TOLERANCE_VOXELS:
             warnings.append(
                 "the sform and the qform of the header disagree by up to "
@@ -238,19 +240,13 @@ def _affine_of_pixdim(path: Path, pixdim: np.ndarray) -> tuple[np.ndarray, list[
     return affine, [warning]
 
 
-def _disagreement(
-    path: Path, affine: np.ndarray, other_affine: np.ndarray, shape: tuple[int, int, int]
-) -> float:
-    """Measure how far the corners of a volume are apart in two forms, in voxels of the first.
+def _refuse_opposite(path: Path, affine: np.ndarray, other_affine: np.ndarray) -> None:
+    """Refuse two forms that turn an axis into opposite directions.
 
-    Args:
-        path: File, for messages.
-        affine: Index to RAS.
-        other_affine: The same by the other form.
-        shape: Voxels (D, H, W).
+    The wrong one swaps the patient's sides.
 
     Raises:
-        UserError: If an axis has opposite directions: the wrong one swaps the patient's sides.
+        UserError: If they do.
     """
     products = (affine[:3, :3] * other_affine[:3, :3]).sum(axis=0)  # of each axis with itself
     if not products.min() > 0:  # NaN where a product overflows
@@ -259,6 +255,16 @@ def _disagreement(
             "scan into opposite directions, so that its left and right are unknown; set the code "
             "of the wrong one (sform_code or qform_code) to 0."
         )
+
+
+def _distance_voxels(
+    affine: np.ndarray, other_affine: np.ndarray, shape: tuple[int, int, int]
+) -> float:
+    """Measure how far the corners of a volume (D, H, W) are apart in two forms.
+
+    Returns:
+        Largest distance along an axis, in voxels of the first form.
+    """
     # Affine maps differ most at a corner.
     last = [size - 1 for size in shape[::-1]]
     corners = np.array([(*np.multiply(corner, last), 1) for corner in np.ndindex(2, 2, 2)])
@@ -286,7 +292,8 @@ def grid_of_header(
             f"{path}: the NIfTI header is damaged: it gives {dim[0]} axes; export the scan again."
         )
     # Vectors lie along the fifth axis (nifti1.h).
-    if dim[0] >= 5 and dim[4] == 1 < dim[5]:
+    has_vectors = dim[0] >= 5 and dim[4] == 1 and dim[5] > 1
+    if has_vectors:
         raise UserError(
             f"{path}: expected one number per voxel, but the file holds {dim[5]} (vectors); "
             "export grey values."
@@ -323,7 +330,8 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if is_packed else file
         header = _parse(path, stream.read(HEADER_BYTES))
     grid, warnings = grid_of_header(path, header, num_channels)
-    if num_channels > 1:  # a result has one volume
+    if num_channels > 1:
+        # Results take this header over, and have one volume.
         header.set_data_shape(grid.shape[::-1])
     dtype = _read_dtype(path, header)
     offset = _read_offset(path, header)

@@ -38,6 +38,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
     Raises:
         UserError: If it is missing, no regular file, longer than the limit, or in another encoding.
     """
+    encoding = "UTF-8"
     try:
         # Devices and pipes may have no end.
         if path.exists() and not path.is_file():
@@ -52,11 +53,13 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
                 "got a longer one; check the path."
             )
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            return data.decode("utf-16")
+            encoding = "UTF-16"
+            return data.decode(encoding)
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: expected text in UTF-8, but byte {error.start} is none; save it in UTF-8."
+            f"{path}: expected text in {encoding}, but byte {error.start} is none; "
+            "save it in UTF-8."
         ) from error
     except OSError as error:
         raise UserError(

@@ -39,9 +39,9 @@ from medseg.memory.profile import (
 )
 from medseg.memory.tracker import Call, Operand
 
-# A larger operation is measured on two parts of its slices. They are so large that the memory of
-# each tensor is mapped anew, as for all larger tensors (see `medseg.memory.heap`), so that the
-# measured time contains the page faults.
+# An operation on a larger tensor is measured on two parts of its slices. The tensors of a part are
+# still so large that the system maps new memory for each, as for all larger ones (see
+# `medseg.memory.heap`): the measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
 # On a GPU the largest tensor of an operation that is measured whole takes this part of the card:
 # cuDNN chooses another kernel for a part, whose workspace says nothing of the whole.
@@ -54,18 +54,18 @@ GROUP_SIZE = 64
 # The operations of a group are timed in rounds, so that a processor that is slower for a while is
 # so for all of them. ROUNDS_S is the time for all groups together.
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
-# Where that is too short, operations that take longer than this are timed once: the sums of 116
-# convolutions of 0.05 to 0.6 s in three rounds were within 2 % of each other.
+# If ROUNDS_S is too short for LEAST_ROUNDS, operations that take longer than this are timed once.
+# That is enough: in three rounds, the sums of 116 convolutions of 0.05 to 0.6 s were within 2 %.
 LONG_S = 0.05
-# Slices are divided by a common divisor of all depths, which must be larger than any size of a
-# kernel or number of an axis.
+# An operation is cut by a common divisor of the depths of its tensors. Below this, small numbers
+# among its arguments (the size of a kernel, the number of an axis) could be taken for a depth.
 LEAST_DIVISOR = 8
 # What torch raises for an operation whose arguments cannot be made alone, or do not fit; anything
 # else is a defect of ours.
 OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 MARK = "medseg operation "
 aten = torch.ops.aten
-# Position of the weight, whose third axis is none of slices.
+# Position of the weight among the arguments: it has five axes too, but no slices.
 WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 # Position of the number of voxels in a channel, which follows the slices.
 VOXEL_COUNTS = {aten.native_group_norm.default: 5, aten.native_group_norm_backward.default: 7}
@@ -76,7 +76,8 @@ class Cost(NamedTuple):
 
     Attributes:
         workspace: Bytes that its kernel takes beside arguments and result, and frees.
-        written: Bytes of them that the kernel writes; the system provides no memory for the others.
+        written: Bytes of the workspace that the kernel writes; the system gives no memory for the
+            others.
         lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for
             these sizes.
         seconds: Duration.
@@ -123,14 +124,15 @@ class KernelCosts:
         self.device = device
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
-        # Page faults are a part of the seconds.
+        # Whether large blocks are mapped decides about page faults, which take time.
         if device.type == "cpu" and maps_large_blocks():
             name += " mapped"
             if mapped_bytes() != USUALLY_MAPPED_BYTES:
                 name += f" from {mapped_bytes()}"
         if instruction_limit():
             name += f" {instruction_limit()}"
-        self.path = folder / f"kernels {name}.json".replace("/", "_").replace(" ", "_")
+        file_name = f"kernels {name}.json".replace("/", "_").replace(" ", "_")
+        self.path = folder / file_name
         self.unmeasured: dict[str, str] = {}
         self._reasons: dict[str, str] = {}  # by key of the operation
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments
@@ -309,7 +311,8 @@ class KernelCosts:
         for key, (number, written_bytes, seconds) in runs.items():
             workspace = peaks.get(number, 0)
             written_share = 1.0
-            # A smaller one comes from the heap, which may hold it already.
+            # A smaller workspace comes from the heap, which may be resident already: then it does
+            # not show what is written.
             if written_bytes is not None and workspace >= mapped_bytes():
                 written_share = min(1.0, written_bytes / workspace)
             watched[key] = Run(workspace, written_share, seconds)
@@ -338,9 +341,10 @@ class KernelCosts:
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 result_bytes += leaf.untyped_storage().nbytes()
-        # A result from the heap adds nothing to what is resident, and a workspace from the heap may
-        # stay there.
-        return max(peak - after, peak - before - result_bytes, 0), seconds
+        # Two lower bounds of what was written beside the result. The first is too low where a part
+        # of the workspace stays in the heap, the second where the result was resident before.
+        written_bytes = max(peak - after, peak - before - result_bytes, 0)
+        return written_bytes, seconds
 
     @contextlib.contextmanager
     def _noted_failure(self, key: str) -> Iterator[None]:
@@ -433,7 +437,8 @@ class KernelCosts:
             size = 1 + sum((length - 1) * step for length, step in lengths)
         buffer = buffers.get((place, operand.dtype))
         if buffer is None or len(buffer) < size:
-            # Not zero, whose neighbours are slow denormal numbers; integers may be indices.
+            # Not zero: results near it would be denormal numbers, which are slow. Integers may be
+            # indices, for which 0 is in range.
             value = 0.5 if operand.dtype.is_floating_point else 0
             buffer = torch.full((size,), value, dtype=operand.dtype, device=self.device)
             buffers[place, operand.dtype] = buffer
@@ -505,7 +510,10 @@ def parts_of(call: Call, measured_bytes: int) -> list[Part]:
     depths = [operand.shape[-3] for operand in operands if _has_slices(operand, weight)]
     divisor = math.gcd(*depths)  # 0 without depths
     if divisor < LEAST_DIVISOR:
-        return [Part(1.0, call)] if sum(sizes) <= MAX_BYTES else []
+        # It cannot be divided.
+        if sum(sizes) > MAX_BYTES:
+            return []
+        return [Part(1.0, call)]
     num_slices = max(1, divisor * measured_bytes // max(sizes))
     fewer_slices = max(1, num_slices // 2)
     return [
@@ -530,8 +538,12 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
             depth = leaf.shape[2] * numerator // denominator
             shape = (*leaf.shape[:2], depth, *leaf.shape[3:])
             return leaf._replace(shape=shape, stride=_dense(shape, leaf.stride))
-        # A convolution has no sizes: its lists are strides, padding and the like.
-        if weight is not None or not _is_sizes(leaf) or len(leaf) not in (3, 5):
+        # The lists of a convolution are strides, padding and the like, no sizes.
+        is_convolution = weight is not None
+        if is_convolution or not _is_sizes(leaf):
+            return leaf
+        # Sizes of (D, H, W) or (N, C, D, H, W).
+        if len(leaf) not in (3, 5):
             return leaf
         depth = leaf[-3]
         if depth == 0 or depth % denominator:
@@ -574,7 +586,7 @@ def _is_operand(leaf: Any) -> bool:
 
 
 def _allocated_peaks(roots: Iterable[Any]) -> dict[int, int]:
-    """Find the bytes by which memory exceeded, within each marked operation, what it left.
+    """Find the workspace of each marked operation: its peak memory less what it left.
 
     Args:
         roots: Events of the profiler, each with its children.

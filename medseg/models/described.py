@@ -14,6 +14,9 @@ from medseg.models.unet import UNet
 from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task import Task
 
+# Traits of the networks of this process, by their description: tracing takes a second.
+_traits: dict[str, Traits] = {}
+
 
 def make_described_network(
     node: dict[str, Any],
@@ -44,14 +47,15 @@ def make_described_network(
     blocks = node.pop("blocks", None)
     del node[TARGET]
 
-    def make(channels: int) -> nn.Module:
-        arguments = channel_arguments(network_class, to_tuples(node), channels, num_classes)
+    def make(num_channels: int) -> nn.Module:
+        arguments = channel_arguments(network_class, to_tuples(node), num_channels, num_classes)
         network: nn.Module = bind_arguments("model", "model", network_class, arguments)()
         return network
 
     channels = len(task.channels) + has_coarse_channel
     is_unet = isinstance(network_class, type) and issubclass(network_class, UNet)
-    # A file of weights gives the same arguments as a configuration in another order, as tuples.
+    # A file of weights has tuples for the lists of a configuration, and its arguments in another
+    # order: both get one key.
     described = sorted(to_tuples(node).items())
     key = repr((network_class, described, divisor, blocks, channels, num_classes))
     try:
@@ -75,10 +79,6 @@ def make_described_network(
             raise
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model: {kind}{first_line(error)}") from error
-
-
-# Traits of the networks of this process, by their description: tracing takes a second.
-_traits: dict[str, Traits] = {}
 
 
 def _fixed_size(img_size: Any) -> Shape | None:

@@ -50,7 +50,7 @@ def write_phantoms(
             must add up to `num_cases`. None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
         num_workers: Processes; a phantom is the same for any number.
-        scene: Labels and channels of scenes of organs; its seed, number and detail are ignored.
+        scene: Labels and channels of scenes of organs; its seed, index and detail do not count.
             None makes chests.
 
     Returns:

@@ -41,7 +41,8 @@ SMALL_MONAI = [
     "model.blocks_down=[1,1,1]",
     "model.blocks_up=[1,1]",
 ]
-# A calibration counts once two trainings agree within these parts of the larger value.
+# Two trainings agree if they differ by no more than these shares of the larger value. Once two
+# agree, the calibration is made.
 MEMORY_BOUND, SECONDS_BOUND = 0.02, 0.2
 # Trainings after which a calibration is taken as it is, and made anew the next time.
 MOST_TRAININGS = 5
@@ -97,7 +98,8 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         name += " no logger"
     if has_monai:
         name += " MONAI network"
-    path = folder / f"{name}.json".replace("/", "_")
+    file_name = f"{name}.json".replace("/", "_")
+    path = folder / file_name
     numbers = read_calibration(path, len(ProcessCost._fields))
     if numbers is not None:
         main, pictures, worker, copies = map(int, numbers[:-1])
@@ -208,8 +210,8 @@ def sample_cost(
     # Loads Lightning, which takes seconds; a known cost does without it.
     from medseg.planning import synthetic_samples as samples
 
-    # Not a fork of this process: the free memory of its heap, resident already, would hold the
-    # samples unseen.
+    # Not a fork of this process: samples in the free memory of its heap, which is resident already,
+    # would not be counted.
     with LoadMeter() as meter, Worker() as worker:
         cost = SampleCost(*worker.call(samples.make_samples, config, shape, is_training))
     write_calibration(path, cost, meter.circumstances())

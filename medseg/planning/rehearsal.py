@@ -24,11 +24,14 @@ from medseg.memory.profile import bytes_beside, peak_resident_bytes, private_byt
 class RehearsalWatch(pl.Callback):
     """Write what a training takes beside its tensors and operations, as JSON.
 
-    The file has `main` and `helpers` (bytes of the training process when it evaluates a case, and
-    of other processes but its loader workers), `pictures` (bytes that it takes beyond that when it
-    draws a validation or saves), `worker` (bytes that a loader worker does not share, mean),
-    `copies` (bytes that the workers hold together, see `bytes_beside`) and `seconds` (processor
-    time of a step without network, loss and optimiser, median).
+    The keys of the file:
+
+    * `main`: bytes of the training process when it evaluates a case.
+    * `helpers`: bytes of other processes but its loader workers.
+    * `pictures`: further bytes of the training process when it draws a validation or saves.
+    * `worker`: bytes that a loader worker does not share, mean.
+    * `copies`: bytes that the workers hold together, see `bytes_beside`.
+    * `seconds`: processor time of a step without network, loss and optimiser, median.
 
     Args:
         path: File, written when the training ends.
@@ -38,20 +41,25 @@ class RehearsalWatch(pl.Callback):
         self.path = Path(path)
         self.main = self.helpers = self.worker = self.copies = 0
         self.steps_s: list[float] = []
-        self.computed_s = 0.0  # of the present step
-        self.start_s = 0.0
+        # Of the present step: its start, its computation so far, and the part that is not counted
+        # yet, which began at `computing_since_s`.
         self.step_start_s: float | None = None
+        self.computed_s = 0.0
+        self.computing_since_s: float | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Time the network and the optimiser from within."""
+        """Time the network and the optimiser from within.
+
+        Lightning runs the forward and the backward pass inside the step of the optimiser. The clock
+        runs from the first forward pass to the end of that step, so that they count once.
+        """
         pl_module.network.register_forward_pre_hook(self._start_network)  # type: ignore[union-attr]
         for optimizer in trainer.optimizers:
-            optimizer.register_step_pre_hook(self._start_computing)
-            optimizer.register_step_post_hook(self._stop_computing)
+            optimizer.register_step_post_hook(self._count_computing)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The computation that began with the forward pass is over."""
-        self._stop_computing()
+        """Count the passes: a micro-batch may end without a step of the optimiser."""
+        self._count_computing()
 
     def on_train_batch_end(
         self,
@@ -68,6 +76,7 @@ class RehearsalWatch(pl.Callback):
             self.steps_s.append(now_s - self.step_start_s - self.computed_s)
         self._read_memory(trainer)
         self.computed_s = 0.0
+        self.computing_since_s = None
         self.step_start_s = time.process_time()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -91,13 +100,17 @@ class RehearsalWatch(pl.Callback):
         # An evaluation has no gradients and keeps no activations: what is left is the process.
         if not network.training:
             self.main = max(self.main, resident_bytes())
-        self._start_computing()
+            return
+        # Stacks of one micro-batch run the network one after the other.
+        if self.computing_since_s is None:
+            self.computing_since_s = time.process_time()
 
-    def _start_computing(self, *_: Any) -> None:
-        self.start_s = time.process_time()
-
-    def _stop_computing(self, *_: Any) -> None:
-        self.computed_s += time.process_time() - self.start_s
+    def _count_computing(self, *_: Any) -> None:
+        """Count the computation up to now; what follows belongs to it until the step ends."""
+        assert self.computing_since_s is not None, "a forward pass comes first"
+        now_s = time.process_time()
+        self.computed_s += now_s - self.computing_since_s
+        self.computing_since_s = now_s
 
     def _read_memory(self, trainer: pl.Trainer) -> None:
         """Keep the largest memory of workers and helpers so far."""

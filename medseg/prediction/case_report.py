@@ -19,7 +19,7 @@ from medseg.io.inputs import case_name, volume_suffix
 from medseg.io.text import read_json
 from medseg.memory.profile import peak_resident_bytes
 from medseg.prediction.case import CaseData
-from medseg.prediction.forecast import Forecast, expected_cost
+from medseg.prediction.forecast import Forecast, record_cost
 from medseg.prediction.load_models import RangeCascade
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.result_files import result_paths, write_results
@@ -93,7 +93,7 @@ def _write_report(
     total_s = sum(case.durations_s.values())
     expected = None
     with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
-        expected = expected_cost(
+        expected = record_cost(
             expect(chosen.cascade, volume.grid), chosen.cascade, total_s, result.pass_s
         )
     by_spacing = None

@@ -29,47 +29,50 @@ from medseg.memory.heap import maps_large_blocks
 from medseg.nnunet.ensemble import NnunetEnsemble
 from medseg.nnunet.model import NnunetModel
 from medseg.prediction.joined import JoinedModels
-from medseg.prediction.totalsegmentator import RESAMPLE, RESTORE, VALUE, TotalsegmentatorModel
+from medseg.prediction.totalsegmentator import (
+    RESAMPLE,
+    RESTORE,
+    VALUE_BYTES,
+    TotalsegmentatorModel,
+)
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
-# Bytes of a voxel of a scan, which is int16.
-SCAN = 2
-# Of its labels.
-LABEL = 1
-# Of an image at the spacing of a stage.
-IMAGE = 4
-# Of a stored probability.
-PROBABILITY = 2
-# Of a probability that is summed up over tiles.
-SUM = 4
-# What a pass takes per byte of the live tensors that were counted on a small image, with the
-# workspaces of its kernels; the budget counts with the larger `WORKSPACE`. Below one, because a
-# head predicts a few planes at a time, which saves less of a small image. Measured on phantoms of
-# 1 to 520 slices in bf16.
+# Bytes of a voxel of a scan (int16), of its labels (uint8), of an image at the spacing of a stage
+# (float32), of a stored probability (float16), and of one that is summed up over tiles (float32).
+SCAN_BYTES = 2
+LABEL_BYTES = 1
+IMAGE_BYTES = 4
+PROBABILITY_BYTES = 2
+SUM_BYTES = 4
+# Bytes of a pass, with the workspaces of its kernels, by those of its live tensors, which are
+# counted on a small image. Below 1, because the head predicts a few planes at a time, which saves
+# more of a large image. Measured on phantoms of 1 to 520 slices in bf16; the budget counts with the
+# larger `WORKSPACE`.
 USUAL_WORKSPACE = 0.75
 # Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes
 # of a wide field of view. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
 BODY_MM = (math.inf, 360.0, 480.0)
-# Bytes per voxel of the scan that a thread resamples at a time. The heap keeps those of a crop
-# until its step ends, unless large blocks are mapped.
-RESAMPLING = 24
+# Bytes of resampling per voxel of the scan that the threads have in work. The heap keeps them until
+# the step of the crop ends, unless large blocks are mapped.
+RESAMPLING_BYTES = 24
 # Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
 # each thread heaps of 64 MiB.
-THREAD_HEAP = 64 * 2**20
-# Kernels that are compiled for the first scan of our networks, whose libraries are loaded before.
+THREAD_HEAP_BYTES = 64 * 2**20
+# Kernels that our networks compile for their first scan. Their libraries are loaded before.
 FIRST_SCAN_BYTES = 10 * 2**20
 # Bytes while probabilities are pasted and labels are cleaned, slab by slab (`SLAB_VOXELS`).
-JOINING = 18 * 2**20
-# Time of a voxel that goes through a network by that of a voxel of the scan; two cores of an AMD
-# EPYC, included weights.
+JOINING_BYTES = 18 * 2**20
+# The unit of time is that of a voxel of the scan. Measured on two cores of an AMD EPYC with the
+# included weights. Time of a voxel that goes through a network:
 NETWORK_TIME = 5
-# The same for a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
+# Time of a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
 CASE_TIME = 1.5e6
-# What a model of nnU-Net takes once a scan is read, and with the kernels that its first pass
-# compiles and what the heap keeps of it. Libraries that read scans are loaded before.
-READING_BYTES, PASS_BYTES = 4 * 2**20, 15 * 2**20
+# What a model of nnU-Net takes once a scan is read; libraries that read scans are loaded before.
+READING_BYTES = 4 * 2**20
+# The same from its first pass on, which compiles kernels and leaves free memory in the heap.
+PASS_BYTES = 15 * 2**20
 # Durations of this many finished cases are kept.
 MAX_CASES = 20
 
@@ -79,8 +82,8 @@ class Forecast(NamedTuple):
 
     Attributes:
         memory: Resident bytes of the process by step.
-        voxels: Voxels of the scan, and what takes the time of as many voxels; `NETWORK_TIME` for
-            each that goes through one of our networks.
+        voxels: Time in the unit of `NETWORK_TIME`: 1 for each voxel of the scan, and `NETWORK_TIME`
+            for each that goes through one of our networks.
         operations: Additions and multiplications of networks of nnU-Net, whose seconds differ more
             from one to the other and are known by themselves.
     """
@@ -155,10 +158,10 @@ def _forecast_resampled(
     channels = len(model.task.channels)
     num_voxels = math.prod(grid.shape)
     num_resampled = math.prod(resampled_grid.shape)
-    scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
-    resampled_bytes = channels * _held(VALUE * num_resampled, array_bytes)
+    scan_bytes = channels * _held(SCAN_BYTES * num_voxels, array_bytes)
+    resampled_bytes = channels * _held(VALUE_BYTES * num_resampled, array_bytes)
     # The forecast of the inner model counts the resampled scan as one that was read.
-    counted_bytes = channels * _held(SCAN * num_resampled, array_bytes)
+    counted_bytes = channels * _held(SCAN_BYTES * num_resampled, array_bytes)
     inner = forecast(model.parts[0], resampled_grid, loaded_bytes, array_bytes)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
@@ -166,8 +169,8 @@ def _forecast_resampled(
     for step, num_bytes in inner.memory.items():
         if step != "read":
             memory[step] = num_bytes + more_bytes
-    labels_bytes = _held(LABEL * num_resampled, array_bytes)
-    labels_bytes += _held(LABEL * num_voxels, array_bytes)
+    labels_bytes = _held(LABEL_BYTES * num_resampled, array_bytes)
+    labels_bytes += _held(LABEL_BYTES * num_voxels, array_bytes)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
     return Forecast(memory, channels * num_voxels + inner.voxels, inner.operations)
 
@@ -176,7 +179,7 @@ def _forecast_joined(
     model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
     """Forecast models that run one after the other, beside the labels of those before."""
-    joined_bytes = _held(LABEL * math.prod(grid.shape), array_bytes)
+    joined_bytes = _held(LABEL_BYTES * math.prod(grid.shape), array_bytes)
     memory: dict[str, int] = {}
     num_voxels = 0
     operations = 0.0
@@ -198,23 +201,25 @@ def _forecast_nnunet(
     """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
     num_voxels = math.prod(grid.shape)
     channels = len(model.task.channels)
-    scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
+    scan_bytes = channels * _held(SCAN_BYTES * num_voxels, array_bytes)
     fixed = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
     memory = {"read": fixed}
     for step, arrays in expected.memory.items():
+        # The peak of a step is in its last pass, or at its end, when all arrays are written.
         at_end = 0.0
         during_pass = 0.0
         touched = 0
         for array in arrays:
             num_bytes = _held(array.num_bytes, array_bytes)
             at_end += num_bytes
+            # A part of the array may not be written before the last pass.
             during_pass += array.share * num_bytes
             if num_bytes < array.num_bytes:
                 # Pages of files are in memory for a moment.
                 touched = min(TOUCHED_BYTES, touched + array.num_bytes)
         if step in model.pass_steps:
-            # Kernels that are loaded stay.
+            # What the first pass has brought stays for all later steps.
             fixed = loaded_bytes + PASS_BYTES + scan_bytes
             # A pass is no array, which could be a file; on a GPU it takes nothing here.
             if model.device.type == "cpu":
@@ -245,45 +250,55 @@ def _forecast_cascade(
 
     num_voxels = math.prod(grid.shape)
     channels = len(task.channels)
-    threads = min(torch.get_num_threads(), MAX_THREADS)
-    keeps_freed = not maps_large_blocks()
-    heaps = 0
-    if keeps_freed:
-        heaps = (threads - 1) * min(THREAD_HEAP, IMAGE * num_voxels)
-    first_scan = FIRST_SCAN_BYTES + cascade.backend_bytes
-    fixed = loaded_bytes + first_scan + heaps + channels * _held(SCAN * num_voxels, array_bytes)
+    fixed = loaded_bytes + FIRST_SCAN_BYTES + cascade.backend_bytes + _heap_bytes(num_voxels)
+    fixed += channels * _held(SCAN_BYTES * num_voxels, array_bytes)
     scan_mm = [size * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
     body_mm = []
     for length_mm, share, most_mm in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True):
         body_mm.append(min(length_mm * share, most_mm))
     body = _crop_shape(coarse, grid, body_mm, None)
     lattice = grid.resampled(coarse.spacing_mm)
-    resampled = channels * _held(IMAGE * math.prod(lattice.shape), array_bytes)
-    during, stored_probs = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
-    memory = {"read": fixed, cascade.steps[0]: fixed + resampled + during}
+    resampled = channels * _held(IMAGE_BYTES * math.prod(lattice.shape), array_bytes)
+    in_pass, stored_probs = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
+    memory = {"read": fixed, cascade.steps[0]: fixed + resampled + in_pass}
     voxels = channels * num_voxels + NETWORK_TIME * _pass_voxels(coarse, body, options)
+    # Extent of the voxels that get a label.
+    extent_mm = scan_mm
     if cascade.fine is not None:
         fine = cascade.fine
         stored_probs = 0
         extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
         shape = _crop_shape(fine, grid, extent_mm, fine.tile_size or fine.least_size)
-        in_region = math.prod(extent_mm) / math.prod(grid.spacing_mm)
-        resampling = 0
-        if keeps_freed:
-            num_resampled = min(threads * SLAB_VOXELS, in_region, num_voxels)
-            resampling = round(RESAMPLING * num_resampled)
+        num_in_region = min(math.prod(extent_mm) / math.prod(grid.spacing_mm), num_voxels)
         num_classes = fine.task.num_region_classes
-        during, probs = _pass_bytes(fine, num_classes, shape, options, array_bytes)
-        for region, step in zip(task.regions, cascade.steps[1:], strict=False):
-            memory[step] = fixed + stored_probs + resampling + during
+        in_pass, probs = _pass_bytes(fine, num_classes, shape, options, array_bytes)
+        in_pass += _resampling_bytes(num_in_region)
+        # Between the localisation and the join, each region has a step.
+        for region, step in zip(task.regions, cascade.steps[1:-1], strict=True):
+            # The probabilities of the regions before are there until all are joined.
+            memory[step] = fixed + stored_probs + in_pass
             stored_probs += round(probs * len(region.labels) / num_classes)
             voxels += NETWORK_TIME * _pass_voxels(fine, shape, options)
-    else:
-        extent_mm = scan_mm
-    # Zeros of planes without a region take no memory until they are written.
-    labels = _held(LABEL * num_voxels, array_bytes) * extent_mm[0] / scan_mm[0]
-    memory["join"] = fixed + stored_probs + round(labels + JOINING)
+    # The system gives no memory to planes without a region: nothing is written into their zeros.
+    labels = _held(LABEL_BYTES * num_voxels, array_bytes) * extent_mm[0] / scan_mm[0]
+    memory["join"] = fixed + stored_probs + round(labels + JOINING_BYTES)
     return Forecast(memory, voxels)
+
+
+def _heap_bytes(num_voxels: int) -> int:
+    """Free memory that the threads beside the first keep, for a scan of so many voxels."""
+    if maps_large_blocks():
+        return 0
+    num_threads = min(torch.get_num_threads(), MAX_THREADS)
+    return (num_threads - 1) * min(THREAD_HEAP_BYTES, IMAGE_BYTES * num_voxels)
+
+
+def _resampling_bytes(num_voxels: float) -> int:
+    """Free memory that resampling leaves until its step ends, for so many voxels of a scan."""
+    if maps_large_blocks():
+        return 0
+    num_threads = min(torch.get_num_threads(), MAX_THREADS)
+    return round(RESAMPLING_BYTES * min(num_threads * SLAB_VOXELS, num_voxels))
 
 
 def _held(size: int, array_bytes: float) -> int:
@@ -314,23 +329,26 @@ def _pass_bytes(
     network_shape = network_size(plan.tile_size or shape, stage.divisor)
     padded: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
     num_padded = math.prod(padded)
-    image = stage.image_dtype.itemsize * stage.num_channels
-    during: float = _held(image * num_voxels, array_bytes)
+    input_bytes = stage.image_dtype.itemsize * stage.num_channels
+    during: float = _held(input_bytes * num_voxels, array_bytes)
     if padded != shape:
-        during += _held(image * num_padded, array_bytes)
-    # A single pass gives its probabilities when its features are free.
+        during += _held(input_bytes * num_padded, array_bytes)
+    # Tiles fill an array that is there from the start. The result of a single pass is made when the
+    # features of the network are free.
     if plan != TilingPlan(None):
-        during += _held(PROBABILITY * classes * num_padded, array_bytes)
+        during += _held(PROBABILITY_BYTES * classes * num_padded, array_bytes)
     if stage.has_views(options):
-        during += _held(IMAGE * classes * num_voxels, array_bytes)
-        during += _held(IMAGE * num_voxels, array_bytes)
+        during += _held(IMAGE_BYTES * classes * num_voxels, array_bytes)
+        during += _held(IMAGE_BYTES * num_voxels, array_bytes)
     if stage.device.type == "cpu":
         live = USUAL_WORKSPACE / WORKSPACE * stage.bytes_per_voxel * math.prod(network_shape)
         during += plan.slab_bytes or live
         if plan.tile_size is not None:
-            layer = _held(SUM * classes * network_shape[0] * math.prod(padded[1:]), array_bytes)
-            during += 2 * layer + SUM * classes * math.prod(network_shape)
-    return round(during), _held(PROBABILITY * classes * num_voxels, array_bytes)
+            # The sums of a layer of tiles, and their copy while they move down; then one tile.
+            num_in_layer = network_shape[0] * math.prod(padded[1:])
+            layer = _held(SUM_BYTES * classes * num_in_layer, array_bytes)
+            during += 2 * layer + SUM_BYTES * classes * math.prod(network_shape)
+    return round(during), _held(PROBABILITY_BYTES * classes * num_voxels, array_bytes)
 
 
 def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
@@ -366,20 +384,22 @@ def forecast_text(forecasts: Mapping[str, Forecast], mean_s: float | None, num_c
     return f"{sentence}, expected time {duration}"
 
 
-def expected_cost(
-    expected: Forecast, cascade: ScanModel, total_s: float, pass_s: float
+def record_cost(
+    expected: Forecast, model: ScanModel, total_s: float, pass_s: float
 ) -> dict[str, float | None]:
-    """Return the expected peak and seconds of a case, and record its seconds for later cases.
-
-    The seconds of the first case on a machine are None.
+    """Record the seconds of a case for later cases.
 
     Args:
         expected: Its forecast.
-        cascade: What segmented it.
+        model: What segmented it.
         total_s: Its seconds.
         pass_s: See `rate_of`.
+
+    Returns:
+        The peak and the seconds that were expected; the seconds are None for the first case on a
+        machine.
     """
-    key = machine_key(cascade)
+    key = machine_key(model)
     rate = known_rate(key)
     note_rate(key, rate_of(expected, total_s, pass_s))
     return {

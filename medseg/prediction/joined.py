@@ -24,7 +24,7 @@ class JoinedModels(CombinedModel):
 
     Attributes:
         names: Name of each model in messages.
-        label_values: Label name to value where it is not its place among all labels.
+        label_values: Label name to value, for labels that do not take the next free value.
         task: Labels of all parts, and their channels; made by the class.
     """
 
@@ -51,7 +51,7 @@ class JoinedModels(CombinedModel):
         for part in self.parts:
             task_names[part.task.name] = None
             labels_by_part.append(list(part.task.labels))
-            # Of a label that several models have, what the last of them says holds: it paints last.
+            # Where several models have a label, the last of them decides: it paints last.
             volume_ml |= part.task.volume_ml
             codes |= part.task.codes
             colours |= part.task.colours
@@ -79,22 +79,22 @@ class JoinedModels(CombinedModel):
         A part does not see the labels of the others. Bounds on Dice are left out: a later part may
         paint over the label that they are about.
         """
-        assert not keep_probabilities, "`load_cascades` refuses them"
+        assert not keep_probabilities, "`load_cascades` refuses probabilities of joined models"
         # The labels of the first part take the place of this empty map.
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
             own_volume, own_channels = _as_seen_by(part, volume, more_channels)
             announce = self.announced(number, on_step)
             segmented = part.segment(own_volume, own_channels, on_step=announce)
-            # Written in place, and the first map is that of the result: a label map of a whole scan
-            # is large, and no further one is made.
+            # A label map of a whole scan is large. Values are replaced in place, and the map of the
+            # first part becomes the result, into which the others are painted.
             _rename(segmented.labels, part.task.labels, self.task.labels)
             if number == 1:
                 result.labels = segmented.labels
             else:
                 _paint(result.labels, segmented.labels)
             for finding in segmented.findings:
-                # Whether the result is empty shows when all parts have painted, below.
+                # `measure` finds out below whether the result is empty.
                 if finding.code == "empty_result":
                     continue
                 if len(self.parts) > 1:
@@ -138,7 +138,8 @@ def join_values(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
-    # Long enough for all names, so that too many of them are refused below in a sentence.
+    # Enough for all names even if `taken` has all values of a label map: too many names are refused
+    # below.
     free = iter(sorted(set(range(1, len(names) + MAX_VALUE)) - taken))
     values: dict[str, int] = {}
     for name in names:

@@ -31,7 +31,7 @@ from medseg.io.lean_nibabel import import_nibabel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
-from medseg.prediction.forecast import LABEL, SCAN, forecast
+from medseg.prediction.forecast import LABEL_BYTES, SCAN_BYTES, forecast
 from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan, scan_grid
@@ -420,7 +420,7 @@ def predict_bytes(
         # The forecast of this process, with a GPU, leaves the network out, which an actor without
         # one holds.
         beside = network
-    bytes_per_voxel = SCAN * len(task.channels) + LABEL
+    bytes_per_voxel = SCAN_BYTES * len(task.channels) + LABEL_BYTES
     sizes = []
     for case in cases[:NUM_MEASURED]:
         # Any reader may fail, or crops of usual size exceed a budget; the actor reports it.

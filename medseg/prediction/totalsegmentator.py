@@ -16,7 +16,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.sizes import Shape
 from medseg.inference.scan_model import CombinedModel, ScanModel
-from medseg.inference.segmentation import Segmentation, label_volumes_ml
+from medseg.inference.segmentation import Segmentation
 from medseg.io.scratch import new_array
 from medseg.io.volume import Volume
 from medseg.memory.profile import timed_step
@@ -26,13 +26,15 @@ from medseg.preprocess.orient import ras_orientation_of
 from medseg.task import Task
 
 RESAMPLE, RESTORE = "resample", "restore"
-# Bytes of a voxel of the resampled scan.
-VALUE = 4
+# Bytes of a voxel of the resampled scan, which is int32.
+VALUE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class TotalsegmentatorModel(CombinedModel):
     """A model of nnU-Net, or several joined ones, for scans that are resampled around it.
+
+    It has one part: that model, or the `JoinedModels`.
 
     Attributes:
         spacing_mm: Spacing of the resampled scan along all axes.
@@ -83,12 +85,13 @@ class TotalsegmentatorModel(CombinedModel):
             volume: First channel.
             more_channels: The other channels, (D, H, W) each, on the grid of the first.
             on_step: Called with the name of each step when it begins.
-            keep_probabilities: Not possible, as for the model.
+            keep_probabilities: Must be False: models of nnU-Net keep none here.
         """
         grid = self.resampled_grid(volume.grid)
         orientation = ras_orientation_of(volume.grid)
         durations_s: dict[str, float] = {}
         with timed_step(durations_s, on_step, RESAMPLE):
+            # `to_lps` turns to RAS here, since that is the orientation.
             turned = [orientation.to_lps(array) for array in (volume.array, *more_channels)]
             first, *others = (resampled(array, grid.shape) for array in turned)
         result = self.parts[0].segment(
@@ -100,10 +103,15 @@ class TotalsegmentatorModel(CombinedModel):
         result.durations_s = {**durations_s, **result.durations_s}
         with timed_step(result.durations_s, on_step, RESTORE):
             labels = new_array(volume.array.shape, np.uint8)
-            # A view of the stored labels, so that nothing is turned back.
+            # Written through a view in RAS, so that the array itself is in storage order.
             restore(result.labels, orientation.to_lps(labels))
             result.labels = labels
-            result.volumes_ml = label_volumes_ml(labels, volume.grid, self.task)
+            # Volumes, and whether the result is empty, are those of the scan: a thin structure may
+            # vanish between its slices.
+            result.findings = [
+                finding for finding in result.findings if finding.code != "empty_result"
+            ]
+            result.measure(volume.grid, self.task)
         return result
 
 
@@ -132,8 +140,9 @@ def isotropic_mm(models: Sequence[ScanModel]) -> float:
 def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
     """Resample an image (D, H, W) linearly to a shape, as whole numbers.
 
-    Decimals are cut off, so that the last bit of a value counts. The bits are those of scipy on the
-    array (x, y, z) of a NIfTI file: products and sums run over x first and over z last.
+    The result is that of scipy on the array (x, y, z) of a NIfTI file to the last bit: products and
+    sums run over x first and over z last. Decimals are cut off, so a last bit may make a difference
+    of 1.
 
     Args:
         image: The image; a view is read plane by plane.
@@ -145,12 +154,12 @@ def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
     depth = axis_taps(shape[0], image.shape[0], 1, by_centres=True)
     rows = axis_taps(shape[1], image.shape[1], 1, by_centres=True)
     columns = axis_taps(shape[2], image.shape[2], 1, by_centres=True)
-    # Without margins the second tap of the last voxel lies beyond the image, with a weight of 0.
+    # A spline of order 1 has two taps with weights.
     assert depth.weight is not None
     assert rows.weight is not None
     assert columns.weight is not None
     values = new_array(shape, np.int32)
-    # Along x, then y, then z, each term multiplied and added in this order: the last bit counts.
+    # Each term is multiplied along x, then y, then z, and added in this order.
     for number in range(shape[0]):
         planes = image[depth.index[number]].astype(np.float64)
         total = np.zeros(shape[1:])

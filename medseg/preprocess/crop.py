@@ -35,7 +35,7 @@ def body_box(
     Args:
         image: Volume (D, H, W), of a CT in HU.
         spacing_mm: Its spacing, (z, y, x).
-        modality: Modality of the volume.
+        modality: `ct`, or any other.
 
     Returns:
         Box inside the volume; the whole volume if nothing is denser than air.
@@ -66,18 +66,18 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     crop = np.full(box.shape, outside, dtype=array.dtype)
     depth = array.shape[0]
     z, y, x = box.start
-    # Slices of the volume that are read, at least one. A box that ends or begins inside the volume
-    # reads what it covers; one before the volume its first slice, one beyond it its last.
+    z_stop, y_stop, x_stop = box.stop
+    # Slices of the volume that are read: those in the box. Where there is none, the nearest: the
+    # first slice of the volume for a box that ends before it, the last for one beyond it.
     first = min(max(z, 0), depth - 1)
-    stop = max(min(box.stop[0], depth), first + 1)
-    _, y_stop, x_stop = box.stop
+    stop = max(min(z_stop, depth), first + 1)
     inner = VoxelBox((first, y, x), (stop, y_stop, x_stop)).clipped(array.shape)
     if inner.is_empty:
         return crop
     rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
     planes = array[inner.slices()]
-    # Where they lie in the crop: a box before the volume has its first slice at the end, a box
-    # beyond it its last slice at the start. The slices of the crop before and after repeat them.
+    # Slices of the crop where they lie. The nearest slice lies at the end of a crop before the
+    # volume, and at the start of a crop beyond it. Those before and after repeat the nearest.
     crop_start = min(max(first - z, 0), box.shape[0] - 1)
     crop_stop = crop_start + len(planes)
     crop[crop_start:crop_stop, rows, columns] = planes
@@ -108,15 +108,17 @@ def resample_crop(
     *,
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Resample a volume to a crop.
+    """Resample a volume to a crop, as training does, whose cache holds the volume on the lattice.
 
-    Directly if the crop is on the lattice, else via the lattice, as training does with the cache.
+    A crop on the lattice is resampled from the volume. Any other is resampled from the lattice:
+    two steps where the lattice is not the volume's own grid.
 
     Args:
         image: Volume (D, H, W).
         source: Its grid.
-        lattice: The stage's lattice for it; the source's own grid, or that at another spacing.
-        crop: Crop on the lattice, or on another grid.
+        lattice: The stage's lattice of the volume, see `medseg.geometry.grid_rule`.
+        crop: Crop on the lattice, or on another grid with its axes; some of it lies inside the
+            lattice.
         outside: Value beyond the edges of the slices; beyond the ends the first and the last slice
             are repeated.
         resampling: The filter, see `medseg.preprocess.resample`.
@@ -125,9 +127,8 @@ def resample_crop(
     Returns:
         Image (D', H', W') of the crop, float32.
     """
-    is_source_lattice = lattice == source
-    is_on_lattice = lattice == crop.lattice
-    if is_source_lattice or is_on_lattice:
+    is_one_step = crop.lattice == lattice or lattice == source
+    if is_one_step:
         return resample_image(
             image,
             source,
@@ -137,14 +138,13 @@ def resample_crop(
             slices_go_on=True,
             limits=limits,
         )
-    # Only the part of the lattice that the filter reads is made. With `scale` lattice voxels per
-    # voxel of the crop, a cubic or linear filter reaches at most 2 of them where the crop is finer;
-    # where it is coarser (scale > 1), the filter is a triangle that reaches `scale`, or the linear
-    # one, which reaches 1.
+    # Only the part of the lattice that the second filter reads is made: the crop, and on each side
+    # the filter's reach. That is `scale` lattice voxels for a triangle, where the crop is coarser
+    # (scale > 1), and at most 2 for every other filter.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
-    # Values are clipped on the way to the lattice, once. Slices go on beyond the scan only in the
-    # crop: training resamples the cache, which holds the lattice without them.
+    # The cache holds clipped values, and nothing beyond the ends of the scan: values are clipped in
+    # the first step, slices are repeated in the second.
     part = resample_image(
         image, source, lattice.crop(near), outside, resampling=resampling, limits=limits
     )
@@ -167,7 +167,7 @@ def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
 
 
 def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
-    """Do the same in place, without a second crop in memory; returns the image."""
+    """Do as `erase_outside`, in place, without a second crop in memory; returns the image."""
     if crop.content is None or crop.content.contains(crop.box):
         return image
     z, y, x = _content_slices(crop, crop.content)

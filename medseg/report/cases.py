@@ -25,6 +25,18 @@ _TITLES = {
     "volume_pred_ml": "ml",
     "volume_ref_ml": "reference ml",
 }
+# Keys of a row of the page that the charts draw.
+_POINT_KEYS = (
+    "case",
+    "region",
+    "dice",
+    "volume_ref_ml",
+    "error_ml",
+    "delta",
+    "row",
+    "link",
+    "colour",
+)
 
 Row = Mapping[str, Any]
 
@@ -78,7 +90,7 @@ def render_cases(
         notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are
             left out.
         costs: Pairs of a name and a figure for the top of the page.
-        baseline: Name of the baseline, or "".
+        baseline: Name of the baseline; "" where there is none, and the next two are empty.
         baseline_dices: Case and region to the Dice of the baseline.
         compared: Region, metric and its difference to the baseline.
         pairing: Sentences about the cases and patients of the differences.
@@ -242,19 +254,6 @@ def _page_rows(
         }
         page_rows.append(page_row)
     return page_rows
-
-
-_POINT_KEYS = (
-    "case",
-    "region",
-    "dice",
-    "volume_ref_ml",
-    "error_ml",
-    "delta",
-    "row",
-    "link",
-    "colour",
-)
 
 
 def _errors(row: Row) -> dict[str, float]:

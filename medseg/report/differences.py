@@ -11,8 +11,8 @@ METHOD = (
     "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the "
     "differences of the patients, each the mean over the cases of a patient"
 )
-# Gains that differ by less are rounding errors of means: they are ties, and zeros, of the rank
-# test.
+# Gains are rounded to this many digits where they are compared. Smaller ones are rounding errors of
+# means: they count as zero, and as ties in the rank test.
 _DIGITS = 9
 
 
@@ -61,9 +61,9 @@ def paired_difference(
 ) -> Difference | None:
     """Compare two results patient by patient.
 
-    The patients count equally, whatever the number of their cases. Their differences then vary by
-    different amounts, with which Student's t keeps its level or is a little too careful (Ibragimov
-    and Müller, Journal of Business & Economic Statistics 28 (2010) 453).
+    The patients count equally, whatever the number of their cases. The mean of a patient with more
+    cases varies less; Student's t then keeps its level or is a little too careful (Ibragimov and
+    Müller, Journal of Business & Economic Statistics 28 (2010) 453).
 
     Args:
         scores: Case to its score.
@@ -86,7 +86,9 @@ def paired_difference(
     # Cases as independent samples would give 14 % false positives with two scans of each patient,
     # and 36 % with five.
     means = _patient_means(pairs, patients or {})
-    case_gains = np.array([score - baseline_score for score, baseline_score in pairs.values()])
+    case_gains = [score - baseline_score for score, baseline_score in pairs.values()]
+    # Above 0 where the case is better, whether more or less of the score is.
+    case_merits = better * np.round(case_gains, _DIGITS)
     gains = means[:, 0] - means[:, 1]
     mean = float(gains.mean())
     ci95_low = None
@@ -104,8 +106,8 @@ def paired_difference(
         difference=mean,
         ci95_low=ci95_low,
         ci95_high=ci95_high,
-        better=int(np.count_nonzero(better * case_gains > 0)),
-        worse=int(np.count_nonzero(better * case_gains < 0)),
+        better=int(np.count_nonzero(case_merits > 0)),
+        worse=int(np.count_nonzero(case_merits < 0)),
         patients=len(gains),
         wilcoxon_p=_wilcoxon_p(gains),
     )

@@ -50,8 +50,8 @@ def thickness_of(slice_mm: float) -> str:
 def means_of(strategy: Strategy) -> dict[str, dict[str, float]]:
     """Average the scores of a row by class of thickness and over `ALL`.
 
-    A class without a sure reference is left out. A case without a result has no score here:
-    `Strategy.missing` belongs beside the means.
+    A class without a sure reference is left out. Cases without a result are in no mean; they are in
+    `Strategy.missing`.
 
     Returns:
         Class to the `number` of regions with a sure reference, their mean `dice` and `nsd_1mm`, and
@@ -74,7 +74,7 @@ def _sure_scores(strategy: Strategy, thickness: str) -> list[dict[str, Any]]:
     """Scores of a class of thickness, or of `ALL`, where the reference is sure."""
     scores = []
     for score in strategy.scores:
-        is_of_class = thickness in (thickness_of(score["slice_mm"]), ALL)
+        is_of_class = thickness == ALL or thickness == thickness_of(score["slice_mm"])
         if is_of_class and score["trust"] in SURE:
             scores.append(score)
     return scores
@@ -233,16 +233,17 @@ def _mean_table(
 
 def _case_table(done: Mapping[str, Strategy]) -> str:
     """One line per case and region, from thin to thick slices, and one column per strategy."""
-    keys = {"slice_mm": "slices mm", "case": "case", "region": "region", "trust": "reference"}
+    headings = {"case": "case", "slice_mm": "slices mm", "region": "region", "trust": "reference"}
+    # A line is known by these keys, and sorted in this order.
+    sort_keys = ("slice_mm", "case", "region", "trust")
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, strategy in done.items():
         for score in strategy.scores:
-            labels = {key: score[key] for key in keys}
-            row = rows.setdefault(tuple(labels.values()), labels)
+            first_columns = {key: score[key] for key in sort_keys}
+            row = rows.setdefault(tuple(first_columns.values()), first_columns)
             # Not the name alone: a strategy may have that of another column.
             row[f"of {name}"] = f"{score['dice']:.4f} / {distance_text(score['hd95_mm'])}"
-    columns = {key: keys[key] for key in ("case", "slice_mm", "region", "trust")}
-    columns.update({f"of {name}": name for name in done})
+    columns = headings | {f"of {name}": name for name in done}
     sorted_rows = [rows[key] for key in sorted(rows)]
     return markdown_table(sorted_rows, columns, {"slice_mm": "g"}, missing="none")
 

@@ -70,8 +70,8 @@ def write_report(
         The runs side by side.
 
     Raises:
-        UserError: If there is no run in the folder, no baseline of this name or without scores of
-            cases, or the output cannot be written.
+        UserError: If the folder has no run, the baseline is no finished run with scores of cases,
+            or the output cannot be written.
     """
     runs = [read_run(run_dir, folder) for run_dir in find_runs(folder)]
     if not runs:
@@ -138,12 +138,13 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     """Read a run folder; a missing or damaged file leaves its part empty.
 
     Args:
-        run_dir: The run folder.
-        folder: Folder that its name is relative to.
+        run_dir: Where to read.
+        folder: Folder at or above it; the name of the run is relative to it.
     """
     job = read_record(run_dir / JOB_FILE, dict)
     summary = read_record(run_dir / SUMMARY_FILE, dict)
-    config = read_file(run_dir / CONFIG_FILE, read_settings)
+    # Through `read_file`, so that a missing or damaged file is None.
+    config = read_file(run_dir / CONFIG_FILE, lambda path: read_settings(path.parent))
     overrides = _overrides_of(job)
     settings = config
     if settings is None:  # a refused job has its overrides only
@@ -182,10 +183,14 @@ def _without_hidden_keys(values: Mapping[str, T]) -> dict[str, T]:
 
 
 def _best_step(scores: Sequence[CaseScore]) -> list[CaseScore]:
-    """Select the scores of the step with the highest mean Dice; empty without scores."""
-    by_step: dict[int, list[CaseScore]] = {}
-    for step in {score.step for score in scores}:
-        by_step[step] = [score for score in scores if score.step == step]
+    """Select the scores of the step with the highest mean Dice; empty without scores.
+
+    Of several such steps it is the first, whose weights are in `best.ckpt`.
+    """
+    by_step: dict[int, list[CaseScore]] = defaultdict(list)
+    for score in scores:
+        by_step[score.step].append(score)
+    # The file has its steps in ascending order, and `max` takes the first of equal values.
     return max(by_step.values(), key=_mean_dice, default=[])
 
 
@@ -198,6 +203,7 @@ def _last_pictures(folder: Path, scores: Sequence[CaseScore]) -> list[Picture]:
     """List the overlays of the last step that has some."""
     paths_by_step: dict[int, list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.png")):
+        # `step_000200_0.png`: the step and the number of the case.
         match = re.fullmatch(r"step_(\d{1,18})_[^_]*", path.stem)
         if match is not None:
             paths_by_step[int(match[1])].append(path)
@@ -239,14 +245,14 @@ def read_scores(path: Path) -> list[CaseScore]:
     return scores
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Read a `config.yaml` as a flat mapping.
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Read the configuration of a run as a flat mapping.
 
     Raises:
-        UserError: If it is damaged, or has more keys than any configuration, whose comparison would
-            take hours.
+        UserError: If it is missing or damaged, or has more keys than any configuration: their
+            comparison would take hours.
     """
-    settings = flat(read_config(path.parent))
+    settings = flat(read_config(run_dir))
     if len(settings) > MAX_KEYS:
         raise UserError(f"expected at most {MAX_KEYS} keys, but found {len(settings)}")
     return settings
@@ -291,7 +297,7 @@ def _bounded_numbers(values: Any) -> dict[str, float]:
 def read_history(path: Path) -> list[dict[str, float]]:
     """Read the lines of a `history.csv` without empty cells.
 
-    A line that is being written, or has no finite number, is left out.
+    A line with a damaged cell, or a number that is not finite, is left out.
     """
     lines = []
     for cells in read_file(path, read_csv) or []:

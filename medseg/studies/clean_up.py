@@ -109,7 +109,7 @@ def least_patients(level: float) -> int:
         >>> [least_patients(level) for level in (0.05, 0.0125)]
         [6, 8]
     """
-    # Of n signs all are equal with a probability of 2 ** (1 - n).
+    # The least p is the probability that by chance all n signs are equal: 2 ** (1 - n).
     return 1 + math.ceil(math.log2(1 / level))
 
 
@@ -157,7 +157,7 @@ def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> 
     Args:
         part: Region or label.
         task: Its task; holes are filled in parts of a single label alone.
-        volumes: Of all parts; small is what is small beside the median of the part.
+        volumes: Of all parts; the least volumes are shares of the median of the part.
     """
     median_ml = median(volume.volume_ml for volume in volumes if volume.part == part)
     removals = [CleanUp(part)]
@@ -174,10 +174,14 @@ def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> 
 
 def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
     """Count the tests of a part: each removal against nothing, and filling once."""
-    num_fillings = sum(clean_up.fill_holes for clean_up in clean_ups)
+    removals = [clean_up for clean_up in clean_ups if not clean_up.fill_holes]
     # The first one, to do nothing, is what the others are compared with.
-    num_removals = len(clean_ups) - num_fillings - 1
-    return num_removals + (num_fillings > 0)
+    num_tests = len(removals) - 1
+    has_fillings = len(removals) < len(clean_ups)
+    if has_fillings:
+        # Only the filling after the chosen removal is tested.
+        num_tests += 1
+    return num_tests
 
 
 def score_candidates(
@@ -296,8 +300,9 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
     """Score all chosen steps together, as the model applies them.
 
     Returns:
-        The Dice coefficients, and the parts whose mean over the patients falls with any trust in
-        the reference: steps may act on each other, as where a label fills a hole in another one.
+        The Dice coefficients, and the parts whose mean over the patients falls. A mean is over the
+        references of one trust; a fall in one of them counts. Steps may act on each other, as where
+        a label fills a hole in another one.
     """
     before: dict[tuple[str, str], Scores] = {}
     after: dict[tuple[str, str], Scores] = {}

@@ -116,7 +116,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    # What `evaluate` must know of the labels, and does not read from a checkpoint.
+    # `evaluate` reads no checkpoint: it needs the labels as arguments.
     task_arguments = [argument for argument in arguments if argument.startswith("task")]
     reference = [label_values_argument(config.data.label_values or {}), *task_arguments]
     # Rows may share runs: a run that failed in one row is not tried again in the next.
@@ -320,8 +320,8 @@ def _peak_mib(step: StepMemory | None) -> float | None:
 def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
     """Count a training step; None without a shape, or, with a message, where it cannot be counted.
 
-    A trained row keeps its scores then: a network may refuse an input as small as the crop of a few
-    voxels.
+    A network may refuse the crop of a region of a few voxels. The row then lacks these costs, but
+    keeps its scores.
     """
     if shape is None:
         return None
@@ -354,10 +354,11 @@ def spacing_in_words(spacing: SpacingOptions) -> str:
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Count the voxels of a whole scan as the coarse stage trains on it, if the body fills it."""
-    rule, divisor = make_grid_rule(config.spacing), find_divisor(config)
+    rule = make_grid_rule(config.spacing)
+    divisor = find_divisor(config)
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # As if the body filled the scan: the largest crop that it can give.
+    # No patch size, as for the crop of the body in `predict_body`: the size grows below.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     shape = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is None:
@@ -384,7 +385,7 @@ def read_scores(
         report = reports[case]
         entry = {
             "case": case,
-            # As `by_spacing` measures it.
+            # Rounded as where `predict by_spacing=…` chooses by the coarsest spacing.
             "slice_mm": round(max(grids[case].spacing_mm), 3),
             "region": row["region"],
             "trust": row["trust"],

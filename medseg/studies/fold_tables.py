@@ -61,7 +61,8 @@ def fold_rows(
         }
         if is_cascade:
             box = report["boxes"].get(region)
-            # Two stages that agree on an empty region say nothing about its Dice.
+            # Without a box there is no region: that both stages agree on it says nothing about the
+            # Dice of a region that was found.
             row["agreement"] = None if box is None else report["agreements"].get(region)
             row["share_in_crop"] = share_in_crop(folds.cases[name], organs[region], box)
         rows.append(row)
@@ -132,7 +133,7 @@ def _section(rows: Sequence[Row]) -> str:
     }
     columns = {key: heading for key, heading in COLUMNS.items() if key in rows[0]}
     lines = [markdown_table(rows, columns, formats)]
-    # Of each trust in the reference, those with the region; dictionaries keep the order.
+    # Rows whose reference has the region, by the trust in it; dictionaries keep the order.
     present: dict[str, list[Row]] = {}
     absent: list[Row] = []
     for row in rows:

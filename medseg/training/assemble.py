@@ -73,6 +73,7 @@ def make_module(
             "choose trainer.sync_batchnorm=false"
         )
     if device_type == "cpu":
+        # Large blocks return to the system when they are freed, instead of staying in the heap.
         map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
@@ -232,9 +233,9 @@ def make_data_module(
     elif config.stage.coarse_folds:
         paths = config.stage.coarse_folds
         stages = [_load_coarse("stage.coarse_folds", path, config) for path in paths]
-        # Phantoms may be in the training of all of them; the first one serves them.
+        coarse_by_case = _stage_of_each_case(config, stages)
+        # For the phantoms, which every stage may have trained on, any of them will do.
         coarse = stages[0]
-        coarse_by_case = _unseen(config, stages)
     if sources is None:
         sources = find_sources(config.data, config.task)
     return CasesDataModule(
@@ -268,28 +269,31 @@ def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
     return coarse
 
 
-def _unseen(config: TrainConfig, stages: Sequence[TrainedStage]) -> dict[str, TrainedStage]:
+def _stage_of_each_case(
+    config: TrainConfig, stages: Sequence[TrainedStage]
+) -> dict[str, TrainedStage]:
     """Assign each case the first coarse stage that has not trained on its patient.
 
-    With those of all folds this is what nnU-Net's cascade does.
+    With the stages of all folds this is what nnU-Net's cascade does.
 
     Raises:
-        UserError: If a checkpoint does not say what it has trained on, or there is none for a case.
+        UserError: If a checkpoint does not say what it has trained on, or all have trained on the
+            patient of a case.
     """
     paths = config.stage.coarse_folds or []
-    all_cases = find_cases(config.data, config.task)[0][0]
+    # Also the cases that are held out now: a checkpoint may have trained on them.
+    (all_cases, _), _ = find_cases(config.data, config.task)
     patient_of = {case.name: case.patient for case in all_cases}
     seen_patients: list[set[str]] = []
-    # By the cases that each checkpoint lists: by the order of the folds, a longer table or another
-    # choice of patients would go unnoticed.
+    # By the cases that each checkpoint lists. The number of its fold would not tell: since then the
+    # table may have grown, or other patients may be held out.
     for path in paths:
         names = trained_cases(Path(path), "stage.coarse_folds")
         seen = {patient_of[name] for name in names if name in patient_of}
         if not seen:
             raise UserError(
-                f"stage.coarse_folds: {path} has trained on none of these cases, so nothing tells "
-                "which of its cases they are; give checkpoints of the same case table, "
-                "or stage.coarse"
+                f"stage.coarse_folds: {path} has trained on none of these cases, so it may know "
+                "them by other names; give checkpoints of the same case table, or stage.coarse"
             )
         seen_patients.append(seen)
     chosen: dict[str, TrainedStage] = {}
@@ -403,6 +407,7 @@ def _balance_parts(
             "model.device_map=auto divides a network among GPUs, "
             f"and torch sees {len(gpus)}; leave it out"
         )
+    # Whole crops differ in size: a common size stands for them.
     shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
     optimizer_factory = bind_target(
         "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets

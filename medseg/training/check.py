@@ -66,8 +66,8 @@ def check_objects(config: TrainConfig) -> bool:
     _check_switches(config, network, has_batch_norm)
     _check_sizes(config, network)
     weights = config.loss.get("output_weights")
-    num_outputs = network.traits.num_outputs
-    if weights is not None and num_outputs not in (None, len(weights)):
+    num_outputs = network.traits.num_outputs  # None where it is not known
+    if weights is not None and num_outputs is not None and num_outputs != len(weights):
         raise UserError(
             f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output "
             "of the network; leave it out, or correct it"
@@ -106,11 +106,12 @@ def _check_loggers(config: TrainConfig) -> None:
 
     Some of them write files at once, and the run may still be refused.
     """
-    writes_utf8_only = bool(_list_targets(config.logger) - {CSV_LOGGER})
-    for folder in (config.resume, config.run_dir):
-        if not folder:
+    others = _list_targets(config.logger) - {CSV_LOGGER}
+    writes_utf8_only = len(others) > 0
+    for run_dir in (config.resume, config.run_dir):
+        if not run_dir:
             continue
-        path = os.path.abspath(folder)
+        path = os.path.abspath(run_dir)
         if writes_utf8_only and not is_utf8(path):
             raise UserError(
                 f"{path}: expected a run folder whose name is UTF-8, since the files of this "
@@ -159,7 +160,7 @@ def _check_optimisation(config: TrainConfig) -> None:
         first_step = step_from_zero(make)
         follows_gradient = grows_with_gradient(make)
     name = str(config.optimizer[TARGET]).rpartition(".")[2]
-    # The gradient of `step_from_zero`.
+    # The gradient with which `step_from_zero` made the step.
     gradient = torch.linspace(-1.0, 1.0, len(first_step))
     if float(first_step @ gradient) > 0:
         raise UserError(
@@ -172,10 +173,10 @@ def _check_optimisation(config: TrainConfig) -> None:
             "lr_scaling=sqrt"
         )
     with _refused_by("schedule", config.schedule):
-        make_both = make_schedule(
+        schedule_factory = make_schedule(
             config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
         )
-        schedule = make_both(optimizer)
+        schedule = schedule_factory(optimizer)
     for _ in range(min(NUM_OPTIMISER_STEPS, config.steps)):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
@@ -231,6 +232,8 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     `medseg.training.clashes` checks those of our UNet.
     """
     if stated_divisor(config.model, config.spacing) is None:
+        # An instance norm needs two voxels at the lowest level; a network of one input size states
+        # that size, which is checked below.
         norms = (InstanceNorm, _InstanceNorm)
         has_norm = any(isinstance(module, norms) for module in network.modules())
         needs_two_voxels = has_norm and network.traits.fixed_size is None

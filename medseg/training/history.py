@@ -114,7 +114,7 @@ class History(pl.Callback):
         """
         cells = {column: row.get(column, "") for column in self.columns}
         for column in HISTORY_COLUMNS:
-            # A table without one of these is damaged, and the KeyError says so to the caller.
+            # Without `get`: `earlier_rows` takes a KeyError for a damaged table.
             cells[column] = row[column]
         return cells
 
@@ -227,7 +227,10 @@ class HistoryBar(RichProgressBar):
         """Take the last loss and Dice from the lines of the history."""
         figures = {}
         for row in self.history.rows:
-            figures.update({key: row[key] for key in ("loss", "val_dice") if row.get(key)})
+            for key in ("loss", "val_dice"):
+                # A line of an earlier attempt has an empty text where a later one lacks the key.
+                if row.get(key, "") != "":
+                    figures[key] = row[key]
         return figures
 
     def _get_train_description(self, current_epoch: int) -> str:

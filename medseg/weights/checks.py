@@ -152,7 +152,8 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     # The configuration of the run is not read again, and the network has limits of its own.
     numbers = {key: value for key, value in metadata.items() if key not in ("config", "model")}
     for key, value in _pairs(numbers):
-        if value is not None and (key, value) != ("spacing_mm", NATIVE):
+        is_native = key == "spacing_mm" and value == NATIVE
+        if value is not None and not is_native:
             _check_range(key, value)
     rule = metadata.get("grid_rule", {})  # older checkpoints have no rule
     size = rule.get("size")

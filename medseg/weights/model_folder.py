@@ -110,7 +110,7 @@ def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, l
 def _choose_folds(
     files: Mapping[str, Path], stage: str, folds: Sequence[str] | None, source: str
 ) -> list[Path]:
-    """Files of the folds of a stage, in the order of `folds`."""
+    """Files of the folds of a stage, in the order of `folds`; a repeated fold counts once."""
     if folds is None:
         numbered = [name for name in files if name != ALL]
         # By number: fold 10 comes after fold 2.
@@ -121,7 +121,7 @@ def _choose_folds(
                 f"folds={','.join(folds)}: the {stage} stage of {source} has no fold {name}; "
                 f"it has {', '.join(files)}"
             )
-    return [files[name] for name in folds]
+    return [files[name] for name in dict.fromkeys(folds)]
 
 
 def write_model_folder(

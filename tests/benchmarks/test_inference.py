@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,40 @@ def test_a_row_that_was_scaled_says_which_part_was_timed_and_how_much_it_varied(
     )
     whole = app.Part([lambda: None], [app.Way(1, "")])
     assert app.describe_part(whole, whole.ways[0], 3.0, [4.0])["measured"] == "all"
+
+
+def test_a_small_scan_is_charged_with_the_passes_that_it_takes() -> None:
+    row = {"contender": "nnU-Net", "wall_s": 10.0, "cpu_s": 10.0}
+    plain = app.Way(1, "passes, 1 a tile", "plain")
+    part = app.Part([lambda: None] * 8, [plain])
+    described = app.describe_part(part, plain, 8.0, [1.0] * 8)
+    assert described["measured"] == "all, 1.0 to 1.0 CPU s each"
+    scaled = app.scaled(row, **described)
+    # Eight passes of a second were timed beside two seconds of other work; one pass is needed.
+    assert (scaled["wall_s"], scaled["cpu_s"]) == (3.0, 3.0)
+
+
+def test_monai_gets_every_channel_of_our_fine_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits: list[torch.Tensor] = []
+
+    def infer(
+        channels: torch.Tensor,
+        patch: list[int],
+        batch_size: int,
+        network: Callable[[torch.Tensor], torch.Tensor],
+        **_: str,
+    ) -> None:
+        assert channels.shape[2:] == (32, 32, 48)
+        assert len(patch) == 3
+        assert batch_size == 1
+        logits.append(network(channels))
+
+    monkeypatch.setattr("monai.inferers.sliding_window_inference", infer)
+    shape = (32, 32, 48)
+    part = app.monai(np.zeros(shape, dtype=np.float32), VoxelGrid(shape, app.ONE_MM))
+    with torch.inference_mode():
+        part.runs[0]()
+    assert logits[0].shape[2:] == (32, 32, 48)
 
 
 def test_nnunet_is_timed_on_the_eight_mirrored_passes_of_a_tile(

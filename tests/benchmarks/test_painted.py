@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 
 from benchmarks import painted
 from benchmarks.painted import AIRWAY, COPIES, make_missing, paint_copy
-from medseg.data.case_table import Case, read_case_table, write_case_table
+from medseg.data.case_table import Case, read_case_table, split_cases, write_case_table
+from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
@@ -70,6 +72,34 @@ def test_a_scan_without_lung_has_no_copy(tmp_path: Path) -> None:
     assert case.labels is not None
     write_labels(case.labels, np.zeros(GRID.shape, dtype=np.uint8), GRID)
     assert paint_copy(case, 1, tmp_path) == []
+
+
+@pytest.mark.parametrize("has_column", [True, False])
+@pytest.mark.parametrize("fold", [0, 1, 2])
+def test_the_training_cases_of_the_fold_are_painted(
+    fold: int, has_column: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = []
+    for number in range(6):
+        own_fold = number % 3 if has_column else None
+        names = {"name": f"c{number}", "patient": f"p{number}"}
+        cases.append(replace(chest(tmp_path), **names, fold=own_fold))
+    write_case_table(tmp_path / "table.csv", cases)
+    painted_names: list[str] = []
+
+    def paint_nothing(case: Case, number: int, folder: Path) -> list[Case]:
+        painted_names.append(case.name)
+        return []
+
+    monkeypatch.setattr(painted, "paint_copy", paint_nothing)
+    arguments = [f"cases={tmp_path / 'table.csv'}", f"output={tmp_path}", "copies=1"]
+    monkeypatch.setattr("sys.argv", ["painted", *arguments, f"fold={fold}", "num_folds=3"])
+    painted.main()
+    split = split_cases(cases, fold=fold, num_folds=3)
+    assert painted_names == [case.name for case in split.train]
+    monkeypatch.setattr("sys.argv", ["painted", *arguments, "fold=first"])
+    with pytest.raises(UserError, match="fold=first: expected the number of a fold or all"):
+        painted.main()
 
 
 def test_the_table_has_the_cases_then_copies_then_phantoms(

@@ -104,3 +104,10 @@ def test_text_of_a_spreadsheet(encoding: str, tmp_path: Path) -> None:
         assert "expected " in told(read_json, tmp_path / "a.json")
     else:
         assert read_json(tmp_path / "a.json") == {"a": "\u00e4"}
+
+
+def test_the_encoding_that_the_mark_of_a_file_states_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes("\ufeffab".encode("utf-16-le") + b"\0")
+    assert told(read_text, tmp_path / "a.csv") == (
+        "a.csv: expected text in UTF-16, but byte 6 is none; save it in UTF-8."
+    )

@@ -12,9 +12,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import hydra
+import lightning.pytorch as pl
 import numpy as np
 import psutil
 import pytest
+import torch
+from torch import nn
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
@@ -253,9 +256,8 @@ def test_a_rehearsal_leaves_the_computation_out_of_its_steps(
         watch._start_network(network)
         now_s[0] += 0.25
         watch.on_after_backward(None, None)
-        watch._start_computing()
         now_s[0] += 0.5
-        watch._stop_computing()
+        watch._count_computing()
         now_s[0] += other_s
         watch.on_train_batch_end(None, None, None, None, 0)
 
@@ -278,6 +280,74 @@ def test_a_rehearsal_leaves_the_computation_out_of_its_steps(
         "copies": 3,
         "seconds": 0.25,
     }
+
+
+class SlowNetwork(nn.Module):
+    """Takes a quarter of a second by a clock that is set by hand."""
+
+    def __init__(self, now_s: list[float]) -> None:
+        super().__init__()
+        self.now_s = now_s
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        self.now_s[0] += 0.25
+        return self.weight * image
+
+
+class SlowSGD(torch.optim.SGD):
+    """Takes half a second after the forward and backward pass, which its closure runs."""
+
+    now_s: list[float]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.now_s[0] += 0.5
+        return loss
+
+
+class SlowModule(pl.LightningModule):
+    """Runs the network on each stack of a micro-batch; an eighth of a second goes to other work."""
+
+    def __init__(self, now_s: list[float], num_stacks: int) -> None:
+        super().__init__()
+        self.now_s = now_s
+        self.num_stacks = num_stacks
+        self.network = SlowNetwork(now_s)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.now_s[0] += 0.125
+        losses = [self.network(batch).sum() for _ in range(self.num_stacks)]
+        return torch.stack(losses).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = SlowSGD(self.parameters(), lr=0.1)
+        optimizer.now_s = self.now_s
+        return optimizer
+
+
+@pytest.mark.parametrize(("accumulate", "num_stacks"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:.*LeafSpec")
+def test_a_rehearsal_counts_passes_inside_the_step_of_the_optimiser_once(
+    accumulate: int, num_stacks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(rehearsal.time, "process_time", lambda: now_s[0])
+    watch = RehearsalWatch(str(tmp_path / "watch.json"))
+    monkeypatch.setattr(watch, "_read_memory", lambda trainer: None)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=3,
+        accumulate_grad_batches=accumulate,
+        callbacks=[watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader: Any = torch.utils.data.DataLoader(torch.ones(8, 1))  # type: ignore[arg-type]
+    trainer.fit(SlowModule(now_s, num_stacks), loader)
+    assert watch.steps_s == [0.125] * (3 * accumulate - 1)
 
 
 def test_the_memory_of_workers_and_helpers_is_the_largest_seen(

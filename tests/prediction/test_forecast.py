@@ -207,9 +207,9 @@ def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(forecast_module, "machine_key", lambda cascade: cascade)
     model: Any = "model"
-    first = forecast_module.expected_cost(Forecast({"read": 5}, 10, 5.0), model, 45.0, 15.0)
+    first = forecast_module.record_cost(Forecast({"read": 5}, 10, 5.0), model, 45.0, 15.0)
     assert first == {"peak_resident_bytes": 5, "total_s": None}
-    second = forecast_module.expected_cost(Forecast({"read": 5, "join": 9}, 4), model, 8.0, 0.0)
+    second = forecast_module.record_cost(Forecast({"read": 5, "join": 9}, 4), model, 8.0, 0.0)
     assert second == {"peak_resident_bytes": 9, "total_s": 12.0}
     assert known_rate("model") == (2.5, 1.5)
     assert known_rate("other") is None

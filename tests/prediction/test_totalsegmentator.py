@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +13,12 @@ from scipy.ndimage import zoom
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Around, InferenceOptions, Seen
+from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
 from medseg.prediction.forecast import forecast
 from medseg.prediction.load_models import load_model_folders
 from medseg.prediction.totalsegmentator import TotalsegmentatorModel, resampled, restore
+from medseg.task import Channel, Task
 from medseg.weights.files import SHIPPED_FOLDER
 
 RECORDED = Path(__file__).parent.parent / "nnunet" / "recorded"
@@ -64,6 +68,34 @@ def test_any_storage_of_a_scan_is_seen_in_ras(model: TotalsegmentatorModel) -> N
     assert np.array_equal(stored.labels, expected.transpose(order)[::-1])
     steps = ["resample", "prepare_1", "segment_1", "prepare_2", "segment_2", "restore"]
     assert list(result.durations_s) == model.steps == steps
+
+
+@dataclass(frozen=True)
+class OneSlice:
+    """Model that gives one slice of a resampled scan a label, and measures its result."""
+
+    number: int
+    task: Task
+
+    def segment(self, volume: Volume, *_: Any, **__: Any) -> Segmentation:
+        result = Segmentation(np.zeros(volume.array.shape, dtype=np.uint8))
+        result.labels[self.number] = 1
+        result.measure(volume.grid, self.task)
+        return result
+
+
+@pytest.mark.parametrize(("number", "volume_ml", "is_empty"), [(4, 0.36, False), (1, 0.0, True)])
+def test_a_result_is_empty_if_it_is_on_the_grid_of_the_scan(
+    number: int, volume_ml: float, is_empty: bool
+) -> None:
+    """Ten slices of the scan take the slices 0, 4, … of the 33 that were segmented."""
+    grid = VoxelGrid((10, 4, 8), (5.0, 1.5, 1.5))
+    task = Task("liver", {"liver": 1}, (), (Channel("ct", (0, 1)),))
+    model = TotalsegmentatorModel((OneSlice(number, task),), 1.5)  # type: ignore[arg-type]
+    result = model.segment(Volume(np.zeros(grid.shape, dtype=np.int16), grid, None))
+    assert result.volumes_ml == {"liver": pytest.approx(volume_ml)}
+    codes = [finding.code for finding in result.findings]
+    assert codes == ["empty_result"] * is_empty
 
 
 def test_the_forecast_counts_the_scan_and_the_resampled_one(model: TotalsegmentatorModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -168,6 +169,10 @@ def test_rounding_errors_of_equal_scores_are_no_difference() -> None:
     assert difference.wilcoxon_p == 1.0
     assert not is_established(scores, baseline, patients)
     assert not is_established(baseline, baseline, patients)
+    # The mean over the runs of a setting, (0.1 + 0.7) / 2, is a little below 0.4.
+    of_runs = paired_difference({"a": fmean([0.1, 0.7]), "b": 0.5}, {"a": 0.4, "b": 0.4})
+    assert of_runs is not None
+    assert (of_runs.better, of_runs.worse) == (1, 0)
 
 
 def test_a_better_result_is_established_by_patients_and_not_by_scans() -> None:

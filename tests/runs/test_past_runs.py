@@ -74,6 +74,17 @@ def test_the_best_validation_has_the_scores_of_cases_and_the_last_one_the_pictur
     assert [(picture.case, picture.dice) for picture in run.pictures] == [("a", {"left": 0.5})]
 
 
+def test_of_two_equal_steps_the_first_counts_as_for_best_ckpt(tmp_path: Path) -> None:
+    make_run(tmp_path / "0", {}, 0.75)
+    rows = ["step,case,label,dice,picture"]
+    # The mean is 0.5 at step 3, and 0.75 at the others.
+    for step, dice_a, dice_b in ((3, 0.5, 0.5), (5, 1.0, 0.5), (8, 0.75, 0.75), (13, 0.5, 1.0)):
+        rows += [f"{step},a,left,{dice_a},", f"{step},b,left,{dice_b},"]
+    (tmp_path / "0" / "validation.csv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    run = read_run(tmp_path / "0", tmp_path)
+    assert [(score.step, score.dice) for score in run.cases] == [(5, 1.0), (5, 0.5)]
+
+
 def test_differences_to_a_baseline_are_a_table(tmp_path: Path) -> None:
     for number, (lr, dice) in enumerate((("0.01", 0.9), ("0.02", 0.8))):
         make_run(tmp_path / str(number), {"optimizer.lr": lr}, dice)

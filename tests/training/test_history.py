@@ -150,6 +150,8 @@ def test_the_progress_bar_shows_the_last_figures(tmp_path: Path) -> None:
         {"step": 6, "loss": 0.25},
     ]
     assert HistoryBar(history).get_metrics(None, None) == {"loss": 0.25, "val_dice": 0.8}
+    history.rows += [{"step": 6, "val_dice": 0.0}, {"step": 9, "loss": 0.0}]
+    assert HistoryBar(history).get_metrics(None, None) == {"loss": 0.0, "val_dice": 0.0}
 
 
 @pytest.mark.parametrize(

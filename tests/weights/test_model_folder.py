@@ -60,6 +60,8 @@ def test_folds_are_found_and_averaged(written: Path) -> None:
         "fine"
     ]
     assert Path(single).name == names[3]
+    repeated = find_stages(written, ["1", "0", "1"])["coarse"]
+    assert [path.name for path in repeated] == [names[1], names[0]], "each counts once"
 
 
 def test_a_task_may_be_called_like_a_stage_and_a_fold(

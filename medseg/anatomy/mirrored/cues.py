@@ -20,29 +20,33 @@ from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
-# Chosen by the anatomy. Solid tissue has nothing light within 5 mm, twice the spacing at which a
-# scan is read; the liver is looked for 8 to 60 mm below a lung, of which a scan cut at the bases
-# shows a rim alone.
+# The next values were chosen by the anatomy. Solid tissue has nothing light within this distance,
+# which is twice the spacing at which a scan is read.
 SOLID_MM = 5.0
 LIGHT_HU = -20.0
 # A column that is nowhere denser lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
+# Depth below a lung at which the liver is looked for. A scan that ends at the bases of the lungs
+# shows too little of it.
 BELOW_LUNG_MM = (8.0, 60.0)
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
-# Air between the lungs, the area of the trachea or of its fork, and the least length of it.
+# Voxels below are air of the trachea.
 TRACHEA_HU = -600.0
+# Least and largest area of the trachea, or of its fork, in a slice.
 TRACHEA_MM2 = (60.0, 700.0)
+# Least length along which it must be seen.
 TRACHEA_MM = 20.0
-# From the middle of the spine in which the descending aorta is looked for.
+# Distance from the middle of the spine at which the descending aorta lies; both sides are compared.
 AORTA_REACH_MM = (10.0, 35.0)
-# Part of the height of the lungs in which the heart is looked for.
+# Part of the height of the lungs, from below, in which the heart is looked for.
 HEART_SHARES = (0.1, 0.5)
 # Size of a cue that counts 1. Of 21 scans of whole chests the liver has 0.06 to 0.5, the arch -3 to
 # 33 mm (8 to 33 without two of much volume loss), the aorta -0.3 to 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
 MAX_CUE = 2.0
-# The least sum of an untouched whole chest is -0.1, the next 0.6; the least liver 0.64.
+# A sum of the cues below minus this means a mirrored image. Of whole chests that are not mirrored,
+# the least sum is -0.1, the second least 0.6; the least cue of the liver is 0.64.
 MIRRORED_EVIDENCE = 0.8
 CLEAR_CUE = 0.5
 
@@ -235,27 +239,27 @@ def liver_excess(lungs: Lungs) -> float | None:
     """
     spacing_mm = np.array(lungs.spacing_mm)
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
-    belows = []
+    masks = []
     for lung in (lungs.right, lungs.left):
         columns = inner_columns(lung, lungs.spacing_mm)
         below = tissue_below(lung, columns & in_field, lungs.spacing_mm[0])
         if not shows_below(below, columns, spacing_mm):
             return None
-        belows.append(below)
-    part = part_around(belows[0] | belows[1], spacing_mm)
+        masks.append(below)
+    below_right, below_left = masks
+    part = part_around(below_right | below_left, spacing_mm)
     is_solid, is_light = solid_and_light(lungs.image_hu[part], spacing_mm)
-    solid_shares = [is_solid[below[part]].mean() for below in belows]
-    light_shares = [is_light[below[part]].mean() for below in belows]
-    # First that of the right lung. The liver is solid; stomach and colon hold gas and fat.
-    solid_excess = solid_shares[0] - solid_shares[1]
-    return float(solid_excess + light_shares[1] - light_shares[0]) / 2
+    # The liver is solid; stomach and colon hold gas and fat.
+    solid_excess = is_solid[below_right[part]].mean() - is_solid[below_left[part]].mean()
+    light_excess = is_light[below_left[part]].mean() - is_light[below_right[part]].mean()
+    return float(solid_excess + light_excess) / 2
 
 
 def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
     """Slices of what `solid_and_light` reads for the voxels of a mask, which is not empty."""
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask shows what lies below a lung"
-    # Both filters reach as far, rounded to voxels.
+    # Two filters, one after the other, each with a reach of at most `SOLID_MM`, rounded to voxels.
     reach = 2 * np.ceil(SOLID_MM / spacing_mm).astype(int)
     return box.expanded(reach.tolist()).clipped(mask.shape).slices()
 
@@ -265,7 +269,7 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
     reach = np.rint(SOLID_MM / spacing_mm).astype(int)
     clipped_hu = np.clip(image_hu, -300, 300).astype(np.float32)
     smooth_hu = ndimage.uniform_filter(clipped_hu, np.maximum(1, reach).tolist())
-    # Liver with contrast agent lies below bone.
+    # Liver with contrast agent is less dense than bone.
     is_tissue = (smooth_hu > 0) & (smooth_hu < SPINE_HU)
     is_solid = ndimage.minimum_filter(is_tissue, (2 * reach + 1).tolist())
     return is_solid, smooth_hu < LIGHT_HU
@@ -281,13 +285,14 @@ def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarr
     """Mask (D, H, W) of what lies at some depth below a lung, in some of its columns."""
     near_mm, far_mm = BELOW_LUNG_MM
     depths_mm = np.arange(len(lung)) * z_mm
-    # In slices below the lung, in two bytes a voxel.
-    slices = np.flatnonzero((depths_mm > near_mm) & (depths_mm <= far_mm))
-    if not len(slices):
+    depths = np.flatnonzero((depths_mm > near_mm) & (depths_mm <= far_mm))
+    if not len(depths):
         return np.zeros(lung.shape, dtype=bool)
     z = np.arange(len(lung), dtype=np.int16)[:, None, None]
+    # Depth of each voxel below the lowest one of the lung in its column, in slices; int16, since it
+    # is an array of the volume.
     depth = lung.argmax(axis=0).astype(np.int16) - z
-    return np.asarray(columns & (depth >= slices[0]) & (depth <= slices[-1]))
+    return np.asarray(columns & (depth >= depths[0]) & (depth <= depths[-1]))
 
 
 def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
@@ -333,13 +338,13 @@ def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | Non
     pieces, num_pieces = ndimage.label(is_gap & (lungs.image_hu[z] < TRACHEA_HU))
     if not num_pieces:
         return None
-    # Number 0 is what lies around the pieces.
-    areas_mm2 = np.bincount(pieces.ravel())[1:] * lungs.spacing_mm[1] * lungs.spacing_mm[2]
+    areas_mm2 = np.bincount(pieces.ravel()) * lungs.spacing_mm[1] * lungs.spacing_mm[2]
+    areas_mm2[0] = 0.0  # number 0 is what lies around the pieces
     largest = int(areas_mm2.argmax())
     low_mm2, high_mm2 = TRACHEA_MM2
     if not low_mm2 <= areas_mm2[largest] <= high_mm2:
         return None
-    y, x_centre = ndimage.center_of_mass(pieces == largest + 1)
+    y, x_centre = ndimage.center_of_mass(pieces == largest)
     return float(y), float(x_centre)
 
 
@@ -360,7 +365,8 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
             continue
         y, x = front
         rows = np.flatnonzero(gap.is_between[z])
-        distance_mm = (y - rows) * y_mm  # in front of the spine
+        # From a little behind the front of the spine to twice as far before it, where the aorta is.
+        distance_mm = (y - rows) * y_mm
         rows = rows[(distance_mm >= -near_mm) & (distance_mm <= 2 * near_mm)]
         if not len(rows):
             continue

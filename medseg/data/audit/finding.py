@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ class Kind(NamedTuple):
     cure: str = ""
 
 
-ERROR, WARNING, INFORMATION = Severity
+ERROR = Severity.error
+WARNING = Severity.warning
+INFORMATION = Severity.information
 
 _RESAMPLE = "resample the label map to the grid of the image with nearest neighbours"
 _IGNORE_GRID = (
@@ -295,14 +297,14 @@ KINDS = {
     ),
     "near_copy:scaled": Kind(
         ERROR,
-        "but for scale and shift of its values its image is that of the case {twin!r} (within "
+        "its image is that of the case {twin!r} up to scale and shift of its values (within "
         "{difference:.1%}), but {claim}: one could be used for training and the other for "
         "validation",
         "remove one of them, or give both the same patient in the case table",
     ),
     "near_copy:scaled_unclaimed": Kind(
         WARNING,
-        "but for scale and shift of its values its image is that of the case {twin!r} (within "
+        "its image is that of the case {twin!r} up to scale and shift of its values (within "
         "{difference:.1%}): one could be used for training and the other for validation",
         "if they show one patient, remove one of them, or give both the same patient in the case "
         "table",
@@ -374,13 +376,14 @@ class CaseAudit:
         for values in data["findings"]:
             finding = Finding(**values)
             findings.append(replace(finding, severity=Severity(finding.severity)))
-        # JSON has lists where the audit has tuples.
-        sequences = {
+        # JSON has lists where the audit has tuples, and mappings where it has objects.
+        restored = {
+            "grid": VoxelGrid(**data["grid"]),
             "findings": tuple(findings),
             "thumbnail": tuple(data["thumbnail"]),
             "profile": tuple(map(tuple, data["profile"])),
         }
-        return cls(**{**data, "grid": VoxelGrid(**data["grid"]), **sequences})
+        return cls(**(data | restored))
 
 
 def find(kind: str, **values: Any) -> Finding:
@@ -396,7 +399,7 @@ def find(kind: str, **values: Any) -> Finding:
     )
 
 
-def check_ignored(codes: Iterable[str], where: str) -> frozenset[str]:
+def check_ignored(codes: Collection[str], where: str) -> frozenset[str]:
     """Check that findings exist and may be ignored.
 
     Args:

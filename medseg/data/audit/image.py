@@ -29,8 +29,10 @@ SPIKE_REACH = 25
 MAX_SPIKES = 4
 
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
-PADDING_SHARE = 0.001
-FILLED_SHARE = 0.01
+PADDING_SHARE = 0.001  # least share of voxels below it that is reported
+# Least share of a spike that is reported: of a constant inside the range of tissue, and at the
+# lowest value.
+SPIKE_REPORT_SHARE = 0.01
 # Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it,
 # air and organs full of it.
 SOFT_HU = (-150, 150)
@@ -38,32 +40,34 @@ GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
 FAT_HU = -50  # every CT shows fat or air below
 OFFSET_HU = 1024
-# Least share of soft tissue: images in HU have 8 to 60 % in `SOFT_HU`, and 0.1 % in this range if
-# it is moved by `OFFSET_HU`.
+# Least share of soft tissue. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about
+# 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
 # Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
 # An inverted image has this many times more voxels at the values of bone, where its air lies, than
 # at those of air.
 INVERTED_CONTRAST = 5.0
-AIR_SHARE = 0.001
-BONE_SHARE = 0.001  # denser than soft tissue
+# An image shows air, soft tissue or bone at all if it has this share of its voxels there.
+PRESENT_SHARE = 0.001
 MAX_WINDOWED_RANGE = 256
 # Ends to which programs scale a window, the narrowest first, and the window that the advice takes
 # as an example.
 USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
 USUAL_WINDOW_HU = (-1250, 250)
-# HU divided by 1000: lowest value between that of an organ full of air and of air, highest value
-# that of the densest implant in 12 bits and more.
+# Signs of HU that were divided by 1000. The lowest value is air, or an organ full of it: from -1100
+# to -500 HU. The highest is at most an implant in 12 bits, 3071 HU, or a little more.
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
 # The same with a scanner's padding as the lowest value, to the rounding of a stored number.
 DIVIDED_PADDINGS = (-2.048, -3.024)
 DIVIDED_ROUNDING = 5e-4
-# The lowest value of a scanner is -1024; a spike there is normal.
+# Scanners clip air at -1024: a spike at the lowest value is normal up to here.
 FLOOR_HU = -1010
-HARMLESS_CLIP_HU = -1000
+# Clipping at or below the value of air loses nothing of the body.
+NOMINAL_AIR_HU = -1000
+# Clipping at this value or above is not reported.
 LOW_CEILING_HU = 1500
 # Blocks of a thumbnail along each axis, and the range of its values: metal and padding would
 # outweigh the rest.
@@ -242,7 +246,7 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
         return [scale]
     findings = [*_audit_padding(facts), *_audit_clipping(facts)]
     is_clipped = any(finding.code == "clipped" for finding in findings)
-    if share_of(facts.tissue, *AIR_RANGE_HU) < AIR_SHARE and not is_clipped:
+    if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
         findings.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
     return findings
 
@@ -285,12 +289,13 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
         return find("hu_range:constant", **ends)
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return _explain_small_range(facts)
-    is_dark = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
-    if not is_dark and _is_soft_at(tissue, OFFSET_HU):
+    has_fat_or_air = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
+    if not has_fat_or_air and _is_soft_at(tissue, OFFSET_HU):
         return _explain_offset(facts, OFFSET_HU, "high")
-    dark_share = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU)
-    is_too_dark = dark_share >= TISSUE_SHARE and not _is_soft_at(tissue, 0)
-    if is_too_dark and _is_soft_at(tissue, -OFFSET_HU):
+    # Air that an offset has moved down, where an image in HU has nothing.
+    has_moved_air = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE
+    is_moved_down = _is_soft_at(tissue, -OFFSET_HU) and not _is_soft_at(tissue, 0)
+    if has_moved_air and is_moved_down:
         # An offset moves air to -2048 at the lowest: values far below it were multiplied.
         lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
         far_share = share_of(tissue, -np.inf, lowest_air_hu)
@@ -299,10 +304,11 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
         return _explain_offset(facts, -OFFSET_HU, "low")
     if _is_inverted(tissue):
         bright_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
-        return find("hu_range:inverted", **ends, share=bright_share, air=-HARMLESS_CLIP_HU)
-    if not is_dark or share_of(tissue, SOFT_HU[0], np.inf) < AIR_SHARE:
-        lacking = "soft tissue" if is_dark else "fat or air"
-        return find("hu_range:other", **ends, lacking=lacking)
+        return find("hu_range:inverted", **ends, share=bright_share, air=-NOMINAL_AIR_HU)
+    if not has_fat_or_air:
+        return find("hu_range:other", **ends, lacking="fat or air")
+    if share_of(tissue, SOFT_HU[0], np.inf) < PRESENT_SHARE:
+        return find("hu_range:other", **ends, lacking="soft tissue")
     return None
 
 
@@ -340,9 +346,11 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     is_air = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1]
     is_padding = any(abs(low - padding) <= DIVIDED_ROUNDING for padding in DIVIDED_PADDINGS)
     if (is_air or is_padding) and high <= DIVIDED_HIGH and num_near_zero > num_near_one:
-        # Windows are scaled to -1 to 1 too: one around soft tissue cannot be told from HU that were
-        # divided and clipped.
-        kind = "hu_range:clipped" if low >= -1 and high <= 1 else "hu_range:divided"
+        kind = "hu_range:divided"
+        if low >= -1 and high <= 1:
+            # Either divided HU that were clipped, or a window around soft tissue that was scaled to
+            # -1 to 1: the values do not tell which.
+            kind = "hu_range:clipped"
         return find(kind, low=low, high=high, slope=DIVISOR)
     bottom, top = _scaled_ends(low, high)
     slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
@@ -378,9 +386,9 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 def _is_inverted(tissue: np.ndarray) -> bool:
     """Whether the values were negated, so that air lies at the values of dense bone.
 
-    An image in HU has more voxels of sparse than of dense bone. In an inverted one, air makes the
-    range of dense bone the larger one, and negated bone lies below soft tissue, where values
-    with an offset and images of other modalities have nothing.
+    An image in HU has more voxels of sparse than of dense bone. In an inverted one, air lies in the
+    range of dense bone, which is therefore the fuller one, and bone lies below soft tissue. Images
+    with an offset and those of other modalities have nothing below soft tissue.
     """
     bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
     dark = share_of(tissue, *AIR_RANGE_HU)
@@ -388,7 +396,7 @@ def _is_inverted(tissue: np.ndarray) -> bool:
     is_bright = (
         bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
     )
-    return is_bright and share_of(tissue, -np.inf, SOFT_HU[0]) >= BONE_SHARE
+    return is_bright and share_of(tissue, -np.inf, SOFT_HU[0]) >= PRESENT_SHARE
 
 
 def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
@@ -396,23 +404,24 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
     padded = share_of(facts.counts, -np.inf, PADDING_BELOW_HU)
     if padded >= PADDING_SHARE:
         most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + ZERO])) - ZERO
-        hold = f"lie below {PADDING_BELOW_HU}"
+        # Predicate of the sentence "12 % of the voxels …".
+        predicate = f"lie below {PADDING_BELOW_HU}"
         if share_of(facts.counts, most, most + 1) > 0.9 * padded:
-            hold = f"hold {most}"
-        yield find("padding:outside", share=padded, hold=hold, air=AIR_HU)
+            predicate = f"hold {most}"
+        yield find("padding:outside", share=padded, hold=predicate, air=AIR_HU)
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():
-        # Near the ends it is clipping, and in the range of air a value of its own.
+        # A spike near an end is clipping, and one in the range of air is air.
         is_inner = max(AIR_RANGE_HU[1], low_hu + SPIKE_REACH) < value < high_hu - SPIKE_REACH
-        if spike_share >= FILLED_SHARE and is_inner:
+        if spike_share >= SPIKE_REPORT_SHARE and is_inner:
             yield find("padding:filled", share=spike_share, value=value, air=AIR_HU)
 
 
 def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
     """Find ends of the scale at which software clipped the values."""
     low_hu, high_hu = facts.measured_hu
-    if low_hu > FLOOR_HU and facts.spikes.get(low_hu, 0.0) >= FILLED_SHARE:
-        kind = "clipped:air" if low_hu <= HARMLESS_CLIP_HU else "clipped:low"
+    if low_hu > FLOOR_HU and facts.spikes.get(low_hu, 0.0) >= SPIKE_REPORT_SHARE:
+        kind = "clipped:air" if low_hu <= NOMINAL_AIR_HU else "clipped:low"
         yield find(kind, share=facts.spikes[low_hu], value=low_hu)
     if high_hu in facts.spikes and high_hu < LOW_CEILING_HU:
         yield find("clipped:high", share=facts.spikes[high_hu], value=high_hu)

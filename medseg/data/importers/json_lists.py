@@ -7,7 +7,7 @@ Sources of the layouts: documentation/dataset_format.md of nnU-Net 2, medicaldec
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ class _RawFolder:
         return self.folder / DATASET_FILE
 
     def has_list(self, key: str) -> bool:
-        """Whether a list of nnU-Net 1 chooses among the files: nnU-Net 2 takes all of them."""
+        """Whether a list of the cases counts: nnU-Net 1 takes those of its list, nnU-Net 2 all."""
         return "channel_names" not in self.about and key in self.about
 
 
@@ -119,13 +119,13 @@ def import_nnunet(folder: Path) -> DataSet:
     if folds.advice:
         notes = (folds.advice,)
     return DataSet(
-        NNUNET,
-        str(raw.about.get("name") or folder.name),
-        tuple(cases),
-        groups,
-        tuple(map(channel_of, raw.channels)),
-        background,
-        ignore,
+        format=NNUNET,
+        name=str(raw.about.get("name") or folder.name),
+        cases=tuple(cases),
+        labels=groups,
+        channels=tuple(map(channel_of, raw.channels)),
+        background=background,
+        ignore=ignore,
         notes=notes,
         account=raw.account,
     )
@@ -150,7 +150,7 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
             f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; "
             "convert the files to one of them."
         )
-    # Unless the steps that follow claim the files, or give a better reason.
+    # Reason for all files of the folders that no later step uses, or explains better.
     why = f"no file of a case that ends in {ending}"
     if "dataset" in about:
         why = "the key dataset does not name it"
@@ -181,9 +181,10 @@ def _listed_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Pat
     images: dict[str, list[Path]] = {}
     labels: dict[str, Path] = {}
     for name, content in field(raw.about, "dataset", dict, raw.path).items():
+        # `file_paths` and `file_path` refuse the keys that an empty entry lacks.
         entry = content if isinstance(content, dict) else {}
-        images[name] = [raw.folder / image for image in texts(entry.get("images"), raw.path)]
-        labels[name] = raw.folder / text(entry.get("label"), raw.path)
+        images[name] = [raw.folder / image for image in file_paths(entry.get("images"), raw.path)]
+        labels[name] = raw.folder / file_path(entry.get("label"), raw.path)
         if len(images[name]) != len(raw.channels):
             raise UserError(
                 f"{raw.path}: expected {len(raw.channels)} images of {name}, one per channel, "
@@ -226,7 +227,7 @@ def _choose_listed(
     counts: Counter[str] = Counter()
     for entry in field(raw.about, key, list, raw.path):
         image = entry.get("image") if isinstance(entry, dict) else entry
-        counts[_name_in_list(text(image, raw.path))] += 1
+        counts[_name_in_list(file_path(image, raw.path))] += 1
     for name, count in counts.items():
         if name not in images:
             raise UserError(
@@ -257,8 +258,8 @@ def _require_own_labels(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
     for entry in raw.about["training"]:
         if not isinstance(entry, dict) or "label" not in entry:
             continue
-        name = _name_in_list(text(entry.get("image"), raw.path))
-        listed = Path(text(entry["label"], raw.path)).name
+        name = _name_in_list(file_path(entry.get("image"), raw.path))
+        listed = Path(file_path(entry["label"], raw.path)).name
         if listed != labels[name].name:
             raise UserError(
                 f"{raw.path}: the list training gives the case {name} the labels {listed}, "
@@ -277,7 +278,7 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
 
     Args:
         raw: The data set.
-        num_sides: Number of folds that the column `fold_sides` describes; a test case is in none.
+        num_sides: Number of folds; a test case is on neither side of each.
     """
     images_at = raw.folder / "imagesTs"
     if not images_at.is_dir():
@@ -342,7 +343,7 @@ def import_msd(source: Path) -> DataSet:
     _check_count(about, "numTest", num_tested, account)
     images = []
     for _, entry in entries:
-        images.append([path.parent / image for image in texts(entry.get("image"), path)])
+        images.append([path.parent / image for image in file_paths(entry.get("image"), path)])
     cases = _msd_cases(entries, images, path, account)
     background: LabelMembers = {}
     ignore = None
@@ -357,18 +358,18 @@ def import_msd(source: Path) -> DataSet:
         channels = [channel_of(name) for name in _names(modalities)]
     _check_channels(path, images, len(channels))
     if not channels:
-        # One guess for all channels, which the files of an entry count.
+        # One guess for all channels. There are as many as an entry has files.
         channel = channel_of(guess_modality(cases, notes))
         channels = [channel] * max(map(len, images), default=1)
     return DataSet(
-        MSD,
-        str(about.get("name") or path.parent.name),
-        tuple(cases),
-        groups,
-        tuple(channels),
-        background,
-        ignore,
-        tuple(notes),
+        format=MSD,
+        name=str(about.get("name") or path.parent.name),
+        cases=tuple(cases),
+        labels=groups,
+        channels=tuple(channels),
+        background=background,
+        ignore=ignore,
+        notes=tuple(notes),
         account=account,
     )
 
@@ -393,13 +394,14 @@ def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
         for value in content:
             entry = value if isinstance(value, dict) else {"image": value}
             account.leave_out_keys(entry, ENTRY_KEYS, f"an entry of {key}")
-            # "./a.nii.gz" and "a.nii.gz" are one file.
-            image = os.path.normpath(texts(entry.get("image"), path)[0])
-            first_key, first_entry = first_uses.setdefault(image, (key, entry))
-            # The same object, not an equal one: this is the first use of the image.
-            if first_entry is entry:
+            # An entry is known by its first image; "./a.nii.gz" and "a.nii.gz" are one file.
+            image = os.path.normpath(file_paths(entry.get("image"), path)[0])
+            if image not in first_uses:
+                first_uses[image] = key, entry
                 entries.append((split, entry))
-            elif first_entry == entry and LISTS[first_key] == split:
+                continue
+            first_key, first_entry = first_uses[image]
+            if first_entry == entry and LISTS[first_key] == split:
                 account.merge(Kind.list, f"{image} in {key}", "listed more than once, counts once")
             else:
                 raise UserError(
@@ -435,7 +437,7 @@ def _msd_cases(
         # A test case may have none.
         labels = None
         if entry.get("label") is not None:
-            labels = path.parent / text(entry["label"], path)
+            labels = path.parent / file_path(entry["label"], path)
         case = Case(
             name,
             files[0],
@@ -472,7 +474,7 @@ def _check_folds(cases: Sequence[Case], path: Path, account: Account) -> None:
 def _check_channels(path: Path, images: Sequence[Sequence[Path]], num_channels: int) -> None:
     """Refuse entries of several images whose number is not that of the channels.
 
-    Where each entry has one image, that file may hold all channels.
+    Where each entry has one image, that file may hold all channels, along its fourth axis.
 
     Args:
         path: The datalist, for messages.
@@ -480,7 +482,6 @@ def _check_channels(path: Path, images: Sequence[Sequence[Path]], num_channels: 
         num_channels: Number of channels in `modality`; 0 = not stated.
     """
     most = max(map(len, images), default=1)
-    # A single file may hold all channels along its fourth axis.
     if most == 1:
         return
     expected = num_channels or most
@@ -521,7 +522,7 @@ def field(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
     return value
 
 
-def text(value: Any, path: Path) -> str:
+def file_path(value: Any, path: Path) -> str:
     """Return a path of a JSON file.
 
     Raises:
@@ -535,11 +536,11 @@ def text(value: Any, path: Path) -> str:
     return value
 
 
-def texts(value: Any, path: Path) -> list[str]:
+def file_paths(value: Any, path: Path) -> list[str]:
     """Return one path or several, at least one."""
     if isinstance(value, list) and value:
-        return [text(item, path) for item in value]
-    return [text(value, path)]
+        return [file_path(item, path) for item in value]
+    return [file_path(value, path)]
 
 
 def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
@@ -678,7 +679,7 @@ def _label_groups(
             f"{path}: expected at least one label beside the background, "
             f"got {dict(named_values)}; correct the file."
         )
-    # Values that no label may have: their voxels are not trained on as its own.
+    # Values that no label may have: voxels with them are ignored, or trained on as background.
     reserved: set[int | str] = set(ignored)
     for background_values in background.values():
         reserved.update(background_values)
@@ -688,12 +689,12 @@ def _label_groups(
     for name, label in label_of_group.items():
         if name != label:
             account.original_names[label] = name
-    # A region that is exactly one group keeps its name and needs no row.
     for region, values in members.items():
         parts = []
         for name, group in groups.items():
             if set(group) <= set(values):
                 parts.append(label_of_group[name])
+        # A region that is one group, under its own name, has not been divided.
         if parts != [label_of_group.get(region)]:
             why = f"region that overlaps others: divided into {', '.join(parts)}"
             account.merge(Kind.label, region, why)
@@ -713,18 +714,17 @@ def _take_background(members: Members, path: Path, account: Account) -> LabelMem
     background: LabelMembers = {}
     for name, values in list(members.items()):
         if name.casefold() == BACKGROUND:
+            del members[name]
             if any(values):
                 background[name] = [value for value in values if value]
         elif values == (0,):
+            del members[name]
             account.leave_out(Kind.label, name, "its value 0 is the background")
         elif 0 in values:
             raise UserError(
                 f"{path}: the label {name!r} has the value 0, which is the background; "
                 "remove it there."
             )
-        else:
-            continue
-        del members[name]
     return background
 
 
@@ -732,7 +732,7 @@ def _disjoint_groups(members: Members) -> LabelMembers:
     """Divide regions that overlap: values that belong to the same regions become one group.
 
     A group has the name of the smallest of its regions, with `_rest` where that region holds
-    further values.
+    further values, and a number where a label has that name.
 
     Returns:
         Groups in the order of their smallest values.
@@ -748,15 +748,29 @@ def _disjoint_groups(members: Members) -> LabelMembers:
         groups.setdefault(tuple(smallest_first), []).append(value)
     named_groups: LabelMembers = {}
     for regions, group in groups.items():
-        name = regions[0]
+        smallest = regions[0]
+        if set(group) == set(members[smallest]):
+            named_groups[smallest] = group
+            continue
         # Smaller regions within it have taken the other values.
-        if set(group) != set(members[name]):
-            name += "_rest"
+        name = f"{smallest}_rest"
         # Another group has the same smallest region: the names of all regions tell them apart.
         if name in named_groups:
             name = "_and_".join(regions)
-        named_groups[name] = group
+        # A label of the data set may have the new name.
+        taken = {*members, *named_groups} - set(regions)
+        named_groups[_free_name(name, taken)] = group
     return named_groups
+
+
+def _free_name(name: str, taken: Collection[str]) -> str:
+    """Number a name that is taken."""
+    free_name = name
+    number = 2
+    while free_name in taken:
+        free_name = f"{name}_{number}"
+        number += 1
+    return free_name
 
 
 def _members(named_values: Mapping[str, Any], path: Path) -> Members:

@@ -25,7 +25,7 @@ class ImageSeries:
         folder: Folder that holds all its files.
         modality: Modality as DICOM names it, such as `CT`.
         patient: Patient ID, "" where there is none.
-        files: The files.
+        files: Its files, in the order of `dicom_files`.
     """
 
     uid: str
@@ -63,9 +63,9 @@ class Catalogue:
 
     Attributes:
         series: Image series by UID.
-        labels: SEG and RTSTRUCT files in the order of their paths.
-        unreadable: Files that cannot be read, with the reason, a clause; "" where there is nothing
-            to add.
+        labels: SEG and RTSTRUCT files, in the order of `dicom_files`.
+        unreadable: File that cannot be read to the reason, for the end of a sentence; "" where none
+            is known.
         others: Files of another kind, with their modality.
     """
 
@@ -78,7 +78,7 @@ class Catalogue:
 def read_catalogue(folder: Path) -> Catalogue:
     """Read the headers of all DICOM files below a folder."""
     files: dict[str, list[Path]] = {}
-    about: dict[str, tuple[str, str]] = {}
+    modality_and_patient: dict[str, tuple[str, str]] = {}
     catalogue = Catalogue({}, [], {}, {})
     for path in dicom_files(folder):
         try:
@@ -91,7 +91,7 @@ def read_catalogue(folder: Path) -> Catalogue:
                 catalogue.labels.append(_label_entry(path, patient))
             elif uid and modality not in NO_IMAGES:
                 files.setdefault(uid, []).append(path)
-                about[uid] = modality, patient
+                modality_and_patient[uid] = modality, patient
             else:
                 catalogue.others[path] = modality or "unknown modality"
         except UserError as error:
@@ -103,7 +103,8 @@ def read_catalogue(folder: Path) -> Catalogue:
             catalogue.unreadable[path] = ""
     for uid, paths in files.items():
         common = Path(os.path.commonpath([path.parent for path in paths]))
-        catalogue.series[uid] = ImageSeries(uid, common, *about[uid], tuple(paths))
+        modality, patient = modality_and_patient[uid]
+        catalogue.series[uid] = ImageSeries(uid, common, modality, patient, tuple(paths))
     return catalogue
 
 
@@ -132,9 +133,9 @@ def is_copy(file: LabelEntry, other: LabelEntry) -> bool:
     """
     if not file.uid or file.uid != other.uid or file.names != other.names:
         return False
-    if filecmp.cmp(file.path, other.path, shallow=False):
-        return True
     try:
+        if filecmp.cmp(file.path, other.path, shallow=False):
+            return True
         # The comparison reads every value of both files, damaged ones too.
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             return bool(dcmread(file.path, force=True) == dcmread(other.path, force=True))

@@ -144,7 +144,7 @@ class Series:
     def is_in(self, scope: str) -> bool:
         """Whether a scope names its patient, its study, or both; the study by UID or date.
 
-        The scope ":" names series without identities, as those that were anonymised.
+        The scope ":" (no patient, no study) names anonymised series, which have no identity.
         """
         names = {self.patient, self.study, self.scope}
         if self.date:
@@ -287,8 +287,8 @@ def field_of(places: tuple[Dataset, ...], keyword: str) -> Any:
     """Find the value of a field of a frame.
 
     Args:
-        places: The group of the frame and that of all frames, where there are such; last the header
-            of the file.
+        places: Where the field may be, in this order: of an enhanced file the group of the frame,
+            then the group of all frames; of any file its header.
         keyword: The field.
 
     Returns:
@@ -417,8 +417,10 @@ def _read_slices(
     pixels = _pixel_format(file, header)
     shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
     groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
-    # A file of one slice has no group of its own.
-    places = [(group, *shared, header) for group in groups] or [(*shared, header)]
+    places = [(group, *shared, header) for group in groups]
+    if not places:
+        # A file of one slice has no groups of frames.
+        places = [(*shared, header)]
     if len(places) != _whole(header, "NumberOfFrames", 1):
         reason = "multi-frame image without a position for each frame"
         return [NoSlice(path, series, reason, is_image=True)]
@@ -498,8 +500,9 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     # The order matters: each test presumes that those before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
-    # Its variants, such as those of several frames, have its UID and a further number.
-    if f"{sop_class}.".startswith(f"{uid.SecondaryCaptureImageStorage}."):
+    # The UID of a variant, such as one of several frames, is that UID, a dot and a number.
+    capture = uid.SecondaryCaptureImageStorage
+    if sop_class == capture or sop_class.startswith(f"{capture}."):
         return "secondary capture"
     if not has_pixels:
         _refuse_lost_image(class_words, wanted_modality)
@@ -584,14 +587,14 @@ def _make_slice(
         )
     sentences += _loss_warnings(header, pixels.transfer_syntax)
     return Frame(
-        path,
-        index,
-        series,
-        pixels,
-        spacing_mm,
-        position_xyz_mm,
-        axes,
-        is_hu,
+        path=path,
+        index=index,
+        series=series,
+        pixels=pixels,
+        spacing_mm=spacing_mm,
+        position_xyz_mm=position_xyz_mm,
+        axes=axes,
+        is_hu=is_hu,
         slope=1.0 if slope is None else slope,
         intercept=0.0 if intercept is None else intercept,
         has_rescale=has_rescale,
@@ -715,9 +718,14 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     bits = _whole(header, "BitsAllocated", 16)
     bits_stored = _whole(header, "BitsStored", bits)
     high_bit = _whole(header, "HighBit", bits_stored - 1)
+    if rows * columns > MAX_SLICE_PIXELS:
+        raise UserError(
+            f"expected slices of at most {MAX_SLICE_PIXELS} pixels, but the header says "
+            f"{rows} x {columns}; it is damaged: copy or export the DICOM series again."
+        )
     # The value must fill the lowest bits: those above it may hold overlays, which old files have.
     is_usual = bits in (8, 16, 32) and 1 <= bits_stored <= bits and high_bit == bits_stored - 1
-    if not is_usual or rows * columns > MAX_SLICE_PIXELS:
+    if not is_usual:
         raise UserError(
             "expected slices of 8, 16 or 32 bits a pixel, but the header says "
             f"{rows} x {columns} pixels of {bits} bits with {bits_stored} used up to bit "
@@ -733,7 +741,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
         )
-    # A deflated file has been read to its end, and is refused later where it has no pixels.
+    # pydicom reads a deflated file to its end, so no tag follows: whether it has pixels shows only
+    # when they are decoded.
     has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
     if not has_pixels or (is_plain and length < num_bytes):
         raise UserError(
@@ -782,8 +791,9 @@ def _transfer_syntax(header: FileDataset) -> uid.UID:
 def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
     """Read the tag and the length of an element, little endian, up to its first byte.
 
-    Implicit elements are tag and length, 4 bytes each; explicit ones have a type of two letters and
-    two zeros in between. The letters would be an odd length, which no element has.
+    An implicit element begins with tag and length, 4 bytes each. An explicit one has a type of two
+    letters and two zeros in between. No length looks like the letters: the first one would make it
+    odd, and all lengths are even.
     """
     start = file.read(8)
     length = start[4:]
@@ -801,6 +811,7 @@ def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"
     padding: list[int] = []
     for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"):
+        # Raw as long as nothing has asked for the value.
         element = header.get_item(keyword)
         if isinstance(element, RawDataElement) and element.value:
             padding.append(int.from_bytes(element.value, byte_order, signed=is_signed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from medseg.data.importers.dicom import import_dicom
 from medseg.data.importers.formats import import_dataset
 from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
+from medseg.io.dicom.catalogue import LabelEntry, is_copy
 from tests.io.io_volumes import finding_texts
 
 
@@ -174,6 +176,12 @@ def test_two_files_without_identity_are_no_copies(tmp_path: Path) -> None:
     dataset.save_as(path.with_name("1-2.dcm"))
     with pytest.raises(UserError, match="label the same series of LCTSC-Train-S1-000"):
         import_dicom(tmp_path)
+
+
+def test_a_file_that_has_gone_is_no_copy(tmp_path: Path) -> None:
+    """Its header was read before, and then the link or the drive went away."""
+    gone = LabelEntry(tmp_path / "gone.dcm", ("left lung",), (), (), "", "1.2.3")
+    assert not is_copy(gone, replace(gone, path=tmp_path / "gone_too.dcm"))
 
 
 def test_mistakes_of_a_dicom_folder(tmp_path: Path) -> None:

@@ -74,6 +74,10 @@ def test_overlapping_regions_of_nnunet_become_disjoint_labels(tmp_path: Path) ->
     assert import_nnunet(tmp_path).labels == {"kidney_rest": [1], "masses": [2, 3]}
     change(tmp_path, labels={"background": 0, "a": [1, 2], "b": [2, 3]})
     assert import_nnunet(tmp_path).labels == {"a_rest": [1], "a_and_b": [2], "b_rest": [3]}
+    # A label that has the name which the rest of a region would get: neither may be lost.
+    change(tmp_path, labels={"background": 0, "lung": [1, 2], "tumour": 2, "lung_rest": 3})
+    rests = {"lung_rest_2": [1], "tumour": [2], "lung_rest": [3]}
+    assert import_nnunet(tmp_path).labels == rests
 
 
 def test_the_older_description_of_nnunet(tmp_path: Path) -> None:
