@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
@@ -27,6 +26,7 @@ from medseg.io.volume import Volume
 from medseg.memory.accounting import count_pass, forward_bytes_per_voxel
 from medseg.memory.precision import autocast, tf32_as
 from medseg.memory.profile import timed_step
+from medseg.memory.shapes import meta_layers
 from medseg.memory.tracker import MemoryTracker
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
@@ -707,9 +707,9 @@ def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float
     """Count additions and multiplications of a pass, which run on shapes alone."""
     num_channels = len(plan.channels) + (plan.previous_stage is not None)
     image = torch.empty((1, num_channels, *plan.patch_size), device="meta")
-    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+    with meta_layers() as layers:
         call_network(network_on_meta, image, plan)
-    return counter.get_total_flops() / math.prod(plan.patch_size)
+    return layers.operations / math.prod(plan.patch_size)
 
 
 def task_of(plan: NnunetPlan) -> Task:
