@@ -71,7 +71,7 @@ def _is_on_meta(operand: Any) -> bool:
 def _convolution(
     features: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    _: Tensor | None,
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],

@@ -154,11 +154,10 @@ def _forecast_resampled(
     resampled_grid = model.resampled_grid(grid)
     channels = len(model.task.channels)
     num_voxels = math.prod(grid.shape)
-    num_resampled = math.prod(resampled_grid.shape)
-    scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
-    resampled_bytes = channels * _held(VALUE * num_resampled, array_bytes)
+    scan_bytes = channels * _held_of_scan(SCAN, model, grid, array_bytes)
+    resampled_bytes = channels * _held_of_scan(VALUE, model, resampled_grid, array_bytes)
     # The forecast of the inner model counts the resampled scan as one that was read.
-    counted_bytes = channels * _held(SCAN * num_resampled, array_bytes)
+    counted_bytes = channels * _held_of_scan(SCAN, model, resampled_grid, array_bytes)
     inner = forecast(model.parts[0], resampled_grid, loaded_bytes, array_bytes)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
@@ -166,8 +165,8 @@ def _forecast_resampled(
     for step, num_bytes in inner.memory.items():
         if step != "read":
             memory[step] = num_bytes + more_bytes
-    labels_bytes = _held(LABEL * num_resampled, array_bytes)
-    labels_bytes += _held(LABEL * num_voxels, array_bytes)
+    labels_bytes = _held_of_scan(LABEL, model, resampled_grid, array_bytes)
+    labels_bytes += _held_of_scan(LABEL, model, grid, array_bytes)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
     return Forecast(memory, channels * num_voxels + inner.voxels, inner.operations)
 
@@ -176,7 +175,7 @@ def _forecast_joined(
     model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
     """Forecast models that run one after the other, beside the labels of those before."""
-    joined_bytes = _held(LABEL * math.prod(grid.shape), array_bytes)
+    joined_bytes = _held_of_scan(LABEL, model, grid, array_bytes)
     memory: dict[str, int] = {}
     num_voxels = 0
     operations = 0.0
@@ -196,30 +195,34 @@ def _forecast_nnunet(
     model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
     """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
-    num_voxels = math.prod(grid.shape)
     channels = len(model.task.channels)
-    scan_bytes = channels * _held(SCAN * num_voxels, array_bytes)
+    num_scan_bytes = channels * SCAN * math.prod(grid.shape)
+    scan_bytes = channels * _held_of_scan(SCAN, model, grid, array_bytes)
     fixed = loaded_bytes + READING_BYTES + scan_bytes
+    waiting_bytes = min(array_bytes, model.waiting_bytes)
     expected = model.expected(grid)
     memory = {"read": fixed}
     for step, arrays in expected.memory.items():
         at_end = 0.0
         during_pass = 0.0
-        touched = 0
+        touched = 0.0
         for array in arrays:
-            num_bytes = _held(array.num_bytes, array_bytes)
+            num_bytes = _held(array.num_bytes, waiting_bytes if array.waits else array_bytes)
             at_end += num_bytes
             during_pass += array.share * num_bytes
             if num_bytes < array.num_bytes:
                 # Pages of files are in memory for a moment.
-                touched = min(TOUCHED_BYTES, touched + array.num_bytes)
-        if step in model.pass_steps:
+                touched += min(array.num_bytes, array.touched)
+        if step not in model.pass_steps:
+            touched += num_scan_bytes - scan_bytes
+        else:
             # Kernels that are loaded stay.
             fixed = loaded_bytes + PASS_BYTES + scan_bytes
             # A pass is no array, which could be a file; on a GPU it takes nothing here.
             if model.device.type == "cpu":
                 during_pass += model.usual_pass_bytes
-        memory[step] = fixed + touched + round(max(at_end, during_pass))
+        touched = min(TOUCHED_BYTES, touched)
+        memory[step] = fixed + round(touched + max(at_end, during_pass))
     return Forecast(memory, round(CASE_TIME + expected.cost), expected.operations)
 
 
@@ -289,6 +292,13 @@ def _forecast_cascade(
 def _held(size: int, array_bytes: float) -> int:
     """Bytes of an array in memory: none where it is so large that it is a temporary file."""
     return size if size <= array_bytes else 0
+
+
+def _held_of_scan(itemsize: int, model: ScanModel, grid: VoxelGrid, array_bytes: float) -> int:
+    """Bytes of an array (D, H, W) in memory; in axial planes it may wait in a file."""
+    if grid.is_axial:
+        array_bytes = min(array_bytes, model.waiting_bytes)
+    return _held(itemsize * math.prod(grid.shape), array_bytes)
 
 
 def _crop_shape(

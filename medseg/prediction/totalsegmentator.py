@@ -99,7 +99,7 @@ class TotalsegmentatorModel(CombinedModel):
         )
         result.durations_s = {**durations_s, **result.durations_s}
         with timed_step(result.durations_s, on_step, RESTORE):
-            labels = new_array(volume.array.shape, np.uint8)
+            labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
             # A view of the stored labels, so that nothing is turned back.
             restore(result.labels, orientation.to_lps(labels))
             result.labels = labels
@@ -149,7 +149,7 @@ def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
     assert depth.weight is not None
     assert rows.weight is not None
     assert columns.weight is not None
-    values = new_array(shape, np.int32)
+    values = new_array(shape, np.int32, waits=True)
     # Along x, then y, then z, each term multiplied and added in this order: the last bit counts.
     for number in range(shape[0]):
         planes = image[depth.index[number]].astype(np.float64)
