@@ -95,6 +95,26 @@ class Forecast(NamedTuple):
         return max(self.memory.values())
 
 
+class ArrayLimits(NamedTuple):
+    """Sizes above which arrays are temporary files, see `medseg.io.scratch.scratch_above`.
+
+    Attributes:
+        array_bytes: Of an array.
+        waiting_bytes: Of an array that waits.
+    """
+
+    array_bytes: float
+    waiting_bytes: float
+
+    def held(self, num_bytes: int, *, waits: bool) -> int:
+        """Bytes of an array in memory."""
+        return _held(num_bytes, self.waiting_bytes if waits else self.array_bytes)
+
+    def held_of_scan(self, itemsize: int, grid: VoxelGrid) -> int:
+        """Bytes in memory of an array (D, H, W) of a scan, which waits where planes are axial."""
+        return self.held(itemsize * math.prod(grid.shape), waits=grid.is_axial)
+
+
 class Rate(NamedTuple):
     """Time that a model takes on this machine.
 
@@ -124,7 +144,11 @@ def rate_of(expected: Forecast, total_s: float, pass_s: float) -> Rate:
 
 
 def forecast(
-    model: ScanModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf
+    model: ScanModel,
+    grid: VoxelGrid,
+    loaded_bytes: int,
+    array_bytes: float = math.inf,
+    waiting_bytes: float | None = None,
 ) -> Forecast:
     """Forecast the memory of a case from the header of its scan.
 
@@ -134,53 +158,57 @@ def forecast(
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
             `medseg.prediction.memory_limit`.
+        waiting_bytes: The same for arrays that wait; None = as the model says.
 
     Raises:
         UserError: If a stage cannot keep its budget.
     """
+    if waiting_bytes is None:
+        waiting_bytes = model.waiting_bytes
+    limits = ArrayLimits(array_bytes, min(array_bytes, waiting_bytes))
     if isinstance(model, JoinedModels):
-        return _forecast_joined(model, grid, loaded_bytes, array_bytes)
+        return _forecast_joined(model, grid, loaded_bytes, limits)
     if isinstance(model, TotalsegmentatorModel):
-        return _forecast_resampled(model, grid, loaded_bytes, array_bytes)
+        return _forecast_resampled(model, grid, loaded_bytes, limits)
     if isinstance(model, (NnunetModel, NnunetEnsemble)):
-        return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
+        return _forecast_nnunet(model, grid, loaded_bytes, limits)
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
 
 def _forecast_resampled(
-    model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast a model that segments a resampled scan, beside the scan itself."""
     resampled_grid = model.resampled_grid(grid)
     channels = len(model.task.channels)
     num_voxels = math.prod(grid.shape)
-    scan_bytes = channels * _held_of_scan(SCAN, model, grid, array_bytes)
-    resampled_bytes = channels * _held_of_scan(VALUE, model, resampled_grid, array_bytes)
+    scan_bytes = channels * limits.held_of_scan(SCAN, grid)
+    resampled_bytes = channels * limits.held_of_scan(VALUE, resampled_grid)
     # The forecast of the inner model counts the resampled scan as one that was read.
-    counted_bytes = channels * _held_of_scan(SCAN, model, resampled_grid, array_bytes)
-    inner = forecast(model.parts[0], resampled_grid, loaded_bytes, array_bytes)
+    counted_bytes = channels * limits.held_of_scan(SCAN, resampled_grid)
+    inner = forecast(model.parts[0], resampled_grid, loaded_bytes, *limits)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
     memory = {"read": read_bytes, RESAMPLE: read_bytes + resampled_bytes}
     for step, num_bytes in inner.memory.items():
         if step != "read":
             memory[step] = num_bytes + more_bytes
-    labels_bytes = _held_of_scan(LABEL, model, resampled_grid, array_bytes)
-    labels_bytes += _held_of_scan(LABEL, model, grid, array_bytes)
+    labels_bytes = limits.held_of_scan(LABEL, resampled_grid)
+    labels_bytes += limits.held_of_scan(LABEL, grid)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
     return Forecast(memory, channels * num_voxels + inner.voxels, inner.operations)
 
 
 def _forecast_joined(
-    model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast models that run one after the other, beside the labels of those before."""
-    joined_bytes = _held_of_scan(LABEL, model, grid, array_bytes)
+    joined_bytes = limits.held_of_scan(LABEL, grid)
     memory: dict[str, int] = {}
     num_voxels = 0
     operations = 0.0
     for number, part in enumerate(model.parts, start=1):
-        expected = forecast(part, grid, loaded_bytes, array_bytes)
+        expected = forecast(part, grid, loaded_bytes, *limits)
         # The labels of the first model become the joined ones.
         held_bytes = 0 if number == 1 else joined_bytes
         for step, num_bytes in expected.memory.items():
@@ -192,14 +220,13 @@ def _forecast_joined(
 
 
 def _forecast_nnunet(
-    model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
     channels = len(model.task.channels)
     num_scan_bytes = channels * SCAN * math.prod(grid.shape)
-    scan_bytes = channels * _held_of_scan(SCAN, model, grid, array_bytes)
+    scan_bytes = channels * limits.held_of_scan(SCAN, grid)
     fixed = loaded_bytes + READING_BYTES + scan_bytes
-    waiting_bytes = min(array_bytes, model.waiting_bytes)
     expected = model.expected(grid)
     memory = {"read": fixed}
     for step, arrays in expected.memory.items():
@@ -207,7 +234,7 @@ def _forecast_nnunet(
         during_pass = 0.0
         touched = 0.0
         for array in arrays:
-            num_bytes = _held(array.num_bytes, waiting_bytes if array.waits else array_bytes)
+            num_bytes = limits.held(array.num_bytes, waits=array.waits)
             at_end += num_bytes
             during_pass += array.share * num_bytes
             if num_bytes < array.num_bytes:
@@ -292,13 +319,6 @@ def _forecast_cascade(
 def _held(size: int, array_bytes: float) -> int:
     """Bytes of an array in memory: none where it is so large that it is a temporary file."""
     return size if size <= array_bytes else 0
-
-
-def _held_of_scan(itemsize: int, model: ScanModel, grid: VoxelGrid, array_bytes: float) -> int:
-    """Bytes of an array (D, H, W) in memory; in axial planes it may wait in a file."""
-    if grid.is_axial:
-        array_bytes = min(array_bytes, model.waiting_bytes)
-    return _held(itemsize * math.prod(grid.shape), array_bytes)
 
 
 def _crop_shape(

@@ -182,8 +182,8 @@ def test_the_forecast_leaves_out_what_waits_in_files() -> None:
     expected = {grid: forecast(model, grid, 0).memory for grid in (axial, sagittal)}
     assert expected[axial]["read"] == READING_BYTES
     assert expected[sagittal]["read"] == READING_BYTES + 2 * num_voxels
-    # The scan and the labels but for a plane; the image waits in both. With all labels in memory the
-    # end takes most, else the last pass.
+    # The scan and the labels but for a plane; the image waits in both. With all labels in memory
+    # the end takes most, else the last pass.
     saved = expected[sagittal]["segment"] - expected[axial]["segment"]
     assert saved == 3 * num_voxels - 512 * 512 - model.usual_pass_bytes
     # The scan is read from its file while the image is prepared.
