@@ -47,9 +47,13 @@ class MetaLayers(TorchDispatchMode):
         if result is None:
             return func(*args, **(kwargs or {}))
         if func is aten.convolution.default:
-            is_transposed = args[6]
-            shapes = (list(tensor.shape) for tensor in (args[0], args[1], result))
-            self.operations += conv_flop_count(*shapes, transposed=is_transposed)
+            features, weight, is_transposed = args[0], args[1], args[6]
+            self.operations += conv_flop_count(
+                list(features.shape),
+                list(weight.shape),
+                list(result.shape),
+                transposed=is_transposed,
+            )
         return result
 
 
