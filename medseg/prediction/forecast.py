@@ -223,9 +223,7 @@ def _forecast_nnunet(
     model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
-    channels = len(model.task.channels)
-    num_scan_bytes = channels * SCAN * math.prod(grid.shape)
-    scan_bytes = channels * limits.held_of_scan(SCAN, grid)
+    scan_bytes = len(model.task.channels) * limits.held_of_scan(SCAN, grid)
     fixed = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
     memory = {"read": fixed}
@@ -240,9 +238,7 @@ def _forecast_nnunet(
             if num_bytes < array.num_bytes:
                 # Pages of files are in memory for a moment.
                 touched += min(array.num_bytes, array.touched)
-        if step not in model.pass_steps:
-            touched += num_scan_bytes - scan_bytes
-        else:
+        if step in model.pass_steps:
             # Kernels that are loaded stay.
             fixed = loaded_bytes + PASS_BYTES + scan_bytes
             # A pass is no array, which could be a file; on a GPU it takes nothing here.

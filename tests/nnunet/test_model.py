@@ -186,9 +186,7 @@ def test_the_forecast_leaves_out_what_waits_in_files() -> None:
     # the end takes most, else the last pass.
     saved = expected[sagittal]["segment"] - expected[axial]["segment"]
     assert saved == 3 * num_voxels - 512 * 512 - model.usual_pass_bytes
-    # The scan is read from its file while the image is prepared.
-    saved = expected[sagittal]["prepare"] - expected[axial]["prepare"]
-    assert 2 * num_voxels - TOUCHED_BYTES <= saved <= 2 * num_voxels
+    assert expected[sagittal]["prepare"] - expected[axial]["prepare"] == 2 * num_voxels
 
 
 @pytest.mark.parametrize("name", CASCADES)
@@ -461,6 +459,9 @@ def test_the_forecast_counts_what_a_cubic_spline_takes() -> None:
     assert 0.9 * known <= taken <= 1.1 * known
     # Of a long scan the coefficients are a file, and some rows are filtered at a time.
     assert preparation_bytes(plan, (400, 512, 512), spacing_mm, has_previous=False) == 2 * 8 * 2**22
+    # Without rows some pages of the file are in memory.
+    large = (400, 512, 512)
+    assert preparation_bytes(plan, large, (5.0, 1.5, 1.0), has_previous=False) == TOUCHED_BYTES
     # The nearest plane is taken where the others are a third as far apart.
     assert preparation_bytes(plan, shape, (5.0, 1.5, 1.0), has_previous=False) == 8 * 40 * 84 * 74
 
