@@ -1,5 +1,6 @@
 """Cascade: the trained stages of a task, which segment a scan together."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,11 @@ class Cascade:
         They need not: our networks are trained with air instead of padding.
         """
         return False
+
+    @property
+    def waiting_bytes(self) -> float:
+        """Size above which arrays that wait are files: none is, crops are read in any order."""
+        return math.inf
 
     @property
     def backend_bytes(self) -> int:

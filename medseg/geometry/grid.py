@@ -237,6 +237,13 @@ class VoxelGrid:
     origin_xyz_mm: tuple[float, float, float] = (0.0, 0.0, 0.0)
     direction: Matrix = IDENTITY
 
+    @property
+    def is_axial(self) -> bool:
+        """Whether its planes (y, x) are nearer to axial ones than to sagittal or coronal ones."""
+        # The last column is the direction in which planes follow one another.
+        along_x, along_y, along_z = (abs(row[2]) for row in self.direction)
+        return along_z >= max(along_x, along_y)
+
     def __post_init__(self) -> None:
         # Frozen: the plain numbers replace what was passed.
         for name, kind in (("shape", int), ("spacing_mm", float), ("origin_xyz_mm", float)):

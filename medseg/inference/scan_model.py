@@ -51,6 +51,10 @@ class ScanModel(Protocol):
         """Memory that backends take with their first pass and keep."""
 
     @property
+    def waiting_bytes(self) -> float:
+        """Size above which arrays that wait are files, see `medseg.io.scratch.scratch_above`."""
+
+    @property
     def has_views(self) -> bool:
         """Whether averaged views give a map of their disagreement."""
 
@@ -109,6 +113,11 @@ class CombinedModel:
     def backend_bytes(self) -> int:
         """Memory that the backends of all parts keep."""
         return sum(part.backend_bytes for part in self.parts)
+
+    @property
+    def waiting_bytes(self) -> float:
+        """Size above which arrays that wait are files; one part may need them in memory."""
+        return max(part.waiting_bytes for part in self.parts)
 
     @property
     def steps(self) -> list[str]:

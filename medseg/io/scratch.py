@@ -1,8 +1,9 @@
 """Scratch arrays: voxels in a temporary file instead of memory, used like any other array.
 
 Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays.
-Their pages leave the memory of this process a moment after they were used; the values stay in the
-file.
+Another, smaller size may hold for arrays that wait: they are written once, plane by plane, and read
+a few times in the same order. Pages leave the memory of this process a moment after they were used;
+the values stay in the file.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 RELEASE_INTERVAL_S = 0.02
 TOUCHED_BYTES = 50_000_000
 _limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
+_waiting_bytes: ContextVar[float] = ContextVar("scratch_waiting_bytes", default=math.inf)
 _maps: WeakSet[mmap.mmap] = WeakSet()
 _lock = threading.Lock()
 
@@ -48,39 +50,60 @@ def scratch_folder() -> Path:
 
 
 @contextmanager
-def scratch_above(num_bytes: float) -> Iterator[None]:
+def scratch_above(num_bytes: float, waiting_bytes: float = math.inf) -> Iterator[None]:
     """Put larger arrays into temporary files that this thread makes in the block.
 
     It makes them with `new_array` and `new_tensor`.
+
+    Args:
+        num_bytes: Size above which an array is a file.
+        waiting_bytes: The same for arrays that wait.
     """
     token = _limit_bytes.set(num_bytes)
+    waiting_token = _waiting_bytes.set(min(num_bytes, waiting_bytes))
     try:
         yield
     finally:
         _limit_bytes.reset(token)
+        _waiting_bytes.reset(waiting_token)
 
 
 @contextmanager
 def scratch_at_most(num_bytes: float) -> Iterator[None]:
     """Lower the size above which arrays of this thread are temporary files; a lower one stays."""
-    with scratch_above(min(num_bytes, _limit_bytes.get())):
+    with scratch_above(min(num_bytes, _limit_bytes.get()), _waiting_bytes.get()):
         yield
 
 
-def new_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+def new_array(shape: tuple[int, ...], dtype: Any, *, waits: bool = False) -> np.ndarray:
     """Make an array of zeros, in memory or in a temporary file.
+
+    Args:
+        shape: Its shape.
+        dtype: Its type.
+        waits: Whether it waits, see `scratch_above`.
 
     Raises:
         UserError: If the disk has no room for it.
     """
-    is_large = math.prod(shape) * np.dtype(dtype).itemsize > _limit_bytes.get()
+    is_large = math.prod(shape) * np.dtype(dtype).itemsize > _limit(waits)
     return scratch_array(shape, dtype) if is_large else np.zeros(shape, dtype)
 
 
 def new_tensor(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu"
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    waits: bool = False,
 ) -> Tensor:
     """Make a tensor without values; on the CPU in memory or in a temporary file.
+
+    Args:
+        shape: Its shape.
+        dtype: Its type.
+        device: Its device.
+        waits: Whether it waits, see `scratch_above`.
 
     Raises:
         UserError: If the disk has no room for it.
@@ -88,9 +111,14 @@ def new_tensor(
     import torch  # most readers of files need no tensor, and it takes 200 MiB
 
     num_bytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or num_bytes <= _limit_bytes.get():
+    if torch.device(device).type != "cpu" or num_bytes <= _limit(waits):
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(dtype).view(shape)
+
+
+def _limit(waits: bool) -> float:
+    """Size above which an array of this thread is a temporary file."""
+    return _waiting_bytes.get() if waits else _limit_bytes.get()
 
 
 def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -514,7 +514,9 @@ def _load(
     if packed_bytes is not None and num_bytes > max(SURE_BYTES, SURE_RATIO * packed_bytes):
         # A damaged header is refused here, before the memory that it asks for is taken.
         deque(volume.runs(), maxlen=0)
-    array = new_array((num_voxels,), dtypes[0])
+    # Who reads it goes through axial planes: in another order each of them has voxels in all pages.
+    waits = volume.grid.is_axial
+    array = new_array((num_voxels,), dtypes[0], waits=waits)
     first, num_gaps = 0, 0
     for values in filter(len, volume.runs()):
         if (volume.slope, volume.intercept) != (1.0, 0.0):
@@ -530,7 +532,8 @@ def _load(
             raise _no_label_map(volume.path, values.flat[int(np.argmax(np.abs(values)))])
         if array.dtype not in fitting:
             # The first value of a wider type: what has been read is copied.
-            wider = new_array((num_voxels,), np.promote_types(array.dtype, fitting[0]))
+            wider_dtype = np.promote_types(array.dtype, fitting[0])
+            wider = new_array((num_voxels,), wider_dtype, waits=waits)
             wider[:first] = array[:first]
             array = wider
         array[first : first + len(values)] = values

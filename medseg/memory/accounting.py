@@ -23,6 +23,7 @@ from medseg.losses.dice_ce import SLAB_VOXELS_GPU, DiceCrossEntropyLoss
 from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.device_map import named_parts
 from medseg.memory.precision import HALF
+from medseg.memory.shapes import meta_layers
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.convolution import convolution_bytes
 from medseg.models.traits import build_on_meta
@@ -273,8 +274,7 @@ def count_pass(
         return num_bytes
 
     dtype = HALF.get(precision, torch.float32)
-    # In inference mode the tracker would not see into composite operations (an instance norm).
-    with torch.inference_mode(mode=False), torch.no_grad():
+    with meta_layers():
         network = build_on_meta(make_network).to(dtype).eval()
         with MemoryTracker(workspace=workspace) as tracker:
             _assign_weights(network, tracker)

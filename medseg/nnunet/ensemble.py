@@ -118,7 +118,8 @@ class NnunetEnsemble(CombinedModel):
         shape = self.parts[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
         plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
-        memory[AVERAGE] = [*stored, Held(math.prod(shape)), Held(PROBABILITY_PLANES * plane)]
+        labels = Held(math.prod(shape), waits=grid.is_axial)
+        memory[AVERAGE] = [*stored, labels, Held(PROBABILITY_PLANES * plane)]
         return Expected(memory, cost, operations)
 
     def segment(
@@ -141,7 +142,7 @@ class NnunetEnsemble(CombinedModel):
             logits, planes, box = self._run(number, volume, more_channels, result, on_step)
             stored.append((logits, planes))
         with timed_step(result.durations_s, on_step, AVERAGE):
-            result.labels = new_array(volume.array.shape, np.uint8)
+            result.labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
             labels = self.parts[0].crop_of(result.labels, box, volume.grid)
             average_planes(stored, self.plan.labels.region_values, labels)
         result.measure(volume.grid, self.task)

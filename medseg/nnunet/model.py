@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.errors import UserError
 from medseg.findings import Finding, information_of, warnings_of
@@ -27,6 +26,7 @@ from medseg.io.volume import Volume
 from medseg.memory.accounting import count_pass, forward_bytes_per_voxel
 from medseg.memory.precision import autocast, tf32_as
 from medseg.memory.profile import timed_step
+from medseg.memory.shapes import meta_layers
 from medseg.memory.tracker import MemoryTracker
 from medseg.models.traits import build_on_meta
 from medseg.nnunet.checkpoint import read_checkpoint
@@ -59,6 +59,9 @@ _NETWORK_LOCK = threading.Lock()
 # cubic spline; of a logit of the scan that is estimated, or interpolated exactly; of a logit of a
 # tile that is added to the sums; and of a pass of a network, however small its tile.
 FILTER_TIME, ESTIMATE_TIME, EXACT_TIME, SUM_TIME, PASS_TIME = 2.0, 0.18, 1.0, 0.18, 3000.0
+# Arrays that wait are files from this size on. The scan, its image and its labels, 600 MiB for 800
+# slices, are needed for seconds of minutes; their pages are brought back within half a second.
+WAITING_BYTES = 2**25
 # Options of `inference` that change a pass of our own networks and have no meaning here.
 FIXED = ("tile_size", "half_weights")
 
@@ -85,10 +88,14 @@ class Held(NamedTuple):
         num_bytes: Its size.
         share: Share of it that is written before the last pass of a network: the system gives no
             memory to the rest before.
+        waits: Whether it waits, see `medseg.io.scratch.scratch_above`.
+        touched: Bytes that are used at a time: where it is a file the others are not in memory.
     """
 
     num_bytes: int
     share: float = 1.0
+    waits: bool = False
+    touched: float = math.inf
 
 
 class Expected(NamedTuple):
@@ -148,6 +155,14 @@ class NnunetModel:
     def plan(self) -> NnunetPlan:
         """Its plan."""
         return self.folder.plan
+
+    @property
+    def waiting_bytes(self) -> float:
+        """Size above which arrays that wait are files; none where planes lie across those of scans.
+
+        Each plane would bring all pages of the scan and of the labels back.
+        """
+        return WAITING_BYTES if self.plan.transpose[0] == 0 else math.inf
 
     @property
     def steps(self) -> list[str]:
@@ -252,11 +267,12 @@ class NnunetModel:
         two_planes = Held(self._dtype.itemsize * num_values)
         (_, rows, columns), _ = self._transposed(grid)
         of_scan = Held(PLANE_BYTES * rows * columns)
-        labels = Held(math.prod(grid.shape))
+        labels = Held(math.prod(grid.shape), waits=grid.is_axial)
         if self._keeps_planes(grid):
             # No later plane is complete when the last tiles begin.
             z_starts = self._starts(grid)[0]
-            labels = labels._replace(share=z_starts[-1] / max(depth, self.plan.patch_size[0]))
+            share = z_starts[-1] / max(depth, self.plan.patch_size[0])
+            labels = labels._replace(share=share, touched=rows * columns)
         expected.memory[SEGMENT] += [two_planes, of_scan, labels]
         cost = expected.cost + self._logit_time * self.plan.labels.num_heads * math.prod(grid.shape)
         if self.previous is None:
@@ -281,9 +297,18 @@ class NnunetModel:
         depth, height, width = self._padded_shape(grid)
         # The previous stage adds one channel of labels, which become several in the network alone.
         num_channels = len(plan.channels) + has_previous
-        image = Held(4 * num_channels * depth * height * width)
+        # Whole rows are touched where a tile is read or added.
+        rows_of_tile = plan.patch_size[0] * plan.patch_size[1] * width
+        image = Held(
+            4 * num_channels * depth * height * width,
+            waits=True,
+            touched=4 * num_channels * rows_of_tile,
+        )
         # Sums of the heads, and of the weights, in as many planes as a tile has.
-        window = Held(itemsize * plan.patch_size[0] * (num_heads + 1) * height * width)
+        window = Held(
+            itemsize * (num_heads + 1) * plan.patch_size[0] * height * width,
+            touched=itemsize * num_heads * rows_of_tile,
+        )
         starts = self._starts(grid)
         passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
         segment = [image, window]
@@ -376,7 +401,7 @@ class NnunetModel:
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
         seconds_before = self.watch.seconds
         with timed_step(result.durations_s, on_step, SEGMENT), self._naming_the_folder():
-            result.labels = new_array(volume.array.shape, np.uint8)
+            result.labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
             self._segment(prepared, self.crop_of(result.labels, prepared.box, volume.grid))
         result.pass_s += self.watch.seconds - seconds_before
         result.tiling_plans[SEGMENT] = self.described_passes()
@@ -707,9 +732,9 @@ def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float
     """Count additions and multiplications of a pass, which run on shapes alone."""
     num_channels = len(plan.channels) + (plan.previous_stage is not None)
     image = torch.empty((1, num_channels, *plan.patch_size), device="meta")
-    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+    with meta_layers() as layers:
         call_network(network_on_meta, image, plan)
-    return counter.get_total_flops() / math.prod(plan.patch_size)
+    return layers.operations / math.prod(plan.patch_size)
 
 
 def task_of(plan: NnunetPlan) -> Task:

@@ -88,7 +88,7 @@ def prepare(
     depth, height, width = inside.slices()
     # The labels of the previous stage of a cascade are one more channel.
     num_channels = len(images) + (previous is not None)
-    image = new_tensor((num_channels, *padded), torch.float32)
+    image = new_tensor((num_channels, *padded), torch.float32, waits=True)
     if tuple(padded) != shape:
         image.zero_()
     mask = None

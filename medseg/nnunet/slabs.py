@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from medseg.geometry.sizes import Shape
 from medseg.inference.slab_pass import Features, Planes, SlabPass
+from medseg.memory.shapes import meta_layers
 from medseg.memory.tracker import HOST, MemoryTracker, Owner
 from medseg.models.convolution import convolve_as_whole
 
@@ -50,7 +51,7 @@ def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape)
     """
     counted = _NnunetPass(float("inf"), META, META)
     image = torch.empty((1, num_channels, *patch_size), device=META)
-    with torch.inference_mode():
+    with meta_layers():
         counted.run(network, image, lambda _: None)
     return counted.least_bytes
 

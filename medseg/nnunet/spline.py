@@ -19,7 +19,7 @@ from scipy.ndimage import spline_filter1d
 from torch import Tensor
 
 from medseg.geometry.sizes import Shape
-from medseg.io.scratch import new_array, release_pages, scratch_at_most
+from medseg.io.scratch import TOUCHED_BYTES, new_array, release_pages, scratch_at_most
 
 # Voxels that scipy repeats at each face before it filters an image for a cubic spline.
 FILTER_MARGIN = 12
@@ -272,7 +272,7 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
 
 
 def filtering_bytes(shape: Shape, axes: Sequence[int]) -> int:
-    """Memory of `filtered`, without pages of a file.
+    """Memory of `filtered`; of a file, the pages that are in memory for a moment.
 
     Args:
         shape: Shape of the volume.
@@ -283,12 +283,12 @@ def filtering_bytes(shape: Shape, axes: Sequence[int]) -> int:
     longer = [size + 2 * FILTER_MARGIN * (axis in axes) for axis, size in enumerate(shape)]
     itemsize = np.dtype(np.float64).itemsize
     num_bytes = itemsize * math.prod(longer)
+    # The rows of all planes that are filtered at a time, before and after.
+    of_rows = 2 * itemsize * min(FILTER_ELEMENTS, math.prod(longer)) if 0 in axes else 0
     if num_bytes > MAX_COEFFICIENTS_BYTES:
-        num_bytes = 0
-    if 0 in axes:
-        # The rows of all planes that are filtered at a time, before and after.
-        num_bytes += 2 * itemsize * min(FILTER_ELEMENTS, math.prod(longer))
-    return num_bytes
+        # Where rows are filtered, the pages are released.
+        return max(TOUCHED_BYTES, of_rows)
+    return num_bytes + of_rows
 
 
 def _filter_depth(part: np.ndarray) -> None:

@@ -248,7 +248,7 @@ class Batch:
                 cascade.check_budget(scan_grid(case.scan, cascade.task))
             if not is_ahead:
                 self._begin(case, "read")
-            with scratch_above(self.array_bytes):
+            with scratch_above(self.array_bytes, cascade.waiting_bytes):
                 return read_case(case.scan, cascade.task)
         except Exception as error:
             if is_ahead and is_out_of_memory(error):
@@ -266,10 +266,9 @@ class Batch:
             # Another prediction into this folder may have finished the case since it was read.
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            with scratch_above(self.array_bytes):
-                segment_case(
-                    case.scan, case.chosen.cascade, data, self.config, partial(self._begin, case)
-                )
+            cascade = case.chosen.cascade
+            with scratch_above(self.array_bytes, cascade.waiting_bytes):
+                segment_case(case.scan, cascade, data, self.config, partial(self._begin, case))
         except Exception as error:
             return self._as_value(error)
         return data

@@ -98,6 +98,26 @@ class Forecast(NamedTuple):
         return max(self.memory.values())
 
 
+class ArrayLimits(NamedTuple):
+    """Sizes above which arrays are temporary files, see `medseg.io.scratch.scratch_above`.
+
+    Attributes:
+        array_bytes: Of an array.
+        waiting_bytes: Of an array that waits.
+    """
+
+    array_bytes: float
+    waiting_bytes: float
+
+    def held(self, num_bytes: int, *, waits: bool) -> int:
+        """Bytes of an array in memory."""
+        return _held(num_bytes, self.waiting_bytes if waits else self.array_bytes)
+
+    def held_of_scan(self, itemsize: int, grid: VoxelGrid) -> int:
+        """Bytes in memory of an array (D, H, W) of a scan, which waits where planes are axial."""
+        return self.held(itemsize * math.prod(grid.shape), waits=grid.is_axial)
+
+
 class Rate(NamedTuple):
     """Time that a model takes on this machine.
 
@@ -127,7 +147,11 @@ def rate_of(expected: Forecast, total_s: float, pass_s: float) -> Rate:
 
 
 def forecast(
-    model: ScanModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float = math.inf
+    model: ScanModel,
+    grid: VoxelGrid,
+    loaded_bytes: int,
+    array_bytes: float = math.inf,
+    waiting_bytes: float | None = None,
 ) -> Forecast:
     """Forecast the memory of a case from the header of its scan.
 
@@ -137,54 +161,57 @@ def forecast(
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
             `medseg.prediction.memory_limit`.
+        waiting_bytes: The same for arrays that wait; None = as the model says.
 
     Raises:
         UserError: If a stage cannot keep its budget.
     """
+    if waiting_bytes is None:
+        waiting_bytes = model.waiting_bytes
+    limits = ArrayLimits(array_bytes, min(array_bytes, waiting_bytes))
     if isinstance(model, JoinedModels):
-        return _forecast_joined(model, grid, loaded_bytes, array_bytes)
+        return _forecast_joined(model, grid, loaded_bytes, limits)
     if isinstance(model, TotalsegmentatorModel):
-        return _forecast_resampled(model, grid, loaded_bytes, array_bytes)
+        return _forecast_resampled(model, grid, loaded_bytes, limits)
     if isinstance(model, (NnunetModel, NnunetEnsemble)):
-        return _forecast_nnunet(model, grid, loaded_bytes, array_bytes)
+        return _forecast_nnunet(model, grid, loaded_bytes, limits)
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
 
 def _forecast_resampled(
-    model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast a model that segments a resampled scan, beside the scan itself."""
     resampled_grid = model.resampled_grid(grid)
     channels = len(model.task.channels)
     num_voxels = math.prod(grid.shape)
-    num_resampled = math.prod(resampled_grid.shape)
-    scan_bytes = channels * _held(SCAN_BYTES * num_voxels, array_bytes)
-    resampled_bytes = channels * _held(VALUE_BYTES * num_resampled, array_bytes)
+    scan_bytes = channels * limits.held_of_scan(SCAN_BYTES, grid)
+    resampled_bytes = channels * limits.held_of_scan(VALUE_BYTES, resampled_grid)
     # The forecast of the inner model counts the resampled scan as one that was read.
-    counted_bytes = channels * _held(SCAN_BYTES * num_resampled, array_bytes)
-    inner = forecast(model.parts[0], resampled_grid, loaded_bytes, array_bytes)
+    counted_bytes = channels * limits.held_of_scan(SCAN_BYTES, resampled_grid)
+    inner = forecast(model.parts[0], resampled_grid, loaded_bytes, *limits)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
     memory = {"read": read_bytes, RESAMPLE: read_bytes + resampled_bytes}
     for step, num_bytes in inner.memory.items():
         if step != "read":
             memory[step] = num_bytes + more_bytes
-    labels_bytes = _held(LABEL_BYTES * num_resampled, array_bytes)
-    labels_bytes += _held(LABEL_BYTES * num_voxels, array_bytes)
+    labels_bytes = limits.held_of_scan(LABEL_BYTES, resampled_grid)
+    labels_bytes += limits.held_of_scan(LABEL_BYTES, grid)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
     return Forecast(memory, channels * num_voxels + inner.voxels, inner.operations)
 
 
 def _forecast_joined(
-    model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast models that run one after the other, beside the labels of those before."""
-    joined_bytes = _held(LABEL_BYTES * math.prod(grid.shape), array_bytes)
+    joined_bytes = limits.held_of_scan(LABEL_BYTES, grid)
     memory: dict[str, int] = {}
     num_voxels = 0
     operations = 0.0
     for number, part in enumerate(model.parts, start=1):
-        expected = forecast(part, grid, loaded_bytes, array_bytes)
+        expected = forecast(part, grid, loaded_bytes, *limits)
         # The labels of the first model become the joined ones.
         held_bytes = 0 if number == 1 else joined_bytes
         for step, num_bytes in expected.memory.items():
@@ -196,12 +223,10 @@ def _forecast_joined(
 
 
 def _forecast_nnunet(
-    model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
+    model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
     """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
-    num_voxels = math.prod(grid.shape)
-    channels = len(model.task.channels)
-    scan_bytes = channels * _held(SCAN_BYTES * num_voxels, array_bytes)
+    scan_bytes = len(model.task.channels) * limits.held_of_scan(SCAN_BYTES, grid)
     fixed = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
     memory = {"read": fixed}
@@ -209,22 +234,23 @@ def _forecast_nnunet(
         # The peak of a step is in its last pass, or at its end, when all arrays are written.
         at_end = 0.0
         during_pass = 0.0
-        touched = 0
+        touched = 0.0
         for array in arrays:
-            num_bytes = _held(array.num_bytes, array_bytes)
+            num_bytes = limits.held(array.num_bytes, waits=array.waits)
             at_end += num_bytes
             # A part of the array may not be written before the last pass.
             during_pass += array.share * num_bytes
             if num_bytes < array.num_bytes:
                 # Pages of files are in memory for a moment.
-                touched = min(TOUCHED_BYTES, touched + array.num_bytes)
+                touched += min(array.num_bytes, array.touched)
         if step in model.pass_steps:
             # What the first pass has brought stays for all later steps.
             fixed = loaded_bytes + PASS_BYTES + scan_bytes
             # A pass is no array, which could be a file; on a GPU it takes nothing here.
             if model.device.type == "cpu":
                 during_pass += model.usual_pass_bytes
-        memory[step] = fixed + touched + round(max(at_end, during_pass))
+        touched = min(TOUCHED_BYTES, touched)
+        memory[step] = fixed + round(touched + max(at_end, during_pass))
     return Forecast(memory, round(CASE_TIME + expected.cost), expected.operations)
 
 

@@ -102,7 +102,7 @@ class TotalsegmentatorModel(CombinedModel):
         )
         result.durations_s = {**durations_s, **result.durations_s}
         with timed_step(result.durations_s, on_step, RESTORE):
-            labels = new_array(volume.array.shape, np.uint8)
+            labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
             # Written through a view in RAS, so that the array itself is in storage order.
             restore(result.labels, orientation.to_lps(labels))
             result.labels = labels
@@ -158,7 +158,7 @@ def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
     assert depth.weight is not None
     assert rows.weight is not None
     assert columns.weight is not None
-    values = new_array(shape, np.int32)
+    values = new_array(shape, np.int32, waits=True)
     # Each term is multiplied along x, then y, then z, and added in this order.
     for number in range(shape[0]):
         planes = image[depth.index[number]].astype(np.float64)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -55,6 +57,24 @@ def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None
         "torchmetrics",
         "sympy",
     }
+
+
+def test_a_model_of_nnunet_is_loaded_and_forecast_without_the_compiler() -> None:
+    pytest.importorskip("dynamic_network_architectures")
+    folder = ROOT / "tests" / "nnunet" / "recorded" / "folds.zip"
+    loaded = loaded_modules(
+        "import torch\n"
+        "from pathlib import Path\n"
+        "from medseg.inference.options import InferenceOptions\n"
+        "from medseg.nnunet.model import load_nnunet\n"
+        f"path = Path({str(folder)!r})\n"
+        "model = load_nnunet(path, None, torch.device('cpu'), InferenceOptions())\n"
+        "assert model.usual_pass_bytes > 0\n"
+        "slabs = model.within(1.5 * model.least_slab_bytes / 2**30)\n"
+        "assert slabs.usual_pass_bytes < model.usual_pass_bytes"
+    )
+    assert "torch" in loaded
+    assert not loaded & {"lightning", "monai", "matplotlib", "SimpleITK", "sympy"}
 
 
 def test_the_command_line_is_checked_without_torch() -> None:

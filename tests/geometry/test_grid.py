@@ -126,6 +126,15 @@ def test_reoriented_keeps_every_world_point(
     )
 
 
+@pytest.mark.parametrize("flip", [False, True])
+def test_planes_are_axial_where_the_first_axis_is_nearest_to_z(flip: bool) -> None:
+    grid = make_grid(flip)
+    assert grid.is_axial
+    for order in itertools.permutations(range(3)):
+        turned = grid.reoriented(order, (flip, not flip, flip))  # type: ignore[arg-type]
+        assert turned.is_axial == (order[0] == 0)
+
+
 def test_axis_map_and_same_axes() -> None:
     fine = make_grid()
     coarse = fine.resampled((2.0, 2.0, 2.0)).crop(VoxelBox((1, -2, 3), (5, 5, 5)))

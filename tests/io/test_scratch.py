@@ -16,7 +16,14 @@ import torch
 
 from medseg.errors import UserError
 from medseg.io import scratch
-from medseg.io.scratch import new_array, new_tensor, release_pages, scratch_above, scratch_array
+from medseg.io.scratch import (
+    new_array,
+    new_tensor,
+    release_pages,
+    scratch_above,
+    scratch_array,
+    scratch_at_most,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +62,26 @@ def test_only_larger_arrays_of_this_thread_are_files() -> None:
     assert (large == 7).all()
     del large, tensor
     assert num_files() == before
+
+
+def test_arrays_that_wait_have_a_limit_of_their_own() -> None:
+    def are_files(num_bytes: int) -> tuple[bool, bool]:
+        before = len(scratch._maps)
+        array = new_array((num_bytes,), np.uint8, waits=True)
+        is_file = len(scratch._maps) > before
+        tensor = new_tensor((num_bytes,), torch.uint8, waits=True)
+        assert array.nbytes == tensor.nbytes
+        return is_file, len(scratch._maps) > before + is_file
+
+    with scratch_above(1000, waiting_bytes=100):
+        assert are_files(100) == (False, False)
+        assert are_files(101) == (True, True)
+        assert new_array((1000,), np.uint8).base is None
+        with scratch_at_most(500):
+            assert are_files(101) == (True, True)
+    with scratch_above(100, waiting_bytes=1000):
+        assert are_files(101) == (True, True)
+    assert are_files(10_000) == (False, False)
 
 
 def test_released_pages_leave_the_memory_and_keep_their_values(

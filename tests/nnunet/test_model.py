@@ -31,11 +31,11 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.options import Backend, InferenceOptions, Seen, Sums
 from medseg.inference.segmentation import Segmentation
 from medseg.io.read import read_image
-from medseg.io.scratch import TOUCHED_BYTES, scratch_above
+from medseg.io.scratch import TOUCHED_BYTES, new_array, scratch_above
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet import model as model_of_nnunet
-from medseg.nnunet.model import Held, NnunetModel, load_nnunet
+from medseg.nnunet.model import WAITING_BYTES, Held, NnunetModel, load_nnunet
 from medseg.nnunet.preprocess import preparation_bytes, prepare
 from medseg.prediction.forecast import PASS_BYTES, READING_BYTES, forecast
 from medseg.prediction.options import PredictConfig
@@ -144,6 +144,49 @@ def test_temporary_files_change_nothing(name: str) -> None:
     with scratch_above(1000):
         in_files = load(name).segment(volume, others).labels
     assert np.array_equal(segmented(name).labels, in_files)
+
+
+@pytest.mark.parametrize("name", ["folds", "2d", "cascade"])
+def test_scan_image_and_labels_that_wait_in_files_change_nothing(name: str) -> None:
+    volume, others, _ = scan_of(name)
+    with scratch_above(math.inf, waiting_bytes=0):
+        waiting = new_array(volume.array.shape, volume.array.dtype, waits=True)
+        waiting[:] = volume.array
+        result = load(name).segment(replace(volume, array=waiting), others)
+    assert in_file(result.labels)
+    assert np.array_equal(segmented(name).labels, result.labels)
+    # A caller that reads scans by itself gets usual arrays.
+    assert not in_file(segmented(name).labels)
+
+
+def in_file(array: np.ndarray) -> bool:
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, memoryview)
+
+
+def test_arrays_wait_in_memory_where_the_network_has_another_first_axis() -> None:
+    """Each of its planes would touch all pages of the scan and of the labels."""
+    waiting = {name: load(name).waiting_bytes for name in NAMES}
+    for name, num_bytes in waiting.items():
+        assert num_bytes == (WAITING_BYTES if load(name).plan.transpose[0] == 0 else math.inf)
+    assert len(set(waiting.values())) == 2
+
+
+def test_the_forecast_leaves_out_what_waits_in_files() -> None:
+    model = load("folds")
+    axial = VoxelGrid((400, 512, 512), (2.0, 1.5, 1.5))
+    sagittal = replace(axial, direction=((0, 0, 1), (1, 0, 0), (0, 1, 0)))
+    num_voxels = math.prod(axial.shape)
+    expected = {grid: forecast(model, grid, 0).memory for grid in (axial, sagittal)}
+    assert expected[axial]["read"] == READING_BYTES
+    assert expected[sagittal]["read"] == READING_BYTES + 2 * num_voxels
+    # The scan and the labels but for a plane; the image waits in both. With all labels in memory
+    # the end takes most, else the last pass.
+    saved = expected[sagittal]["segment"] - expected[axial]["segment"]
+    assert saved == 3 * num_voxels - 512 * 512 - model.usual_pass_bytes
+    assert expected[sagittal]["prepare"] - expected[axial]["prepare"] == 2 * num_voxels
 
 
 @pytest.mark.parametrize("name", CASCADES)
@@ -307,13 +350,13 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
     # Of a few small files all pages may be in memory.
     arrays = model.expected(volume.grid).memory["segment"]
-    touched = sum(array.num_bytes for array in arrays)
+    touched = sum(min(array.num_bytes, array.touched) for array in arrays)
     kernels = PASS_BYTES - READING_BYTES
     files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == touched + kernels + model.usual_pass_bytes
     files = forecast(in_slabs, volume.grid, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == touched + kernels + in_slabs.usual_pass_bytes
-    large = VoxelGrid((400, 300, 300), (2.0, 1.5, 1.5))
+    large = VoxelGrid((40, 2000, 2000), (2.0, 1.5, 1.5))
     files = forecast(model, large, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == TOUCHED_BYTES + kernels + model.usual_pass_bytes
     assert in_slabs.slab_bytes is not None
@@ -339,10 +382,10 @@ def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() 
     assert model.logits_shape(grid) == (40, 4, 30, 30)
     arrays = model.expected(grid).memory["segment"]
     # Tiles of 8 planes begin at 0, 4, …, 32.
-    assert arrays[-1] == Held(36_000, 32 / 40)
+    assert arrays[-1] == Held(36_000, 32 / 40, waits=True, touched=900)
     assert all(array.share == 1.0 for array in arrays[:-1])
     transposed = load("anisotropic").expected(grid).memory["segment"]
-    assert transposed[-1] == Held(36_000)
+    assert transposed[-1] == Held(36_000, waits=True)
     labels = forecast(model, grid, 0).memory["segment"] - forecast(model, grid, 0).memory["read"]
     others = sum(array.num_bytes for array in arrays[:-1])
     kernels = PASS_BYTES - READING_BYTES
@@ -415,6 +458,9 @@ def test_the_forecast_counts_what_a_cubic_spline_takes() -> None:
     assert 0.9 * known <= taken <= 1.1 * known
     # Of a long scan the coefficients are a file, and some rows are filtered at a time.
     assert preparation_bytes(plan, (400, 512, 512), spacing_mm, has_previous=False) == 2 * 8 * 2**22
+    # Without rows some pages of the file are in memory.
+    large = (400, 512, 512)
+    assert preparation_bytes(plan, large, (5.0, 1.5, 1.0), has_previous=False) == TOUCHED_BYTES
     # The nearest plane is taken where the others are a third as far apart.
     assert preparation_bytes(plan, shape, (5.0, 1.5, 1.0), has_previous=False) == 8 * 40 * 84 * 74
 

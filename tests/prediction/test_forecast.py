@@ -191,8 +191,10 @@ def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
     monkeypatch.setattr(forecast_module, "forecast", of_part)
     model: Any = SimpleNamespace(parts=(500, 800), step_name=lambda n, step: f"{step}_{n}")
     grid = VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0))
-    found = forecast_module._forecast_joined(model, grid, 300, array_bytes)
-    assert asked == [(grid, 300, array_bytes)] * 2
+    limits = forecast_module.ArrayLimits(1000.0, array_bytes)
+    found = forecast_module._forecast_joined(model, grid, 300, limits)
+    # One part may need arrays in memory that wait in files with another part alone.
+    assert asked == [(grid, 300, 1000.0, array_bytes)] * 2
     assert found.memory == {
         "read": 100 + held_bytes,
         "segment_1": 500,

@@ -7,12 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from medseg.errors import UserError
 from medseg.inference.options import InferenceOptions
+from medseg.io.scratch import new_array
 from medseg.memory.options import Accelerator
 from medseg.prediction import batch, load_models, memory_limit
+from medseg.prediction.case import CaseData
 from medseg.prediction.load_models import RangeCascade, load_cascade
 from medseg.prediction.memory_limit import (
     NUM_ARRAYS,
@@ -129,7 +132,10 @@ def test_headers_are_checked_where_the_budget_may_be_too_small_for_a_scan(
 ) -> None:
     checked: list[Any] = []
     model: Any = SimpleNamespace(
-        options=InferenceOptions(budget_gib=budget_gib), task="task", check_budget=checked.append
+        options=InferenceOptions(budget_gib=budget_gib),
+        task="task",
+        check_budget=checked.append,
+        waiting_bytes=math.inf,
     )
     scan: Any = SimpleNamespace(refusal="", name="a")
     monkeypatch.setattr(batch, "pick_cascade", lambda *_: (RangeCascade(model, {}), []))
@@ -143,3 +149,33 @@ def test_headers_are_checked_where_the_budget_may_be_too_small_for_a_scan(
     running = batch.Batch([], 0, 1e9, config, 1, batch.Observer())
     assert running.read(batch.BatchCase(scan, Path("a.nii.gz")), is_ahead=False) == "read"
     assert checked == ([("a", "task")] if is_checked else [])
+
+
+def test_a_scan_waits_in_a_file_where_the_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def held_by(*_: Any) -> tuple[bool, bool]:
+        """Whether an array is in memory, and one that waits."""
+        array = new_array((100,), np.uint8)
+        waiting = new_array((100,), np.uint8, waits=True)
+        return array.base is None, waiting.base is None
+
+    seen: list[Any] = []
+    monkeypatch.setattr(batch, "pick_cascade", lambda *_: (chosen, []))
+    monkeypatch.setattr(batch, "read_report", lambda _: {})
+    monkeypatch.setattr(batch, "check_kinds", lambda *_: None)
+    monkeypatch.setattr(batch, "read_case", held_by)
+    monkeypatch.setattr(batch, "segment_case", lambda *_: seen.append(held_by()))
+    monkeypatch.setattr(batch.Batch, "_is_up_to_date", lambda *_: False)
+    monkeypatch.setattr(batch.Batch, "_begin", lambda *_: None)
+    config: Any = SimpleNamespace(save=[])
+    for waiting_bytes, is_in_memory in ((99.0, False), (100.0, True)):
+        model: Any = SimpleNamespace(
+            options=InferenceOptions(budget_gib=2.0), task="task", waiting_bytes=waiting_bytes
+        )
+        chosen = RangeCascade(model, {})
+        running = batch.Batch([], 0, 1e9, config, 1, batch.Observer())
+        scan: Any = SimpleNamespace(refusal="", name="a")
+        case = batch.BatchCase(scan, Path("a.nii.gz"))
+        assert running.read(case, is_ahead=False) == (True, is_in_memory)
+        data = CaseData()
+        assert running.compute(case, data) is data
+        assert seen.pop() == (True, is_in_memory)
