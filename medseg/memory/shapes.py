@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
+import medseg.models.convolution  # noqa: F401  defines an operator
+
 aten = torch.ops.aten
 
 
@@ -96,6 +98,19 @@ def _convolution(
     return features.new_empty(shape)
 
 
+def _convolution_by(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    is_transposed: bool,
+    _: bool,
+) -> Tensor:
+    further = ((1, 1, 1), is_transposed, (0, 0, 0), 1)
+    return _convolution(features, weight, bias, stride, padding, *further)
+
+
 def _norm(features: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     mean = features.new_empty(features.shape[1], dtype=torch.float32)
     deviation = features.new_empty(features.shape[1], dtype=torch.float32)
@@ -148,6 +163,7 @@ def _pooled(
 # Result of each operation by its arguments, without values; None leaves it to torch.
 RESULTS: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
+    torch.ops.medseg.convolution_by.default: _convolution_by,
     aten.native_batch_norm.default: _norm,
     aten.leaky_relu.default: _like,
     aten.relu.default: _like,
