@@ -23,6 +23,7 @@ commands with different `programs` may work in one folder at the same time.
 """
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,7 @@ def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
         data["held_out"],
         int(arguments["threads"]),
         float(arguments["fit_gib"]),
-        arguments.get("nnunet", ""),
+        os.path.abspath(arguments.get("nnunet", "")),
         arguments["trainer"],
         arguments["configuration"],
     )

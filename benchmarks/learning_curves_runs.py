@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import psutil
@@ -18,9 +19,9 @@ from benchmarks.instruments import ROOT, resident_bytes
 from benchmarks.learning_curves_data import CASES, DATASET, HELD_OUT, RAW
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.tables import read_csv
 from medseg.studies.command_steps import MEDSEG, last_checkpoint
 from medseg.studies.configure.choose import TRAINING_SHARE
-from medseg.studies.configure.pilot import median_of
 
 JOBS = ROOT / "benchmarks" / "learning_curves_nnunet.py"
 # `configure` counts the hours of a cross-validation, which has two folds at least.
@@ -218,9 +219,13 @@ class MedsegRuns:
         Args:
             timed_cpu_s: CPU seconds of the training whose steps were timed.
         """
-        run_dir = self.folder / "timed"
-        cores = median_of(run_dir, "cpu_percent") / 100
-        step_s = median_of(run_dir, "seconds_per_step") * cores
+        steps_s = []
+        for line in read_csv(self.folder / "timed" / "history.csv"):
+            if line["seconds_per_step"]:
+                cores = float(line["cpu_percent"]) / 100
+                steps_s.append(float(line["seconds_per_step"]) * cores)
+        # The first steps load and compile.
+        step_s = median(steps_s[1:])
         return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
 
     def predict(self) -> Row:
