@@ -232,8 +232,11 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
         style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.5}
         dice_axes.plot(minutes, [row["dice"] for row in points], label=title, **style)
         memory_axes.plot(minutes, [row["peak_gib"] for row in points], **style)
+    budgets = sorted({row["minutes"] for row in rows})
     for axes in (dice_axes, memory_axes):
         axes.set_xscale("log")
+        axes.set_xticks(budgets, labels=[f"{minutes:g}" for minutes in budgets])
+        axes.minorticks_off()
         axes.set_xlabel("CPU minutes of training")
         axes.set_ylim(bottom=0)
     dice_axes.legend(frameon=False, fontsize=8)

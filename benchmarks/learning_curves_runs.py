@@ -26,6 +26,8 @@ from medseg.studies.configure.choose import TRAINING_SHARE
 JOBS = ROOT / "benchmarks" / "learning_curves_nnunet.py"
 # `configure` counts the hours of a cross-validation, which has two folds at least.
 CONFIGURED_FOLDS = 2
+# In fewer hours `configure` finds no time for the starts of its folds.
+LEAST_HOURS = 0.15
 # Steps of medseg that are timed, and lines of their history.
 TIMED_STEPS = 24
 NUM_LINES = 6
@@ -177,7 +179,7 @@ class MedsegRuns:
 
     def configure(self) -> Row:
         """Write the experiment for hours in which each training has its minutes."""
-        hours = self.minutes / 60 * CONFIGURED_FOLDS / TRAINING_SHARE
+        hours = max(LEAST_HOURS, self.minutes / 60 * CONFIGURED_FOLDS / TRAINING_SHARE)
         return self._run(
             "configure",
             f"fit_gib={self.study.fit_gib:g}",
