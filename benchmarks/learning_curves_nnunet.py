@@ -1,0 +1,161 @@
+"""Jobs of `learning_curves.py` in nnU-Net's environment: plan, time, train and predict on a CPU.
+
+    python benchmarks/learning_curves_nnunet.py plan|time|train|predict <job.json>
+
+The job names its folders by the environment variables of nnU-Net. Planner, trainer, augmentation
+and predictor are nnU-Net's own; only the number of epochs and iterations is set. Nothing of medseg
+is imported. The facts of a job are written as JSON to the file `facts` of the job.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Job = dict[str, Any]
+Facts = dict[str, Any]
+
+DATASET_ID = 1
+PLANS = "nnUNetPlans"
+FOLD = 0
+# Iterations are timed for so many seconds, but so many at least; one before them is not timed.
+TIMED_S = 20.0
+LEAST_TIMED = 2
+
+
+def nnunet_folder(name: str) -> Path:
+    """Folder of nnU-Net: `preprocessed` or `results`."""
+    return Path(os.environ[f"nnUNet_{name}"])
+
+
+def plan(job: Job) -> Facts:
+    """Extract the fingerprint, plan and preprocess one configuration.
+
+    Args:
+        job: `dataset`, `configuration`, and `gpu_memory_target`, GB or None for the planner's own.
+    """
+    from nnunetv2.experiment_planning.plan_and_preprocess_api import (
+        extract_fingerprints,
+        plan_experiments,
+        preprocess,
+    )
+
+    extract_fingerprints([DATASET_ID], num_processes=1, show_progress_bar=False)
+    plan_experiments([DATASET_ID], gpu_memory_target_in_gb=job["gpu_memory_target"])
+    plans_file = nnunet_folder("preprocessed") / job["dataset"] / f"{PLANS}.json"
+    configurations = json.loads(plans_file.read_text(encoding="utf-8"))["configurations"]
+    name = job["configuration"]
+    if name not in configurations:
+        sys.exit(f"nnU-Net plans no {name} for these cases, but {', '.join(configurations)}")
+    preprocess([DATASET_ID], PLANS, [name], [1], show_progress_bar=False)
+    configuration = configurations[name]
+    return {key: configuration[key] for key in ("spacing", "patch_size", "batch_size")}
+
+
+def time_training(job: Job) -> Facts:
+    """Take some iterations of a training and time its parts.
+
+    Returns:
+        CPU seconds: `start_s` until the first iteration, `iteration_s` with the augmentation of
+        its batch, `validation_s` of one iteration of the validation, and `epoch_s` of the end of
+        an epoch, which saves a checkpoint and draws a plot.
+    """
+    # Without workers this process makes the batches, and counts their time.
+    os.environ["nnUNet_n_proc_DA"] = "0"  # noqa: SIM112
+    trainer = make_trainer(job)
+    trainer.num_epochs = 1
+    trainer.on_train_start()
+    start_s = time.process_time()
+    # The loop of nnUNetTrainer.run_training.
+    trainer.on_epoch_start()
+    trainer.on_train_epoch_start()
+    # The first iteration allocates memory.
+    outputs = [trainer.train_step(next(trainer.dataloader_train))]
+    begin_s = time.process_time()
+    num_timed = 0
+    while num_timed < LEAST_TIMED or time.process_time() - begin_s < TIMED_S:
+        outputs.append(trainer.train_step(next(trainer.dataloader_train)))
+        num_timed += 1
+    iteration_s = (time.process_time() - begin_s) / num_timed
+    trainer.on_train_epoch_end(outputs)
+    with torch.no_grad():
+        trainer.on_validation_epoch_start()
+        begin_s = time.process_time()
+        val_outputs = [trainer.validation_step(next(trainer.dataloader_val))]
+        validation_s = time.process_time() - begin_s
+        begin_s = time.process_time()
+        trainer.on_validation_epoch_end(val_outputs)
+    trainer.on_epoch_end()
+    return {
+        "start_s": start_s,
+        "iteration_s": iteration_s,
+        "validation_s": validation_s,
+        "epoch_s": time.process_time() - begin_s,
+    }
+
+
+def train(job: Job) -> Facts:
+    """Train with the numbers of epochs and iterations of the job."""
+    trainer = make_trainer(job)
+    trainer.num_epochs = job["epochs"]
+    trainer.num_iterations_per_epoch = job["iterations"]
+    trainer.num_val_iterations_per_epoch = job["validations"]
+    trainer.run_training()
+    return {"iterations": job["epochs"] * job["iterations"]}
+
+
+def make_trainer(job: Job) -> Any:
+    """Make the trainer of a job as `nnUNetv2_train -device cpu` does.
+
+    Args:
+        job: `dataset`, `configuration` and `trainer`, a name in nnU-Net's registry.
+    """
+    from nnunetv2.run.run_training import get_trainer_from_args
+
+    return get_trainer_from_args(
+        job["dataset"],
+        job["configuration"],
+        FOLD,
+        job["trainer"],
+        PLANS,
+        device=torch.device("cpu"),
+    )
+
+
+def predict(job: Job) -> Facts:
+    """Predict scans with the last checkpoint and the defaults of `nnUNetv2_predict`.
+
+    Args:
+        job: `dataset`, `configuration` and `trainer`; `scans`, the files of each one's channels;
+            `output`, a folder, which receives a label map for each.
+    """
+    from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
+
+    predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
+    model = f"{job['trainer']}__{PLANS}__{job['configuration']}"
+    folder = nnunet_folder("results") / job["dataset"] / model
+    predictor.initialize_from_trained_model_folder(str(folder), (FOLD,), "checkpoint_final.pth")
+    Path(job["output"]).mkdir(parents=True, exist_ok=True)
+    predictor.predict_from_files_sequential(job["scans"], job["output"])
+    return {}
+
+
+JOBS = {"plan": plan, "time": time_training, "train": train, "predict": predict}
+
+
+def main() -> None:
+    """Run a job."""
+    name, path = sys.argv[1:]
+    job: Job = json.loads(Path(path).read_text(encoding="utf-8"))
+    # nnU-Net takes all cores.
+    torch.set_num_threads(job["threads"])
+    facts = JOBS[name](job)
+    Path(job["facts"]).write_text(json.dumps(facts), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

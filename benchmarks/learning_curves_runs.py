@@ -1,0 +1,434 @@
+"""Runs of `learning_curves.py`: one training, prediction and its costs, by medseg or nnU-Net."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.instruments import ROOT, resident_bytes
+from benchmarks.learning_curves_data import CASES, DATASET, HELD_OUT, RAW
+from medseg.errors import UserError
+from medseg.io.atomic import replace_text
+from medseg.io.tables import read_csv
+from medseg.studies.command_steps import MEDSEG, last_checkpoint
+from medseg.studies.configure.choose import TRAINING_SHARE
+
+JOBS = ROOT / "benchmarks" / "learning_curves_nnunet.py"
+# `configure` counts the hours of a cross-validation, which has two folds at least.
+CONFIGURED_FOLDS = 2
+# In fewer hours `configure` finds no time for the starts of its folds.
+LEAST_HOURS = 0.15
+# Steps of medseg that are timed, and lines of their history.
+TIMED_STEPS = 24
+NUM_LINES = 6
+# nnU-Net lowers its learning rate once an epoch; a short training has fewer of them.
+MOST_EPOCHS = 20
+# Iterations for each one of the validation, as in nnU-Net: 250 and 50.
+ITERATIONS_PER_VALIDATION = 5
+# Share of the possible iterations that is left when there are more epochs.
+LEAST_SHARE = 0.95
+# Seconds between two readings of the memory.
+SAMPLED_S = 0.5
+GIB = 2**30
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all points share.
+
+    Attributes:
+        output: Folder of the study.
+        task: Name of the task.
+        held_out: Files of the channels of each held-out scan.
+        threads: Threads of torch.
+        fit_gib: Memory for `configure`, and for nnU-Net's planner in its small plan.
+        nnunet: Python of nnU-Net's environment; empty where only medseg runs.
+        trainer: Trainer in nnU-Net's registry.
+        configuration: Configuration of nnU-Net's plans.
+    """
+
+    output: Path
+    task: str
+    held_out: Sequence[Sequence[str]]
+    threads: int
+    fit_gib: float
+    nnunet: str
+    trainer: str
+    configuration: str
+
+    @property
+    def data(self) -> Path:
+        """Folder of the files that both programs read."""
+        return self.output / "data"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of all programs: threads that do not wait busily, and no GPU."""
+        return os.environ | {
+            "OMP_NUM_THREADS": str(self.threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+
+
+def finished(path: Path, make: Callable[[], Row]) -> Row:
+    """Return the facts of a part from its file; make the part first where there is none."""
+    if path.is_file():
+        facts: Row = json.loads(path.read_text(encoding="utf-8"))
+        return facts
+    facts = make()
+    replace_text(path, json.dumps(facts, indent=1))
+    return facts
+
+
+def fresh(folder: Path) -> Path:
+    """Remove what a stopped command left: if it were continued, its time would be missing."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+def run_measured(command: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> Row:
+    """Run a program to its end.
+
+    Args:
+        command: Program and arguments.
+        log_file: Receives what it prints.
+        environment: Environment variables.
+
+    Returns:
+        `cpu_s`, user and system time of it and of the processes that it waited for, and
+        `peak_gib`, the largest resident memory of all of them, see `resident_bytes`.
+
+    Raises:
+        RuntimeError: If it fails, with the end of its output.
+    """
+    peak_bytes = 0
+    with log_file.open("wb") as log:
+        # In a session of its own, which ends as a whole where this process is stopped.
+        program = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        process = psutil.Process(program.pid)
+        try:
+            pid, status, usage = os.wait4(program.pid, os.WNOHANG)
+            while pid == 0:
+                peak_bytes = max(peak_bytes, resident_bytes(process))
+                time.sleep(SAMPLED_S)
+                pid, status, usage = os.wait4(program.pid, os.WNOHANG)
+        except BaseException:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+            raise
+    # The process has been waited for.
+    program.returncode = os.waitstatus_to_exitcode(status)
+    if program.returncode:
+        end = log_file.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"{log_file} ends with exit code {program.returncode}:\n{end}")
+    return {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_gib": peak_bytes / GIB}
+
+
+@dataclass(frozen=True)
+class MedsegRuns:
+    """Commands of medseg for one point.
+
+    Attributes:
+        study: The study.
+        folder: Folder of the point; receives `predictions`.
+        minutes: CPU minutes of the training.
+    """
+
+    study: Study
+    folder: Path
+    minutes: float
+
+    def point(self) -> Row:
+        """Configure, prepare, time, train and predict; returns the settings and the costs."""
+        configured = finished(self.folder / "configured.json", self.configure)
+        plan = json.loads((self.folder / "plan" / "configure.json").read_text(encoding="utf-8"))
+        setting = plan["setting"]
+        prepared = finished(
+            self.folder / "prepared.json", lambda: self.prepare(setting["spacing_mm"])
+        )
+        timed = finished(self.folder / "timed.json", lambda: self.train("timed", TIMED_STEPS))
+        steps = steps_within(self.minutes, *self.costs(timed["cpu_s"]))
+        trained = finished(self.folder / "trained.json", lambda: self.train("run", steps))
+        predicted = finished(self.folder / "predicted.json", self.predict)
+        return {
+            "iterations": steps,
+            "batch_size": setting["batch_size"],
+            "patch_size": size_text(setting["patch_size"]),
+            "spacing_mm": size_text(setting["spacing_mm"]),
+            **costs_row(trained, configured["cpu_s"] + prepared["cpu_s"], predicted),
+        }
+
+    def configure(self) -> Row:
+        """Write the experiment for hours in which each training has its minutes."""
+        hours = max(LEAST_HOURS, self.minutes / 60 * CONFIGURED_FOLDS / TRAINING_SHARE)
+        return self._run(
+            "configure",
+            f"fit_gib={self.study.fit_gib:g}",
+            f"hours={hours:g}",
+            f"num_folds={CONFIGURED_FOLDS}",
+            f"output={fresh(self.folder / 'plan')}",
+            f"data.cases={self.study.data / CASES}",
+            f"trainer.threads={self.study.threads}",
+        )
+
+    def prepare(self, spacing_mm: Sequence[float]) -> Row:
+        """Audit the cases and resample them to the spacing of the experiment."""
+        return self._run(
+            "prepare",
+            f"data.cases={self.study.data / CASES}",
+            f"data.cache={fresh(self.folder / 'cache')}",
+            "~spacing@spacings.coarse",
+            "spacing@spacings.fine=anisotropic",
+            f"spacings.fine.target_spacing_mm={list(spacing_mm)}",
+        )
+
+    def train(self, name: str, steps: int) -> Row:
+        """Train the experiment for so many steps, with one validation at the end."""
+        return self._run(
+            "train",
+            f"experiment={self.folder / 'plan' / 'experiment.yaml'}",
+            f"data.cases={self.study.data / CASES}",
+            f"data.cache={self.folder / 'cache'}",
+            f"trainer.threads={self.study.threads}",
+            f"steps={steps}",
+            f"stage.validate_every={steps}",
+            f"history_every={max(1, steps // NUM_LINES)}",
+            f"hydra.run.dir={fresh(self.folder / name)}",
+        )
+
+    def costs(self, timed_cpu_s: float) -> tuple[float, float]:
+        """Return the CPU seconds of a training beside its steps, and of a step with its samples.
+
+        Args:
+            timed_cpu_s: CPU seconds of the training whose steps were timed.
+        """
+        steps_s = []
+        for line in read_csv(self.folder / "timed" / "history.csv"):
+            if line["seconds_per_step"]:
+                cores = float(line["cpu_percent"]) / 100
+                steps_s.append(float(line["seconds_per_step"]) * cores)
+        # The first steps load and compile.
+        step_s = median(steps_s[1:])
+        return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
+
+    def predict(self) -> Row:
+        """Predict the held-out scans with the weights of the last step."""
+        return self._run(
+            "predict",
+            f"input={self.study.data / HELD_OUT}",
+            f"output={fresh(self.folder / 'predictions')}",
+            f"single={last_checkpoint(self.folder / 'run')}",
+            f"threads={self.study.threads}",
+        )
+
+    def _run(self, command: str, *arguments: str) -> Row:
+        log_file = self.folder / f"{command}.log"
+        return run_measured([*MEDSEG, command, *arguments], log_file, self.study.environment)
+
+
+@dataclass(frozen=True)
+class NnunetRuns:
+    """Jobs of nnU-Net for one point.
+
+    Attributes:
+        study: The study.
+        folder: Folder of the point; receives `predictions`.
+        minutes: CPU minutes of the training.
+        gpu_memory_target: GB for the planner; None as it comes.
+    """
+
+    study: Study
+    folder: Path
+    minutes: float
+    gpu_memory_target: float | None
+
+    def point(self) -> Row:
+        """Plan and time once for all points, train and predict; see `MedsegRuns.point`."""
+        shared = self.folder.parent
+        planned = finished(shared / "planned.json", self.plan)
+        timed = finished(shared / "timed.json", lambda: self._run("time", shared / "timed"))
+        length = epochs_within(self.minutes, timed)
+        trained = finished(self.folder / "trained.json", lambda: self.train(length))
+        predicted = finished(self.folder / "predicted.json", self.predict)
+        return {
+            "iterations": trained["iterations"],
+            "batch_size": planned["batch_size"],
+            "patch_size": size_text(planned["patch_size"]),
+            "spacing_mm": size_text(planned["spacing"]),
+            **costs_row(trained, planned["cpu_s"], predicted),
+        }
+
+    def plan(self) -> Row:
+        """Extract the fingerprint, plan and preprocess."""
+        shared = self.folder.parent
+        fresh(shared / "preprocessed")
+        return self._run("plan", shared / "plan", gpu_memory_target=self.gpu_memory_target)
+
+    def train(self, length: "Epochs") -> Row:
+        """Train for so many epochs."""
+        return self._run("train", fresh(self.folder / "results"), **length._asdict())
+
+    def predict(self) -> Row:
+        """Predict the held-out scans with the last checkpoint."""
+        return self._run(
+            "predict",
+            self.folder / "results",
+            scans=self.study.held_out,
+            output=str(fresh(self.folder / "predictions")),
+        )
+
+    def _run(self, job: str, results: Path, **facts: Any) -> Row:
+        """Run a job in nnU-Net's environment.
+
+        Args:
+            job: Its name.
+            results: nnU-Net's folder of trainings.
+            facts: What the job needs beside the data, the plan and the trainer.
+
+        Returns:
+            The facts that it returns, with its costs.
+        """
+        folder = results.parent
+        job_file, facts_file = folder / f"{job}_job.json", folder / f"{job}_facts.json"
+        content = {
+            "dataset": DATASET,
+            "configuration": self.study.configuration,
+            "trainer": self.study.trainer,
+            "threads": self.study.threads,
+            "facts": str(facts_file),
+            **facts,
+        }
+        job_file.write_text(json.dumps(content), encoding="utf-8")
+        folders = {
+            "nnUNet_raw": self.study.data / RAW,
+            "nnUNet_preprocessed": self.folder.parent / "preprocessed",
+            "nnUNet_results": results,
+        }
+        environment = self.study.environment
+        environment |= {name: str(path) for name, path in folders.items()}
+        # The script's folder alone is on its path: no module of medseg.
+        environment.pop("PYTHONPATH", None)
+        command = [self.study.nnunet, str(JOBS), job, str(job_file)]
+        costs = run_measured(command, folder / f"{job}.log", environment)
+        return {**json.loads(facts_file.read_text(encoding="utf-8")), **costs}
+
+
+class Epochs(NamedTuple):
+    """Length of a training of nnU-Net.
+
+    Attributes:
+        epochs: Epochs.
+        iterations: Iterations of each.
+        validations: Iterations of the validation in each.
+    """
+
+    epochs: int
+    iterations: int
+    validations: int
+
+
+def steps_within(minutes: float, fixed_s: float, step_s: float) -> int:
+    """Count the steps that fit into CPU minutes.
+
+    Args:
+        minutes: CPU minutes of the training.
+        fixed_s: CPU seconds of its start and its validation.
+        step_s: CPU seconds of a step.
+
+    Raises:
+        UserError: If none fits.
+
+    Example:
+        >>> steps_within(5, 20.0, 0.5)
+        560
+    """
+    steps = math.floor((60 * minutes - fixed_s) / step_s)
+    if steps < 1:
+        raise UserError(f"minutes={minutes:g}: no step fits; the least is {fixed_s / 60 + 0.1:.1f}")
+    return steps
+
+
+def epochs_within(minutes: float, timed: Mapping[str, float]) -> Epochs:
+    """Choose the length of a training of nnU-Net, so that its schedule ends with its minutes.
+
+    Among all numbers of epochs it is the largest that costs no more than a twentieth of the
+    iterations: each epoch validates and saves.
+
+    Args:
+        minutes: CPU minutes of the training.
+        timed: CPU seconds of its parts, see `learning_curves_nnunet.time_training`.
+
+    Raises:
+        UserError: If no iteration fits.
+
+    Example:
+        >>> timed = {"start_s": 20, "iteration_s": 2.0, "validation_s": 0.5, "epoch_s": 1.0}
+        >>> epochs_within(5, timed)
+        Epochs(epochs=10, iterations=12, validations=3)
+    """
+    room_s = 60 * minutes - timed["start_s"]
+    lengths = []
+    for epochs in range(1, MOST_EPOCHS + 1):
+        iterations = iterations_within(room_s / epochs, timed)
+        if iterations:
+            validations = math.ceil(iterations / ITERATIONS_PER_VALIDATION)
+            lengths.append(Epochs(epochs, iterations, validations))
+    if not lengths:
+        raise UserError(f"minutes={minutes:g}: no iteration of nnU-Net fits; give more minutes")
+    most = max(length.epochs * length.iterations for length in lengths)
+    enough = [
+        length for length in lengths if length.epochs * length.iterations >= LEAST_SHARE * most
+    ]
+    return enough[-1]
+
+
+def iterations_within(epoch_s: float, timed: Mapping[str, float]) -> int:
+    """Count the iterations of an epoch of so many CPU seconds; 0 if none fits."""
+    iterations = 0
+    cost_s = timed["epoch_s"] + timed["validation_s"] + timed["iteration_s"]
+    while cost_s <= epoch_s:
+        iterations += 1
+        cost_s += timed["iteration_s"]
+        if iterations % ITERATIONS_PER_VALIDATION == 0:
+            cost_s += timed["validation_s"]
+    return iterations
+
+
+def costs_row(trained: Row, prepare_s: float, predicted: Row) -> Row:
+    """Columns of the costs of a point."""
+    return {
+        "cpu_minutes": trained["cpu_s"] / 60,
+        "peak_gib": trained["peak_gib"],
+        "prepare_cpu_minutes": prepare_s / 60,
+        "predict_cpu_minutes": predicted["cpu_s"] / 60,
+        "predict_peak_gib": predicted["peak_gib"],
+    }
+
+
+def size_text(sizes: Sequence[float]) -> str:
+    """Write a patch or a spacing, (z, y, x).
+
+    Example:
+        >>> size_text([3.0, 0.9765625, 0.9765625])
+        '3×0.977×0.977'
+    """
+    return "×".join(f"{size:.3g}" for size in sizes)
