@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,10 +84,12 @@ def new_array(shape: tuple[int, ...], dtype: Any, *, waits: bool = False) -> np.
         waits: Whether it waits, see `scratch_above`.
 
     Raises:
-        UserError: If the disk has no room for it.
+        UserError: If the disk has no room for it, and the memory must not hold it.
     """
-    is_large = math.prod(shape) * np.dtype(dtype).itemsize > _limit(waits)
-    return scratch_array(shape, dtype) if is_large else np.zeros(shape, dtype)
+    content = _scratch_bytes(math.prod(shape) * np.dtype(dtype).itemsize, waits=waits)
+    if content is None:
+        return np.zeros(shape, dtype)
+    return content.view(dtype).reshape(shape)
 
 
 def new_tensor(
@@ -106,19 +108,27 @@ def new_tensor(
         waits: Whether it waits, see `scratch_above`.
 
     Raises:
-        UserError: If the disk has no room for it.
+        UserError: If the disk has no room for it, and the memory must not hold it.
     """
     import torch  # most readers of files need no tensor, and it takes 200 MiB
 
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type != "cpu" or num_bytes <= _limit(waits):
+    content = None
+    if torch.device(device).type == "cpu":
+        content = _scratch_bytes(math.prod(shape) * dtype.itemsize, waits=waits)
+    if content is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    return torch.from_numpy(scratch_array((num_bytes,), np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(content).view(dtype).view(shape)
 
 
-def _limit(waits: bool) -> float:
-    """Size above which an array of this thread is a temporary file."""
-    return _waiting_bytes.get() if waits else _limit_bytes.get()
+def _scratch_bytes(num_bytes: int, *, waits: bool) -> np.ndarray | None:
+    """Make a temporary file for an array of this thread; None where it belongs into memory."""
+    if num_bytes > _limit_bytes.get():
+        return scratch_array((num_bytes,), np.uint8)
+    if waits and num_bytes > _waiting_bytes.get():
+        # The file only saves memory: a disk without room for it is no reason to stop.
+        with suppress(UserError):
+            return scratch_array((num_bytes,), np.uint8)
+    return None
 
 
 def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

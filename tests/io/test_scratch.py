@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import tempfile
@@ -82,6 +83,22 @@ def test_arrays_that_wait_have_a_limit_of_their_own() -> None:
     with scratch_above(100, waiting_bytes=1000):
         assert are_files(101) == (True, True)
     assert are_files(10_000) == (False, False)
+
+
+def test_an_array_that_waits_stays_in_memory_where_the_disk_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def has_no_room(descriptor: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(scratch, "_reserve", has_no_room)
+    num_maps = len(scratch._maps)
+    with scratch_above(1000, waiting_bytes=100):
+        assert not new_array((20, 50), np.uint8, waits=True).any()
+        assert new_tensor((20, 50), torch.uint8, waits=True).shape == (20, 50)
+        assert len(scratch._maps) == num_maps
+        with pytest.raises(UserError, match="expected room for a temporary file"):
+            new_array((1001,), np.uint8, waits=True)
 
 
 def test_released_pages_leave_the_memory_and_keep_their_values(
