@@ -126,7 +126,7 @@ def _map_choices(overrides: Any, defaults: Sequence[Any], self_added: bool) -> D
 
 
 def _copy_repository(caching: CachingConfigRepository, delegate: ConfigRepository) -> None:
-    """Begin as the method that this function replaces; who adds sources makes a new list of them."""
+    """Begin as the method that this function replaces: new sources are a new list."""
     caching.delegate = copy.copy(delegate)
     caching.cache = {}
 
