@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ sys.path[:0] = [
 # A job in the background of a script inherits a SIGINT that is ignored, and hands it on to what
 # tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# MONAI imports MLflow, which takes a second, for a handler that no test uses.
+handler = ModuleType("monai.handlers.mlflow_handler")
+handler.MLFlowHandler = None  # type: ignore[attr-defined]
+sys.modules[handler.__name__] = handler
 
 # Nearly all that the imports of the tests make stays: no garbage collection looks at it.
 gc.disable()
