@@ -48,6 +48,18 @@ def quick_compositions() -> None:
     quick_compose.install()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def kept_memory() -> Iterator[None]:
+    """Free memory stays between the steps of a case: the kernel would clear it for the next one.
+
+    That took half of the system's time in tests of predictions.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "medseg.memory.profile" in sys.modules:
+            monkeypatch.setattr("medseg.memory.profile.release_free_memory", lambda: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_ct() -> Path:
     """Folder of real chest CTs beside the checkout (`table.csv`, a folder per case), or skip."""
