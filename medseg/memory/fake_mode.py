@@ -1,5 +1,6 @@
 """Torch's fake tensors, without the work that an operation in place needs on real ones alone."""
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ class QuickFakeMode(FakeTensorMode):
     """
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if _is_in_place(func) and isinstance(args[0], FakeTensor) and args[0].numel() > 1:
             return args[0]
