@@ -15,20 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, flag_override
 
 compose_all = hydra.compose
 # Hydra's plugins are the classes of its own registry, not those of an import.
 Plugins.instance()
 FileSource = SourcesRegistry.instance().resolve("file")
+PackageSource = SourcesRegistry.instance().resolve("pkg")
 read_file = FileSource.load_config
+read_package_file = PackageSource.load_config
+map_choices = defaults_list._create_interpolation_map
 
 # Nodes of Hydra's store that a composition has seen. They stay, so that no other gets their id.
 nodes: dict[int, Any] = {}
@@ -38,7 +43,11 @@ def install() -> None:
     """Let Hydra compose and read as this module does, in its own `hydra.main` too."""
     hydra.compose = compose
     FileSource.load_config = _load_file
+    PackageSource.load_config = _load_package_file
     ConfigStore.load = _load_stored
+    defaults_list._create_interpolation_map = _map_choices
+    CachingConfigRepository.__init__ = _copy_repository
+    ConfigLoaderImpl._embed_result_config = staticmethod(_embed)
 
 
 def compose(
@@ -96,6 +105,44 @@ def _read_pickled(
 ) -> bytes:
     """Read a file; its state is part of the key, because tests write files of their own."""
     return pickle.dumps(read_file(FileSource(provider, folder), config_path))
+
+
+def _load_package_file(source: Any, config_path: str) -> ConfigResult:
+    """Read a file of Hydra's own as the method that this function replaces."""
+    return pickle.loads(_read_package_pickled(source.path, source.provider, config_path))
+
+
+@functools.cache
+def _read_package_pickled(package: str, provider: str, config_path: str) -> bytes:
+    """Read a file of a package, which no test changes."""
+    return pickle.dumps(read_package_file(PackageSource(provider, f"pkg://{package}"), config_path))
+
+
+def _map_choices(overrides: Any, defaults: Sequence[Any], self_added: bool) -> DictConfig:
+    """Map the choices for names with interpolations; Hydra makes the map of each file for them."""
+    if "${" in repr(defaults):
+        return map_choices(overrides, defaults, self_added)
+    return DictConfig({})
+
+
+def _copy_repository(caching: CachingConfigRepository, delegate: ConfigRepository) -> None:
+    """Begin as the method that this function replaces: new sources are a new list."""
+    caching.delegate = copy.copy(delegate)
+    caching.cache = {}
+
+
+def _embed(loaded: ConfigResult, package_override: str | None) -> ConfigResult:
+    """Put a file at its place as the method that this function replaces."""
+    package = loaded.header["package"] if package_override is None else package_override
+    if not package:
+        return loaded
+    embedded = OmegaConf.create()
+    with flag_override(embedded, "no_deepcopy_set_nodes", True):
+        copied = pickle.loads(pickle.dumps(loaded.config))
+        OmegaConf.update(embedded, package, copied, merge=False)
+    placed = copy.copy(loaded)
+    placed.config = embedded
+    return placed
 
 
 def _load_stored(store: ConfigStore, config_path: str) -> ConfigNode:

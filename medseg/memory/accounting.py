@@ -300,12 +300,13 @@ def _fake_network(
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
-        FakeTensorMode,
         UnsupportedOperatorException,
     )
 
+    from medseg.memory.fake_mode import QuickFakeMode
+
     # Real tensors are allowed: the caller may bring some, such as the index of a region.
-    mode = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
+    mode = contextlib.nullcontext() if compute else QuickFakeMode(allow_non_fake_inputs=True)
     correct = None if compute else _correct_norm_dtypes
     workspace = _copied_bytes if is_gpu else None
     tracker = MemoryTracker(correct, workspace, timeline)

@@ -209,6 +209,9 @@ def bytes_beside(pid: int, child_pids: Sequence[int]) -> int:
         pid: The process.
         child_pids: Processes that it has started; one that has ended takes nothing.
     """
+    # The kernel walks through all pages for the sizes of a process.
+    if not child_pids:
+        return 0
     try:
         sizes = _kib(pid, "smaps_rollup")
         parent_kib = sizes["Anonymous"] + _kib(pid, "status").get("RssShmem", 0)

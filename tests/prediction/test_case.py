@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -35,9 +36,8 @@ from medseg.prediction.scans import Scan
 from medseg.task import Channel, Task
 
 
-@pytest.fixture(autouse=True)
-def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Networks that know the answer in place of checkpoints; their checksums by stage."""
+def use_oracles(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Let networks that know the answer stand for checkpoints; returns their checksums by stage."""
     networks, sums = (
         {"coarse": CoarseOracle(), "fine": FineOracle()},
         {"coarse": "c0", "fine": "f0"},
@@ -47,6 +47,12 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         lambda path, name, *_: stage(networks[name], name, checkpoints={str(path): sums[name]}),
     )
     return sums
+
+
+@pytest.fixture(autouse=True)
+def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Checksums of the networks by stage."""
+    return use_oracles(monkeypatch)
 
 
 @pytest.fixture
@@ -80,16 +86,23 @@ def predict(folder: Path, *overrides: str) -> int:
     return app.predict(compose(folder, *overrides))
 
 
-@pytest.fixture
-def folder(tmp_path: Path, predicted: list[str]) -> Path:
-    """Two scans and their results; nothing is predicted since."""
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two scans and their results, which no test changes."""
+    folder = tmp_path_factory.mktemp("finished")
     volume, _ = scan()
     for name in ("a", "b"):
-        write_image(tmp_path / "scans" / f"{name}.nii.gz", volume.array, volume.grid)
-    assert predict(tmp_path) == 0
-    assert predicted == ["a", "b"]
-    predicted.clear()
-    return tmp_path
+        write_image(folder / "scans" / f"{name}.nii.gz", volume.array, volume.grid)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_oracles(monkeypatch)
+        assert predict(folder) == 0
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy of two scans and their results, to be changed."""
+    return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -102,6 +115,7 @@ def test_what_is_finished_is_skipped_and_said(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    assert predict(folder) == 0  # the summary lists the files of the copy now
     before = content(folder)
     capsys.readouterr()
     os.utime(folder / "scans" / "a.nii.gz", (0, 0))  # touched, or copied: its content is the same
@@ -281,8 +295,8 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:
-    report = json.loads((folder / "out" / "a.json").read_text())
+def test_a_report_says_what_a_case_cost_and_came_from(finished: Path) -> None:
+    report = json.loads((finished / "out" / "a.json").read_text())
     steps = report["durations_s"]
     assert set(steps) == {
         "read",
@@ -298,7 +312,7 @@ def test_a_report_says_what_a_case_cost_and_came_from(folder: Path) -> None:
     assert report["memory_gb_s"] > 0.05 * steps["total"]
     assert report["peak_resident_bytes"] > 5e7
     assert report["checkpoints"] == {"coarse": {"c": "c0"}, "fine": {"f": "f0"}}
-    assert report["source"]["path"] == str(folder / "scans" / "a.nii.gz")
+    assert report["source"]["path"] == str(finished / "scans" / "a.nii.gz")
 
 
 @pytest.mark.parametrize("num_channels", [1, 2])

@@ -166,6 +166,7 @@ def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[...,
     assert live.bytes[2:] == [live.bytes[2]] * 4
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_whole_crops_of_different_size_give_the_same_step_in_micro_batches(
     tiny_table: Path, tmp_path: Path
 ) -> None:

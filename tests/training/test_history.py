@@ -29,6 +29,7 @@ from medseg.training.options import TrainConfig
 from .test_machine_load import SMALL, make_batch
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_lines_of_the_history_are_as_far_apart_as_asked_for(
     tiny_table: Path, tmp_path: Path
 ) -> None:

@@ -114,10 +114,8 @@ class ImageFacts:
         """Value of each spike to its share of the voxels, the largest first."""
         counts = self.counts
         total = counts.sum()
-        nearby = np.ones(2 * SPIKE_REACH + 1, dtype=np.int64)
-        nearby[SPIKE_REACH] = 0  # the value itself
-        num_values = np.maximum(1, np.convolve(counts > 0, nearby, "same"))
-        neighbours = np.convolve(counts, nearby, "same") / num_values
+        num_values = np.maximum(1, _sum_nearby((counts > 0).astype(np.int64)))
+        neighbours = _sum_nearby(counts) / num_values
         is_spike = (counts >= SPIKE_SHARE * total) & (counts >= SPIKE_CONTRAST * neighbours)
         largest_first = sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])
         return {
@@ -132,6 +130,13 @@ class ImageFacts:
         if rest.any():
             return rest
         return self.counts
+
+
+def _sum_nearby(counts: np.ndarray) -> np.ndarray:
+    """Sum the counts of all values at most `SPIKE_REACH` away, without the value itself."""
+    width = 2 * SPIKE_REACH + 1
+    sums = np.cumsum(np.pad(counts, (SPIKE_REACH + 1, SPIKE_REACH)))
+    return sums[width:] - sums[:-width] - counts
 
 
 def share_of(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
