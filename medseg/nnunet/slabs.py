@@ -104,6 +104,8 @@ class _Upsampled:
         # The deeper planes may begin before the first one and end after the last one.
         num_before = first * self._step
         planes = planes[:, :, low - num_before : high - num_before]
+        if (low, high) == (start, stop):
+            return planes
         return F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
 
 
