@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medseg.memory import shapes
 from medseg.memory.shapes import meta_layers
+from medseg.models.convolution import convolution_by
 
 SHAPE = (1, 4, 6, 8, 10)
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -42,6 +43,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda image: image.add_(image),
     "repeated": lambda image: image[0, 0, 0, 0].repeat(3),
     "more axes": lambda image: image[0, 0].repeat(2, 1, 1, 1),
+    "chosen kernel": lambda image: convolution_by(
+        image, image.new_zeros(6, 4, 3, 3, 3), None, (1, 2, 2), (0, 1, 1), False, True
+    ),
+    "chosen transposed kernel": lambda image: convolution_by(
+        image, image.new_zeros(4, 6, 2, 2, 2), None, (2, 2, 2), (0, 0, 0), True, False
+    ),
 }
 
 
