@@ -238,7 +238,8 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
         axes.set_xticks(budgets, labels=[f"{minutes:g}" for minutes in budgets])
         axes.minorticks_off()
         axes.set_xlabel("CPU minutes of training")
-        axes.set_ylim(bottom=0)
+    dice_axes.set_ylim(0, 1.02)
+    memory_axes.set_ylim(bottom=0)
     dice_axes.legend(frameon=False, fontsize=8)
     write_png(figure, path)
 
