@@ -19,7 +19,8 @@ scans by its own predictor, and `medseg evaluate` scores both: the mean Dice ove
 
 Writes `learning_curves.csv`, `.md` and `.png` after each point, from all points in the folder. A
 command that was stopped continues when it is started again, and repeats no finished part. Two
-commands with different `programs` may work in one folder at the same time.
+commands with different `programs` may work in one folder at the same time, once its `data.json` is
+written.
 """
 
 import json

@@ -43,10 +43,18 @@ def scratch_folder() -> Path:
     """Folder of temporary files: TMPDIR where it is set, else /var/tmp.
 
     On many systems /tmp is memory.
+
+    Raises:
+        UserError: If no folder for temporary files can be written.
     """
     if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
         return Path("/var/tmp")
-    return Path(tempfile.gettempdir())
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise UserError(
+            "no folder for temporary files can be written; set TMPDIR to one"
+        ) from error
 
 
 @contextmanager
@@ -125,8 +133,9 @@ def _scratch_bytes(num_bytes: int, *, waits: bool) -> np.ndarray | None:
     if num_bytes > _limit_bytes.get():
         return scratch_array((num_bytes,), np.uint8)
     if waits and num_bytes > _waiting_bytes.get():
-        # The file only saves memory: a disk without room for it is no reason to stop.
-        with suppress(UserError):
+        # The file only saves memory: no room for it, or for the thread that releases its pages, is
+        # no reason to stop.
+        with suppress(UserError, RuntimeError):
             return scratch_array((num_bytes,), np.uint8)
     return None
 
@@ -137,7 +146,7 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     The system removes the file with the array.
 
     Raises:
-        UserError: If the disk has no room for it.
+        UserError: If the disk has no room for it, or no folder can be written.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     # No map is empty.

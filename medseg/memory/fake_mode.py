@@ -27,4 +27,6 @@ class QuickFakeMode(FakeTensorMode):
 @cache
 def _is_in_place(func: Any) -> bool:
     """Whether an operation changes the elements of its first argument, and returns it."""
-    return torch.Tag.pointwise in func.tags and func._schema.name.endswith("_")
+    first, *_ = func._schema.arguments or [None]
+    changes_first = first is not None and first.alias_info is not None and first.alias_info.is_write
+    return changes_first and torch.Tag.pointwise in func.tags and func._schema.name.endswith("_")

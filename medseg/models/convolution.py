@@ -17,7 +17,16 @@ aten = torch.ops.aten
 NONE = (0, 0, 0)  # padding
 
 
-@torch.library.custom_op("medseg::convolution_by", mutates_args=())
+OPERATOR = "convolution_by"
+# Kept: the operator exists as long as this object. `torch.library.custom_op` would do the same, but
+# its first call imports torch's compiler, which takes 70 MiB.
+_library = torch.library.Library("medseg", "DEF")
+_library.define(
+    f"{OPERATOR}(Tensor features, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
+    "bool transposed, bool unfolded) -> Tensor"
+)
+
+
 def convolution_by(
     features: Tensor,
     weight: Tensor,
@@ -41,6 +50,19 @@ def convolution_by(
         transposed: Whether the convolution is transposed; by oneDNN alone.
         unfolded: Whether as a product of matrices; otherwise by oneDNN.
     """
+    operator = torch.ops.medseg.convolution_by.default
+    return operator(features, weight, bias, stride, padding, transposed, unfolded)
+
+
+def _on_cpu(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    transposed: bool,
+    unfolded: bool,
+) -> Tensor:
     dilation = (1, 1, 1)
     if unfolded:
         assert not transposed
@@ -54,8 +76,7 @@ def convolution_by(
     return aten.mkldnn_convolution(features, weight, bias, padding, stride, dilation, 1)
 
 
-@convolution_by.register_fake
-def _(
+def _on_meta(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -66,6 +87,10 @@ def _(
 ) -> Tensor:
     del unfolded  # the kernels give one shape
     return _convolve(features, weight, bias, stride, padding, transposed=transposed)
+
+
+_library.impl(OPERATOR, _on_cpu, "CPU")
+_library.impl(OPERATOR, _on_meta, "Meta")
 
 
 def convolve_as_whole(

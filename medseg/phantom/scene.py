@@ -166,7 +166,9 @@ def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
     """Factor of the half axes of an organ with which its volume is plausible."""
     volume_ml = _ellipsoid_ml(radii_mm)
     lowest, highest = organ.volume_ml
-    plausible_ml = min(max(volume_ml, lowest * MARGIN), highest / MARGIN)
+    # In the middle of a narrow range there is no margin.
+    margin = min(MARGIN, math.sqrt(highest / lowest)) if lowest else MARGIN
+    plausible_ml = min(max(volume_ml, lowest * margin), highest / margin)
     return (plausible_ml / volume_ml) ** (1 / 3)
 
 

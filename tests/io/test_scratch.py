@@ -101,6 +101,19 @@ def test_an_array_that_waits_stays_in_memory_where_the_disk_is_full(
             new_array((1001,), np.uint8, waits=True)
 
 
+def test_an_array_that_waits_stays_in_memory_where_no_folder_can_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def has_none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", has_none)
+    with scratch_above(1000, waiting_bytes=100):
+        assert not new_array((20, 50), np.uint8, waits=True).any()
+        with pytest.raises(UserError, match="set TMPDIR to one"):
+            new_array((1001,), np.uint8)
+
+
 def test_released_pages_leave_the_memory_and_keep_their_values(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -93,3 +95,15 @@ def test_the_memory_of_a_chosen_kernel_is_counted_on_the_meta_device() -> None:
         assert math.prod(result.shape) == 3 * voxels
         assert convolution_bytes(operator, arguments, result) == 4 * values
     assert convolution_bytes(torch.ops.aten.relu.default, (features,), features) == 0
+
+
+def test_the_first_call_leaves_torchs_compiler_out() -> None:
+    """The compiler would keep 70 MiB in the memory of each prediction."""
+    script = (
+        "import sys, torch\n"
+        "from medseg.models.convolution import convolve_as_whole\n"
+        "planes, weight = torch.ones(1, 32, 3, 48, 40), torch.ones(24, 32, 3, 3, 3)\n"
+        "convolve_as_whole(planes, weight, None, (1, 1, 1), (0, 1, 1), 16)\n"
+        "assert not {'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -58,6 +58,14 @@ def test_volumes_are_those_that_the_task_calls_plausible() -> None:
             assert count == 1, "no organ covers a part of another one"
 
 
+def test_a_narrow_range_of_volumes_is_kept() -> None:
+    for index in range(3):
+        spec = replace(KIDNEYS, index=index, volume_ml={"left_kidney": (100.0, 160.0)})
+        images, target = make_scene(spec)
+        voxel_ml = math.prod(images[0][1].spacing_mm) / 1000
+        assert 100 < (target == 1).sum() * voxel_ml < 160
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_sides_are_those_of_the_patient(index: int) -> None:
     left, right = (centre_xyz_mm(replace(KIDNEYS, index=index), value) for value in (1, 2))
