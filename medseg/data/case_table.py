@@ -594,11 +594,14 @@ def split_cases(
     test = set(test_patients) | (marked_test - set(val_patients))
     rest = [patient for patient in patients if patient not in test]
     is_listed = any(case.fold_sides for case in cases)
-    marks_decide = fold is None and "val" in side_of.values()
-    has_other_choice = fold == "all" or val_patients or marks_decide
+    marked_val: set[str] = set()
+    # A fold that is asked for goes before the words train and val.
+    if fold is None:
+        marked_val = {patient for patient, side in side_of.items() if side == "val"}
+    has_other_choice = fold == "all" or val_patients or marked_val
     if is_listed and not has_other_choice:
         return _listed_split(cases, test, fold or 0)
-    val, source = _validation_patients(rest, side_of, fold_of, fold, num_folds, val_patients)
+    val, source = _validation_patients(rest, marked_val, fold_of, fold, num_folds, val_patients)
     usable = cases
     if is_listed:
         usable = _without_unlisted(cases, test | val)
@@ -639,7 +642,7 @@ def _cases_of(cases: Sequence[Case], patients: Collection[str]) -> tuple[Case, .
 
 def _validation_patients(
     rest: Sequence[str],
-    side_of: Mapping[str, str],
+    marked_val: Collection[str],
     fold_of: Mapping[str, int],
     fold: int | str | None,
     num_folds: int,
@@ -649,7 +652,7 @@ def _validation_patients(
 
     Args:
         rest: Sorted patients that are not for testing.
-        side_of: Patient to the mark in the column `split`.
+        marked_val: Patients that the column `split` marks, where no fold is asked for.
         fold_of: Patient to the number in the column `fold`.
         fold: The fold that is asked for.
         num_folds: Number of folds.
@@ -672,9 +675,8 @@ def _validation_patients(
                 "leave one of the two out."
             )
         return set(val_patients), "data.val_patients"
-    if fold is None and "val" in side_of.values():
-        marked = {patient for patient in rest if side_of.get(patient) == "val"}
-        return marked, "the column split"
+    if marked_val:
+        return set(rest).intersection(marked_val), "the column split"
     if fold_of:
         val = {patient for patient in rest if fold_of.get(patient) == (fold or 0)}
         if not val:

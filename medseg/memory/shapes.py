@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count
 
-import medseg.models.convolution  # noqa: F401  defines an operator
+from medseg.models.convolution import convolution_by
 
 aten = torch.ops.aten
 
@@ -98,15 +98,8 @@ def _convolution(
     return features.new_empty(shape)
 
 
-def _convolution_by(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    is_transposed: bool,
-    _: bool,
-) -> Tensor:
+def _convolution_by(*arguments: Any) -> Tensor:
+    features, weight, bias, stride, padding, is_transposed, _ = arguments
     further = ((1, 1, 1), is_transposed, (0, 0, 0), 1)
     return _convolution(features, weight, bias, stride, padding, *further)
 
@@ -163,7 +156,7 @@ def _pooled(
 # Result of each operation by its arguments, without values; None leaves it to torch.
 RESULTS: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
-    torch.ops.medseg.convolution_by.default: _convolution_by,
+    convolution_by: _convolution_by,
     aten.native_batch_norm.default: _norm,
     aten.leaky_relu.default: _like,
     aten.relu.default: _like,

@@ -27,7 +27,7 @@ _library.define(
 )
 
 
-def convolution_by(
+def _on_cpu(
     features: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -50,19 +50,6 @@ def convolution_by(
         transposed: Whether the convolution is transposed; by oneDNN alone.
         unfolded: Whether as a product of matrices; otherwise by oneDNN.
     """
-    operator = torch.ops.medseg.convolution_by.default
-    return operator(features, weight, bias, stride, padding, transposed, unfolded)
-
-
-def _on_cpu(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    transposed: bool,
-    unfolded: bool,
-) -> Tensor:
     dilation = (1, 1, 1)
     if unfolded:
         assert not transposed
@@ -76,21 +63,14 @@ def _on_cpu(
     return aten.mkldnn_convolution(features, weight, bias, padding, stride, dilation, 1)
 
 
-def _on_meta(
-    features: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    transposed: bool,
-    unfolded: bool,
-) -> Tensor:
-    del unfolded  # the kernels give one shape
-    return _convolve(features, weight, bias, stride, padding, transposed=transposed)
+def _on_meta(*arguments: Any) -> Tensor:
+    *of_convolution, transposed, _ = arguments  # the kernels give one shape
+    return _convolve(*of_convolution, transposed=transposed)
 
 
 _library.impl(OPERATOR, _on_cpu, "CPU")
 _library.impl(OPERATOR, _on_meta, "Meta")
+convolution_by = torch.ops.medseg.convolution_by.default
 
 
 def convolve_as_whole(
@@ -107,12 +87,12 @@ def convolve_as_whole(
 
     Args:
         features: Planes (1, C, d, H, W).
-        weight: See `convolution_by`.
-        bias: See `convolution_by`.
-        stride: See `convolution_by`.
-        padding: See `convolution_by`.
+        weight: See `_on_cpu`.
+        bias: See `_on_cpu`.
+        stride: See `_on_cpu`.
+        padding: See `_on_cpu`.
         whole_depth: Number of all planes.
-        transposed: See `convolution_by`.
+        transposed: See `_on_cpu`.
 
     Returns:
         Result (1, K, d', H', W').
@@ -162,7 +142,7 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if func is aten.convolution.default:
         unfolded = is_unfolded(args)
         transposed = args[6]
-    elif func is torch.ops.medseg.convolution_by.default:
+    elif func is convolution_by:
         transposed, unfolded = args[-2:]
     else:
         return 0
