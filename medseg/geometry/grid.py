@@ -1,8 +1,7 @@
 """Voxel grids and voxel boxes.
 
-A grid has the position, spacing and direction of an array's voxels in the patient, a box is a range
-of voxels. Only this module converts between array indices (z, y, x) and world points (x, y, z) in
-LPS millimetres.
+A grid places the voxels of an array in the patient; a box is a range of voxels. Only this module
+converts between array indices (z, y, x) and world points (x, y, z) in LPS millimetres.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-# Largest entry of |DᵀD − I| of a direction that still counts as orthonormal. Headers store rounded
-# decimals.
+# A direction matrix D counts as orthonormal if no entry of |DᵀD − I| is larger than this. Headers
+# store rounded decimals.
 DIRECTION_TOLERANCE = 1e-3
 
-# Differences below this part of a voxel are rounding noise.
+# In voxels. Smaller differences are rounding noise.
 INDEX_TOLERANCE = 1e-6
 
 Row = tuple[float, float, float]
@@ -29,11 +28,15 @@ IDENTITY: Matrix = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
 def _triple(values: Iterable[Any], name: str, kind: type = float) -> tuple[Any, Any, Any]:
-    """Copy three finite numbers into a tuple of plain numbers of one kind."""
-    result = tuple(kind(value) for value in values)
-    if len(result) != 3 or not all(map(math.isfinite, result)):
-        raise ValueError(f"{name} needs three finite numbers, got {result}")
-    return result
+    """Convert three numbers, of NumPy for example, to a tuple of Python numbers of one kind.
+
+    Raises:
+        ValueError: With `name`, if they are not three or not finite.
+    """
+    triple = tuple(kind(value) for value in values)
+    if len(triple) != 3 or not all(map(math.isfinite, triple)):
+        raise ValueError(f"{name} needs three finite numbers, got {triple}")
+    return triple
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class VoxelBox:
     stop: tuple[int, int, int]
 
     def __post_init__(self) -> None:
+        # A frozen dataclass has no other way to replace a field.
         for name in ("start", "stop"):
             object.__setattr__(self, name, _triple(getattr(self, name), name, int))
         if any(map(operator.lt, self.stop, self.start)):
@@ -61,7 +65,7 @@ class VoxelBox:
 
     @classmethod
     def of(cls, starts: Iterable[int], stops: Iterable[int]) -> VoxelBox:
-        """Make a box of two iterables of three numbers."""
+        """Make a box of any two iterables of three whole numbers, arrays of floats too."""
         return cls(tuple(starts), tuple(stops))  # type: ignore[arg-type]
 
     @classmethod
@@ -83,9 +87,9 @@ class VoxelBox:
             raise ValueError(f"a mask needs three axes (D, H, W), got {mask.ndim}")
         starts: list[int] = []
         stops: list[int] = []
-        # Along z, y and x.
+        # The bounds along z, then y, then x: each is searched over the two other axes.
         for other_axes in ((1, 2), (0, 2), (0, 1)):
-            # Outside of the bounds so far the mask is empty: each further axis reads less.
+            # Only speed: outside the bounds that are known already, the mask is empty.
             inside = mask[tuple(map(slice, starts, stops))]
             hits = np.flatnonzero(inside.any(axis=other_axes))
             if hits.size == 0:
@@ -103,12 +107,13 @@ class VoxelBox:
         Returns:
             The box; None without true voxels.
         """
+        # Union of all planes, (H, W).
         footprint: np.ndarray | None = None
-        filled: list[int] = []
+        filled_planes: list[int] = []
         for z, plane in enumerate(planes):
             if not plane.any():
                 continue
-            filled.append(z)
+            filled_planes.append(z)
             footprint = plane if footprint is None else footprint | plane
         if footprint is None:
             return None
@@ -116,7 +121,9 @@ class VoxelBox:
         assert in_plane is not None, "a plane has true voxels"
         _, y_start, x_start = in_plane.start
         _, y_stop, x_stop = in_plane.stop
-        return cls((filled[0], y_start, x_start), (filled[-1] + 1, y_stop, x_stop))
+        z_start = filled_planes[0]
+        z_stop = filled_planes[-1] + 1
+        return cls((z_start, y_start, x_start), (z_stop, y_stop, x_stop))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -129,7 +136,7 @@ class VoxelBox:
         return 0 in self.shape
 
     def slices(self) -> tuple[slice, slice, slice]:
-        """Index an array (D, H, W) with the box.
+        """Make the slices that index an array (D, H, W) with the box.
 
         Raises:
             ValueError: If the box starts below zero, where numpy would count from the end.
@@ -149,7 +156,7 @@ class VoxelBox:
         """Keep the voxels that both boxes contain; an empty box where they do not meet."""
         starts = list(map(max, self.start, other.start))
         stops = map(min, self.stop, other.stop)
-        # Boxes that do not meet would end before they start.
+        # Where the boxes do not meet, the stop is below the start, which no box may have.
         return VoxelBox.of(starts, map(max, starts, stops))
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
@@ -210,18 +217,19 @@ def resampled_shape(
     """
     if min(*spacing_mm, *target_spacing_mm) <= 0:
         raise ValueError(f"spacings must be positive, got {spacing_mm} and {target_spacing_mm}")
+    # In target voxels.
     lengths = np.array(shape) * spacing_mm / np.array(target_spacing_mm)
-    # A half is rounded up, also where rounding noise lies just below it.
+    # A half is rounded up, also where rounding noise puts it just below.
     rounded = np.floor(lengths + 0.5 + INDEX_TOLERANCE)
     return _triple(np.maximum(1, rounded), "shape", int)
 
 
 @dataclass(frozen=True)
 class VoxelGrid:
-    """Size, spacing, origin and direction of a volume; copies what it is given and never changes.
+    """Size, spacing, origin and direction of a volume; immutable.
 
-    `VoxelGrid(**data)` restores what `dataclasses.asdict` made for a JSON file; floats survive
-    exactly.
+    `dataclasses.asdict(grid)` gives plain values for a JSON file, of which `VoxelGrid(**values)`
+    restores the grid exactly.
 
     Attributes:
         shape: Voxels per axis, (D, H, W), each at least 1.
@@ -237,15 +245,8 @@ class VoxelGrid:
     origin_xyz_mm: tuple[float, float, float] = (0.0, 0.0, 0.0)
     direction: Matrix = IDENTITY
 
-    @property
-    def is_axial(self) -> bool:
-        """Whether its planes (y, x) are nearer to axial ones than to sagittal or coronal ones."""
-        # The last column is the direction in which planes follow one another.
-        along_x, along_y, along_z = (abs(row[2]) for row in self.direction)
-        return along_z >= max(along_x, along_y)
-
     def __post_init__(self) -> None:
-        # Frozen: the plain numbers replace what was passed.
+        # A frozen dataclass has no other way to replace a field.
         for name, kind in (("shape", int), ("spacing_mm", float), ("origin_xyz_mm", float)):
             object.__setattr__(self, name, _triple(getattr(self, name), name, kind))
         rows = tuple(_triple(row, "a row of direction") for row in self.direction)
@@ -257,7 +258,7 @@ class VoxelGrid:
             )
         if len(self.direction) != 3:
             raise ValueError(f"direction needs three rows, got {len(self.direction)}")
-        # DᵀD is the identity for orthonormal columns.
+        # DᵀD is the identity if the columns are orthonormal.
         matrix = np.array(self.direction)
         error = float(np.abs(matrix.T @ matrix - np.eye(3)).max())
         if error > DIRECTION_TOLERANCE:
@@ -265,9 +266,16 @@ class VoxelGrid:
                 f"direction is not orthonormal: off by {error:.2g}, allowed {DIRECTION_TOLERANCE:g}"
             )
 
+    @property
+    def is_axial(self) -> bool:
+        """Whether its planes (y, x) are nearer to axial ones than to sagittal or coronal ones."""
+        # The last column is the world direction from one plane to the next.
+        along_x, along_y, along_z = (abs(row[2]) for row in self.direction)
+        return along_z >= max(along_x, along_y)
+
     def _steps_mm(self) -> np.ndarray:
-        """World step per index step: 3×3, columns in the order (z, y, x) of array indices."""
-        # The columns of the direction are in the order (x, y, z) of ITK.
+        """Matrix (3, 3) of world steps in mm: column j is the step (x, y, z) along array axis j."""
+        # The columns of `direction` are in the order (x, y, z), array axes in that of (z, y, x).
         columns_zyx = np.array(self.direction)[:, ::-1]
         return columns_zyx * np.array(self.spacing_mm)
 
@@ -280,6 +288,7 @@ class VoxelGrid:
         Returns:
             LPS points in mm, (..., 3) in (x, y, z), float64.
         """
+        # Points are rows here: transposed, the matrix is applied from the right.
         offset_mm = np.asarray(index_zyx, dtype=np.float64) @ self._steps_mm().T
         return offset_mm + np.array(self.origin_xyz_mm)
 
@@ -302,7 +311,7 @@ class VoxelGrid:
         return self.index_to_world_xyz_mm(list(corners))
 
     def crop(self, box: VoxelBox) -> VoxelGrid:
-        """Cut to a box, which may reach outside; every voxel keeps its world point.
+        """Make the grid of a box alone, which may reach outside; voxels keep their world points.
 
         Raises:
             ValueError: If the box is empty.
@@ -314,55 +323,58 @@ class VoxelGrid:
         """Make the grid of another spacing (z, y, x) over the same field of view.
 
         Direction and centre stay. The size follows `resampled_shape`, so the extent may change by
-        half a target voxel per axis. None: the grid itself.
+        half a target voxel per axis. Without a target spacing, it is the grid itself.
         """
         if target_spacing_mm is None:
             return self
         shape = resampled_shape(self.shape, self.spacing_mm, target_spacing_mm)
-        # Both grids have the same centre; the new one has its own distance to the first voxel.
+        # The centre of each grid, in indices of its own.
         centre = (np.array(self.shape) - 1) / 2
         new_centre = (np.array(shape) - 1) / 2
+        # Old voxels per new voxel.
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)
-        # Index of the new first voxel on the old grid.
-        first = centre - new_centre * ratio
-        origin_xyz_mm = self.index_to_world_xyz_mm(first)
+        # The centres coincide: from there, step back to the new first voxel, in old indices.
+        first_index = centre - new_centre * ratio
+        origin_xyz_mm = self.index_to_world_xyz_mm(first_index)
         return _make_grid(shape, target_spacing_mm, origin_xyz_mm, self.direction)
 
     def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
         """Make the grid of another shape (D, H, W) over exactly the same field of view.
 
-        Its spacing follows.
+        The spacing becomes what this takes.
         """
+        # Old voxels per new voxel.
         ratio = np.array(self.shape) / np.array(shape)
         spacing_mm = ratio * np.array(self.spacing_mm)
-        # The outer face of the first voxel stays where it is.
+        # The outer face of the first voxel stays at old index -0.5; the centre of the new first
+        # voxel is half a new voxel further.
         origin_xyz_mm = self.index_to_world_xyz_mm(ratio / 2 - 0.5)
         return _make_grid(shape, spacing_mm.tolist(), origin_xyz_mm, self.direction)
 
     def reoriented(self, order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> VoxelGrid:
-        """Follow an array through `array.transpose(order)` and then a flip of some new axes.
+        """Make the grid of an array after `array.transpose(order)` and a flip of some axes.
 
         Args:
             order: Old axis of each new axis, a permutation of (0, 1, 2).
-            flips: Whether each new axis is reversed.
+            flips: Whether each new axis is reversed, after the transposition.
 
         Raises:
             ValueError: If `order` is no permutation: the new axes would not be orthonormal.
         """
         # Index of the new first voxel on the old grid: at the far end of each flipped axis.
-        first = [0, 0, 0]
-        for axis, is_flipped in zip(order, flips, strict=True):
+        first_index = [0, 0, 0]
+        for old_axis, is_flipped in zip(order, flips, strict=True):
             if is_flipped:
-                first[axis] = self.shape[axis] - 1
-        # Columns of the direction in the order (z, y, x) of the new axes; a flip reverses its
-        # column.
-        stored_columns_zyx = np.array(self.direction)[:, ::-1]
+                first_index[old_axis] = self.shape[old_axis] - 1
+        # The columns of `direction` are stored in the order (x, y, z): they are reversed to that of
+        # array axes, permuted, and reversed back. A flip of an axis negates its column.
+        old_columns_zyx = np.array(self.direction)[:, ::-1]
         signs = np.where(flips, -1.0, 1.0)
-        columns_zyx = stored_columns_zyx[:, list(order)] * signs
+        columns_zyx = old_columns_zyx[:, list(order)] * signs
         return _make_grid(
             [self.shape[axis] for axis in order],
             [self.spacing_mm[axis] for axis in order],
-            self.index_to_world_xyz_mm(first),
+            self.index_to_world_xyz_mm(first_index),
             columns_zyx[:, ::-1].tolist(),
         )
 
@@ -370,27 +382,28 @@ class VoxelGrid:
         """Whether both grids have the same shape and all corners agree."""
         if self.shape != other.shape:
             return False
-        # Positions are linear in the indices: between the corners the grids differ by no more.
-        corners = (self.corners_xyz_mm(), other.corners_xyz_mm())
-        return np.allclose(*corners, rtol=0, atol=tolerance_mm)
+        # World points are linear in the indices: between the corners the grids differ by no more.
+        corners = self.corners_xyz_mm()
+        return np.allclose(corners, other.corners_xyz_mm(), rtol=0, atol=tolerance_mm)
 
     def axis_map_to(self, other: VoxelGrid) -> tuple[tuple[float, float], ...]:
-        """Express this grid's indices as indices of another grid with the same axes.
+        """Find the map from this grid's indices to those of another grid with the same axes.
 
         Returns:
             Per axis (z, y, x) a pair (scale, offset) with `other_index = scale * self_index +
             offset`.
 
         Raises:
-            ValueError: If the axes differ.
+            ValueError: If the directions differ by more than `DIRECTION_TOLERANCE`.
         """
-        # Most grids are made of one another: `allclose` takes a tenth of a millisecond.
+        # Only speed: a grid made from the other has exactly its direction, which is compared faster
+        # than by `allclose` (a tenth of a millisecond).
         has_same_axes = self.direction == other.direction or np.allclose(
             self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE
         )
         if not has_same_axes:
             raise ValueError("the two grids do not have the same axes")
-        # Where this grid's voxel (0, 0, 0) lies on the other one.
+        # Index of this grid's voxel (0, 0, 0) on the other grid.
         offsets = other.world_to_index_zyx(self.origin_xyz_mm)
         scales = np.array(self.spacing_mm) / np.array(other.spacing_mm)
         return tuple(zip(scales.tolist(), offsets.tolist(), strict=True))
@@ -398,8 +411,8 @@ class VoxelGrid:
     def box_from(self, other: VoxelGrid, box: VoxelBox) -> VoxelBox:
         """Cover a box of another grid with the smallest box of this grid's voxels.
 
-        Outer faces of voxels are compared; noise below `INDEX_TOLERANCE` grows nothing. An empty
-        box stays empty.
+        It covers the voxels whole, from face to face. Rounding noise below `INDEX_TOLERANCE` does
+        not make it grow. An empty box stays empty.
 
         Args:
             other: Grid with the same axes.
@@ -409,19 +422,21 @@ class VoxelGrid:
             Box in voxels of this grid; it may reach outside.
         """
         scale, offset = np.transpose(other.axis_map_to(self))
-        # The outer face of voxel i is at i - 0.5; this grid's faces are whole numbers after adding
-        # 0.5.
+        # The low face of voxel i is at index i - 0.5. The 0.5 at the end makes this grid's faces
+        # whole numbers: the low face of voxel i is at i.
         low_faces = scale * (np.array(box.start) - 0.5) + offset + 0.5
         high_faces = scale * (np.array(box.stop) - 0.5) + offset + 0.5
         starts = np.floor(low_faces + INDEX_TOLERANCE)
         stops = np.ceil(high_faces - INDEX_TOLERANCE)
-        # An axis with voxels keeps at least one, an empty one none.
+        # A box thinner than the tolerance still takes one voxel per axis; an empty axis takes none.
         stops = np.maximum(stops, starts + 1)
-        is_empty = np.equal(box.start, box.stop)
-        return VoxelBox.of(starts, np.where(is_empty, starts, stops))
+        is_empty_axis = np.equal(box.start, box.stop)
+        return VoxelBox.of(starts, np.where(is_empty_axis, starts, stops))
 
     def centres_within(self, other: VoxelGrid) -> VoxelBox:
-        """Find the voxels of this grid's lattice whose centres are in another grid's field of view.
+        """Find the voxels whose centres are in another grid's field of view.
+
+        This grid is taken to continue beyond its ends.
 
         Args:
             other: Grid with the same axes.
@@ -430,8 +445,8 @@ class VoxelGrid:
             Box in voxels of this grid, which may reach outside it; empty where there is none.
         """
         scale, offset = np.transpose(other.axis_map_to(self))
-        # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid; centres
-        # of this lattice are whole numbers.
+        # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid. In those
+        # of this grid, centres of voxels are whole numbers.
         low_faces = offset - 0.5 * scale
         high_faces = offset + (np.array(other.shape) - 0.5) * scale
         starts = np.ceil(low_faces - INDEX_TOLERANCE)
@@ -447,7 +462,7 @@ def voxel_ml(grid: VoxelGrid) -> float:
 def _make_grid(
     shape: Sequence[int], spacing_mm: Sequence[float], origin_xyz_mm: np.ndarray, direction: Any
 ) -> VoxelGrid:
-    """Make a grid of sequences and arrays in place of tuples."""
+    """Make a grid from lists and arrays where the dataclass declares tuples."""
     depth, height, width = shape
     z_mm, y_mm, x_mm = spacing_mm
     return VoxelGrid((depth, height, width), (z_mm, y_mm, x_mm), origin_xyz_mm.tolist(), direction)

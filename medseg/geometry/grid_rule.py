@@ -1,8 +1,8 @@
 """Crops of a stage and their grids: one rule for training, validation and prediction.
 
-A case has a lattice for each stage: its own grid, or that grid at the stage's spacing
-(`VoxelGrid.resampled`). The network's input is a crop: a box on the lattice, or a region or scan
-resampled to a grid of its own with the same axes.
+A case has a lattice for each stage: the grid of its scan, or that grid at the stage's spacing
+(`VoxelGrid.resampled`). The network's input is a crop: a box on the lattice or, for a stage whose
+crops have a fixed size, the box resampled to a grid of its own with the same axes.
 """
 
 import math
@@ -17,10 +17,10 @@ class Crop(NamedTuple):
     """Input region of a network.
 
     Attributes:
-        lattice: Grid whose voxels the box counts; it continues beyond its ends.
-        box: Crop in voxels of it; may reach outside.
-        content: Box in voxels of the lattice beyond which the network sees air; None: it sees the
-            whole crop.
+        lattice: Grid in whose voxels the boxes are counted.
+        box: The crop, in voxels of the lattice; it may reach outside.
+        content: Box in voxels of the lattice; outside it the network sees air in place of the scan.
+            None: it sees the whole crop.
     """
 
     lattice: VoxelGrid
@@ -38,13 +38,13 @@ class GridRule:
     """Size and spacing of the crops of a stage.
 
     Attributes:
-        size: Each crop is resized to this shape, (D, H, W); None keeps the lattice.
-        is_cube: Whether all axes of a crop grow to the length of the longest; for lattices of equal
-            spacing on all axes.
+        size: Each crop is resampled to this shape, (D, H, W); None keeps the lattice's spacing.
+        is_cube: Whether all axes of a crop grow to the length of the longest, in voxels; meant for
+            lattices of equal spacing on all axes.
         is_padded: Whether a crop shows air in the voxels by which it grows; else it shows more of
             the scan.
-        range_mm: Least and largest spacing of an axis that the network was trained with; None: that
-            of the lattice alone.
+        range_mm: Smallest and largest spacing of an axis that the network was trained with; None:
+            it was trained with the spacing of the stage's lattice alone.
     """
 
     size: tuple[int, int, int] | None = None
@@ -55,9 +55,7 @@ class GridRule:
     def spacing_mm(
         self, scan_spacing_mm: tuple[float, float, float]
     ) -> tuple[float, float, float] | None:
-        """Choose the spacing of a crop.
-
-        Axis by axis it is the value of the range that is nearest to the scan's own spacing.
+        """Choose the spacing of a crop: the scan's own, clamped to `range_mm` axis by axis.
 
         Args:
             scan_spacing_mm: Spacing of the original scan, (z, y, x).
@@ -82,15 +80,16 @@ class GridRule:
         Args:
             box: Region with its margin, in voxels of the lattice.
             lattice: The stage's lattice for this case.
-            patch_size: A crop grows to at least this size (z, y, x); None: it is a whole crop,
-                which grows to a size that the network takes (`network_size`).
-            divisor: What a whole crop must be a multiple of, (z, y, x).
+            patch_size: The crop grows to at least this size (z, y, x), and not to a size that the
+                network takes: patches are cut from it. None: the crop goes to the network whole and
+                grows to a size that it takes (`network_size`).
+            divisor: Required multiple of the size of a whole crop, (z, y, x).
             least_size: A whole crop grows to at least this size before it grows to multiples.
 
         Returns:
-            Crop that contains the box; a crop of fixed size has the extent of the box.
+            Crop that contains the box; a crop of fixed size (`size`) covers exactly the box.
         """
-        # The box itself is resized: it does not grow, and the network sees all of it.
+        # The box does not grow, and becomes a lattice of its own that the crop fills.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
         # The box before it grows: beyond it, a padded crop shows air.
@@ -135,8 +134,8 @@ def region_crop(
 
     The crop covers the region and the margin, its centre within half a voxel of the region's
     centre. Where an axis must grow by an odd number of voxels, the odd voxel goes to the high end.
-    Its faces are faces of the lattice's voxels. It may reach outside the volume, so that the region
-    stays in the middle.
+    It has whole voxels of the lattice, unless the rule has a fixed size. It may reach outside the
+    volume, so that the region stays in the middle.
 
     Args:
         tight_box: Tight box of the region in voxels of `from_grid`.
@@ -150,14 +149,14 @@ def region_crop(
     """
     box = lattice.box_from(from_grid, tight_box)
     # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
-    z, y, x = (math.ceil(margin_mm / spacing - 1e-6) for spacing in lattice.spacing_mm)
-    return rule.crop(box.expanded((z, y, x)), lattice, patch_size, divisor, least_size)
+    margin_voxels = [math.ceil(margin_mm / spacing - 1e-6) for spacing in lattice.spacing_mm]
+    return rule.crop(box.expanded(margin_voxels), lattice, patch_size, divisor, least_size)
 
 
 def distortion(spacing_mm: tuple[float, float, float]) -> float:
-    """Compute the distortion of the anatomy on a grid: its largest spacing by its smallest.
+    """Divide the largest spacing of a grid by its smallest.
 
-    A distortion of 1 keeps every shape.
+    In an array of such voxels the anatomy appears stretched by this factor; 1 keeps every shape.
 
     Example:
         >>> distortion((3.0, 1.5, 2.0))

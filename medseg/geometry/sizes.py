@@ -10,9 +10,9 @@ Shape = tuple[int, int, int]
 def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     """Raise a size to one that a network takes.
 
-    It has multiples of the divisor, and more than one of them on some axis. With one multiple on
-    every axis the deepest level of a network has a single voxel, and the norm of one sample has no
-    variance: such a size is raised to two multiples on every axis.
+    Each axis is rounded up to a multiple of its divisor. A size that is exactly the divisor is
+    doubled: the deepest level of the network would have a single voxel, over which an instance norm
+    has no variance.
 
     Args:
         shape: Size in voxels, (D, H, W).
@@ -27,24 +27,24 @@ def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     """
     if min(divisor) < 1:
         raise ValueError(f"divisors must be 1 or more, got {tuple(divisor)}")
-    # -(-a // b) rounds up.
-    multiples = [-(-length // step) for length, step in zip(shape, divisor, strict=True)]
-    z, y, x = map(operator.mul, multiples, divisor)
-    if (z, y, x) == tuple(divisor):
-        return 2 * z, 2 * y, 2 * x
-    return z, y, x
+    # -(-a // b) is a / b rounded up.
+    factors = [-(-length // step) for length, step in zip(shape, divisor, strict=True)]
+    depth, height, width = map(operator.mul, factors, divisor)
+    if (depth, height, width) == tuple(divisor):
+        return 2 * depth, 2 * height, 2 * width
+    return depth, height, width
 
 
 def bounded_depth(shape: Shape, max_voxels: int, divisor_z: int) -> int:
     """Count the slices that a volume may keep to have at most `max_voxels`.
 
     Args:
-        shape: Size in voxels, (D, H, W), D a multiple of the divisor.
+        shape: Size in voxels, (D, H, W), with D a multiple of `divisor_z`.
         max_voxels: Largest number of voxels.
-        divisor_z: Required multiple of the number of slices.
+        divisor_z: The number of slices must be a multiple of this.
 
     Returns:
-        A multiple of the divisor; one multiple if not even that fits.
+        A multiple of `divisor_z`, at least `divisor_z` itself, even where that does not fit.
 
     Example:
         >>> bounded_depth((96, 100, 100), 600_000, 16), bounded_depth((96, 100, 100), 10, 16)
@@ -52,4 +52,6 @@ def bounded_depth(shape: Shape, max_voxels: int, divisor_z: int) -> int:
     """
     depth, height, width = shape
     num_fitting = max_voxels // (height * width)
-    return min(depth, max(divisor_z, num_fitting // divisor_z * divisor_z))
+    # Rounded down to a multiple.
+    num_kept = num_fitting // divisor_z * divisor_z
+    return min(depth, max(divisor_z, num_kept))

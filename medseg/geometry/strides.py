@@ -8,8 +8,8 @@ Strides = tuple[tuple[int, int, int], ...]
 def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int) -> Strides:
     """Choose the stride of each level per axis, the finest level first.
 
-    An axis at least twice as coarse as the finest one is not divided until the others are about as
-    coarse (nnU-Net's rule).
+    An axis at least twice as coarse as the finest one is not downsampled until the others are about
+    as coarse (nnU-Net's rule).
 
     Args:
         spacing_mm: Spacing of the input, (z, y, x); None: all axes alike.
@@ -22,14 +22,14 @@ def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int
         >>> level_strides((5.0, 1.0, 1.0), 4)
         ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
     """
+    # Only ratios matter: any equal spacings mean that all axes are alike.
     current_mm = list(spacing_mm or (1.0, 1.0, 1.0))
     strides = []
     for _ in range(num_levels):
         finest_mm = min(current_mm)
-        # An axis that is twice as coarse as the finest one waits until the others are so too.
         z, y, x = (2 if axis_mm < 2 * finest_mm else 1 for axis_mm in current_mm)
         strides.append((z, y, x))
-        # An axis that was divided is now twice as coarse.
+        # The spacing at the next level: an axis of stride 2 is now twice as coarse.
         current_mm = list(map(operator.mul, current_mm, (z, y, x)))
     return tuple(strides)
 
