@@ -1,15 +1,17 @@
 """The patient: tables of the body, measures of one patient, and signed distances of its parts.
 
-The canonical frame is LPS in mm with z = 0 at the carina (about T5) and x = 0 in the middle. A
-patient's size is a scale per axis from canonical to world. Numbers are typical values of adult
-supine chest CT: tracheal radius 8–10 mm, ascending aorta diameter 30–38 mm, pulmonary trunk 25–29
-mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147), vertebral body width 28–40 mm, inner
-transverse chest 250–300 mm, carina to apex about 90 mm, carina to right dome about 105 mm in
-inspiration.
+The canonical frame is LPS in mm with z = 0 at the carina (about the fifth thoracic vertebra) and
+x = 0 in the middle. A patient's size is a scale per axis from the canonical frame to the world. All
+positions, sizes and distances in this module are canonical mm. Numbers in formulas are choices of
+this model, not measurements.
+
+The tables hold typical values of adult supine chest CT: tracheal radius 8–10 mm, ascending aorta
+diameter 30–38 mm, pulmonary trunk 25–29 mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147),
+vertebral body width 28–40 mm, inner transverse chest 250–300 mm, carina to apex about 90 mm, carina
+to right dome about 105 mm in inspiration.
 """
 
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -32,9 +34,9 @@ from medseg.phantom.shapes import (
 from medseg.phantom.spec import SIDES, PhantomSpec
 
 Table = NDArray[np.float64]
-"""One row a level, from feet to head; the first column is z in mm."""
+"""One row per level, from feet to head; all columns in mm, the first is z."""
 
-# Left half of the rib cage: centre x, half axis x, centre y, half axis y.
+# Left half of the rib cage, an ellipse at each level: centre x, half axis x, centre y, half axis y.
 RIB_CAGE: Table = np.array([
     (-420, 38, 92, -10, 80),
     (-260, 42, 92, -11, 86),
@@ -49,7 +51,8 @@ RIB_CAGE: Table = np.array([
     (91, 33, 10, 25, 11),
     (93, 33, 1, 26, 1),
 ])  # fmt: skip
-# Outside of the muscles of the trunk: half axis x, half axis y, centre y.
+# Outer surface of the muscles of the trunk, an ellipse at each level: half axis x, half axis y,
+# centre y.
 TRUNK: Table = np.array([
     (-420, 150, 104, 2),
     (-300, 146, 104, 0),
@@ -111,7 +114,7 @@ VESSELS = (
     # Inferior vena cava.
     Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
 )
-# Signed distance of points that are far from the surface of the fluid: beyond every blend.
+# Distance to a surface of pleural fluid that is nowhere near: larger than the width of any blend.
 FAR_MM = 30.0
 
 
@@ -123,8 +126,8 @@ class Patient:
         spec: The case.
         scale_zyx: World mm per canonical mm.
         apex_z_mm: Top of the lungs.
-        dome_z_mm: Top of the diaphragm of each half of the chest, by the keys of `SIDES`.
-        recess_mm: Depth of the space between diaphragm and ribs below the dome.
+        dome_z_mm: Key of `SIDES` to the top of the diaphragm in that half of the chest.
+        recess_mm: How far the space between diaphragm and ribs reaches below the dome.
         width: Transverse shape of the chest, about 1.
         depth: Sagittal shape of the chest, about 1.
         heart_xyz_mm: Middle of the heart.
@@ -150,28 +153,33 @@ class Patient:
     muscle_mm: float
 
     def landmark_z_mm(self, name: str) -> float:
-        """Level of a landmark, see `View`."""
-        dome = max(self.dome_z_mm.values())
-        recess = min(self.dome_z_mm.values()) - self.recess_mm
-        return {"carina": 0.0, "apex": self.apex_z_mm, "dome": dome, "recess": recess}[name]
+        """Height of a landmark of `View`, over both halves of the chest."""
+        highest_dome = max(self.dome_z_mm.values())
+        lowest_recess = min(self.dome_z_mm.values()) - self.recess_mm
+        heights = {
+            "carina": 0.0,
+            "apex": self.apex_z_mm,
+            "dome": highest_dome,
+            "recess": lowest_recess,
+        }
+        return heights[name]
 
 
 def draw_patient(spec: PhantomSpec) -> Patient:
-    """Draw the patient of a case."""
+    """Draw the measures of the patient of a case."""
     rng = spec.rng("anatomy")
 
-    def draw(mean: float, spread: float) -> float:
-        return mean + rng.uniform(-spread, spread)
+    def draw(mean: float, half_range: float) -> float:
+        return mean + rng.uniform(-half_range, half_range)
 
     mean_size, mean_tube_size, mean_muscle_mm = 1.0, 1.05, 15
     if spec.is_female:
         mean_size, mean_tube_size, mean_muscle_mm = 0.93, 0.95, 11
-    # The draws stay in this order: each seed has its patient.
+    # Each call takes the next random number: in another order, a seed would give another patient.
     size = draw(mean_size, 0.08)
     # A full breath moves the diaphragm by 52 mm; the mean heights below belong to a breath of 0.8.
     expiration_mm = 52 * (0.8 - spec.breath)
     left_rise_mm, right_rise_mm = spec.high_dome_mm
-    # By side: 1 is the left, towards which x increases.
     dome_z_mm = {
         1: draw(-116, 12) + expiration_mm + left_rise_mm,
         -1: draw(-104, 12) + expiration_mm + right_rise_mm,
@@ -196,21 +204,27 @@ def draw_patient(spec: PhantomSpec) -> Patient:
 
 
 def by_level(table: Table, z_mm: Field) -> list[Field]:
-    """Interpolate the columns of a table monotonically; constant beyond its ends."""
+    """Interpolate the columns of a table after the first at each z; constant beyond its ends.
+
+    Returns:
+        One array of the shape of `z_mm` per column, in mm.
+    """
+    # Monotone between the rows: unlike a spline, it makes no bulges.
     curves = PchipInterpolator(table[:, 0], table[:, 1:])
     values = curves(np.clip(z_mm, table[0, 0], table[-1, 0])).astype(np.float32)
     return list(np.moveaxis(values, -1, 0))
 
 
 def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> Field:
-    """Measure vessels or airways, at most 20 mm.
+    """Measure vessels or airways; distances above 20 mm become 20 mm.
 
-    They follow a shifted mediastinum, the less the higher and the closer to the spine.
+    They move with a shifted mediastinum, less the higher they are and the closer to the spine.
     """
     distances = []
     for path_xyz_mm, (first_mm, last_mm) in tubes:
         path = np.array(path_xyz_mm, np.float64)
         _, y, z = path.T
+        # No shift at 100 mm above the carina, nor at y = 40 mm, where the spine begins.
         path[:, 0] += patient.shift_x_mm * np.clip(1 - z / 100, 0, 1) * np.clip(1 - y / 40, 0, 1)
         radii_mm = (patient.tube_size * first_mm, patient.tube_size * last_mm)
         distances.append(tube(points, path, radii_mm))
@@ -221,9 +235,10 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     """Measure the lungs and what bounds them.
 
     Returns:
-        Signed distances: `cage`, inside of the ribs; `abdomen`, below the diaphragm; `heart`; lumen
-        of `vessels` and `airways`; `column`, `bone`, `canal` of the spine; by side `left_lung`,
-        `right_lung`, and pleural fluid `left_fluid`, `right_fluid`.
+        Signed distances, negative in the named part: `cage`, the space inside the ribs; `abdomen`,
+        all below the diaphragm; `heart`; lumen of `vessels` and of `airways`; `column`, `bone` and
+        `canal` of the spine (see `measure_spine`); `left_lung`, `right_lung`; pleural fluid
+        `left_fluid`, `right_fluid`.
     """
     points = slab.points
     spec = patient.spec
@@ -234,16 +249,19 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     }
     mediastinum = measure_mediastinum(patient, slab, body)
     halves = {side: measure_half_chest(patient, points, side) for side in SIDES}
-    # The two domes meet below the heart.
+    # The two domes pass into one another below the heart, over the 70 mm in the middle.
     leftness = np.clip(0.5 + points.x / 70, 0, 1)
     dome_z_mm = halves[1].dome_z_mm * leftness + halves[-1].dome_z_mm * (1 - leftness)
     body["abdomen"] = points.z - dome_z_mm + 2.2 * slab.wave
     body["cage"] = either(halves[1].cage, halves[-1].cage)
+    # `SIDES` and `effusion_mm` both begin with the left.
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
+        # Negative on this side of the middle.
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
         cavity = within(
             halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm
         )
+        # Without the mediastinum, the abdomen, and bone with 1 mm around it.
         cavity = intersection(cavity, -mediastinum, 5)
         cavity = intersection(cavity, -body["abdomen"], 2.5)
         cavity = within(cavity, 1 - body["bone"])
@@ -271,19 +289,20 @@ def measure_fluid(
         return np.full_like(cage, -FAR_MM)
     if effusion_mm == 0:
         return np.full_like(cage, FAR_MM)
-    # The lowest wall is the back, or the front of a patient who lies on it.
+    # Height against gravity. The lowest wall is the back, in a prone patient the front.
     if patient.spec.is_prone:
         height_mm, lowest_wall_mm = points.y, -110
     else:
         height_mm, lowest_wall_mm = -points.y, -80
-    # Free fluid is deeper towards the feet, and rises a little at the ribs.
+    # Free fluid is deeper towards the feet. Its surface rises a little towards the ribs, where
+    # `cage`, negative inside, is largest.
     depth_mm = effusion_mm * np.clip((60 - points.z) / 110, 0.1, 1.3)
     level_mm = lowest_wall_mm + depth_mm + 0.4 * cage
     return height_mm - level_mm
 
 
 class HalfChest(NamedTuple):
-    """Distance to the inside of the ribs and height of the diaphragm of half a chest, mm."""
+    """Half a chest: signed distance of the space inside the ribs, and height of the diaphragm."""
 
     cage: Field
     dome_z_mm: Field
@@ -291,11 +310,12 @@ class HalfChest(NamedTuple):
 
 def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest:
     """Measure half a chest: an ellipse at each level, and a dome that falls to the ribs."""
-    # The table ends at 93 mm: what lies above -20 mm is stretched so that it ends at the apex.
+    # The table ends at 93 mm. The part above -20 mm (113 mm of the table) is stretched so that it
+    # ends at the apex of this patient.
     z = points.z + (93 - patient.apex_z_mm) * np.clip((points.z + 20) / 113, 0, 1)
     centre_x, half_x, centre_y, half_y = by_level(RIB_CAGE, z)
     half_x = half_x * patient.width
-    # Chests differ in depth below the carina; the difference fades out over 60 mm above it.
+    # Chests differ in depth up to the carina; the difference fades out over the 60 mm above it.
     half_y = half_y * (1 + (patient.depth - 1) * np.clip((60 - z) / 60, 0, 1))
     outward = points.x * side - centre_x * patient.width
     back = points.y - centre_y
@@ -304,7 +324,8 @@ def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest
     back_share = np.clip(back / half_y, -1, 1)
     # The recess is deepest at the back and at the side.
     recess_mm = patient.recess_mm * (0.55 + 0.36 * back_share + 0.2 * outward_share)
-    # The dome is a paraboloid: 0 in its middle, 1 at the ribs.
+    # The diaphragm is a paraboloid: `fall` is 0 in the middle of the dome and 1 at the ribs, where
+    # the diaphragm is lower than the dome by the depth of the recess.
     fall = np.minimum(outward_share * outward_share + back_share * back_share, 1.1)
     return HalfChest(cage, patient.dome_z_mm[side] - np.maximum(recess_mm, 6) * fall)
 
@@ -312,7 +333,8 @@ def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest
 def measure_heart(patient: Patient, points: Points) -> Field:
     """Measure the heart.
 
-    The ventricles lie along an axis to the left, front and feet, the atria behind and to the right.
+    The ventricles lie along an axis that points to the left, the front and the feet; the atria lie
+    behind them and to their right.
     """
     x, y, z = patient.heart_xyz_mm
     size = patient.heart_size
@@ -330,8 +352,9 @@ def measure_heart(patient: Patient, points: Points) -> Field:
 def measure_spine(points: Points) -> Fields:
     """Measure the spine.
 
-    It is the `column` of the bodies, the `bone` of bodies, canal wall and processes, and the
-    `canal`.
+    Returns:
+        `column`, the vertebral bodies in one; `canal`, the spinal canal; `bone`, the bodies, the
+        wall of the canal and the processes, without the canal.
     """
     centre_y, half_x, _ = by_level(MIDLINE, points.z)
     half_y = 0.84 * half_x
@@ -340,6 +363,7 @@ def measure_spine(points: Points) -> Fields:
     from_middle_mm = np.abs(vertebra - np.round(vertebra)) * VERTEBRA_MM
     column = ellipse(points.x, points.y - centre_y, half_x, half_y)
     lateral = np.abs(points.x)
+    # y from the axis of the canal, which lies behind the vertebral body.
     canal_y = points.y - (centre_y + half_y + 7.5)
     canal = ellipse(points.x, canal_y, 10.0, 8.0)
     transverse_process = within(np.abs(canal_y) - 4.5, lateral - 32, from_middle_mm - 6)
@@ -351,18 +375,21 @@ def measure_spine(points: Points) -> Fields:
 def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
     """Measure what lies between the lungs.
 
-    That is heart, vessels, airways, spine, their fat, and the plate behind the sternum.
+    That is heart, vessels, airways, vertebral bodies, each with a layer of fat around it, and the
+    plate of fat between the lungs from the spine to the sternum.
     """
     points = slab.points
     centre_y, _, plate_half_mm = by_level(MIDLINE, points.z)
     # Below the great vessels of the neck the lungs come close to each other behind the sternum.
     front_half_mm = np.where(points.z < 55, patient.gap_mm, plate_half_mm)
-    # The plate changes from the one width to the other between y = -25 and -55 mm.
+    # The plate passes from its width at the spine to that at the front between y = -25 and -55 mm.
     frontness = np.clip((-points.y - 25) / 30, 0, 1)
     half_mm = plate_half_mm + (front_half_mm - plate_half_mm) * frontness
+    # A shift of the mediastinum begins 60 mm above the carina and is complete 20 mm below it.
     middle_x = 3 + patient.shift_x_mm * np.clip((60 - points.z) / 80, 0, 1)
     plate = within(np.abs(points.x - middle_x) - half_mm, points.y - (centre_y + 10))
     fat_mm = 2 + 0.12 * patient.spec.fat_mm
+    # A smaller distance is a thicker part: walls and fat add these mm.
     parts = [
         body["vessels"] - 1.5,
         body["airways"] - 2.2,
@@ -370,4 +397,7 @@ def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
         body["column"] - 5,
         plate - 1.5 * slab.wave,
     ]
-    return reduce(lambda first, second: union(first, second, 9), parts) + 0.8 * slab.wave
+    mediastinum = parts[0]
+    for part in parts[1:]:
+        mediastinum = union(mediastinum, part, 9)
+    return mediastinum + 0.8 * slab.wave

@@ -1,4 +1,4 @@
-"""Data set of phantoms: a folder per case and their case table."""
+"""Data set of phantoms: a folder for each case, and the case table."""
 
 import hashlib
 import json
@@ -22,7 +22,8 @@ from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.worker_process import Worker, WorkerDiedError
 
 VERSION = 5
-"""Format of the data set; raise it when equal specs give other voxels: all cases are made again."""
+"""Format of the data set. Raise it whenever equal specs give other voxels than before: then all
+cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
 
@@ -39,7 +40,7 @@ def write_phantoms(
     num_workers: int = 1,
     scene: SceneSpec | None = None,
 ) -> Path:
-    """Write a data set of phantoms and its case table; cases that are finished are kept.
+    """Write a data set of phantoms and its case table; finished cases of equal specs are kept.
 
     Args:
         folder: Where to write; made if absent.
@@ -49,8 +50,8 @@ def write_phantoms(
         splits: Cases per split in the order of the table, e.g. `{"train": 8, "val": 2, "test": 2}`;
             must add up to `num_cases`. None leaves the column empty.
         progress: Called after each case with (finished, total, case name).
-        num_workers: Processes; a phantom is the same for any number.
-        scene: Labels and channels of scenes of organs; its seed, index and detail do not count.
+        num_workers: Number of processes; the phantoms do not depend on it.
+        scene: Labels and channels of scenes of organs; its seed, index and detail are replaced.
             None makes chests.
 
     Returns:
@@ -75,18 +76,21 @@ def write_phantoms(
     folders = [folder / f"phantom_{spec.index:03d}" for spec in specs]
     rows: list[dict[str, str]] = []
     with ExitStack() as stack:
-        written = _write_cases(folders, specs, num_workers, stack)
-        for case, spec, split, presence in zip(folders, specs, split_column, written, strict=True):
-            row = {"case": case.name}
-            row |= {column: f"{case.name}/{file}" for column, file in file_names(spec).items()}
-            row |= {"patient": case.name, "split": split}
+        # Lazy: a case is written, or waited for, when the loop reaches it.
+        presences = _write_cases(folders, specs, num_workers, stack)
+        cases = zip(folders, specs, split_column, presences, strict=True)
+        for case_folder, spec, split, presence in cases:
+            name = case_folder.name
+            row = {"case": name}
+            row |= {column: f"{name}/{file}" for column, file in file_names(spec).items()}
+            row |= {"patient": name, "split": split}
             if isinstance(spec, PhantomSpec):
                 row["view"] = spec.view
             for part, is_present in presence.items():
                 row[f"trust_{part}"] = "reference" if is_present else "absent"
             rows.append(row)
             if progress is not None:
-                progress(len(rows), num_cases, case.name)
+                progress(len(rows), num_cases, name)
     write_csv(folder / "table.csv", rows)
     return folder / "table.csv"
 
@@ -94,22 +98,28 @@ def write_phantoms(
 def _write_cases(
     folders: list[Path], specs: list[Spec], num_workers: int, stack: ExitStack
 ) -> Iterable[dict[str, bool]]:
-    """Write cases in this process, or in workers that end with the stack; see `write_case`."""
+    """Write cases in this process, or in worker processes that end when the stack is closed.
+
+    Returns:
+        What `write_case` returns, in the order of the cases; lazy.
+    """
     if num_workers == 1:
         return map(write_case, folders, specs)
-    idle = SimpleQueue[Worker]()
+    idle_workers = SimpleQueue[Worker]()
     for _ in range(num_workers):
-        idle.put(stack.enter_context(Worker()))
+        idle_workers.put(stack.enter_context(Worker()))
     threads = ThreadPoolExecutor(num_workers)
-    # The stack shuts the threads down before it ends the workers: a thread that waits for a worker
-    # that has ended would wait for ever.
+    # A stack closes what was added last first, so the threads end before the workers: a thread that
+    # waits for a worker that has ended would wait for ever.
     stack.callback(threads.shutdown, cancel_futures=True)
-    return threads.map(partial(_call_idle, idle), folders, specs)
+    return threads.map(partial(_call_idle_worker, idle_workers), folders, specs)
 
 
-def _call_idle(idle: SimpleQueue[Worker], folder: Path, spec: Spec) -> dict[str, bool]:
-    """Write one case in a worker that has nothing to do; there is a worker for each thread."""
-    worker = idle.get()
+def _call_idle_worker(
+    idle_workers: SimpleQueue[Worker], folder: Path, spec: Spec
+) -> dict[str, bool]:
+    """Write one case in an idle worker; there are as many workers as threads."""
+    worker = idle_workers.get()
     try:
         return worker.call(write_case, folder, spec)
     except WorkerDiedError as error:
@@ -119,41 +129,44 @@ def _call_idle(idle: SimpleQueue[Worker], folder: Path, spec: Spec) -> dict[str,
             "keeps the phantoms that are finished."
         ) from error
     finally:
-        idle.put(worker)
+        idle_workers.put(worker)
 
 
 def file_names(spec: Spec) -> dict[str, str]:
-    """Name of the file of each column of the case table, in the folder of a case."""
+    """List the files in the folder of a case by their column of the case table, images first."""
     if isinstance(spec, PhantomSpec):
         return _CHEST_FILES
-    names = ["image", *(f"image_{channel}" for channel in range(1, len(spec.modalities)))]
-    return {name: f"{name}.nii.gz" for name in (*names, "labels")}
+    columns = ["image"]
+    columns += [f"image_{channel}" for channel in range(1, len(spec.modalities))]
+    columns.append("labels")
+    return {column: f"{column}.nii.gz" for column in columns}
 
 
 def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
-    """Write one case unless it is there already.
+    """Write one case, unless it was finished before with an equal spec.
 
     The JSON file beside the images is written last; it marks the case as finished.
 
     Args:
-        folder: Folder of the case.
+        folder: Folder of the case; made if absent.
         spec: The case.
 
     Returns:
-        Whether the image shows `left_lung` and `right_lung`, or each part of a scene.
+        Part to whether the image shows it: `left_lung` and `right_lung` of a chest, `parts` of a
+        scene.
     """
     finished_mark = folder / "phantom.json"
     files = [folder / name for name in file_names(spec).values()]
     recipe = json.dumps({"version": VERSION, **asdict(spec)}, sort_keys=True)
     fingerprint = hashlib.sha256(recipe.encode()).hexdigest()
     if all(file.is_file() for file in files):
-        # A mark that is damaged is no mark.
+        # A damaged mark counts as none: the case is written again.
         with suppress(FileNotFoundError, ValueError):
-            earlier = json.loads(finished_mark.read_text(encoding="utf-8"))
-            if isinstance(earlier, dict) and earlier.get("hash") == fingerprint:
-                return dict(earlier["present"])
+            mark = json.loads(finished_mark.read_text(encoding="utf-8"))
+            if isinstance(mark, dict) and mark.get("hash") == fingerprint:
+                return dict(mark["present"])
     folder.mkdir(parents=True, exist_ok=True)
-    # Removed first and written last: a case that was interrupted does not look finished.
+    # Removed before the files change, so that an interrupted case does not look finished.
     finished_mark.unlink(missing_ok=True)
     if isinstance(spec, PhantomSpec):
         phantom = make_phantom(spec)
@@ -167,11 +180,14 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
         images, scene_labels = make_scene(spec)
         label_maps = [scene_labels]
         presence = dict.fromkeys(spec.parts, True)
-    # The files of the images come first, those of the label maps after them.
-    for file, (image, grid) in zip(files[: len(images)], images, strict=True):
+    # `file_names` lists images first, then label maps.
+    image_files = files[: len(images)]
+    label_files = files[len(images) :]
+    for file, (image, grid) in zip(image_files, images, strict=True):
         write_image(file, image, grid)
+    # Labels lie on the grid of the first channel.
     _, grid = images[0]
-    for file, labels in zip(files[len(images) :], label_maps, strict=True):
+    for file, labels in zip(label_files, label_maps, strict=True):
         write_labels(file, labels, grid, None)
     contents = {"hash": fingerprint, "present": presence, "spec": asdict(spec)}
     replace_text(finished_mark, json.dumps(contents, indent=1))

@@ -1,8 +1,8 @@
 """Synthetic scenes: ellipsoid-like organs for any labels, in one or several channels.
 
-A scene tests a task for which there are no data. The layout of the organs and their contrast belong
-to the data set (its seed and labels), so that a network can learn them; size, position and surface
-vary from case to case.
+A scene tests a task for which there are no data. The layout of the organs and their contrast are
+the same in all cases of a data set (they follow from its seed and labels), so that a network can
+learn them; size, position and surface vary from case to case.
 """
 
 import math
@@ -28,10 +28,16 @@ SCENE_DETAILS = {
 SIGNS = {"left": 1, "right": -1}
 """Sign of x by side of the patient."""
 
-_SHARED = 2**32 - 1  # no case has this number: its generators belong to the whole data set
-MEAN_BODY_SHARE = 0.83  # half axes of a mean body, of those of the scan
-MARGIN = 1.3  # by which a volume lies inside of its plausible range: the surface is uneven
-_CANDIDATES = 2000  # points of the body that are compared for the centre of an organ
+# Index of the generators of the whole data set; no case has this number.
+_SHARED_INDEX = 2**32 - 1
+# Half axes of a mean body, as a share of those of the scan: the middle of the range in
+# `make_scene`.
+MEAN_BODY_SHARE = 0.83
+# Factor by which the volume of an ellipsoid stays inside its plausible range: the uneven surface of
+# the organ changes it.
+MARGIN = 1.3
+# Number of random points that are compared for the centre of an organ.
+_NUM_CANDIDATES = 2000
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,18 @@ class SceneSpec(CaseSeed):
     """Everything that a scene is made from; equal specs give equal bytes.
 
     Attributes:
-        labels: Label name to value; names that differ only by the word `left` or `right` are mirror
-            images.
-        sides: Label name to `left` or `right`, for the labels that lie on one side.
+        labels: Label name to value; labels whose names differ only by the word `left` or `right`
+            are mirror images of one another.
+        sides: Label name to `left` or `right`, for labels that lie on one side; it goes before the
+            word in the name.
         modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units,
             with a bias field.
         ignore_label: Value of a region of ignored voxels; None makes no such region.
-        detail: `small` (about 5 mm) or `full` (about 1.6 mm).
-        has_own_grids: Whether each channel after the first has a grid of its own, coarser by a
-            fifth.
-        parts: Regions or labels that the case table calls exact (column `trust_<part>`).
+        detail: `small` (voxels of about 5 mm) or `full` (about 1.6 mm).
+        has_own_grids: Whether each channel after the first has a grid of its own, of voxels that
+            are longer by a fifth.
+        parts: Regions or labels to which the case table gives trust `reference`
+            (column `trust_<part>`).
         volume_ml: Label name to the smallest and largest volume that the task calls plausible.
     """
 
@@ -67,11 +75,11 @@ class Organ(NamedTuple):
 
     Attributes:
         value: Value in the label map.
-        sign: Sign of x of its side; -1 mirrors it.
+        sign: -1 mirrors the centre from left to right, 1 leaves it.
         centre_xyz: Centre before it is mirrored.
         radii_xyz: Half axes.
         contrast: Difference from the body in each channel, -1 to 1; at least 0.2 away from 0.
-        volume_ml: Its smallest and largest volume.
+        volume_ml: Its smallest and largest plausible volume.
     """
 
     value: int
@@ -96,14 +104,17 @@ def make_scene(
     """
     rng = spec.rng("scene")
     shape, mean_spacing_mm = SCENE_DETAILS[spec.detail]
+    # Half the extent of the scan, (z, y, x); all coordinates have their origin in the middle.
     half_mm = 0.5 * np.array(shape) * mean_spacing_mm
     spacing_mm = np.array(mean_spacing_mm) * rng.uniform(0.9, 1.1, 3)
+    # Half axes and centre of the body.
     body_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
     middle_xyz_mm = 0.05 * body_xyz_mm * rng.uniform(-1, 1, 3)
-    place_xyz_mm = rng.uniform(-60, 60, 3)
+    # World point of that origin: a scanner may have its own anywhere.
+    world_origin_xyz_mm = rng.uniform(-60, 60, 3)
     organs = []
     for organ in place_organs(spec):
-        # Where organs lie is that of the data set, how large they are that of the case.
+        # The data set decides where organs lie, the case how large they are.
         radii_xyz = organ.radii_xyz * rng.uniform(0.85, 1.0, 3)
         radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body_xyz_mm)
         organs.append(organ._replace(radii_xyz=radii_xyz))
@@ -117,29 +128,32 @@ def make_scene(
         )
         organs.append(ignored)
     images = []
-    maps = []
+    label_maps = []
     for channel in range(len(spec.modalities)):
         has_coarser_grid = spec.has_own_grids and channel > 0
         coarseness = 1.2 if has_coarser_grid else 1.0
         step_mm = (spacing_mm * coarseness).tolist()
         points = Points.covering(-half_mm, half_mm, step_mm)
+        # The same noise in each channel: the surfaces of the organs coincide.
         wave = SmoothNoise(spec.rng("waves"), 38).at(points)
+        # Edges are as wide as a voxel, on average over the axes.
         edge_mm = sum(step_mm) / 3
         contrast = np.zeros(points.shape, np.float32)
         labels = np.zeros(points.shape, np.uint8)
         for organ in organs:
             centre_mm = middle_xyz_mm + organ.centre_xyz * [organ.sign, 1, 1] * body_xyz_mm
             radii_mm = organ.radii_xyz * body_xyz_mm
+            # Waves of 4 % of the smallest half axis.
             distance = ellipsoid(points, centre_mm, radii_mm) + 0.04 * float(radii_mm.min()) * wave
             paint(contrast, organ.contrast[channel], cover(distance, edge_mm))
             labels[distance < 0] = organ.value
         body = cover(ellipsoid(points, middle_xyz_mm, body_xyz_mm) + 4 * wave, edge_mm)
         image = np.rint(scan(spec, channel, points, body, contrast)).astype(np.int16)
         first_xyz_mm = [float(axis.flat[0]) for axis in points]
-        grid = VoxelGrid(points.shape, tuple(step_mm), tuple(place_xyz_mm + first_xyz_mm))
+        grid = VoxelGrid(points.shape, tuple(step_mm), tuple(world_origin_xyz_mm + first_xyz_mm))
         images.append((image, grid))
-        maps.append(labels)
-    return images, maps[0]
+        label_maps.append(labels)
+    return images, label_maps[0]
 
 
 def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast: Field) -> Field:
@@ -149,12 +163,14 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
         spec: The case.
         channel: Number of the channel.
         points: Its voxels.
-        inside: Share of the body, (D, H, W).
+        inside: Share of each voxel that is in the body, (D, H, W).
         contrast: Difference of the organs from the body, -1 to 1, (D, H, W).
     """
     rng = spec.rng(f"scan {channel}")
     if spec.modalities[channel] == "ct":
+        # Air at -1000 HU, the body at 40, organs up to 300 away from it, noise of 12.
         return (1040 + 300 * contrast) * inside - 1000 + 12 * rng.standard_normal(points.shape)
+    # The unit is arbitrary, so that it differs from scan to scan.
     unit = np.exp(rng.normal(np.log(300), 0.5))
     bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), 160).at(points))
     # The scanner gives the magnitude of a complex signal with noise in both parts.
@@ -163,12 +179,14 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
 
 
 def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
-    """Factor of the half axes of an organ with which its volume is plausible."""
+    """Find by what to multiply the half axes of an organ to make its volume plausible."""
     volume_ml = _ellipsoid_ml(radii_mm)
-    lowest, highest = organ.volume_ml
-    # In the middle of a narrow range there is no margin.
-    margin = min(MARGIN, math.sqrt(highest / lowest)) if lowest else MARGIN
-    plausible_ml = min(max(volume_ml, lowest * margin), highest / margin)
+    lowest_ml, highest_ml = organ.volume_ml
+    margin = MARGIN
+    if lowest_ml > 0:
+        # Of a range too narrow for the margin on both sides, only its geometric mean is left.
+        margin = min(MARGIN, math.sqrt(highest_ml / lowest_ml))
+    plausible_ml = min(max(volume_ml, lowest_ml * margin), highest_ml / margin)
     return (plausible_ml / volume_ml) ** (1 / 3)
 
 
@@ -178,14 +196,16 @@ def _ellipsoid_ml(radii_mm: Array) -> float:
 
 
 def place_organs(spec: SceneSpec) -> list[Organ]:
-    """Place the organs of a data set, each where most room is left, on both sides of the body.
+    """Place the organs of a data set, each where most room is left.
 
-    The largest of those with a plausible volume come first.
+    Labels that are mirror images share one organ, which is placed in the left half. The organs with
+    the largest plausible volume are placed first, while there is most room.
 
     Returns:
         One organ per label, in the order of the labels; they do not overlap.
     """
-    rng = CaseSeed(spec.seed, _SHARED).rng("layout")
+    rng = CaseSeed(spec.seed, _SHARED_INDEX).rng("layout")
+    # Label to its name without its side: the name of the organ.
     stems: dict[str, str] = {}
     sides: dict[str, str] = {}
     for label in spec.labels:
@@ -196,39 +216,46 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
                 sides[label] = side
     sides |= spec.sides
     with_side = {stems[label] for label in sides}
-    # Contrasts at equal steps, in another order in each channel.
-    levels = np.linspace(0.8, -0.8, len(set(stems.values())))
+    # Each name once, in the order of the labels.
+    organ_names = list(dict.fromkeys(stems.values()))
+    # Contrasts at equal steps, in another order in each channel: (organs, channels).
+    levels = np.linspace(0.8, -0.8, len(organ_names))
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
-    # Organs of this radius fill the same share of the body, whatever their number.
+    contrast_of = dict(zip(organ_names, contrasts, strict=True))
+    # Largest radius, in half axes of the body. Organs of this radius fill the same share of the
+    # body whatever their number.
     largest = 0.6 * len(spec.labels) ** (-1 / 3)
     shape, spacing_mm = SCENE_DETAILS[spec.detail]
     body_ml = _ellipsoid_ml(MEAN_BODY_SHARE * 0.5 * np.array(shape) * spacing_mm)
-    contrast_of = dict(zip(dict.fromkeys(stems.values()), contrasts, strict=True))
-    lowest_ml = dict.fromkeys(contrast_of, 0.0)
-    for label, (low, _) in spec.volume_ml.items():
-        lowest_ml[stems[label]] = max(lowest_ml[stems[label]], low)
+    lowest_ml = dict.fromkeys(organ_names, 0.0)
+    for label, (low_ml, _) in spec.volume_ml.items():
+        lowest_ml[stems[label]] = max(lowest_ml[stems[label]], low_ml)
     organs: dict[str, Organ] = {}
-    for stem in sorted(contrast_of, key=lambda stem: -lowest_ml[stem]):
+    for name in sorted(organ_names, key=lambda name: -lowest_ml[name]):
         # Only the left half is searched: what is free there stays free for the mirror image.
-        points = rng.uniform((0, -0.75, -0.75), 0.75, (_CANDIDATES, 3))
-        rooms = [1 - np.linalg.norm(points, axis=1)]
-        if stem in with_side:
-            rooms.append(points[:, 0])  # to the middle, where the mirror image begins
+        points = rng.uniform((0, -0.75, -0.75), 0.75, (_NUM_CANDIDATES, 3))
+        # Distance of each point to the surface of the body, to the mirror plane, and to each organ
+        # that is placed; the smallest is its room.
+        distances = [1 - np.linalg.norm(points, axis=1)]
+        if name in with_side:
+            distances.append(points[:, 0])
         for placed in organs.values():
-            distances = np.linalg.norm(points - placed.centre_xyz, axis=1)
-            rooms.append(distances - placed.radii_xyz.max())
-        room = np.min(rooms, axis=0)
+            to_centre = np.linalg.norm(points - placed.centre_xyz, axis=1)
+            distances.append(to_centre - placed.radii_xyz.max())
+        room = np.min(distances, axis=0)
         best = int(np.argmax(room))
-        # Half axes of a ball of the lowest plausible volume; a case varies them and the body.
-        needed = 1.1 * (lowest_ml[stem] * MARGIN / body_ml) ** (1 / 3)
+        # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
+        # the organ and the body.
+        needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
         radii = min(0.9 * room[best], max(largest, needed)) * rng.uniform(0.65, 1.0, 3)
-        # Each of its labels gives it a value, a side and a plausible volume, below.
         sign = rng.choice((-1, 1)).item()
-        organs[stem] = Organ(0, sign, points[best], radii, contrast_of[stem])
+        # The value 0 stands until the labels of the organ are known, below.
+        organs[name] = Organ(0, sign, points[best], radii, contrast_of[name])
     placed_organs = []
     for label, value in spec.labels.items():
         organ = organs[stems[label]]
+        # A label of no side keeps the random one.
         sign = SIGNS[sides[label]] if label in sides else organ.sign
         volume_ml = spec.volume_ml.get(label, organ.volume_ml)
         placed_organs.append(organ._replace(value=value, sign=sign, volume_ml=volume_ml))

@@ -1,6 +1,6 @@
 """Shapes as signed distances in mm (negative inside), smooth noise, and painting.
 
-All are arrays over the points of a lattice.
+Distances, noise and images are arrays over the points of a lattice.
 """
 
 import math
@@ -16,13 +16,13 @@ Field = NDArray[np.floating[Any]]
 Fields = dict[str, Field]
 """Fields on one lattice by name, (D, H, W) or broadcast to it."""
 
-# Box in which the noise of a patient is fixed, mm (z, y, x); it fades out beyond.
+# Box in which there is noise, in mm around the carina, (z, y, x); it fades out beyond.
 _NOISE_LOW_MM = np.array([-480.0, -300.0, -340.0])
 _NOISE_HIGH_MM = np.array([360.0, 300.0, 340.0])
 
 
 class Points(NamedTuple):
-    """Points of a lattice by their coordinates in mm, LPS, which broadcast to (D, H, W).
+    """Points of a lattice: their LPS coordinates in mm, which broadcast to (D, H, W).
 
     Attributes:
         x: (1, 1, W), float32.
@@ -40,14 +40,14 @@ class Points(NamedTuple):
     ) -> Self:
         """Cover a box with points on whole multiples of the spacing.
 
-        Two lattices thus share their points.
+        Lattices of overlapping boxes and equal spacing thus share their points.
         """
         axes = []
-        for low, high, step in zip(
-            np.asarray(low_zyx_mm), np.asarray(high_zyx_mm), spacing_mm, strict=True
-        ):
-            numbers = np.arange(math.floor(low / step), math.ceil(high / step) + 1)
-            axes.append((numbers * step).astype(np.float32))
+        lows_mm = np.asarray(low_zyx_mm)
+        highs_mm = np.asarray(high_zyx_mm)
+        for low, high, step in zip(lows_mm, highs_mm, spacing_mm, strict=True):
+            multiples = np.arange(math.floor(low / step), math.ceil(high / step) + 1)
+            axes.append((multiples * step).astype(np.float32))
         z, y, x = axes
         return cls(x[None, None, :], y[None, :, None], z[:, None, None])
 
@@ -58,20 +58,31 @@ class Points(NamedTuple):
 
 
 def ellipse(u: Field, v: Field, half_u: Field | float, half_v: Field | float) -> Field:
-    """Measure an elliptic cylinder along the ray from its axis; u and v begin there, mm."""
-    # On its ray, a point at distance r has the surface at r / level. The axis has no ray: the two
-    # small numbers make it -10 mm there.
+    """Measure an elliptic cylinder: the distance to its surface along the ray from its axis.
+
+    Args:
+        u: First coordinate across the cylinder, from its axis, mm.
+        v: Second coordinate, mm.
+        half_u: Half axis along u, mm.
+        half_v: Half axis along v, mm.
+    """
+    # `level` is 1 on the surface. A point at distance r from the axis meets the surface at r /
+    # level, so its distance is r - r / level. On the axis itself, r and level would be 0; the two
+    # small numbers make it 0.01 * (1 - 1000), about -10 mm.
     level = np.maximum(np.hypot(u / half_u, v / half_v), 0.001)
     return np.asarray((np.hypot(u, v) + 0.01) * (1 - 1 / level))
 
 
 def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike) -> Field:
-    """Measure an ellipsoid by (level - 1) / |gradient of level|; level is 1 at its surface.
+    """Measure an ellipsoid: its approximate distance, close near the surface.
 
-    Near the surface this is correct to second order.
+    With level = sqrt(Σ ((x - centre) / radius)²), which is 1 on the surface, it is
+    (level - 1) / |gradient of level|.
     """
     centre = np.asarray(centre_xyz_mm, np.float32)
     radii = np.asarray(radii_xyz_mm, np.float32)
+    # The gradient of level is sqrt(slope) / level, where slope = Σ (x - centre)² / radius⁴. It
+    # begins with a small number, because the centre has no slope to divide by.
     square: Any = 0
     slope: Any = 1e-6
     for coordinates, middle, radius in zip(points, centre, radii, strict=True):
@@ -85,13 +96,14 @@ def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike)
 def tube(
     points: Points, path_xyz_mm: ArrayLike, radii_mm: tuple[float, float], reach_mm: float = 20.0
 ) -> Field:
-    """Measure a chain of tapered capsules.
+    """Measure a tube: a chain of tapered capsules, one between each node and the next.
 
     Args:
         points: The lattice.
         path_xyz_mm: Nodes of the chain, (n, 3).
-        radii_mm: Radius at the first and at the last node; it changes evenly from node to node.
-        reach_mm: Largest distance that is measured; points farther away get it.
+        radii_mm: Radius at the first and at the last node; it changes by the same step from node to
+            node.
+        reach_mm: Largest distance that is measured; points farther away get this value.
 
     Returns:
         Signed distance, at most `reach_mm`, (D, H, W).
@@ -100,42 +112,47 @@ def tube(
     radii = np.linspace(radii_mm[0], radii_mm[1], len(path), dtype=np.float32)
     distance = np.full(points.shape, reach_mm, np.float32)
     for a, b, radius_a, radius_b in zip(path[:-1], path[1:], radii[:-1], radii[1:], strict=True):
+        # Only the points in a box around this capsule and its reach are visited.
         margin = max(radius_a, radius_b) + reach_mm
         lows = np.minimum(a, b) - margin
         highs = np.maximum(a, b) + margin
-        # Only the points within reach of this capsule are visited.
         ranges = []
-        for axis, low, high in zip(points, lows, highs, strict=True):
-            first, stop = np.searchsorted(axis.ravel(), [low, high])
+        for coordinates, low, high in zip(points, lows, highs, strict=True):
+            first, stop = np.searchsorted(coordinates.ravel(), [low, high])
             ranges.append(slice(first, stop))
         columns, rows, planes = ranges
-        part = distance[planes, rows, columns]
-        if part.size == 0:
+        # A view: what is written to it below is written to `distance`.
+        window = distance[planes, rows, columns]
+        if window.size == 0:
             continue
         offsets = [
             points.x[:, :, columns] - a[0],
             points.y[:, rows] - a[1],
             points.z[planes] - a[2],
         ]
-        along = b - a
-        # Place of the nearest point of the axis, 0 at a, 1 at b.
-        place = np.clip(sum(map(mul, offsets, along)) / (along @ along), 0, 1)
+        a_to_b = b - a
+        # Nearest point of the axis by projection: 0 is a, 1 is b.
+        position = np.clip(sum(map(mul, offsets, a_to_b)) / (a_to_b @ a_to_b), 0, 1)
         square: Any = 0
-        for offset, step in zip(offsets, along, strict=True):
-            square = square + (offset - place * step) ** 2
-        radius = radius_a + place * (radius_b - radius_a)
-        np.minimum(part, np.sqrt(square) - radius, out=part)
+        for offset, step in zip(offsets, a_to_b, strict=True):
+            square = square + (offset - position * step) ** 2
+        radius = radius_a + position * (radius_b - radius_a)
+        np.minimum(window, np.sqrt(square) - radius, out=window)
     return distance
 
 
 def union(first: Field, second: Field, blend_mm: float) -> Field:
-    """Unite two bodies with a fillet of about `blend_mm` (polynomial smooth minimum)."""
-    gap = np.maximum(blend_mm - np.abs(first - second), 0)
-    return np.minimum(first, second) - gap * gap * (0.25 / blend_mm)
+    """Unite two bodies with a fillet of about `blend_mm` where they meet."""
+    # Polynomial smooth minimum: where the two distances differ by less than `blend_mm`, the result
+    # is below both, by at most a quarter of it.
+    closeness = np.maximum(blend_mm - np.abs(first - second), 0)
+    return np.minimum(first, second) - closeness * closeness * (0.25 / blend_mm)
 
 
 def intersection(first: Field, second: Field, blend_mm: float) -> Field:
     """Intersect two bodies with a rounding of about `blend_mm` at the edge."""
+    # What is outside an intersection is the union of what is outside its bodies; a changed sign
+    # swaps inside and outside.
     return -union(-first, -second, blend_mm)
 
 
@@ -153,22 +170,22 @@ def either(*distances_mm: Field) -> Field:
 
 
 def cover(distance_mm: Field, width_mm: float) -> Field:
-    """Turn a signed distance into the covered share of a voxel, 0 to 1.
+    """Turn a signed distance into the share of each voxel that the body covers, 0 to 1.
 
-    The edge is `width_mm` wide.
+    The share falls linearly over `width_mm`, from 1 inside to 0 outside, and is 0.5 on the surface.
     """
     return np.clip(0.5 - distance_mm / width_mm, 0, 1)
 
 
 def paint(image: Field, value: Field | float, share: Field) -> None:
-    """Mix a tissue of some value into an image in place, by its share of each voxel."""
+    """Mix a tissue of this value into an image, in place, by its share of each voxel."""
     image += (value - image) * share
 
 
 class SmoothNoise:
     """Smooth noise of unit standard deviation.
 
-    It is fixed in the patient, whatever part of it is in view.
+    It is a function of the position in the patient: any lattice samples the same noise.
     """
 
     def __init__(self, rng: np.random.Generator, grain_mm: float) -> None:
@@ -178,23 +195,27 @@ class SmoothNoise:
             rng: Source of the numbers.
             grain_mm: Spacing of the coarse lattice.
         """
+        # Coordinates of the coarse lattice along z, y and x.
         self.centres_mm = [
             np.arange(low, high, grain_mm)
             for low, high in zip(_NOISE_LOW_MM, _NOISE_HIGH_MM, strict=True)
         ]
-        self.values = rng.standard_normal([centres.size for centres in self.centres_mm], np.float32)
+        shape = [centres.size for centres in self.centres_mm]
+        self.values = rng.standard_normal(shape, np.float32)
         self.grain_mm = grain_mm
 
     def at(self, points: Points) -> Field:
         """Evaluate the noise, float32 (D, H, W)."""
         values = self.values
-        # The kernel is a product over the axes. Each step moves the axis that it has smoothed to
-        # the end.
-        for coordinates, centres_mm in zip(
-            (points.z, points.y, points.x), self.centres_mm, strict=True
-        ):
+        axes = (points.z, points.y, points.x)
+        # The Gaussian kernel is a product over the axes, which are smoothed one by one. Each
+        # `tensordot` replaces the first axis, of the coarse lattice, by a last one, of the points:
+        # after three of them the axes are again in the order (z, y, x).
+        for coordinates, centres_mm in zip(axes, self.centres_mm, strict=True):
+            # (points, coarse lattice)
             offsets = (coordinates.reshape(-1, 1) - centres_mm) / self.grain_mm
             weights = np.exp(-(offsets**2))
+            # A sum of white noise has unit variance if the squares of its weights add up to 1.
             size = np.sqrt((weights**2).sum(axis=1, keepdims=True))
             # Far beyond the lattice all weights are zero, and so is the noise.
             weights /= np.maximum(size, 1e-150)
@@ -203,15 +224,15 @@ class SmoothNoise:
 
 
 class Slab(NamedTuple):
-    """Part of an image that is painted, tissue after tissue, each by the distance to its surface.
+    """Some planes of an image, painted tissue after tissue by the distance to its surface.
 
     Attributes:
-        points: The lattice.
-        wave: Smooth unit noise that roughens surfaces, (D, H, W).
-        tissue: Noise that varies tissue.
-        grain: Finer noise that varies tissue.
-        hu: The image.
-        edge_mm: Width of edges.
+        points: The lattice, of (D, H, W) points.
+        wave: Smooth noise of unit standard deviation that roughens surfaces, (D, H, W).
+        tissue: The same that varies the density of tissue, (D, H, W).
+        grain: The same, finer than `tissue`, (D, H, W).
+        hu: The image, changed in place by `paint`, (D, H, W).
+        edge_mm: Width of the edge of a tissue, see `cover`.
     """
 
     points: Points
@@ -222,5 +243,5 @@ class Slab(NamedTuple):
     edge_mm: float
 
     def paint(self, value_hu: Field | float, distance_mm: Field) -> None:
-        """Paint a tissue where the distance is negative."""
+        """Paint a tissue where the distance is negative, over what was painted before."""
         paint(self.hu, value_hu, cover(distance_mm, self.edge_mm))

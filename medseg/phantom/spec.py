@@ -1,4 +1,4 @@
-"""Specification of a case: every choice that a phantom is made from, and realistic draws."""
+"""Specification of a phantom: all choices that it is made from, and realistic random draws."""
 
 import zlib
 from dataclasses import dataclass
@@ -15,17 +15,18 @@ PHANTOM_LABELS: dict[int | str, str] = {
 }
 """Values in the `organs` maps."""
 SIDES = {1: "left", -1: "right"}
-"""Side of the patient by the sign of x."""
+"""Side of the patient by the sign of x, which increases towards the left (LPS)."""
 
 
 class View(NamedTuple):
-    """Part of the body that a scan shows: two ranges for its lowest and its highest slice.
+    """Part of the body that a scan shows, from a random lowest to a random highest slice.
 
     Attributes:
         share: Share of the cases.
-        low: Landmark, and range above it in mm: `recess` (lowest point of the lungs), `dome`,
-            `carina` or `apex`.
-        high: The same for the highest slice.
+        low: Where the lowest slice lies: a landmark, and the smallest and largest height above it
+            in mm. Landmarks are `recess` (lowest point of the lungs), `dome` (top of the
+            diaphragm), `carina` and `apex` (top of the lungs).
+        high: Where the highest slice lies, in the same form.
     """
 
     share: float
@@ -47,13 +48,13 @@ VIEWS = {
 
 
 class Detail(NamedTuple):
-    """Voxels of a data set.
+    """Size and spacing of the voxels of a data set.
 
     Attributes:
-        matrix: Rows and columns of a slice.
+        matrix: Number of rows, and of columns, of a slice.
         pixel_mm: Smallest and largest pixel size.
-        slice_mm: Slice distances, each as likely.
-        model_mm: Least spacing of the lattice on which the anatomy is drawn.
+        slice_mm: Slice distances to choose from, all equally likely.
+        model_mm: Smallest spacing of the lattice on which the anatomy is drawn.
     """
 
     matrix: int
@@ -78,7 +79,7 @@ CHOICES: dict[str, dict[Any, float]] = {
     "is_prone": {False: 0.95, True: 0.05},
     "has_table": {False: 0.1, True: 0.9},
 }
-"""Values of a field of `PhantomSpec` and their shares of the cases."""
+"""Field of `PhantomSpec` to its values and their shares of the cases."""
 TRAITS = {
     "blur_mm": (1.0, 0.0, 0.9),
     "noise_hu": (1.0, 6.0, 45.0),
@@ -91,9 +92,9 @@ TRAITS = {
     "fibrosis": (0.1, 0.2, 1.0),
     "stomach_gas": (0.8, 0.2, 1.0),
 }
-"""Share of the cases in which a field of `PhantomSpec` is not 0, and its range in them."""
+"""Field of `PhantomSpec` to the share of cases where it is not 0, and its range in those cases."""
 TRAITS_OF_A_SIDE = {"effusion_mm": (0.07, 8.0, 45.0), "high_dome_mm": (0.07, 15.0, 50.0)}
-"""The same for fields of a left and a right value."""
+"""The same for fields that hold a left and a right value, which are drawn independently."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class CaseSeed:
         Returns:
             A counter-based generator in its first state.
         """
+        # Philox takes a key of two 64-bit words: the seed, and index and purpose in 32 bits each.
         key = [self.seed & (2**64 - 1), (self.index << 32) | zlib.crc32(name.encode())]
         return np.random.Generator(np.random.Philox(key=key))
 
@@ -132,15 +134,16 @@ class PhantomSpec(CaseSeed):
         spacing_mm: Voxel spacing, (z, y, x).
         matrix: Rows and columns of a slice, (H, W).
         num_slices: Number of slices; None takes as many as the view needs.
-        model_spacing_mm: Lattice on which the anatomy is drawn, (z, y, x).
+        model_spacing_mm: Spacing of the lattice on which the anatomy is drawn, (z, y, x).
         tilt_deg: Rotation of the patient and the slices about the z, y, x axes of the scanner.
         centre_offset_mm: Offset of the centre of the field of view from the middle of the chest,
             (y, x).
-        padding_hu: Value outside the circular field of view; None reconstructs the square.
+        padding_hu: Value outside the circular field of view; None: the field of view is the whole
+            square.
         blur_mm: Standard deviation of the in-plane blur.
         noise_hu: Standard deviation of the noise in the middle of the chest; 0 switches noise off.
-        contrast_hu: Contrast agent in the blood, added to its 41 HU.
-        is_female: Smaller, less muscle, with breasts.
+        contrast_hu: What contrast agent adds to the 41 HU of blood.
+        is_female: Smaller, with less muscle and with breasts.
         fat_mm: Typical thickness of the fat under the skin.
         breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm and density of the
             lungs.
@@ -153,17 +156,18 @@ class PhantomSpec(CaseSeed):
         is_touching: Whether the lungs meet in front of the heart, with only a thin line between
             them.
         has_table: Whether the table is in the image.
-        lung_hu: Density of healthy lungs.
-        num_nodules: Round nodules of about 4 to 30 mm.
+        lung_hu: Density of healthy lungs at a breath of 0.8.
+        num_nodules: Number of round nodules, 4 to 28 mm in diameter.
         consolidation: Size of an airless part, 0 = none … 1 = most of a lobe.
-        effusion_mm: Depth of pleural fluid at the lowest wall, (left, right); outside the label.
+        effusion_mm: Depth of pleural fluid at the lowest wall, (left, right). The fluid is outside
+            the lung's label.
         emphysema: Share of the lungs that is replaced by holes, 0 to 0.4.
         fibrosis: Strength of the dense network near the pleura, 0 to 1.
         high_dome_mm: Rise of the diaphragm, (left, right).
         stomach_gas: 0 = none … 1 = huge bubble.
 
     Raises:
-        ValueError: If the view or the side of the missing lung is unknown.
+        ValueError: If the view, the arms or the side of the missing lung is unknown.
     """
 
     view: str = "whole"
@@ -203,9 +207,9 @@ class PhantomSpec(CaseSeed):
 
 
 def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
-    """Draw a realistic case by the shares of `CHOICES` and `TRAITS`.
+    """Draw a realistic case by the shares of `CHOICES`, `TRAITS` and `TRAITS_OF_A_SIDE`.
 
-    The first two are whole chests with both lungs in the middle of the image.
+    Cases 0 and 1 are whole chests with both lungs, centred in the image.
 
     Args:
         seed: Seed of the data set.
@@ -225,20 +229,22 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         values[name] = _draw_trait(rng, *trait)
     for name, trait in TRAITS_OF_A_SIDE.items():
         values[name] = (_draw_trait(rng, *trait), _draw_trait(rng, *trait))
+    # Rows and columns of a prone scan run against LPS: a scanner turns the image with the patient.
     values["flips"] = (rng.random() < 0.1, values["is_prone"], values["is_prone"])
     if rng.random() < 0.15:
         values["tilt_deg"] = tuple(rng.normal(0, 4, 3).tolist())
 
-    # A scan for one organ shows half of the chest in finer pixels.
+    # In 8 % of the cases the scan is centred on one half of the chest, in finer pixels.
     off_centre_mm = _draw_trait(rng, 0.08, 55, 80)
     if rng.random() >= 0.5:
         off_centre_mm = -off_centre_mm
+    # Replaced after the draws: those that follow are the same as for any other case.
     if index < 2:
         values |= {"view": "whole", "missing_lung": None}
         off_centre_mm = 0.0
     voxels = DETAILS[detail]
     pixel_mm = rng.uniform(*voxels.pixel_mm)
-    if off_centre_mm:
+    if off_centre_mm != 0:
         pixel_mm *= 0.6
     slice_mm = rng.choice(voxels.slice_mm).item()
     if values["view"] in ("trunk", "abdomen"):
@@ -256,8 +262,8 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
 
 
 def _draw_trait(rng: np.random.Generator, share: float, low: float, high: float) -> float:
-    """Draw a number of a range in a share of the cases, and 0 in the others."""
-    # Both are drawn in any case: the draws that follow stay the same.
+    """Draw from the range in this share of the cases; give 0 in the others."""
+    # Two numbers are drawn whatever the outcome, so that it does not change later draws.
     value = rng.uniform(low, high)
     if rng.random() < share:
         return value
