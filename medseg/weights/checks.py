@@ -1,7 +1,7 @@
-"""Checks of a weight file before anything is built from it: its values and their ranges.
+"""Checks of the values in a weight file and of their ranges, before anything is built from it.
 
-A file may be hostile: it must neither fill the memory nor keep the program busy, whatever it
-claims.
+A file may be hostile: whatever it holds, it must neither fill the memory nor keep the program busy
+for long.
 """
 
 import math
@@ -15,17 +15,19 @@ from torch import Tensor
 from medseg.errors import UserError
 from medseg.io.volume import MIN_SPACING_MM
 
-# The metadata of a run hold some hundred values, nested four deep.
+# Bounds far above the metadata of any run, which hold some hundred values, nested four deep.
 MAX_VALUES = 100_000
 MAX_DEPTH = 20
+# Characters of a text.
 MAX_TEXT = 1_000_000
 MAX_INTEGER = 2**63
+# Axes of a tensor of weights; one of a 3D convolution has five.
 MAX_AXES = 8
 DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
-# Key of numbers in the metadata to the least and the largest of them.
+# Key in the metadata to the smallest and the largest number that it may hold.
 RANGES = {
     "spacing_mm": (MIN_SPACING_MM, 100.0),
     "region_margin_mm": (0.0, 1000.0),
@@ -36,32 +38,35 @@ RANGES = {
     "range_mm": (MIN_SPACING_MM, 100.0),
     "window_hu": (-1e6, 1e6),
 }
-# `spacing_mm` of a stage that does not resample; a missing value must not mean it.
+# `spacing_mm` of a stage that does not resample: a word, so that a missing value is an error.
 NATIVE = "native"
-# Keys of an interval: a smaller and a larger number.
+# Keys whose value is an interval: a smaller and a larger number.
 INTERVALS = ("range_mm", "window_hu")
-# Largest number among the arguments of a network, such as a count of channels.
+# Largest number among the arguments of a network, such as a number of channels.
 MAX_ARGUMENT = 65536
-# Names under which a file may list one weight: MONAI's DynUNet lists its blocks twice.
+# Number of names under which a file may list one tensor: MONAI's DynUNet lists its blocks twice.
 MAX_NAMES = 2
-# Words in the names of arguments that count blocks. Each block has a tensor of weights at least.
+# An argument of a network with such a word in its name counts blocks, of which each has at least
+# one tensor of weights,
 COUNT_WORDS = ("block", "depth", "layer", "unit")
-# Words by which such a name means the size of a block instead, as `block_channels`.
+# unless its name has one of these words too and means the size of a block, as `block_channels`.
 SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
 def check_plain(source: str, metadata: object) -> None:
-    """Refuse metadata that hold more, or something else, than plain values.
+    """Refuse metadata with too many or too large values, or with other than plain values.
 
-    Lists that refer to each other may stand for more values than the file has bytes.
+    Plain values are None, numbers, texts, and dictionaries, lists and tuples of them.
 
     Args:
-        source: Key and value of the user, for messages.
-        metadata: The value to check, with all that it holds.
+        source: Key and value that the user gave, as `fine=a.ckpt`, for messages.
+        metadata: The metadata, as they were read.
 
     Raises:
-        UserError: With `source`.
+        UserError: If a value is refused.
     """
+    # Values that are still to be checked, each with its depth. Every occurrence counts: lists that
+    # refer to each other may stand for more values than the file has bytes.
     waiting: list[tuple[object, int]] = [(metadata, 0)]
     num_values = 0
     while waiting:
@@ -76,7 +81,7 @@ def check_plain(source: str, metadata: object) -> None:
             )
         parts: Iterable[object] = ()
         if isinstance(value, dict):
-            # Keys are values of the file too.
+            # Keys come from the file too, and are checked like values.
             parts = chain.from_iterable(value.items())
         elif isinstance(value, (list, tuple)):
             parts = value
@@ -89,12 +94,10 @@ def check_plain(source: str, metadata: object) -> None:
 
 
 def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> None:
-    """Refuse weights that are no dense tensors of finite numbers.
-
-    Nor may they stand for more bytes than their file has.
+    """Refuse weights that are no dense tensors of finite numbers, or larger than their file.
 
     Args:
-        source: Key and value of the user, for messages.
+        source: Key and value that the user gave, as `fine=a.ckpt`, for messages.
         weights: Tensors by name.
         num_bytes: Size of the file.
 
@@ -104,8 +107,10 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
     """
     total_bytes = 0
     for name, value in weights.items():
-        # The name comes from the file, and goes to a terminal.
-        printed_name = name if name.isprintable() and len(name) <= 200 else ascii(name)[:200]
+        # The name comes from the file and is printed: it must not control the terminal.
+        printed_name = name
+        if not name.isprintable() or len(name) > 200:
+            printed_name = ascii(name)[:200]
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise UserError(
@@ -114,14 +119,14 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
             )
         is_dense = _is_dense(value)
         if is_dense:
-            # An expanded tensor counts as if it were written out.
+            # A tensor that repeats its memory (`Tensor.expand`) counts as if it were written out.
             total_bytes += value.numel() * value.element_size()
         if not is_dense or total_bytes > MAX_NAMES * num_bytes:
             raise UserError(
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
                 "sparse, expanded, shared or of another type); take another copy"
             )
-        # After the size, because this writes an expanded tensor out.
+        # Only after the check of the size, because this takes the memory of the tensor written out.
         if not torch.isfinite(value).all():
             raise UserError(
                 f"{source}: its weights {printed_name} hold NaN or infinity, so its training went "
@@ -130,8 +135,8 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is one that a network may have as its weights."""
-    # Tensors of other layouts have no dtype, device or size that may be asked for.
+    """Whether a tensor is an ordinary dense one, as the weights of a network are."""
+    # First, because some properties of tensors of other layouts raise errors.
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and tensor.ndim <= MAX_AXES
@@ -140,7 +145,7 @@ def _is_dense(tensor: Tensor) -> bool:
 def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     """Refuse metadata with numbers that no training has.
 
-    They describe an input that would fill the memory, or a network of too many blocks.
+    Such numbers may describe an input that fills the memory, or a network of too many blocks.
 
     Args:
         metadata: From `read_weights`; `check_plain` has bounded its size.
@@ -149,13 +154,14 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     Raises:
         ValueError: With the key and the value.
     """
-    # The configuration of the run is not read again, and the network has limits of its own.
-    numbers = {key: value for key, value in metadata.items() if key not in ("config", "model")}
-    for key, value in _pairs(numbers):
+    # `config` is a record that nothing reads, and `model` has bounds of its own, below.
+    checked = {key: value for key, value in metadata.items() if key not in ("config", "model")}
+    for key, value in _pairs(checked):
         is_native = key == "spacing_mm" and value == NATIVE
         if value is not None and not is_native:
             _check_range(key, value)
-    rule = metadata.get("grid_rule", {})  # older checkpoints have no rule
+    # Older checkpoints have no rule.
+    rule = metadata.get("grid_rule", {})
     size = rule.get("size")
     if size is not None and not (isinstance(size, (list, tuple)) and len(size) == 3):
         raise ValueError(f"size={size}, expected 3 numbers")
@@ -165,7 +171,15 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
 
 
 def _check_range(key: str, value: Any) -> None:
-    """Refuse what is no number in the range of its key, and an interval that is empty."""
+    """Refuse a value outside the range of its key, and an empty interval; other keys pass.
+
+    Args:
+        key: Key in the metadata.
+        value: A number, or a list of numbers.
+
+    Raises:
+        ValueError: With the key and the value.
+    """
     if key not in RANGES:
         return
     low, high = RANGES[key]
@@ -179,25 +193,29 @@ def _check_range(key: str, value: Any) -> None:
 
 
 def _check_labels(task: Mapping[str, Any]) -> None:
-    """Refuse labels that are not numbered without gaps, and regions with labels of no name."""
+    """Refuse labels that are not numbered 1, 2, …, and regions of labels that do not exist."""
     labels = task["labels"]
-    names: set[str] = set()
+    labels_of_regions: set[str] = set()
     for region in task["regions"] or ():
-        names.update(region["labels"])
+        labels_of_regions.update(region["labels"])
     is_numbered = sorted(labels.values()) == list(range(1, len(labels) + 1))
-    if not is_numbered or not labels or not names <= labels.keys():
+    if not labels or not is_numbered or not labels_of_regions <= labels.keys():
         raise ValueError(
             "its labels are not numbered 1, 2, …, or its regions name labels that it does not have"
         )
 
 
 def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse a network with more blocks than the file has tensors of weights."""
+    """Refuse a network with more blocks than the file has tensors of weights.
+
+    Building it could take for ever, before its weights are found missing.
+    """
     for key, value in _pairs({"model": model}):
         has_count_word = any(word in key for word in COUNT_WORDS)
         has_size_word = any(word in key for word in SIZE_WORDS)
         if not has_count_word or has_size_word:
             continue
+        # A list counts the blocks of each level.
         if sum(map(abs, _numbers(value))) > num_tensors:
             raise ValueError(
                 f"{key}={value}: a network of that many parts has more tensors than the "
@@ -206,19 +224,19 @@ def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:
-    """Refuse arguments of a network that are too large to build it from a file.
+    """Refuse arguments of a network beyond `MAX_ARGUMENT`.
 
-    A training asks this before it begins.
+    A training calls this before it begins, because its checkpoint could not be read.
 
     Args:
-        model: `_target_` and arguments.
+        model: `_target_` of the network, and its arguments.
 
     Raises:
         ValueError: With the key and the value.
     """
     for key, value in _pairs(dict(model)):
         for number in _numbers(value):
-            # Negated, so that NaN is refused.
+            # Not `>`, because NaN is to be refused and fails every comparison.
             if not abs(number) <= MAX_ARGUMENT:
                 raise ValueError(
                     f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}"
@@ -226,15 +244,16 @@ def check_arguments(model: Mapping[str, Any]) -> None:
 
 
 def _numbers(value: object) -> list[float]:
-    """List the numbers of a value, or of a flat list."""
+    """List the numbers directly in a list, or the value itself if it is a number."""
     values = value if isinstance(value, (list, tuple)) else [value]
     return [number for number in values if isinstance(number, (int, float))]
 
 
 def _pairs(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested dictionaries, with its key.
+    """Yield each value of nested dictionaries and lists with its key, the outermost value first.
 
-    Of a list, nested lists and dictionaries follow under the key of the list.
+    A list is yielded whole; of its items only lists and dictionaries are yielded too, under the key
+    of the list.
     """
     yield key, value
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Weight files: weights and metadata of a stage, and the weights that medseg includes.
+"""Weight files: reading and writing the weights and metadata of a stage; the included weights.
 
-A checkpoint also holds the state that resuming needs; a safetensors file holds the weights and the
-metadata only.
+A file is either a torch checkpoint of a run, which also holds the state that resuming needs, or a
+safetensors file, which holds weights and metadata only.
 """
 
 import hashlib
@@ -25,18 +25,19 @@ from medseg.io.names import utf8_path
 from medseg.io.text import read_text
 from medseg.weights.checks import check_plain, check_tensors
 
-# Raised when the metadata of a checkpoint change their meaning.
+# To be increased when a key of the metadata changes its meaning.
 METADATA_FORMAT = 1
-# Readable values of the entry `region_mode`, how the network of a stage treats regions. None: no
-# such entry, as in files of versions that had one way only.
+# Values of the metadata's `region_mode` that this version can read: how the network of a stage
+# treats regions. None: older files have no such key.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
 STAGES = (*WHOLE_STAGES, "fine")
 SUFFIX = ".safetensors"
+# Lightning prefixes the name of each weight with the attribute that holds the network.
 NETWORK_PREFIX = "network."
-# Where Lightning keeps the state of the data module in a checkpoint: the name of its class. The
-# entry "train" lists name and content of each case, see `CasesDataModule.state_dict`.
+# Key of the data module's state in a checkpoint; Lightning uses the name of the class. Its entry
+# "train" lists name and content of each case, see `CasesDataModule.state_dict`.
 DATA_STATE = "CasesDataModule"
 SHIPPED_FOLDER = Path(__file__).parent
 CHECKSUMS = "SHA256SUMS"
@@ -49,9 +50,11 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a checkpoint; tensors stay in the file until they are used.
 
+    Nothing in the file is executed, and its parts are compared with their checksums first.
+
     Args:
         path: The file.
-        source: Key and value of the user, for messages.
+        source: Key and value that the user gave, as `fine=a.ckpt`, for messages.
         harmless_types: Types beyond tensors and plain values that it may hold, as
             `torch.serialization.safe_globals` takes them.
         writer: Program that writes such checkpoints, for messages.
@@ -65,14 +68,14 @@ def load_checkpoint(
         with utf8_path(path) as readable, torch.serialization.safe_globals([*harmless_types]):
             checkpoint = torch.load(readable, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        # The only place where torch names the class that it refuses.
-        name = re.search(r"GLOBAL ([\w.]+)", str(error))
-        objects = f"Python objects ({name[1]})" if name else "Python objects"
+        # Torch names the class that it refuses in the text of the error only.
+        class_name = re.search(r"GLOBAL ([\w.]+)", str(error))
+        objects = f"Python objects ({class_name[1]})" if class_name else "Python objects"
         raise UserError(
             f"{source}: refused, because it holds {objects} that could execute arbitrary code "
             f"when loaded; give a checkpoint that {writer} wrote"
         ) from error
-    # Torch's reader raises any exception on a zip file of another program.
+    # On a zip file of another program, torch's reader may raise any exception.
     except Exception as error:
         raise UserError(
             f"{source}: not a whole torch checkpoint ({first_line(error)}); give one that "
@@ -95,9 +98,10 @@ def _check_parts(path: Path, source: str, writer: str) -> None:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()
             num_bytes = sum(part.file_size for part in parts)
-            # Torch compresses no part. One that is compressed may fill the memory.
+            # Torch compresses no part; a hostile compressed one may unpack to more than the memory.
             if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
                 raise ValueError("it has compressed parts")
+            # Parts that overlap in the file would be read several times.
             if num_bytes > path.stat().st_size:
                 raise ValueError(f"{num_bytes} bytes in a file of {path.stat().st_size}")
             damaged_part = archive.testzip()
@@ -113,23 +117,24 @@ def _check_parts(path: Path, source: str, writer: str) -> None:
 
 
 def _cure(path: Path, writer: str) -> str:
-    """Say how to get a checkpoint in place of a file that cannot be opened as one."""
+    """Say what to do about a file that cannot be opened as a checkpoint."""
     try:
         with path.open("rb") as file:
+            # Every zip file begins with these two bytes, also one that was cut short.
             was_zip = file.read(2) == b"PK"
     except OSError:
         return "check its permissions and its disk"
     if was_zip:
         return "copy it again"
-    # The user gave a folder of the other program, where this file has the right name: it is not the
-    # wrong file, but a damaged one.
+    # Checkpoints of another program are found by their names in a folder that the user gave: this
+    # is the right file, but damaged.
     if writer != "medseg":
         return "copy it again"
     return f"give {LAST_CHECKPOINT} of a run, or weights that end in {SUFFIX}"
 
 
 def shipped_weights(task: str, stage: str) -> Path:
-    """Find the included weights and check that they are complete.
+    """Find the included weights of a stage and compare their checksum.
 
     Args:
         task: Name of the task, e.g. `lungs`.
@@ -139,12 +144,12 @@ def shipped_weights(task: str, stage: str) -> Path:
         UserError: If medseg includes none for the task, or the file is missing or damaged.
     """
     path = SHIPPED_FOLDER / f"{task}_{stage}{SUFFIX}"
-    checksum_of = read_checksums(SHIPPED_FOLDER / CHECKSUMS)
-    if path.name not in checksum_of:
+    checksums = read_checksums(SHIPPED_FOLDER / CHECKSUMS)
+    if path.name not in checksums:
         raise UserError(
             f"medseg includes no weights for the task {task}; give {stage}=<checkpoint>"
         )
-    if not path.is_file() or checksum(path) != checksum_of[path.name]:
+    if not path.is_file() or checksum(path) != checksums[path.name]:
         raise UserError(
             f"{path}: missing or damaged (its checksum is not that of {CHECKSUMS}); install "
             "medseg again"
@@ -153,10 +158,13 @@ def shipped_weights(task: str, stage: str) -> Path:
 
 
 def read_checksums(path: Path) -> dict[str, str]:
-    """Read the SHA-256 of files by their names.
+    """Read a file that `sha256sum` wrote.
+
+    Returns:
+        File name to SHA-256 in hexadecimal.
 
     Raises:
-        UserError: If it is no file as `sha256sum` writes it.
+        UserError: If a line has another form.
     """
     checksums: dict[str, str] = {}
     for line in read_text(path).splitlines():
@@ -166,12 +174,13 @@ def read_checksums(path: Path) -> dict[str, str]:
                 f"{path}: expected lines of a SHA-256, two spaces and a file name, got "
                 f"{line[:80]!r}; take another copy"
             )
-        checksums[match[2]] = match[1]
+        sha256, file_name = match.groups()
+        checksums[file_name] = sha256
     return checksums
 
 
 def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Compute the SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -183,11 +192,12 @@ def read_weights(
 
     Args:
         path: Checkpoint of a run, or safetensors file.
-        stage: The stage it must be; `coarse` and `single` stand for each other; None = any.
+        stage: The stage that it must be of; `coarse` and `single` stand for each other; None = any.
         key: The key that gave the path, for messages.
 
     Returns:
-        The metadata (`medseg.training.assemble.make_metadata`) and the network's weights by name.
+        The metadata (of `medseg.training.assemble.make_metadata`) and the network's weights by
+        name.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of another
@@ -212,12 +222,12 @@ def read_weights(
             f"{METADATA_FORMAT}; use the version that wrote it"
         )
     _check_stage(metadata, stage, source)
-    mode = metadata.get("region_mode")
-    if mode not in REGION_MODES:
+    region_mode = metadata.get("region_mode")
+    if region_mode not in REGION_MODES:
         raise UserError(
-            f"{source}: its network treats regions in the mode {str(mode)[:40]!r}, but medseg "
-            f"{__version__} reads networks that mirror right regions (mirrored); use the version "
-            "that wrote it, or train the stage again"
+            f"{source}: its network treats regions in the mode {str(region_mode)[:40]!r}, but "
+            f"medseg {__version__} reads networks that mirror right regions (mirrored); use the "
+            "version that wrote it, or train the stage again"
         )
     # Last, because it reads all of the file.
     check_tensors(source, weights, path.stat().st_size)
@@ -225,21 +235,22 @@ def read_weights(
 
 
 def _check_stage(metadata: dict[str, Any], stage: str | None, source: str) -> None:
-    """Refuse a file of another stage than the one that is needed; None needs any."""
-    accepted: tuple[str, ...]
+    """Refuse a file of another stage than `stage`; None accepts every stage."""
+    accepted_stages: tuple[str, ...]
     if stage is None:
-        accepted = STAGES
+        accepted_stages = STAGES
     elif stage == "fine":
-        accepted = ("fine",)
+        accepted_stages = ("fine",)
     else:
-        accepted = WHOLE_STAGES
+        accepted_stages = WHOLE_STAGES
     stage_of_file = metadata.get("stage")
+    # The message below must not print just any value of the file.
     if stage_of_file not in STAGES:
         stage_of_file = "unknown"
-    if stage_of_file not in accepted:
+    if stage_of_file not in accepted_stages:
         raise UserError(
             f"{source}: this is a checkpoint of the {stage_of_file} stage; a "
-            f"{' or '.join(accepted)} one is needed"
+            f"{' or '.join(accepted_stages)} one is needed"
         )
 
 
@@ -251,7 +262,7 @@ def trained_cases(path: Path, key: str) -> list[str]:
         key: The key that gave the path, for messages.
 
     Raises:
-        UserError: If the file does not say it, as a safetensors file.
+        UserError: If the file does not say it; a safetensors file never does.
     """
     source = f"{key}={path}"
     data_state: Any = None
@@ -259,7 +270,7 @@ def trained_cases(path: Path, key: str) -> list[str]:
         data_state = load_checkpoint(path, source).get(DATA_STATE)
     try:
         return [str(name) for name, _ in data_state["train"]]
-    # Absent, or in another form.
+    # The state is None or has another form.
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(
             f"{source}: the file does not say which cases it has trained on; give "
@@ -272,27 +283,27 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
 
     Args:
         path: Ends in `.safetensors`.
-        metadata: Plain values.
+        metadata: Plain values, stored as JSON.
         weights: The network's weights by name.
 
     Returns:
-        SHA-256 of the file.
+        SHA-256 of the file, in hexadecimal.
     """
-    # Cloned: a safetensors file refuses tensors that share memory, as those of blocks with two
-    # names.
-    tensors = {name: value.contiguous().clone() for name, value in weights.items()}
+    # `save` refuses tensors that share memory, as do the weights of a block that has two names.
+    tensors = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+    # With sorted keys, equal metadata give equal bytes.
     content = save(tensors, {"medseg": json.dumps(metadata, sort_keys=True)})
     replace_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
 
 
 def _check_is_file(path: Path, source: str) -> None:
-    """Refuse a path that is no file; a run folder is answered with its checkpoint."""
+    """Refuse a path that is no file; for a run folder, the message names its checkpoint."""
     if path.is_file():
         return
-    last = path / LAST_CHECKPOINT
-    if last.is_file():
-        raise UserError(f"{source}: a folder; give its checkpoint, {last}")
+    checkpoint = path / LAST_CHECKPOINT
+    if checkpoint.is_file():
+        raise UserError(f"{source}: a folder; give its checkpoint, {checkpoint}")
     raise UserError(f"{source}: there is no such checkpoint")
 
 
@@ -300,7 +311,7 @@ def _read_safetensors(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
     """Read metadata and weights; the metadata are None in a file of another program."""
     try:
         with utf8_path(path) as readable, safe_open(readable, framework="pt") as file:
-            # `file` is no dictionary: it has to be asked for its keys.
+            # `file` is no dictionary and cannot be iterated over itself.
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             text = (file.metadata() or {}).get("medseg")
             if text is None:
@@ -328,17 +339,19 @@ def _read_checkpoint(path: Path, source: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _check_part_sizes(path: Path, source: str, weights: dict[str, Any]) -> None:
-    """Refuse weights whose part of the checkpoint is too short."""
+    """Refuse weights whose part of the checkpoint is too short.
+
+    Torch would fill the end of such a weight with the bytes that follow in the file. Which part
+    belongs to which weight is not known here, so a weight is refused if its size is that of no part
+    at all; a part that was cut to the size of another is not found.
+    """
     with zipfile.ZipFile(path) as archive:
-        sizes = {part.file_size for part in archive.infolist()}
+        part_sizes = {part.file_size for part in archive.infolist()}
     for value in weights.values():
-        # What is no dense tensor is refused later, see `check_tensors`.
+        # `check_tensors` refuses what is no dense tensor, later.
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             continue
-        # Torch would take the bytes that follow in the file for the end of a short part. Which part
-        # belongs to which weight is not known here: a weight is refused if its size is that of no
-        # part. This does not find a part that was cut to the size of another.
-        if value.untyped_storage().nbytes() not in sizes:
+        if value.untyped_storage().nbytes() not in part_sizes:
             raise UserError(
                 f"{source}: the sizes of its weights do not match the parts of the file; take "
                 "another copy"

@@ -2,7 +2,7 @@
 
 INCLUDED_TASK = "lungs"
 """Task of the included weights, which is also that of `conf/train.yaml`."""
-# Measured with the included lung weights, see docs/prediction_memory.md.
+# The numbers were measured, see docs/prediction_memory.md.
 TILE_WARNING = (
     "with the included lung weights, tiles of 96×96×96 agreed with whole crops to a Dice of 0.96 "
     "to 0.99, tiles of 64×64×64 to one of 0.76 to 0.93"

@@ -1,13 +1,14 @@
 """Model folder of medseg: the networks of all stages and folds, their checksums and a model card.
 
     SHA256SUMS                               checksum and name of each file of weights
-    <task>_<stage>.safetensors               network of a stage, trained on all cases
-    <task>_<stage>_fold_<k>.safetensors      or networks of folds, whose outputs are averaged
+    <task>_<stage>.safetensors               network of a stage, trained on all cases; or instead
+    <task>_<stage>_fold_<k>.safetensors      network of a stage and fold; their outputs are averaged
     README.md                                model card
     clean_up.csv, clean_up.md                how a cross-validation chose the clean-up
 
-Each file of weights holds everything else as its metadata: configuration, clean-up, label names,
-plausible volumes, bound on Dice and versions. The included weights lie in such a folder.
+All else that prediction needs is in the metadata of each file of weights: configuration, clean-up,
+label names, plausible volumes, bound on Dice and versions. The included weights are in such a
+folder.
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from medseg.weights.files import (
 
 CARD = "README.md"
 ALL = "all"
-"""Fold of a network that was trained on all cases."""
+"""Stands in place of a fold for a network that was trained on all cases."""
 
-# The stage is the last one in the name, because a task may be called `lesion_fine_fold_1`.
-_NAME = re.compile(rf"(.+)_({'|'.join(STAGES)})(?:_fold_(\w+))?{re.escape(SUFFIX)}")
+# Groups: task, stage, fold. The greedy first group takes all but the last word that is a stage,
+# because a task may be called `lesion_fine_fold_1`.
+_FILE_NAME = re.compile(rf"(.+)_({'|'.join(STAGES)})(?:_fold_(\w+))?{re.escape(SUFFIX)}")
 
 
 class StageWeights(NamedTuple):
-    """Network of a stage.
+    """Trained network of a stage.
 
     Attributes:
-        metadata: What `medseg.training.assemble.make_metadata` describes.
-        weights: Its weights by name.
-        fold: Number of its fold, or `ALL`.
+        metadata: From `medseg.training.assemble.make_metadata`.
+        weights: Weights by name.
+        fold: Number of the fold as text, or `ALL`.
     """
 
     metadata: dict[str, Any]
@@ -56,9 +58,9 @@ class StageWeights(NamedTuple):
 
     @property
     def file_name(self) -> str:
-        """Name of its file."""
-        fold = "" if self.fold == ALL else f"_fold_{self.fold}"
-        return f"{self.metadata['task']['name']}_{self.metadata['stage']}{fold}{SUFFIX}"
+        """Name of the file in a model folder."""
+        fold_part = "" if self.fold == ALL else f"_fold_{self.fold}"
+        return f"{self.metadata['task']['name']}_{self.metadata['stage']}{fold_part}{SUFFIX}"
 
 
 def is_weights_folder(path: Path) -> bool:
@@ -71,57 +73,72 @@ def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, l
 
     Args:
         folder: The model folder.
-        folds: Names of the folds to average; None = all folds or, in a folder without folds, the
-            network that was trained on all cases.
+        folds: Numbers of the folds to average, as text; None = all folds or, in a folder without
+            folds, the network that was trained on all cases.
 
     Returns:
-        Name of each stage to its files, the first stage first.
+        Name of each stage to the files of its folds, in the order in which the stages run.
 
     Raises:
         UserError: If a file is missing, damaged or unknown, or a stage lacks a fold.
     """
     source = f"weights={folder}"
+    # Stage to fold to file.
     files: dict[str, dict[str, Path]] = {}
     tasks = set[str]()
-    for name, expected in read_checksums(folder / CHECKSUMS).items():
-        match = _NAME.fullmatch(name)
+    for name, expected_checksum in read_checksums(folder / CHECKSUMS).items():
+        match = _FILE_NAME.fullmatch(name)
+        # A name with folders in it must not lead out of the model folder.
         if match is None or Path(name).name != name:
             raise UserError(
                 f"{source}: {CHECKSUMS} names {name[:100]!r}, expected <task>_<stage>{SUFFIX} with "
                 f"the stage {', '.join(STAGES)}; take another copy"
             )
         path = folder / name
-        if not path.is_file() or checksum(path) != expected:
+        if not path.is_file() or checksum(path) != expected_checksum:
             raise UserError(
                 f"{source}: {name} is missing or damaged (its checksum is not that of "
                 f"{CHECKSUMS}); copy the folder again"
             )
-        tasks.add(match[1])
-        files.setdefault(match[2], {})[match[3] or ALL] = path
+        task, stage, fold = match.groups(default=ALL)
+        tasks.add(task)
+        files.setdefault(stage, {})[fold] = path
     if len(tasks) != 1 or set(files) not in ({"single"}, {"coarse", "fine"}):
         raise UserError(
             f"{source}: expected the stages coarse and fine, or single, of one task, got "
             f"{', '.join(files) or 'none'} of {', '.join(sorted(tasks)) or 'none'}; "
             "copy the folder again"
         )
+    # In the order of the alphabet, `coarse` comes before `fine`, as it runs.
     return {stage: _choose_folds(files[stage], stage, folds, source) for stage in sorted(files)}
 
 
 def _choose_folds(
     files: Mapping[str, Path], stage: str, folds: Sequence[str] | None, source: str
 ) -> list[Path]:
-    """Files of the folds of a stage, in the order of `folds`; a repeated fold counts once."""
+    """List the files of the folds of a stage.
+
+    Args:
+        files: Fold to file.
+        stage: Name of the stage, for messages.
+        folds: See `find_stages`.
+        source: Key and value of the user, for messages.
+
+    Returns:
+        The files in the order of `folds`; a fold that is named twice counts once.
+    """
     if folds is None:
-        numbered = [name for name in files if name != ALL]
-        # By number: fold 10 comes after fold 2.
-        folds = sorted(numbered, key=lambda name: (len(name), name)) or [ALL]
-    for name in folds:
-        if name not in files:
+        numbered_folds = [fold for fold in files if fold != ALL]
+        # Shorter numbers first: fold 10 comes after fold 2.
+        numbered_folds.sort(key=lambda fold: (len(fold), fold))
+        folds = numbered_folds or [ALL]
+    for fold in folds:
+        if fold not in files:
             raise UserError(
-                f"folds={','.join(folds)}: the {stage} stage of {source} has no fold {name}; "
+                f"folds={','.join(folds)}: the {stage} stage of {source} has no fold {fold}; "
                 f"it has {', '.join(files)}"
             )
-    return [files[name] for name in dict.fromkeys(folds)]
+    return [files[fold] for fold in dict.fromkeys(folds)]
 
 
 def write_model_folder(
@@ -132,13 +149,14 @@ def write_model_folder(
 ) -> list[Path]:
     """Write the networks of all stages and folds with their checksums, and a model card.
 
-    A card that is there is kept: it may hold what only people know.
+    An existing card is kept, because somebody may have edited it; if it lacks a checksum of the new
+    files, a message says so.
 
     Args:
-        folder: The folder, which is there.
-        networks: Networks of one task.
-        sections: Heading to text in Markdown, which the card has beside what the files hold.
-        arguments: What `predict` needs beside the folder, for the command in the card.
+        folder: An existing folder.
+        networks: Networks of one task, those of the last stage last.
+        sections: Further sections of the card: heading to text in Markdown.
+        arguments: Arguments that `predict` needs beside the folder, for the command in the card.
 
     Returns:
         The files of weights.
@@ -163,26 +181,19 @@ def model_card(
     sections: Mapping[str, str],
     arguments: Sequence[str] = (),
 ) -> str:
-    """Describe a model folder in Markdown by the metadata of its networks.
+    """Write the model card of a folder in Markdown, from the metadata of its networks.
 
     Args:
-        networks: All of them.
+        networks: See `write_model_folder`.
         checksums: SHA-256 by file name.
-        sections: Heading to further text in Markdown.
-        arguments: What `predict` needs beside the folder.
+        sections: See `write_model_folder`.
+        arguments: See `write_model_folder`.
     """
     command = ["medseg predict -i <scan> -o labels.nii.gz weights=<this folder>", *arguments]
-    # The task is the same in all. Clean-up and bound follow the final labels, which the last stage
-    # makes.
-    last = networks[-1].metadata
-    task = last["task"]
-    ranges_ml = task.get("volume_ml", {})
-    # A range may be stated for the region that a label is alone in.
-    region_of = {}
-    for region in task.get("regions", []):
-        if len(region["labels"]) == 1:
-            region_of[region["labels"][0]] = region["name"]
-    # Older metadata lack some of the keys.
+    # The task is the same in all. The last stage makes the final labels, so its metadata hold the
+    # clean-up and the bound on Dice. Metadata of older versions lack some keys, hence `get`.
+    last_metadata = networks[-1].metadata
+    task = last_metadata["task"]
     modalities = [channel["modality"] for channel in task.get("channels", [])]
     lines = [
         f"# Model card: {task['name']}",
@@ -196,14 +207,13 @@ def model_card(
         "| label | value | plausible volume, ml |",
         "|---|--:|---|",
     ]
-    for name, value in task.get("labels", {}).items():
-        volume_ml = ranges_ml.get(name) or ranges_ml.get(region_of.get(name))
-        lines.append(f"| {name} | {value} | {_range(volume_ml)} |")
+    lines += _label_rows(task)
     lines += ["", "| file | spacing, mm | weights | SHA-256 |", "|---|---|--:|---|"]
     for network in networks:
         lines.append(_network_row(network, checksums[network.file_name]))
-    versions = ", ".join(f"{name} {version}" for name, version in last.get("versions", {}).items())
-    lines += ["", f"Clean-up: {_clean_up_text(last)}.", "", _bound_sentence(networks)]
+    packages = last_metadata.get("versions", {})
+    versions = ", ".join(f"{package} {version}" for package, version in packages.items())
+    lines += ["", f"Clean-up: {_clean_up_text(last_metadata)}.", "", _bound_sentence(networks)]
     lines += ["", f"Trained with {versions or 'unknown versions'}.", ""]
     for heading, text in sections.items():
         lines += [f"## {heading}", "", text]
@@ -211,25 +221,37 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _range(volume_ml: Sequence[float] | None) -> str:
-    """Write a range of plausible volumes."""
-    if volume_ml is None:
-        return "not stated"
-    return f"{volume_ml[0]:g} to {volume_ml[1]:g}"
+def _label_rows(task: Mapping[str, Any]) -> list[str]:
+    """Write the rows of the table of labels, each with its range of plausible volumes."""
+    ranges_ml = task.get("volume_ml", {})
+    # The range of a label may be stated under the name of a region that has this label only.
+    region_of = {}
+    for region in task.get("regions", []):
+        if len(region["labels"]) == 1:
+            region_of[region["labels"][0]] = region["name"]
+    rows = []
+    for label, value in task.get("labels", {}).items():
+        range_ml = ranges_ml.get(label) or ranges_ml.get(region_of.get(label))
+        range_text = "not stated"
+        if range_ml is not None:
+            low_ml, high_ml = range_ml
+            range_text = f"{low_ml:g} to {high_ml:g}"
+        rows.append(f"| {label} | {value} | {range_text} |")
+    return rows
 
 
 def _network_row(network: StageWeights, sha256: str) -> str:
     """Write the row of a network in the table of files."""
     spacing_mm = network.metadata.get("spacing_mm", "not stated")
-    # A stage that does not resample states a word.
+    # Text where it is not stated, and `native` for a stage that does not resample.
     if not isinstance(spacing_mm, str):
         spacing_mm = "×".join(f"{mm:g}" for mm in spacing_mm)
-    num_weights = sum(value.numel() for value in network.weights.values())
+    num_weights = sum(tensor.numel() for tensor in network.weights.values())
     return f"| {network.file_name} | {spacing_mm} | {num_weights} | `{sha256}` |"
 
 
 def _clean_up_text(metadata: Mapping[str, Any]) -> str:
-    """Say what is removed from the labels, and filled."""
+    """Say which components are removed from the labels, and which holes are filled."""
     steps = []
     least_hu = metadata["task"].get("least_hu")
     if least_hu is not None:
@@ -241,10 +263,11 @@ def _clean_up_text(metadata: Mapping[str, Any]) -> str:
 
 
 def _bound_sentence(networks: Sequence[StageWeights]) -> str:
-    """Say for whom a bound on Dice is stated, or why there is none."""
-    last = networks[-1].metadata
-    bound = last.get("dice_bound")
-    if last["stage"] == "single":
+    """Say on how many patients the bound on Dice was calibrated, or why there is none."""
+    last_metadata = networks[-1].metadata
+    last_stage = last_metadata["stage"]
+    bound = last_metadata.get("dice_bound")
+    if last_stage == "single":
         return "Bound on Dice: none; it rests on the agreement of two stages."
     if bound is None:
         return "Bound on Dice: none was calibrated; that takes a cross-validation of 9 patients."
@@ -252,7 +275,7 @@ def _bound_sentence(networks: Sequence[StageWeights]) -> str:
         f"Bound on Dice: calibrated on {bound['num_patients']} patients for a share of "
         f"{bound['level']:g}; reports state it as `dice_at_least`."
     )
-    num_folds = sum(network.metadata["stage"] == last["stage"] for network in networks)
+    num_folds = sum(network.metadata["stage"] == last_stage for network in networks)
     if num_folds > 1:
         sentence += " It holds for the networks of one fold (`folds=[0]`), not for their average."
     return sentence
