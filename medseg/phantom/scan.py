@@ -82,9 +82,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
             [organ_share > 0.5, organ_share < -0.5, airway_share > 0.5], [3, 4, 5]
         )
     if spec.padding_hu is not None:
-        # Pad outside the round field of view, whose diameter is the width of the slice.
-        y, x = (np.linspace(-1, 1, size) for size in spec.matrix)
-        is_outside = np.hypot(y[:, None], x) > 1
+        is_outside = _is_outside_circle(spec.matrix)
         for array, value in ((image, spec.padding_hu), (labels, 0), (organs, 0)):
             array[:, is_outside] = value
     # After the padding, which may cut a lung into pieces.
@@ -181,6 +179,12 @@ def add_noise(plane: Field, spec: PhantomSpec, rng: np.random.Generator) -> Fiel
         plane = plane + spec.noise_hu * strength[:, None] * grain / grain.std()
     # Range of 12-bit CT values.
     return np.clip(plane, -1024, 3071)
+
+
+def _is_outside_circle(matrix: tuple[int, int]) -> NDArray[np.bool_]:
+    """Mask of the pixels outside a round field of view as wide as the slice, (H, W)."""
+    y, x = (np.linspace(-1, 1, size) for size in matrix)
+    return np.hypot(y[:, None], x) > 1
 
 
 def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:

@@ -6,7 +6,7 @@ learn them; size, position and surface vary from case to case.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -90,6 +90,13 @@ class Organ(NamedTuple):
     volume_ml: tuple[float, float] = (0.0, math.inf)
 
 
+class Body(NamedTuple):
+    """Ellipsoid of the body: centre and half axes in mm, (x, y, z)."""
+
+    centre_xyz_mm: Array
+    radii_xyz_mm: Array
+
+
 def make_scene(
     spec: SceneSpec,
 ) -> tuple[list[tuple[NDArray[np.int16], VoxelGrid]], NDArray[np.uint8]]:
@@ -107,16 +114,16 @@ def make_scene(
     # Half the extent of the scan, (z, y, x); all coordinates have their origin in the middle.
     half_mm = 0.5 * np.array(shape) * mean_spacing_mm
     spacing_mm = np.array(mean_spacing_mm) * rng.uniform(0.9, 1.1, 3)
-    # Half axes and centre of the body.
-    body_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
-    middle_xyz_mm = 0.05 * body_xyz_mm * rng.uniform(-1, 1, 3)
+    body_radii_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
+    body_centre_xyz_mm = 0.05 * body_radii_xyz_mm * rng.uniform(-1, 1, 3)
+    body = Body(body_centre_xyz_mm, body_radii_xyz_mm)
     # World point of that origin: a scanner may have its own anywhere.
     world_origin_xyz_mm = rng.uniform(-60, 60, 3)
     organs = []
     for organ in place_organs(spec):
         # The data set decides where organs lie, the case how large they are.
         radii_xyz = organ.radii_xyz * rng.uniform(0.85, 1.0, 3)
-        radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body_xyz_mm)
+        radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body.radii_xyz_mm)
         organs.append(organ._replace(radii_xyz=radii_xyz))
     if spec.ignore_label is not None:
         ignored = Organ(
@@ -134,26 +141,40 @@ def make_scene(
         coarseness = 1.2 if has_coarser_grid else 1.0
         step_mm = (spacing_mm * coarseness).tolist()
         points = Points.covering(-half_mm, half_mm, step_mm)
-        # The same noise in each channel: the surfaces of the organs coincide.
-        wave = SmoothNoise(spec.rng("waves"), 38).at(points)
         # Edges are as wide as a voxel, on average over the axes.
         edge_mm = sum(step_mm) / 3
-        contrast = np.zeros(points.shape, np.float32)
-        labels = np.zeros(points.shape, np.uint8)
-        for organ in organs:
-            centre_mm = middle_xyz_mm + organ.centre_xyz * [organ.sign, 1, 1] * body_xyz_mm
-            radii_mm = organ.radii_xyz * body_xyz_mm
-            # Waves of 4 % of the smallest half axis.
-            distance = ellipsoid(points, centre_mm, radii_mm) + 0.04 * float(radii_mm.min()) * wave
-            paint(contrast, organ.contrast[channel], cover(distance, edge_mm))
-            labels[distance < 0] = organ.value
-        body = cover(ellipsoid(points, middle_xyz_mm, body_xyz_mm) + 4 * wave, edge_mm)
-        image = np.rint(scan(spec, channel, points, body, contrast)).astype(np.int16)
+        image, labels = _draw_channel(spec, channel, points, edge_mm, body, organs)
         first_xyz_mm = [float(axis.flat[0]) for axis in points]
         grid = VoxelGrid(points.shape, tuple(step_mm), tuple(world_origin_xyz_mm + first_xyz_mm))
         images.append((image, grid))
         label_maps.append(labels)
     return images, label_maps[0]
+
+
+def _draw_channel(
+    spec: SceneSpec,
+    channel: int,
+    points: Points,
+    edge_mm: float,
+    body: Body,
+    organs: Sequence[Organ],
+) -> tuple[NDArray[np.int16], NDArray[np.uint8]]:
+    """Draw the image and the labels of one channel, (D, H, W) each."""
+    # The same noise in each channel: the surfaces of the organs coincide.
+    wave = SmoothNoise(spec.rng("waves"), 38).at(points)
+    contrast = np.zeros(points.shape, np.float32)
+    labels = np.zeros(points.shape, np.uint8)
+    for organ in organs:
+        mirror = [organ.sign, 1, 1]
+        centre_mm = body.centre_xyz_mm + organ.centre_xyz * mirror * body.radii_xyz_mm
+        radii_mm = organ.radii_xyz * body.radii_xyz_mm
+        # Waves of 4 % of the smallest half axis.
+        distance = ellipsoid(points, centre_mm, radii_mm) + 0.04 * float(radii_mm.min()) * wave
+        paint(contrast, organ.contrast[channel], cover(distance, edge_mm))
+        labels[distance < 0] = organ.value
+    body_distance = ellipsoid(points, body.centre_xyz_mm, body.radii_xyz_mm) + 4 * wave
+    image = scan(spec, channel, points, cover(body_distance, edge_mm), contrast)
+    return np.rint(image).astype(np.int16), labels
 
 
 def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast: Field) -> Field:
@@ -205,19 +226,19 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         One organ per label, in the order of the labels; they do not overlap.
     """
     rng = CaseSeed(spec.seed, _SHARED_INDEX).rng("layout")
-    # Label to its name without its side: the name of the organ.
-    stems: dict[str, str] = {}
+    # Name of the organ of each label, and side of each label that has one.
+    name_of: dict[str, str] = {}
     sides: dict[str, str] = {}
     for label in spec.labels:
         words = label.split("_")
-        stems[label] = "_".join(word for word in words if word not in SIGNS)
+        name_of[label] = "_".join(word for word in words if word not in SIGNS)
         for side in SIGNS:
             if side in words:
                 sides[label] = side
     sides |= spec.sides
-    with_side = {stems[label] for label in sides}
+    names_with_side = {name_of[label] for label in sides}
     # Each name once, in the order of the labels.
-    organ_names = list(dict.fromkeys(stems.values()))
+    organ_names = list(dict.fromkeys(name_of.values()))
     # Contrasts at equal steps, in another order in each channel: (organs, channels).
     levels = np.linspace(0.8, -0.8, len(organ_names))
     levels = levels + np.where(levels < 0, -0.2, 0.2)
@@ -230,33 +251,50 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     body_ml = _ellipsoid_ml(MEAN_BODY_SHARE * 0.5 * np.array(shape) * spacing_mm)
     lowest_ml = dict.fromkeys(organ_names, 0.0)
     for label, (low_ml, _) in spec.volume_ml.items():
-        lowest_ml[stems[label]] = max(lowest_ml[stems[label]], low_ml)
+        lowest_ml[name_of[label]] = max(lowest_ml[name_of[label]], low_ml)
     organs: dict[str, Organ] = {}
     for name in sorted(organ_names, key=lambda name: -lowest_ml[name]):
-        # Only the left half is searched: what is free there stays free for the mirror image.
-        points = rng.uniform((0, -0.75, -0.75), 0.75, (_NUM_CANDIDATES, 3))
-        # Distance of each point to the surface of the body, to the mirror plane, and to each organ
-        # that is placed; the smallest is its room.
-        distances = [1 - np.linalg.norm(points, axis=1)]
-        if name in with_side:
-            distances.append(points[:, 0])
-        for placed in organs.values():
-            to_centre = np.linalg.norm(points - placed.centre_xyz, axis=1)
-            distances.append(to_centre - placed.radii_xyz.max())
-        room = np.min(distances, axis=0)
-        best = int(np.argmax(room))
+        centre, room = _find_room(rng, list(organs.values()), name in names_with_side)
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
         # the organ and the body.
         needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
-        radii = min(0.9 * room[best], max(largest, needed)) * rng.uniform(0.65, 1.0, 3)
+        radii = min(0.9 * room, max(largest, needed)) * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
         # The value 0 stands until the labels of the organ are known, below.
-        organs[name] = Organ(0, sign, points[best], radii, contrast_of[name])
+        organs[name] = Organ(0, sign, centre, radii, contrast_of[name])
     placed_organs = []
     for label, value in spec.labels.items():
-        organ = organs[stems[label]]
+        organ = organs[name_of[label]]
         # A label of no side keeps the random one.
         sign = SIGNS[sides[label]] if label in sides else organ.sign
         volume_ml = spec.volume_ml.get(label, organ.volume_ml)
         placed_organs.append(organ._replace(value=value, sign=sign, volume_ml=volume_ml))
     return placed_organs
+
+
+def _find_room(
+    rng: np.random.Generator, placed_organs: Sequence[Organ], is_mirrored: bool
+) -> tuple[Array, float]:
+    """Find the point where most room is left for an organ, among random ones.
+
+    Args:
+        rng: Source of the points.
+        placed_organs: Organs that have their place.
+        is_mirrored: Whether the organ must keep clear of its mirror image.
+
+    Returns:
+        The point, and the radius of the largest ball around it that touches nothing, in half axes
+        of the body.
+    """
+    # Only the left half is searched: what is free there is free for the mirror image too.
+    points = rng.uniform((0, -0.75, -0.75), 0.75, (_NUM_CANDIDATES, 3))
+    # To the surface of the body, to the mirror plane, and to each organ.
+    distances = [1 - np.linalg.norm(points, axis=1)]
+    if is_mirrored:
+        distances.append(points[:, 0])
+    for organ in placed_organs:
+        to_centre = np.linalg.norm(points - organ.centre_xyz, axis=1)
+        distances.append(to_centre - organ.radii_xyz.max())
+    room = np.min(distances, axis=0)
+    best = int(np.argmax(room))
+    return points[best], room[best]

@@ -154,7 +154,7 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     Raises:
         ValueError: With the key and the value.
     """
-    # `config` is a record that nothing reads, and `model` has bounds of its own, below.
+    # Nothing is built from `config`, a record; `model` has bounds of its own, below.
     checked = {key: value for key, value in metadata.items() if key not in ("config", "model")}
     for key, value in _pairs(checked):
         is_native = key == "spacing_mm" and value == NATIVE
