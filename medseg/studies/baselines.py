@@ -1,6 +1,6 @@
 """Baseline networks: the default 3D networks of nnU-Net and MONAI.
 
-pip installs their packages into a folder of their own.
+Their packages are no dependencies of medseg: pip installs them into a separate folder.
 """
 
 import subprocess
@@ -13,9 +13,9 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 
-# Installed without their dependencies: the networks need torch and numpy only, and every row must
-# run on the same torch. Benchmarks of the prediction measure the network of lungmask, from the same
-# folder; it is no baseline of trainings.
+# Installed without their dependencies: the networks need torch and numpy only, and all networks
+# must run on the same torch. `lungmask` is no baseline here; `benchmarks/` takes it from the same
+# folder.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
 
 
@@ -23,8 +23,8 @@ class Baseline(NamedTuple):
     """Baseline network.
 
     Attributes:
-        title: Its name in tables.
-        trained_in: Precision in which its own program trains it.
+        title: Name in tables.
+        trained_in: Precision in which the program that it comes from trains it.
     """
 
     title: str
@@ -32,9 +32,9 @@ class Baseline(NamedTuple):
 
 
 BASELINES = {
-    # `nnUNetTrainer.train_step` of nnU-Net 2.8.1: autocast of CUDA, which is fp16; fp32 on a CPU.
+    # `nnUNetTrainer.train_step` of nnU-Net 2.8.1 uses CUDA's autocast, whose default is fp16.
     "nnunet": Baseline("nnU-Net's default network", "fp16"),
-    # As MONAI's own tutorial, see `_make_monai`.
+    # As in MONAI's tutorial, see `_make_monai`.
     "monai": Baseline("MONAI's UNet", "fp32"),
 }
 
@@ -49,39 +49,40 @@ def install_baselines(folder: Path) -> Path:
         UserError: If the packages cannot be installed.
     """
     python_folder = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    packages = folder / "lib" / python_folder / "site-packages"
-    # Named after the keys `peers` and `peers_env`, by which users ask for baselines.
+    packages_folder = folder / "lib" / python_folder / "site-packages"
+    # Lists what is installed. Named after the keys `peers` and `peers_env` of the user.
     marker = folder / "medseg-peers"
     installed_packages = []
     if marker.is_file():
         installed_packages = marker.read_text(encoding="utf-8").split()
-    if packages.is_dir() and installed_packages == list(PACKAGES):
-        return packages
+    if packages_folder.is_dir() and installed_packages == list(PACKAGES):
+        return packages_folder
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
-    install = [
+    pip_command = [
         sys.executable,
         "-m",
         "pip",
         "install",
-        # Its notice would be the last line of an error.
+        # The notice of a newer pip would be the last line, which is taken for the error below.
         "--disable-pip-version-check",
         "--quiet",
         "--no-deps",
         "--upgrade",
         "--target",
-        str(packages),
+        str(packages_folder),
         *PACKAGES,
     ]
-    result = subprocess.run(install, capture_output=True, encoding="utf-8", check=False)
-    if result.returncode:
+    result = subprocess.run(pip_command, capture_output=True, encoding="utf-8", check=False)
+    if result.returncode != 0:
         error_lines = result.stderr.strip().splitlines() or ["pip failed"]
         reason = error_lines[-1]
         raise UserError(
             f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
             "peers=false"
         )
+    # Last: an installation that was interrupted is repeated.
     replace_text(marker, "\n".join(PACKAGES))
-    return packages
+    return packages_folder
 
 
 def make_baseline(name: str, num_classes: int) -> nn.Module:
@@ -89,7 +90,7 @@ def make_baseline(name: str, num_classes: int) -> nn.Module:
 
     Args:
         name: Key of `BASELINES`.
-        num_classes: Classes with the background.
+        num_classes: Number of classes, the background included.
 
     Raises:
         ValueError: If there is no baseline of this name.
@@ -105,9 +106,9 @@ def _make_nnunet(num_classes: int) -> nn.Module:
     """Build nnU-Net's default network."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-    # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, without deep
+    # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, but without deep
     # supervision.
-    plain: nn.Module = PlainConvUNet(
+    network: nn.Module = PlainConvUNet(
         input_channels=1,
         n_stages=6,
         features_per_stage=(32, 64, 128, 256, 320, 320),
@@ -123,7 +124,7 @@ def _make_nnunet(num_classes: int) -> nn.Module:
         nonlin=nn.LeakyReLU,
         nonlin_kwargs={"inplace": True},
     )
-    return plain
+    return network
 
 
 def _make_monai(num_classes: int) -> nn.Module:
@@ -131,7 +132,7 @@ def _make_monai(num_classes: int) -> nn.Module:
     from monai.networks.nets import UNet
 
     # Channels and strides of MONAI's 3D tutorial of the spleen.
-    unet: nn.Module = UNet(
+    network: nn.Module = UNet(
         spatial_dims=3,
         in_channels=1,
         out_channels=num_classes,
@@ -140,4 +141,4 @@ def _make_monai(num_classes: int) -> nn.Module:
         num_res_units=2,
         norm="batch",
     )
-    return unet
+    return network

@@ -1,7 +1,7 @@
-"""Commands as functions of Python: training, planning and cross-validation.
+"""Python functions that run commands: training, planning and cross-validation.
 
-Each call runs the command in a process of its own, so that its threads, signals and memory are not
-those of a notebook, and returns what the command wrote.
+Each call runs the command in a new process and returns what it wrote. Threads, signal handlers and
+memory of the command thus stay apart from those of the caller, often a notebook.
 """
 
 import json
@@ -19,7 +19,7 @@ from medseg.studies.command_steps import last_checkpoint, run_and_get_failure, t
 from medseg.studies.pooled import POOLED_CSV
 from medseg.studies.recipes import note_recipe
 
-# Key of a command, as on its command line, to its value in Python.
+# Arguments of a command: key, as on the command line, to its value in Python.
 Keys = Mapping[str, Any]
 
 
@@ -29,8 +29,9 @@ class Run:
 
     Attributes:
         folder: The run folder.
-        checkpoint: Checkpoint of the best validation; of the last step where nothing is validated.
-        summary: What `summary.json` holds: steps, best Dice, seconds, peak memory.
+        checkpoint: Checkpoint of the best validation; that of the last step if the training
+            validated nothing.
+        summary: Content of `summary.json`: steps, best Dice, seconds, peak memory.
     """
 
     folder: Path
@@ -39,7 +40,7 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, str]]:
-        """Lines of `history.csv`: losses, learning rate, validation."""
+        """Rows of `history.csv`: losses, learning rate, validation."""
         return read_csv(self.folder / "history.csv")
 
 
@@ -48,9 +49,9 @@ class Study:
     """A finished cross-validation.
 
     Attributes:
-        folder: The folder of the study.
+        folder: Folder of the study.
         model: Model folder with the networks of all folds, for `medseg.Segmenter(weights=…)`.
-        pooled: Lines of `pooled.csv`, one for each region.
+        pooled: Rows of `pooled.csv`, one for each region.
     """
 
     folder: Path
@@ -59,44 +60,46 @@ class Study:
 
 
 def train(folder: str | Path, keys: Keys) -> Run:
-    """Train one stage; an interrupted training of this folder is resumed, a finished one returned.
+    """Train one stage, or resume an interrupted training; a finished one is returned as it is.
 
     Args:
         folder: The run folder.
         keys: Keys of `medseg train`, such as `{"stage": "single", "data.cases": "spleen"}`.
 
     Raises:
-        UserError: With the message of the command, or if the folder has a training with other keys.
+        UserError: If the command fails, with its message, or if the folder has a training with
+            other keys.
     """
     folder = Path(folder)
     arguments = _arguments(keys)
-    # A finished run is returned, which would be wrong for other keys.
+    # Raises where the folder has a training with other keys, which must not be returned here.
     note_recipe(folder, {"arguments": arguments})
     for step in train_steps(folder, *arguments):
         _run(step)
     summary = read_summary(folder)
+    # A run of an older version may not name it in its summary.
     checkpoint = Path(summary.get("checkpoint") or last_checkpoint(folder))
     return Run(folder, checkpoint, summary)
 
 
 def plan(keys: Keys) -> dict[str, Any]:
-    """Count memory and time of a training before it runs.
+    """Predict memory and time of a training.
 
     Args:
-        keys: Keys of `medseg plan`; with `fit_gib` the switches that fit are searched.
+        keys: Keys of `medseg plan`; with `fit_gib` it searches switches that fit into this memory.
 
     Returns:
         What `medseg plan output=<file>` writes, such as `peak_resident_mib` and
         `seconds_per_step`.
 
     Raises:
-        UserError: With the message of the command, also if nothing fits.
+        UserError: If the command fails, with its message, also if nothing fits.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "plan.json"
         _run(["plan", *_arguments(keys), f"output={text_of(str(output))}"])
-        facts: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
-    return facts
+        predicted: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    return predicted
 
 
 def cross_validate(folder: str | Path, keys: Keys) -> Study:
@@ -107,7 +110,7 @@ def cross_validate(folder: str | Path, keys: Keys) -> Study:
         keys: Keys of `medseg cross_validate`.
 
     Raises:
-        UserError: With the message of the command.
+        UserError: If the command fails, with its message.
     """
     folder = Path(folder)
     _run(["cross_validate", *_arguments(keys), f"output={text_of(str(folder))}"])
@@ -115,12 +118,12 @@ def cross_validate(folder: str | Path, keys: Keys) -> Study:
 
 
 def _arguments(keys: Keys) -> list[str]:
-    """Write keys as arguments of a command line."""
+    """Write keys and values as arguments of a command line."""
     return [f"{key}={text_of(value)}" for key, value in keys.items()]
 
 
 def _run(step: Sequence[str]) -> None:
-    """Run a command.
+    """Run a command in a new process.
 
     Raises:
         UserError: If it fails, with its last message.

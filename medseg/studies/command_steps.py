@@ -1,4 +1,4 @@
-"""Steps of a study: commands of medseg, each in a process of its own; a training is resumed."""
+"""Steps of a study: commands of medseg, each run in a new process."""
 
 import subprocess
 import sys
@@ -19,15 +19,12 @@ from medseg.wording import shell_line
 # Arguments of `medseg`, the command first.
 Step = Sequence[str]
 MEDSEG = (sys.executable, "-m", "medseg.commands.cli")
-# Provider of a folder that `--config-dir` added to Hydra's search path.
+# Name that Hydra gives to the provider of a folder that `--config-dir` added to its search path.
 COMMAND_LINE = "command-line"
 
 
 def run_until_failure(steps: Sequence[Step]) -> int:
-    """Print and run commands one after the other.
-
-    A prediction or an evaluation in which single cases failed has said so, and the next command
-    still runs.
+    """Print and run commands one after the other, until one fails (see `has_failed`).
 
     Returns:
         0, or the exit code of the command that failed; the commands after it do not run.
@@ -38,27 +35,25 @@ def run_until_failure(steps: Sequence[Step]) -> int:
     for step in steps:
         print(f"\n$ medseg {shell_line(step)}", flush=True)
         command = [*MEDSEG, *step]
-        code = subprocess.run(command, check=False).returncode
-        if status_of(code) is Status.interrupted:
-            sys.exit(code)
-        if has_failed(step, code):
-            return code
+        exit_code = subprocess.run(command, check=False).returncode
+        if status_of(exit_code) is Status.interrupted:
+            sys.exit(exit_code)
+        if has_failed(step, exit_code):
+            return exit_code
     return 0
 
 
 def run_and_get_failure(step: Step) -> str:
-    """Print and run one command; pass its error stream on, and return why it failed.
-
-    A prediction or an evaluation in which single cases failed has not failed as a whole.
+    """Print and run one command, pass its error stream on, and say why it failed.
 
     Returns:
-        Its exit code and its last message; empty where it did not fail.
+        Exit code and last message of the command; empty if it did not fail (see `has_failed`).
 
     Raises:
         SystemExit: With the exit code of a command that was interrupted.
     """
     print(f"\n$ medseg {shell_line(step)}", flush=True)
-    message = ""
+    last_message = ""
     command = [*MEDSEG, *step]
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
@@ -66,39 +61,56 @@ def run_and_get_failure(step: Step) -> str:
         assert process.stderr is not None, "it is a pipe"
         for line in process.stderr:
             print(line, end="", file=sys.stderr, flush=True)
-            message = line.strip().removeprefix("medseg: ") or message
-    code = process.returncode
-    if status_of(code) is Status.interrupted:
-        sys.exit(code)
-    if not has_failed(step, code):
+            # An empty line is no message.
+            last_message = line.strip().removeprefix("medseg: ") or last_message
+    exit_code = process.returncode
+    if status_of(exit_code) is Status.interrupted:
+        sys.exit(exit_code)
+    if not has_failed(step, exit_code):
         return ""
-    return f"{step[0]} ended with exit code {code}: {message or 'without a message'}"
+    return f"{step[0]} ended with exit code {exit_code}: {last_message or 'without a message'}"
 
 
-def has_failed(step: Step, code: int) -> bool:
-    """Whether a command failed as a whole, not only for single cases of many."""
-    if code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
+def has_failed(step: Step, exit_code: int) -> bool:
+    """Whether a command failed as a whole.
+
+    A prediction or an evaluation in which only single cases failed has not: it has named them, and
+    the study goes on with the others.
+    """
+    if exit_code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
         return False
-    return code != 0
+    return exit_code != 0
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Run commands as `run_until_failure`, and exit with the code of the one that failed."""
-    code = run_until_failure(steps)
-    if code:
-        sys.exit(code)
+    """Run commands as `run_until_failure`; if one fails, exit with its exit code."""
+    exit_code = run_until_failure(steps)
+    if exit_code != 0:
+        sys.exit(exit_code)
 
 
 def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
-    """Make the command that trains a run or resumes it; none if the run has finished."""
+    """Make the command that trains or resumes a run.
+
+    Args:
+        run_dir: The run folder.
+        *arguments: Arguments of `train`.
+
+    Returns:
+        The command; none if the run has finished.
+    """
     if read_summary(run_dir).get("status") == Status.finished.value:
         return []
-    resume = [f"resume={run_dir}"] if (run_dir / CONFIG_FILE).is_file() else []
-    return [["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}", *resume]]
+    step = ["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}"]
+    # The run has begun.
+    if (run_dir / CONFIG_FILE).is_file():
+        step.append(f"resume={run_dir}")
+    return [step]
 
 
 def search_paths() -> list[str]:
-    """List the options of this command that tell Hydra where further configuration files are."""
+    """List the options of this process that name further folders of configuration files."""
+    # Not initialised: the study was called as a function, not as a command.
     if not HydraConfig.initialized():
         return []
     hydra_config = HydraConfig.get()
@@ -110,7 +122,7 @@ def search_paths() -> list[str]:
 
 
 def last_checkpoint(run_dir: Path) -> Path:
-    """Name the checkpoint of the last step of a run."""
+    """Path of the checkpoint of the last step of a run."""
     return run_dir / "checkpoints" / "last.ckpt"
 
 
@@ -119,12 +131,14 @@ def evaluate_step(
 ) -> Step:
     """Make the command that scores the predictions of a study.
 
+    It also writes the task to `task.yaml` in the folder: an experiment, which `evaluate` does not
+    take, may have changed it.
+
     Args:
-        folder: Folder of the study: has `predictions`; receives `scores` and `task.yaml`, since an
-            experiment may choose the task or change it.
-        reference: Case table of the predictions.
+        folder: Folder of the study; has `predictions`, and gets `scores` when the command runs.
+        reference: Case table with the reference labels.
         plain_task: Content of the group `task`.
-        label_values: Values in the label files.
+        label_values: Content of `data.label_values`: label name to its value in the files.
     """
     task_file = folder / "task.yaml"
     replace_text(task_file, yaml.safe_dump({"task": dict(plain_task)}, sort_keys=False))

@@ -1,4 +1,4 @@
-"""The `demo` command: phantoms, both stages, a prediction and its scores, from nothing."""
+"""The `demo` command: makes phantoms, trains both stages on them, predicts and scores."""
 
 import json
 import time
@@ -19,6 +19,7 @@ def demo(config: DemoConfig) -> int:
     """
     start_s = time.perf_counter()
     folder = Path(config.output)
+    # Phantoms are made by the first command that needs them.
     data = [f"data.phantoms.folder={folder / 'phantoms'}", f"data.cache={folder / 'cache'}"]
     coarse, fine = folder / "coarse", folder / "fine"
     table = folder / "phantoms" / "table.csv"
@@ -42,7 +43,8 @@ def demo(config: DemoConfig) -> int:
     )
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
     for statistic in summary["statistics"]:
-        is_of_all_scores = statistic["metric"] == "dice" and statistic["trust"] == "all"
-        if is_of_all_scores and statistic["region"] != "all":
+        # Print the Dice of each region; the entry `all` pools the regions.
+        is_dice_of_all_cases = statistic["metric"] == "dice" and statistic["trust"] == "all"
+        if is_dice_of_all_cases and statistic["region"] != "all":
             print(f"Mean Dice of {statistic['region']}: {statistic['mean']:.4f}")
     return 0

@@ -1,4 +1,4 @@
-"""Lower bound on Dice, calibrated on the held-out scans of a cascade."""
+"""Lower bound on Dice, calibrated on the held-out scans of the folds of a cascade."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from medseg.studies.recipes import experiments
 
 # File of `cross_validate` with the bound.
 BOUND = "bound.json"
-# Share of patients whose regions all reach the lower bound on Dice.
+# Share of patients of whom all regions are to reach the bound.
 LEVEL = 0.9
 
-# Patient to agreement of the stages and Dice of each region of each scan.
+# Patient to a pair for each region of each scan: agreement of the stages, and Dice.
 Scores = dict[str, list[tuple[float, float]]]
 
 
@@ -29,20 +29,22 @@ def write_bound(
 ) -> None:
     """Calibrate the lower bound on Dice on the whole scans.
 
-    Writes `bound.json`, which `make_weights` stores, and appends a line to `folds.md`.
+    Writes `bound.json`, from which `make_weights` takes the bound, and appends a line to
+    `folds.md`. With too few patients for a bound, it writes neither.
 
     Args:
         rows: From `fold_rows`, of whole scans. Those count whose region was found and whose
-            reference is not said to be doubtful.
-        cases: Cases by name.
-        config: Names the experiments, which the file keeps, and the folder.
+            reference is trusted.
+        cases: Name to case.
+        config: Names the folder, and the experiments, which are stored with the bound.
     """
     output = Path(config.output)
     folds = _scores_by_fold(rows, patients_of(cases.values()))
+    # No patient is in two folds.
     scores: Scores = {}
     for fold_scores in folds:
         scores |= fold_scores
-    # Of an earlier start: `make_weights` must not take it where there is none now.
+    # `make_weights` must not take the bound of an earlier start if there is none now.
     (output / BOUND).unlink(missing_ok=True)
     bound = calibrate(scores, LEVEL)
     if bound is None:
@@ -54,21 +56,21 @@ def write_bound(
         f"{formula_text(bound)}, from {len(scores)} patients; "
         f"its median over their regions is {median_bound:.3f}."
     )
-    covered = count_covered(folds, LEVEL)
-    if covered is not None:
+    num_covered = count_covered(folds, LEVEL)
+    if num_covered is not None:
         text += (
             " Each fold tested with the bound that the other folds give: "
-            f"{covered} patients reach it with every region."
+            f"{num_covered} patients reach it with every region."
         )
     table = (output / "folds.md").read_text(encoding="utf-8")
     replace_text(output / "folds.md", f"{table}\n{text}\n")
 
 
 def _scores_by_fold(rows: Sequence[Row], patients: Mapping[str, str]) -> list[Scores]:
-    """Collect the scores that count, for each fold that has some."""
+    """Collect the scores that count for the bound, for each fold that has some."""
     folds: dict[int, Scores] = {}
     for row in rows:
-        # What one stage alone has found has no agreement, and nothing to calibrate.
+        # Without an agreement, the coarse stage found no region and the fine one refined none.
         if row["agreement"] is None or row["trust"] not in TRUSTED:
             continue
         fold_scores = folds.setdefault(row["fold"], {})
@@ -78,7 +80,7 @@ def _scores_by_fold(rows: Sequence[Row], patients: Mapping[str, str]) -> list[Sc
 
 
 def formula_text(bound: DiceBound) -> str:
-    """Write how the bound follows from the agreement of the stages."""
+    """Write the formula of a bound: how it follows from the agreement of the stages."""
     return (
         f"Lower bound on Dice at a level of {LEVEL:.0%}: "
         f"1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g})"

@@ -1,4 +1,7 @@
-"""Model folder of a cross-validation: networks of all folds, clean-up, plausible volumes, card."""
+"""Writing of the model folder of a cross-validation, with the networks of all folds.
+
+Their metadata get what the study has found: clean-up, bound on Dice and plausible volumes.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -43,33 +46,34 @@ def write_model(
         config: Names the folder of the study, and the experiments of a cascade.
         task: The task of the study.
         label_values: Value in the reference files to its label.
-        folds: The folds, with finished runs.
+        folds: The folds, whose runs have finished.
         rows: From `fold_rows`, of whole scans.
-        stages: Stages of the model.
-        budget: Argument of `predict` for the memory of a pass, where the default is too little.
+        stages: Stages of the model: `single` alone, or `coarse` and `fine`.
+        budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
 
     Returns:
-        The folder.
+        The model folder.
     """
     output = Path(config.output)
     is_cascade = len(stages) > 1
     # The model of one stage does not know the regions of its task.
     model_task = task if is_cascade else task.as_one_stage()
-    scored = {row["case"] for row in rows}
-    cases = [case for case in folds.cases.values() if case.name in scored]
-    # Other references have names of structures in place of values.
+    scored_names = {row["case"] for row in rows}
+    scored_cases = [case for case in folds.cases.values() if case.name in scored_names]
+    # A copy for the type checker: the keys of `LabelValues` may also be names of structures.
     values: LabelValues = dict(label_values.items())
-    held_out = HeldOut(cases, output / "predictions", model_task, values)
+    held_out = HeldOut(scored_cases, output / "predictions", model_task, values)
     volumes = measure_references(held_out)
     choice = choose_clean_up(held_out, volumes)
+    # After the clean-up: a prediction states the bound for labels that are cleaned up.
     if is_cascade:
-        write_bound(_bound_rows(rows, choice), folds.cases, config)
-    metadata = {
+        write_bound(_with_clean_up(rows, choice), folds.cases, config)
+    study_metadata = {
         "dice_bound": _read_bound(output / BOUND),
         "clean_up": [asdict(clean_up) for clean_up in choice.clean_ups],
     }
     ranges_ml = plausible_ranges(volumes)
-    networks = _networks(folds.folders, stages, metadata, ranges_ml)
+    networks = _read_networks(folds.folders, stages, study_metadata, ranges_ml)
     write_choice(choice, output / MODEL)
     sections = {
         "Data": _describe_data(held_out, len(folds.folders), ranges_ml),
@@ -80,13 +84,14 @@ def write_model(
     return output / MODEL
 
 
-def _bound_rows(rows: Sequence[Row], choice: Choice) -> list[Row]:
-    """Rows that calibrate the bound, with the Dice that the clean-up leaves."""
-    bound_rows = []
+def _with_clean_up(rows: Sequence[Row], choice: Choice) -> list[Row]:
+    """Replace the Dice of each row by that after the chosen clean-up."""
+    cleaned_rows = []
     for row in rows:
+        # `dices` is empty where nothing was chosen: the Dice stays.
         dice = choice.dices.get((row["case"], row["region"]), row["dice"])
-        bound_rows.append({**row, "dice": dice})
-    return bound_rows
+        cleaned_rows.append({**row, "dice": dice})
+    return cleaned_rows
 
 
 def _read_bound(path: Path) -> dict[str, Any] | None:
@@ -97,19 +102,19 @@ def _read_bound(path: Path) -> dict[str, Any] | None:
     return bound
 
 
-def _networks(
+def _read_networks(
     folders: Sequence[Path],
     stages: Sequence[str],
     study_metadata: dict[str, Any],
     ranges_ml: dict[str, tuple[float, float]],
 ) -> list[StageWeights]:
-    """Read the trained networks of all folds.
+    """Read the trained networks of all folds, and add what the study found to their metadata.
 
     Args:
         folders: Folder of each fold.
         stages: Stages of the model.
-        study_metadata: What the study adds to the metadata of each.
-        ranges_ml: Plausible volumes; those that the task states itself come first.
+        study_metadata: Entries that are added to the metadata of each network.
+        ranges_ml: Part to its plausible volumes; a range that the task itself states is kept.
     """
     networks = []
     for fold, folder in enumerate(folders):
@@ -127,16 +132,16 @@ def _describe_data(
 ) -> str:
     """Say in Markdown how many scans and patients the networks come from."""
     num_patients = len(set(held_out.patients.values()))
-    volumes = (
+    volumes_text = (
         f"There are none: that takes {LEAST_PATIENTS} patients whose scans show all of a part."
     )
     if ranges_ml:
-        volumes = (
+        volumes_text = (
             f"They hold {SHARE:.0%} of patients like these, by the logarithms of the volumes in "
             f"the references: {', '.join(ranges_ml)}."
         )
     return (
         f"{len(held_out.cases)} scans of {num_patients} patients in {num_folds} folds. The network "
         f"of a fold was trained without the scans of the fold, and scored on them.\n\n"
-        f"Plausible volumes that the task does not state come from the scans. {volumes}\n"
+        f"Plausible volumes that the task does not state come from the scans. {volumes_text}\n"
     )

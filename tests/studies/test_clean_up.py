@@ -26,7 +26,7 @@ from medseg.prediction.load_models import load_model_folders
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import Choice, choose_clean_up, least_patients, write_choice
 from medseg.studies.command_steps import last_checkpoint
-from medseg.studies.fold_model import _bound_rows, write_model
+from medseg.studies.fold_model import _with_clean_up, write_model
 from medseg.studies.folds import Folds
 from medseg.studies.held_out import HeldOut
 from medseg.studies.reference_volumes import (
@@ -258,5 +258,5 @@ def test_a_model_folder_holds_what_was_chosen(tmp_path: Path) -> None:
 def test_the_bound_rests_on_cleaned_labels() -> None:
     rows = [{"case": case, "region": "liver", "dice": 0.5} for case in ("a", "c")]
     choice = SimpleNamespace(dices={("a", "liver"): 0.75})
-    bound_rows = _bound_rows(rows, choice)
+    bound_rows = _with_clean_up(rows, choice)
     assert [(row["case"], row["dice"]) for row in bound_rows] == [("a", 0.75), ("c", 0.5)]
