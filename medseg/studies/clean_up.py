@@ -1,7 +1,8 @@
 """Choice of a clean-up on held-out predictions, by a paired test over patients.
 
-A step is taken where it raises the mean Dice coefficient of its region or label over the patients,
-and Wilcoxon's signed-rank test establishes the rise. No network runs: the predictions are there.
+A clean-up is made of steps on a part (a region or label): remove components, fill holes. A step is
+taken if it raises the mean Dice coefficient of its part over the patients and Wilcoxon's
+signed-rank test finds the rise significant. It works on the stored predictions; no network runs.
 """
 
 import math
@@ -24,12 +25,15 @@ from medseg.studies.held_out import HeldOut
 from medseg.studies.reference_volumes import ReferenceVolume
 from medseg.task import CleanUp, Task
 
-# Level of the test, divided by the number of candidates (Bonferroni).
+# Significance level of all tests together; each is made at this divided by their number
+# (Bonferroni).
 LEVEL = 0.05
-# Candidates for the least volume of a component, as shares of the median reference volume.
+# Candidates for the smallest volume that a component keeps its place with, as shares of the median
+# volume in the references.
 SHARES = (0.01, 0.1)
 CLEAN_UP_CSV = "clean_up.csv"
 CLEAN_UP_MD = "clean_up.md"
+# Column of clean_up.csv to its heading in clean_up.md.
 COLUMNS = {
     "part": "part",
     "clean_up": "clean-up",
@@ -55,12 +59,13 @@ class Choice:
     """Clean-up that was chosen, and what it was chosen by.
 
     Attributes:
-        clean_ups: What is done to each part; parts that stay as they are have none.
+        clean_ups: What is done to each part; a part that stays as it is has no entry.
         rows: One for each candidate that was tested, with the keys of `COLUMNS`.
-        num_candidates: Candidates of all parts.
-        num_patients: Patients of the scans.
-        dices: Dice coefficients with all that was chosen; empty where nothing was.
-        lowered: Parts of which the chosen steps together lower a mean, so that none was taken.
+        num_candidates: Number of tests, over all parts.
+        num_patients: Number of patients of the scans.
+        dices: Dice coefficients after the whole clean-up; empty if nothing was chosen.
+        lowered: Parts whose mean Dice all chosen steps together would lower; if there are any,
+            nothing was taken.
     """
 
     clean_ups: tuple[CleanUp, ...]
@@ -71,21 +76,21 @@ class Choice:
     lowered: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """Say what was chosen, and how, with the table of candidates."""
+        """Describe in Markdown what was chosen and how, with the table of candidates."""
         if not self.rows:
             return "No clean-up: no trusted reference shows anything.\n"
         chosen = [f"{clean_up.part}: {clean_up}" for clean_up in self.clean_ups]
         level = LEVEL / self.num_candidates
-        least = least_patients(level)
+        num_needed = least_patients(level)
         lines = [
             f"Clean-up of the model: {'; '.join(chosen) or 'none'}.",
             "",
             f"A step is taken where the mean Dice over patients rises and Wilcoxon's signed-rank "
             f"test over them gives p ≤ {level:.3g} ({LEVEL:.0%} divided by {self.num_candidates} "
-            f"candidates). That takes at least {least} patients whose Dice changes; there are "
+            f"candidates). That takes at least {num_needed} patients whose Dice changes; there are "
             f"{self.num_patients}.",
         ]
-        if self.num_patients < least:
+        if self.num_patients < num_needed:
             lines.append("With so few nothing can be taken, whatever it does.")
         if self.lowered:
             names = ", ".join(self.lowered)
@@ -103,13 +108,14 @@ def write_choice(choice: Choice, folder: Path) -> None:
 
 
 def least_patients(level: float) -> int:
-    """Fewest patients, all of them better, with which the two-sided test can reach a level.
+    """Count the patients that the two-sided test needs to reach a level, if all get better.
 
     Example:
         >>> [least_patients(level) for level in (0.05, 0.0125)]
         [6, 8]
     """
-    # The least p is the probability that by chance all n signs are equal: 2 ** (1 - n).
+    # The smallest p of n patients is the probability that all n signs are equal by chance, which is
+    # 2 * 0.5 ** n. It is at most the level if n >= 1 + log2(1 / level).
     return 1 + math.ceil(math.log2(1 / level))
 
 
@@ -120,9 +126,9 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
         held_out: The predictions.
         volumes: From `measure_references`.
     """
-    candidates = {}
-    for part in _parts_in(volumes):
-        candidates[part] = candidates_of(part, held_out.task, volumes)
+    # Parts that a trusted reference shows, in the order of their first scan.
+    parts = list(dict.fromkeys(volume.part for volume in volumes))
+    candidates = {part: candidates_of(part, held_out.task, volumes) for part in parts}
     scores = score_candidates(held_out, candidates)
     num_candidates = sum(map(_count_tests, candidates.values()))
     clean_ups: list[CleanUp] = []
@@ -145,19 +151,15 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     return Choice(tuple(clean_ups), rows, num_candidates, num_patients, dices)
 
 
-def _parts_in(volumes: Sequence[ReferenceVolume]) -> list[str]:
-    """Parts that a trusted reference shows, in the order of their first scan."""
-    parts = [volume.part for volume in volumes]
-    return list(dict.fromkeys(parts))
-
-
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
-    """List what may be done to a part, from nothing on, gentle before strong.
+    """List what may be done to a part: nothing first, then removals that remove more and more.
+
+    If the part is a single label, each of them follows once more with its holes filled.
 
     Args:
         part: Region or label.
-        task: Its task; holes are filled in parts of a single label alone.
-        volumes: Of all parts; the least volumes are shares of the median of the part.
+        task: The task of the part.
+        volumes: Volumes of all parts in the references.
     """
     median_ml = median(volume.volume_ml for volume in volumes if volume.part == part)
     removals = [CleanUp(part)]
@@ -166,6 +168,7 @@ def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> 
         min_ml = float(f"{share * median_ml:.2g}")
         removals.append(CleanUp(part, min_ml=min_ml))
     removals.append(CleanUp(part, only_largest=True))
+    # A hole in a part of several labels could be filled with any of them.
     if len(task.part_values(part)) > 1:
         return removals
     fillings = [replace(removal, fill_holes=True) for removal in removals]
@@ -173,9 +176,9 @@ def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> 
 
 
 def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
-    """Count the tests of a part: each removal against nothing, and filling once."""
+    """Count the tests that `_choose_for_part` makes on the candidates of a part."""
     removals = [clean_up for clean_up in clean_ups if not clean_up.fill_holes]
-    # The first one, to do nothing, is what the others are compared with.
+    # Each is compared with the first one, which is to do nothing.
     num_tests = len(removals) - 1
     has_fillings = len(removals) < len(clean_ups)
     if has_fillings:
@@ -187,14 +190,14 @@ def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
 def score_candidates(
     held_out: HeldOut, candidates: Mapping[str, Sequence[CleanUp]]
 ) -> dict[str, dict[CleanUp, Scores]]:
-    """Score each candidate by itself where a trusted reference shows its part.
+    """Score each candidate by itself on the cases whose trusted reference shows its part.
 
     Args:
         held_out: The predictions.
         candidates: Part to its candidates.
 
     Returns:
-        Part and candidate to its scores.
+        Part to candidate to its scores.
     """
     scores: dict[str, dict[CleanUp, Scores]] = {}
     for part, clean_ups in candidates.items():
@@ -213,15 +216,15 @@ def score_candidates(
 
 
 def _mask_after(clean_up: CleanUp, pred: np.ndarray, grid: VoxelGrid, task: Task) -> np.ndarray:
-    """Mask of a part after its clean-up alone, (D, H, W)."""
+    """Make the mask of a part after its clean-up alone, (D, H, W)."""
     values = task.part_values(clean_up.part)
     mask = np.zeros(pred.shape, dtype=bool)
+    # Only speed: the clean-up changes nothing outside the box of the part.
     box = label_box(pred, values)
     if box is not None:
-        # The clean-up changes nothing outside of the box.
-        inner = pred[box.slices()].copy()
-        clean(inner, grid, task, [clean_up])
-        mask[box.slices()] = np.isin(inner, values)
+        labels_in_box = pred[box.slices()].copy()
+        clean(labels_in_box, grid, task, [clean_up])
+        mask[box.slices()] = np.isin(labels_in_box, values)
     return mask
 
 
@@ -235,12 +238,12 @@ def _choose_for_part(
 
     Args:
         part: Region or label.
-        scores: Of its candidates.
+        scores: Candidate of the part to its scores, in the order of `candidates_of`.
         patients: Case to its patient.
         level: Largest p of a step that is taken.
 
     Returns:
-        What was chosen, and the rows of the table.
+        The chosen candidate, and a row of the table for each test.
     """
     nothing = CleanUp(part)
     chosen = nothing
@@ -251,26 +254,27 @@ def _choose_for_part(
             continue
         row = _compare(removal, nothing, scores, patients)
         rows.append(row)
-        # Of equal ones the first, which removes least.
-        if _is_established(row, level) and row["dice"] > best_dice:
-            chosen, best_dice = removal, row["dice"]
+        # Of equal means the first one stays, which removes least.
+        if _is_significant_rise(row, level) and row["dice"] > best_dice:
+            chosen = removal
+            best_dice = row["dice"]
     for row in rows:
         row["taken"] = "yes" if row["clean_up"] == str(chosen) else ""
     filled = replace(chosen, fill_holes=True)
-    # Only parts of a single label have it.
+    # Only parts of a single label have such a candidate.
     if filled not in scores:
         return chosen, rows
     row = _compare(filled, chosen, scores, patients)
     rows.append(row)
-    if not _is_established(row, level):
+    if not _is_significant_rise(row, level):
         row["taken"] = ""
         return chosen, rows
     row["taken"] = "yes"
     return filled, rows
 
 
-def _is_established(row: Mapping[str, Any], level: float) -> bool:
-    """Whether the mean Dice rises, and the test says that it is no chance."""
+def _is_significant_rise(row: Mapping[str, Any], level: float) -> bool:
+    """Whether the mean Dice rises and the test is significant, which it may also be for a fall."""
     return row["p"] <= level and row["dice"] > row["dice_before"]
 
 
@@ -299,11 +303,13 @@ def _compare(
 def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Dices, list[str]]:
     """Score all chosen steps together, as the model applies them.
 
+    Steps that help by themselves may do harm together, as where a label fills a hole in another
+    one. The references of each trust have a mean of their own; a fall of any of them counts.
+
     Returns:
-        The Dice coefficients, and the parts whose mean over the patients falls. A mean is over the
-        references of one trust; a fall in one of them counts. Steps may act on each other, as where
-        a label fills a hole in another one.
+        The Dice coefficients, and the parts of which a mean over the patients falls.
     """
+    # Part and trust in its references to the scores.
     before: dict[tuple[str, str], Scores] = {}
     after: dict[tuple[str, str], Scores] = {}
     dices: Dices = {}
@@ -316,14 +322,17 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
             if not target_mask.any():
                 continue
             group = part, case.trust.get(part, "")
-            score = dice(np.isin(cleaned, values), target_mask)
-            before.setdefault(group, {})[case.name] = dice(np.isin(pred, values), target_mask)
-            after.setdefault(group, {})[case.name] = score
-            dices[case.name, part] = score
-    lowered = []
-    for group in before:
-        difference = paired_difference(after[group], before[group], patients=held_out.patients)
-        # Means of equal numbers may differ in their last digit.
+            dice_before = dice(np.isin(pred, values), target_mask)
+            dice_after = dice(np.isin(cleaned, values), target_mask)
+            before.setdefault(group, {})[case.name] = dice_before
+            after.setdefault(group, {})[case.name] = dice_after
+            dices[case.name, part] = dice_after
+    # A dictionary as an ordered set: a part may have several groups.
+    lowered: dict[str, None] = {}
+    for group, scores_before in before.items():
+        difference = paired_difference(after[group], scores_before, patients=held_out.patients)
+        # Rounding: means of equal numbers may differ in their last digit.
         if difference is not None and difference.difference < -1e-9:
-            lowered.append(group[0])
-    return dices, list(dict.fromkeys(lowered))
+            part, _ = group
+            lowered[part] = None
+    return dices, list(lowered)

@@ -1,4 +1,4 @@
-"""Spacing comparison: strategies that share their training samples and their held-out cases."""
+"""Spacing comparison: trains a cascade with each strategy of spacing, and scores the same cases."""
 
 import json
 import math
@@ -101,7 +101,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     """
     output = Path(config.output).absolute()
     arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
-    # All rows are checked before the first runs.
+    # A mistake in any row is found before the first one is trained.
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
     check_names(list(rows), "runs")
     test_cases = find_sources(config.data, config.task)[0].split.test
@@ -147,9 +147,9 @@ def stages_of(
 
     Args:
         row: Name of the row.
-        config: Names the arguments of each stage.
+        config: Has the arguments of each stage, in general and in this row.
         common: Arguments that all rows share.
-        runs: Folder of the runs.
+        runs: Folder of the runs of all rows.
 
     Raises:
         UserError: If `train` would refuse a stage.
@@ -163,6 +163,7 @@ def stages_of(
             getattr(config.rows[row], name),
         )
         composed = compose_train([*arguments, "run_dir=none"], f"rows.{row}.{name}")
+        # Named by the configuration, so that rows with the same one share the run.
         run_dir = runs / f"{name}-{signature(plain(composed))}"
         stages.append(Stage(name, arguments, composed, run_dir))
     return stages
@@ -196,17 +197,21 @@ def run_row(
     for stage in stages:
         train(stage, failed_runs)
     coarse, fine = stages
-    # Named after the runs: results of other runs must not be scored if a case fails now.
+    # The folder is named after the runs: if a case fails now, an older prediction of other runs
+    # must not be scored in its place.
     runs_name = f"{coarse.run_dir.name}-{fine.run_dir.name}"
     predictions = folder / "predictions" / runs_name
-    reports, reasons = _predict(stages, table, list(grids), predictions)
+    reports, predict_failures = _predict(stages, table, list(grids), predictions)
     scores = folder / "scores" / runs_name
     files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
     evaluate_failure = run_and_get_failure(["evaluate", *files, "pictures=false", *reference])
     if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
-    missing = {case: reasons.get(case, "no prediction") for case in summary["without_prediction"]}
+    # Case without scores to the reason.
+    missing = {}
+    for case in summary["without_prediction"]:
+        missing[case] = predict_failures.get(case, "no prediction")
     missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
     scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
@@ -235,11 +240,12 @@ def _predict(
         folder: Folder of the predictions.
 
     Returns:
-        Report of each predicted case, and why each failed case has none.
+        Case to the report of its prediction, and failed case to its message.
 
     Raises:
         UserError: If no case was predicted, or the command failed as a whole.
     """
+    # The device and the threads of the last stage serve for both.
     trainer = stages[-1].config.trainer
     step = [
         "predict",
@@ -258,16 +264,17 @@ def _predict(
         path = folder / f"{case}.json"
         if path.is_file():
             reports[case] = json.loads(path.read_text(encoding="utf-8"))
-    reasons = failed_predictions(folder)
+    messages = failed_predictions(folder)
     if failure or not reports:
-        case_reasons = [f"{case}: {reason}" for case, reason in reasons.items()]
-        raise UserError(f"no case could be predicted: {'; '.join(case_reasons) or failure}")
-    return reports, reasons
+        case_failures = [f"{case}: {message}" for case, message in messages.items()]
+        raise UserError(f"no case could be predicted: {'; '.join(case_failures) or failure}")
+    return reports, messages
 
 
 def failed_predictions(predictions: Path) -> dict[str, str]:
     """Read from the `summary.csv` of a batch why cases have no prediction: case to message."""
     path = predictions / "summary.csv"
+    # `predict` writes no table for a single case.
     if not path.is_file():
         return {}
     # The message of a failed case is in the column of warnings.
@@ -295,11 +302,15 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
 
     Args:
         stage: Trained stage.
-        whole: Voxels of the largest whole input; None where no region was found.
+        whole: Shape of the largest whole input, (D, H, W); None if no region was found.
+
+    Returns:
+        The keys of `COSTS`. `step_…` is of a step as it was trained, on a patch if the stage has
+        patches; `whole_…` is of a step on the whole input.
     """
     config = stage.config
-    step = _counted(stage, config.stage.patch_size or whole)
-    whole_step = _counted(stage, whole)
+    step = _count_step(stage, config.stage.patch_size or whole)
+    whole_step = _count_step(stage, whole)
     history = read_csv(stage.run_dir / "history.csv")
     # A line that only records a validation has no duration.
     durations_s = [float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]]
@@ -317,11 +328,18 @@ def _peak_mib(step: StepMemory | None) -> float | None:
     return None if step is None else round(step.peak / 2**20, 1)
 
 
-def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
-    """Count a training step; None without a shape, or, with a message, where it cannot be counted.
+def _count_step(stage: Stage, shape: Shape | None) -> StepMemory | None:
+    """Count the memory of a training step.
 
-    A network may refuse the crop of a region of a few voxels. The row then lacks these costs, but
-    keeps its scores.
+    A network may refuse the crop of a region of a few voxels. A message then says so, and the row
+    lacks these costs, but keeps its scores.
+
+    Args:
+        stage: The stage.
+        shape: Input of the network, (D, H, W); None if there is none.
+
+    Returns:
+        The memory; None if it cannot be counted.
     """
     if shape is None:
         return None
@@ -337,7 +355,7 @@ def _counted(stage: Stage, shape: Shape | None) -> StepMemory | None:
 
 
 def spacing_in_words(spacing: SpacingOptions) -> str:
-    """Describe the grid of a stage for a table.
+    """Describe the spacing of a stage in a few words, for a table.
 
     Example:
         >>> spacing_in_words(SpacingOptions((2.5, 1.0, 1.0)))
@@ -353,21 +371,25 @@ def spacing_in_words(spacing: SpacingOptions) -> str:
 
 
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
-    """Count the voxels of a whole scan as the coarse stage trains on it, if the body fills it."""
+    """Find the shape in which the coarse stage trains on a whole scan, (D, H, W).
+
+    The body is taken to fill the scan: a scan with air around the body has a smaller one.
+    """
     rule = make_grid_rule(config.spacing)
     divisor = find_divisor(config)
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # No patch size, as for the crop of the body in `predict_body`: the size grows below.
+    # A patch of one voxel leaves the size of the crop as it is; it grows to one that the network
+    # takes below. `predict_body` does the same.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
-    shape = network_size(crop.box.shape, divisor)
-    if config.stage.max_voxels is None:
-        return shape
-    return bounded_depth(shape, config.stage.max_voxels, divisor[0]), shape[1], shape[2]
+    depth, height, width = network_size(crop.box.shape, divisor)
+    if config.stage.max_voxels is not None:
+        depth = bounded_depth((depth, height, width), config.stage.max_voxels, divisor[0])
+    return depth, height, width
 
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
-    """Find the network input of a prediction's largest crop; None if no region was found."""
+    """Find the shape of the network input of a prediction's largest crop; None without a region."""
     divisor = find_divisor(config)
     shapes = []
     for box in report["boxes"].values():
@@ -378,14 +400,23 @@ def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
 def read_scores(
     path: Path, grids: Mapping[str, VoxelGrid], reports: Mapping[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Make one entry per held-out case and region: its scores and the costs of its prediction."""
+    """Join scores and costs of the predictions.
+
+    Args:
+        path: The `metrics.csv` of `evaluate`.
+        grids: Case to its oriented grid.
+        reports: Case to the report of its prediction.
+
+    Returns:
+        One entry per case and region, with the keys of `SCORES`.
+    """
     entries = []
     for row in read_csv(path):
         case = row["case"]
         report = reports[case]
         entry = {
             "case": case,
-            # Rounded as where `predict by_spacing=…` chooses by the coarsest spacing.
+            # The coarsest spacing, rounded as `predict by_spacing=…` does to choose by it.
             "slice_mm": round(max(grids[case].spacing_mm), 3),
             "region": row["region"],
             "trust": row["trust"],
@@ -408,8 +439,8 @@ def write(
     """Write the tables and the picture of the rows that are known so far.
 
     Args:
-        strategies: The rows.
-        output: Folder.
+        strategies: The rows, with their costs and scores.
+        output: Folder of `comparison.csv`, `comparison.md` and `comparison.png`.
         patients: Held-out case to its patient; a case that is missing is a patient of its own.
     """
     rows: list[dict[str, Any]] = []
@@ -422,7 +453,10 @@ def write(
 
 
 def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
-    """Make the rows of `comparison.csv` of a strategy: its scores, then what failed."""
+    """Make the rows of `comparison.csv` of a strategy: its scores, then what failed.
+
+    Each row repeats the costs of the strategy.
+    """
     costs: dict[str, Any] = {}
     for stage, stage_values in strategy.costs.items():
         costs |= {f"{stage}_{cost}": value for cost, value in stage_values.items()}
@@ -436,6 +470,7 @@ def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
 def _draw(strategies: Sequence[Strategy], path: Path) -> None:
     """Draw scores and costs of the strategies, one panel each."""
     names = [strategy.name for strategy in strategies]
+    # Of each strategy: thickness of the slices to the mean of each metric.
     means = [means_of(strategy) for strategy in strategies]
     fine_costs = [strategy.costs.get("fine", {}) for strategy in strategies]
     durations_s: list[float | None] = []
@@ -446,8 +481,8 @@ def _draw(strategies: Sequence[Strategy], path: Path) -> None:
     panels = []
     for thickness in (*THICKNESSES, ALL):
         # A strategy without cases of this thickness has no mean.
-        dice = [mean.get(thickness, {}).get("dice") for mean in means]
-        panels.append(Panel(f"Dice, {thickness} slices", "{:.3f}", dice, has_bars=False))
+        dices = [mean.get(thickness, {}).get("dice") for mean in means]
+        panels.append(Panel(f"Dice, {thickness} slices", "{:.3f}", dices, has_bars=False))
     peaks_mib = [costs.get("whole_peak_mib") for costs in fine_costs]
     panels.append(Panel("fine: peak of a whole crop, MiB", "{:.0f}", peaks_mib))
     steps_s = [costs.get("step_s") for costs in fine_costs]

@@ -1,4 +1,7 @@
-"""Cross-validation by patient, on whole scans and on harder ones that are made of them."""
+"""The `cross_validate` command: cross-validation by patient, and a model folder of all folds.
+
+It scores the held-out scans and, on request, harder scans that are made of them.
+"""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -44,11 +47,15 @@ CASCADE = (StageName.coarse.value, StageName.fine.value)
 
 
 def cross_validate(config: CrossValidateConfig) -> int:
-    """Train, predict and score fold by fold; a study that was stopped continues when started again.
+    """Train all folds, predict and score their held-out cases, and write a model folder.
 
-    Writes `scores/` (as `evaluate` does), `metrics.csv` with the scores of all held-out cases,
-    `folds.csv` with one row per case and region, `folds.md`, a table for readers, the pooled
-    figures of `medseg.studies.pooled`, and `model/`, a model folder with the networks of all folds.
+    A study that was stopped continues when it is started again. It writes `scores/` (as `evaluate`
+    does), `metrics.csv` with the scores of all held-out cases, `folds.csv` with one row per case
+    and region, `folds.md`, the same for readers, the pooled scores of `medseg.studies.pooled`, and
+    `model/`, a model folder with the networks of all folds.
+
+    Returns:
+        0.
 
     Raises:
         UserError: If the folds, the experiments or the references cannot be used.
@@ -75,12 +82,12 @@ def cross_validate(config: CrossValidateConfig) -> int:
         trainings = _cascade_trainings(config, arguments, cases, folds)
     else:
         trainings = _single_trainings(config, arguments, cases, folds)
-    # The folds share the trainings on phantoms: equal commands run once.
+    # Folds share the trainings on phantoms, so equal commands run only once.
     run_steps(list(dict.fromkeys(map(tuple, trainings))))
-    # What a pass needs is read from the networks of one fold, which are like those of the others.
+    # The memory that a network pass needs is the same for the networks of all folds.
     checkpoints = _checkpoints(folds.folders[0], stages)
     budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
-    run_steps(_predictions(config, folds, stages, budget))
+    run_steps(_prediction_steps(config, folds, stages, budget))
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
     stated_values = config.data.label_values or {}
     run_steps([evaluate_step(output, reference, plain(config.task), stated_values)])
@@ -100,18 +107,19 @@ def _write_tables(
     """Write the tables of the study from the scores of `evaluate`.
 
     Returns:
-        The rows of the whole scans.
+        The rows of the whole scans, without those of the harder scans made of them.
     """
     rows = fold_rows(folds, output, organs, is_cascade)
     write_rows(rows, output, folds.names_by_heading)
     shutil.copyfile(output / "scores" / METRICS_FILE, output / METRICS_FILE)
+    # Harder scans are no further observations, so the pooled scores are of whole ones only.
     whole_rows = [row for row in rows if row["case"] in folds.names_by_heading[WHOLE]]
     write_pooled(whole_rows, folds.cases, fold_costs(folds.folders), output)
     return whole_rows
 
 
 def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> None:
-    """Refuse experiments that cannot be trained, and arguments that choose one stage.
+    """Refuse experiments that cannot be trained, and arguments that choose one of the two stages.
 
     Raises:
         UserError: With the key.
@@ -123,7 +131,7 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
                 f"{config.stage.name} alone; name an experiment of each stage by coarse= and "
                 "fine=, or choose stage=single"
             )
-    # With the table: a rule of spacing may ask for its cases.
+    # A spacing may be chosen from the cases, so their table belongs to what is checked.
     check_experiments(config, [*arguments, f"data.cases={Path(str(config.cases)).absolute()}"])
 
 
@@ -133,10 +141,10 @@ def _cascade_trainings(
     cases: Sequence[Case],
     folds: Folds,
 ) -> list[Step]:
-    """Make the commands that train both stages of each fold.
+    """Make the commands that train both stages of each fold, all coarse stages first.
 
-    The fine stage of a fold may see what the coarse stages of all folds say about their held-out
-    cases, so all coarse stages are trained first.
+    A fine stage may take the probabilities of the coarse stage as input. For each training case
+    they come from the fold that has not trained on this case, so all coarse stages are needed.
     """
     output = Path(config.output)
     coarse_steps: list[Step] = []
@@ -144,9 +152,11 @@ def _cascade_trainings(
     coarse_checkpoints = coarse_arguments(config, folds.folders)
     for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of(experiments(config), cases, arguments))
-        data = _fold_arguments(config, arguments, fold)
-        coarse_steps += stage_steps(config, "coarse", folder, data, output)
-        fine_steps += stage_steps(config, "fine", folder, data, output, coarse_checkpoints)
+        fold_arguments = _fold_arguments(config, arguments, fold)
+        coarse_steps += stage_steps(config, "coarse", folder, fold_arguments, output)
+        fine_steps += stage_steps(
+            config, "fine", folder, fold_arguments, output, coarse_checkpoints
+        )
     return [*coarse_steps, *fine_steps]
 
 
@@ -162,16 +172,16 @@ def _single_trainings(
     steps: list[Step] = []
     for fold, folder in enumerate(folds.folders):
         note_recipe(folder, recipe_of({}, cases, arguments))
-        data = _fold_arguments(config, arguments, fold)
-        steps += train_steps(folder / SINGLE, *merge_arguments([cache], data))
+        fold_arguments = _fold_arguments(config, arguments, fold)
+        steps += train_steps(folder / SINGLE, *merge_arguments([cache], fold_arguments))
     return steps
 
 
 def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
-    """Read the meaning of the values in the label maps.
+    """Read which label each value in the label maps means.
 
     Raises:
-        UserError: If the reference is not one label map of each case.
+        UserError: If the references are not one label map for each case.
     """
     labels = file_values(config.data.label_values or {})
     if not all(isinstance(value, int) for value in labels):
@@ -186,36 +196,38 @@ def _fold_arguments(
     config: CrossValidateConfig, arguments: Sequence[str], fold: int
 ) -> tuple[str, ...]:
     """Join the arguments of `train` that the user gave with those that select a fold."""
-    place = [
+    selection = [
         f"data.cases={Path(str(config.cases)).absolute()}",
         f"data.fold={fold}",
         f"data.num_folds={config.num_folds}",
         "data.val_patients=[]",
     ]
-    return merge_arguments(["data.test_patients=[]"], arguments, place)
+    # The user may name test patients, but the fold alone decides what is validated.
+    return merge_arguments(["data.test_patients=[]"], arguments, selection)
 
 
 def _checkpoints(folder: Path, stages: Sequence[str]) -> dict[str, Path]:
-    """Name the checkpoints of a fold by the keys of `predict`."""
+    """Map each stage to its checkpoint in the folder of a fold."""
     return {stage: last_checkpoint(folder / stage) for stage in stages}
 
 
-def _predictions(
+def _prediction_steps(
     config: CrossValidateConfig, folds: Folds, stages: Sequence[str], budget: Sequence[str]
 ) -> list[Step]:
     """Make the commands that predict the held-out cases of each fold.
 
     Args:
-        config: Names the folder of the study, and what a prediction cannot read from a checkpoint.
-        folds: The folds, with finished runs.
+        config: Names the folder of the study, and the keys that `predict` does not read from a
+            checkpoint.
+        folds: The folds, whose runs have finished.
         stages: Stages of the model.
-        budget: Argument for the memory of a pass, where the default is too little.
+        budget: Argument for the memory of a pass; empty where the default is enough.
     """
     steps: list[Step] = []
     for folder, table in zip(folds.folders, folds.tables, strict=True):
         step = ["predict", f"input={table}", f"output={Path(config.output) / 'predictions'}"]
-        for key, path in _checkpoints(folder, stages).items():
-            step.append(f"{key}={path}")
+        for stage, checkpoint in _checkpoints(folder, stages).items():
+            step.append(f"{stage}={checkpoint}")
         step += [f"hu_slope={config.data.hu_slope}", f"hu_offset={config.data.hu_offset}"]
         step += [f"trusted_targets={text_of(config.trusted_targets)}", *budget]
         steps.append(step)

@@ -1,4 +1,4 @@
-"""Scores of the held-out scans of all folds, one row for each scan and region."""
+"""Tables `folds.csv` and `folds.md`: scores of the held-out scans of all folds."""
 
 import json
 from collections.abc import Mapping, Sequence, Set
@@ -15,6 +15,7 @@ from medseg.report.spacings import distance_text
 from medseg.studies.folds import Folds
 from medseg.studies.pieces import oriented_labels
 
+# Row of folds.csv: column to value, for one scan and region.
 Row = dict[str, Any]
 # Column of folds.md to its heading.
 COLUMNS = {
@@ -44,8 +45,8 @@ def fold_rows(
         folds: Folds with the scored cases.
         output: Folder of the study.
         organs: Name of each region to its values in the label files.
-        is_cascade: Whether two stages made the predictions. Their rows have the agreement of the
-            stages and the share in the crop too.
+        is_cascade: Whether two stages made the predictions. The rows then also have `agreement`, of
+            the stages, and `share_in_crop`.
     """
     rows = []
     for score in read_csv(output / "scores" / METRICS_FILE):
@@ -61,8 +62,8 @@ def fold_rows(
         }
         if is_cascade:
             box = report["boxes"].get(region)
-            # Without a box there is no region: that both stages agree on it says nothing about the
-            # Dice of a region that was found.
+            # Without a box no region was found. An agreement on that says nothing about the Dice of
+            # regions that are found, and is left out.
             row["agreement"] = None if box is None else report["agreements"].get(region)
             row["share_in_crop"] = share_in_crop(folds.cases[name], organs[region], box)
         rows.append(row)
@@ -75,38 +76,42 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     Args:
         case: Case with labels.
         values: Values of the region in the reference file.
-        box: The region's entry under `boxes` in the report of the prediction; None if the coarse
+        box: Entry of the region under `boxes` in the report of the prediction; None if the coarse
             stage did not find the region.
 
     Returns:
         Share in [0, 1]; 1 if the reference has no such voxel.
     """
     labels, grid = oriented_labels(case)
+    # (voxels of the region, 3), in (z, y, x) of the reference.
     indices = np.argwhere(np.isin(labels, values))
     if len(indices) == 0:
         return 1.0
     if box is None:
         return 0.0
     corners = grid.world_to_index_zyx(np.array(box["corners_xyz_mm"]))
-    low, high = corners.min(axis=0), corners.max(axis=0)
+    low = corners.min(axis=0)
+    high = corners.max(axis=0)
+    # The corners are centres of voxels of the crop, which has `sizes` of them along each axis. The
+    # crop extends half a voxel of its own beyond them.
     sizes = np.subtract(box["voxels"]["stop"], box["voxels"]["start"])
-    # The corners are centres of voxels: the crop extends half a crop voxel beyond them.
-    half = (high - low) / np.maximum(sizes - 1, 1) / 2
-    is_inside = (indices >= low - half) & (indices <= high + half)
+    half_voxel = (high - low) / np.maximum(sizes - 1, 1) / 2
+    is_inside = (indices >= low - half_voxel) & (indices <= high + half_voxel)
     return float(is_inside.all(axis=1).mean())
 
 
-def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]) -> None:
+def write_rows(rows: Sequence[Row], output: Path, names_by_heading: Mapping[str, Set[str]]) -> None:
     """Write `folds.csv` and `folds.md`.
 
     Args:
         rows: From `fold_rows`.
-        output: Folder.
-        groups: Line above each table to the names of its scans.
+        output: Folder of the study.
+        names_by_heading: Heading of each table in `folds.md` to the names of its scans; the heading
+            may be empty.
     """
     write_csv(output / "folds.csv", rows)
     sections = []
-    for heading, names in groups.items():
+    for heading, names in names_by_heading.items():
         group_rows = [row for row in rows if row["case"] in names]
         if not group_rows:
             continue
@@ -118,10 +123,10 @@ def write_rows(rows: Sequence[Row], output: Path, groups: Mapping[str, Set[str]]
 
 
 def _section(rows: Sequence[Row]) -> str:
-    """Format a table with its summary.
+    """Format a table of `folds.md`, with a summary below it.
 
-    The summary states mean and worst Dice by trust where the reference has the region, and the
-    largest predicted volume where it does not.
+    The summary states mean and worst Dice, for each trust in the reference, over the rows whose
+    reference has the region, and the largest predicted volume over the others.
     """
     formats: Formats = {
         "dice": ".4f",
@@ -131,9 +136,10 @@ def _section(rows: Sequence[Row]) -> str:
         "hd95_mm": distance_text,
         "share_in_crop": _percent,
     }
+    # A study of one stage has no shares in the crop.
     columns = {key: heading for key, heading in COLUMNS.items() if key in rows[0]}
     lines = [markdown_table(rows, columns, formats)]
-    # Rows whose reference has the region, by the trust in it; dictionaries keep the order.
+    # Rows whose reference has the region, by the trust in it, and rows whose reference lacks it.
     present: dict[str, list[Row]] = {}
     absent: list[Row] = []
     for row in rows:
@@ -158,6 +164,7 @@ def _section(rows: Sequence[Row]) -> str:
 
 
 def _where(row: Row) -> str:
+    """Name the scan and region of a row, and the picture that shows it."""
     return f"{row['case']} {row['region']} (scores/overlays/{row['case']}.png)"
 
 

@@ -1,4 +1,4 @@
-"""Folds of a cross-validation: their folders, their held-out scans, and what is refused."""
+"""Folds of a cross-validation: checks of the case table, folders and held-out scans."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from medseg.errors import UserError
 from medseg.studies.pieces import cut_partial_scans, paint_scan
 from medseg.task import Task
 
-# Headings of the tables in folds.md; the table of the whole scans has none.
+# Headings of the tables in folds.md. The table of the whole scans has no visible heading.
 WHOLE = ""
 PIECES = "Partial scans cut from these scans:"
 DISEASED = "These scans with disease painted into their regions:"
@@ -21,10 +21,13 @@ DISEASED = "These scans with disease painted into their regions:"
 class Folds:
     """Folds of a study.
 
+    A held-out scan is a case of the user's table or a harder scan made of one; all have a name and
+    are cases of the tables below.
+
     Attributes:
         folders: Folder of the runs of each fold.
-        tables: Case table of the scans that each fold holds out.
-        fold_of: Name of each held-out scan to its fold.
+        tables: Case table of the held-out scans of each fold.
+        fold_of: Name of each held-out scan to the number of its fold.
         cases: Name of each held-out scan to its case.
         names_by_heading: Heading in `folds.md` to the names of the scans of its table.
     """
@@ -42,9 +45,9 @@ def make_folds(
     """Divide the cases into folds, and write the table of each fold's held-out scans.
 
     Args:
-        cases: All cases of the table, see `check_folds`.
+        cases: All cases of the table, which `check_folds` has accepted.
         organs: From `organ_values`.
-        config: Names the folder and the number of folds.
+        config: Names the folder, the number of folds and the harder scans to make.
     """
     folds = Folds([Path(config.output) / f"fold_{fold}" for fold in range(config.num_folds)])
     folds.names_by_heading = {WHOLE: set(), PIECES: set(), DISEASED: set()}
@@ -67,7 +70,14 @@ def make_folds(
 
 
 def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[int]]:
-    """Map each region of the task, or each label if it has no regions, to its values in files."""
+    """Map each organ to its values in the label files.
+
+    An organ is a region of the task, or a label if the task has no regions.
+
+    Args:
+        task: The task.
+        label_values: Value in the label files to its label.
+    """
     if task.regions:
         labels_of_organ = {region.name: region.labels for region in task.regions}
     else:
@@ -81,10 +91,10 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
 def held_out_scans(
     cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
 ) -> dict[str, list[Case]]:
-    """Make the scans that a fold scores: its held-out cases, and the harder scans made of them.
+    """Make the scans that a fold predicts: its held-out cases, and harder scans made of them.
 
     Args:
-        cases: Held-out cases of the fold; those without labels are predicted, but not cut.
+        cases: Held-out cases of the fold. No harder scan is made of a case without labels.
         organs: Name of each organ to its values in the label files.
         config: Names the folder, and says whether partial and diseased scans are made.
 
@@ -105,25 +115,26 @@ def held_out_scans(
 
 
 def check_folds(cases: Sequence[Case], num_folds: int) -> None:
-    """Refuse folds of a case table that a cross-validation would leave out or score twice.
+    """Refuse folds of a case table with which a cross-validation would not score each case once.
 
     Raises:
-        UserError: If the table has another number of folds, a fold that validates no case, or
-            validates a case in two.
+        UserError: If the table has another number of folds, a fold that validates no case, or a
+            case that is validated in two.
     """
-    count = count_folds(cases)
-    if count == 1:
+    # None: the table states no folds, so the patients are divided by their names.
+    num_table_folds = count_folds(cases)
+    if num_table_folds == 1:
         raise UserError(
             "the case table has one fold, which is no cross-validation; "
             "train on it with medseg train"
         )
-    if count not in (None, num_folds):
+    if num_table_folds not in (None, num_folds):
         raise UserError(
-            f"num_folds={num_folds}: the case table has {count} folds; give num_folds={count}"
+            f"num_folds={num_folds}: the case table has {num_table_folds} folds; "
+            f"give num_folds={num_table_folds}"
         )
-    # All folds are checked before the first one is trained.
-    if count is not None:
-        _check_validation(cases, count)
+    if num_table_folds is not None:
+        _check_validation(cases, num_table_folds)
     for case in cases:
         if case.fold_sides.count("val") > 1:
             raise UserError(
@@ -133,25 +144,26 @@ def check_folds(cases: Sequence[Case], num_folds: int) -> None:
 
 
 def _check_validation(cases: Sequence[Case], num_folds: int) -> None:
-    """Refuse a fold that validates no case, as if a part of LUNA16 was not downloaded.
+    """Refuse a fold that validates no case, as when a part of LUNA16 was not downloaded.
 
     Raises:
         UserError: With the number of the fold, and the column to correct.
     """
-    # A table has either one column fold_N per fold, or the column fold with a number per case.
+    # A table has either a column fold_N for each fold, with the side (train, val) of each case, or
+    # one column fold with the number of the fold that validates each case.
     cases_with_sides = [case for case in cases if case.fold_sides]
-    for number in range(num_folds):
+    for fold in range(num_folds):
         if cases_with_sides:
-            is_validated = any(case.fold_sides[number] == "val" for case in cases_with_sides)
+            has_val_case = any(case.fold_sides[fold] == "val" for case in cases_with_sides)
             cure = (
-                f"mark some as val in its column fold_{number}, "
+                f"mark some as val in its column fold_{fold}, "
                 "or remove the column and number those after it again"
             )
         else:
-            is_validated = any(case.fold == number for case in cases)
+            has_val_case = any(case.fold == fold for case in cases)
             cure = "number the folds in its column fold from 0 without a gap"
-        if not is_validated:
+        if not has_val_case:
             raise UserError(
-                f"fold {number} of the case table validates no case, "
+                f"fold {fold} of the case table validates no case, "
                 f"so there is nothing to score; {cure}"
             )

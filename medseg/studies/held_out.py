@@ -11,22 +11,23 @@ from medseg.evaluation.matching import Prediction, Reference, read_pair
 from medseg.geometry.grid import VoxelGrid
 from medseg.task import LabelValues, Task
 
-# Trust in a reference that may decide something; the others are known to be doubtful.
+# Values of the trust in a reference (`Case.trust`) with which it may decide something. References
+# of any other trust are known to be doubtful; an empty one says nothing.
 TRUSTED = ("", "reference")
 
 
 def patients_of(cases: Iterable[Case]) -> dict[str, str]:
-    """Map the name of each scan to its patient; a scan without one is a patient of its own."""
+    """Map each scan to its patient; a scan without a stated patient is a patient of its own."""
     return {case.name: case.patient or case.name for case in cases}
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out predictions and their references, which are read anew for each pass.
+    """Held-out predictions and their references.
 
     Attributes:
         cases: Scans that have both.
-        predictions: Folder of the label maps `<case>.nii.gz`.
+        predictions: Folder of the predicted label maps, `<case>.nii.gz`.
         task: Task of the model that made them.
         label_values: Value in the reference files to its label.
     """
@@ -42,11 +43,14 @@ class HeldOut:
         return patients_of(self.cases)
 
     def trusted_parts(self, case: Case) -> list[str]:
-        """Regions, or labels in a task without regions, whose reference is not doubtful."""
+        """List the parts, regions or else labels, whose reference is trusted."""
         return [part for part in self.task.parts if case.trust.get(part, "") in TRUSTED]
 
     def pairs(self) -> Iterator[tuple[Case, np.ndarray, np.ndarray, VoxelGrid]]:
-        """Yield each case with its prediction, its reference, (D, H, W) each, and their grid."""
+        """Yield each case with its prediction, its reference, (D, H, W) each, and their grid.
+
+        The files are read anew at each call: all label maps together may not fit into memory.
+        """
         for case in self.cases:
             prediction = Prediction([self.predictions / f"{case.name}.nii.gz"])
             reference = Reference(case.name, case.labels, case)

@@ -207,7 +207,9 @@ def test_a_row_that_finds_no_region_has_its_scores(
 ) -> None:
     Commands(monkeypatch)
     counted = []
-    monkeypatch.setattr(app, "_counted", lambda stage, shape: counted.append((stage.name, shape)))
+    monkeypatch.setattr(
+        app, "_count_step", lambda stage, shape: counted.append((stage.name, shape))
+    )
     strategy = row()
     assert [score["dice"] for score in strategy.scores] == [0.0, 0.0]
     assert (strategy.failure, strategy.missing) == ("", {})
@@ -254,7 +256,7 @@ def test_a_failed_row_says_the_cause_of_its_case(
 def test_a_case_without_a_prediction_says_why(
     row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "_counted", lambda stage, shape: None)
+    monkeypatch.setattr(app, "_count_step", lambda stage, shape: None)
     commands = Commands(monkeypatch)
     del commands.boxes["b"]
     commands.failed["b"] = "damaged"
