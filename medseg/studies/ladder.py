@@ -1,8 +1,9 @@
-"""Ladder: memory, time and Dice of a training as switches are added one at a time.
+"""The `ladder` command: memory, time and Dice of a training as switches are added one at a time.
 
-Baseline networks of other programs have two rows each, without checkpointing: one in fp32, to
-compare networks in the same precision, and one in the precision in which their own program trains
-them. The bytes of fp16, which a CPU cannot compute, are counted on tensors without values.
+Baseline networks of other programs have a row in fp32, to compare networks in the same precision,
+and one in the precision in which their own program trains them, if that is another; both without
+checkpointing. Bytes are counted on tensors without values, so that those of fp16 are known on a
+CPU, which cannot compute in it.
 """
 
 import json
@@ -46,7 +47,7 @@ from medseg.training.optimisation import find_lr_factor, make_optimizer
 from medseg.training.options import TrainConfig, samples_per_rank
 from medseg.worker_process import Worker, WorkerDiedError
 
-# Printed column to its heading, and to its format.
+# Columns of the printed table to their headings, and to their formats.
 HEADINGS = {
     "row": "",
     "precision": "precision",
@@ -75,13 +76,13 @@ class Row(NamedTuple):
     """Row of the ladder.
 
     Attributes:
-        key: Key of `ladder` that gives its arguments, for messages.
-        name: The switch that it adds, or the name of the network or baseline.
-        arguments: All its arguments of `train`.
-        added: Those that distinguish it.
-        baseline: Key of `BASELINES`; None where the configuration names the network.
-        precision: Precision of a baseline; empty where the configuration names it.
-        is_switch: Whether it adds its arguments to those of the row above.
+        key: Key of `ladder` that gives the arguments of the row, for messages.
+        name: Switch that the row adds, or name of its network or baseline.
+        arguments: All arguments of `train`.
+        added: The arguments among them that distinguish the row.
+        baseline: Key of `BASELINES`; None if the configuration names the network.
+        precision: Precision of a baseline; empty if the configuration names it.
+        is_switch: Whether the row adds its arguments to those of the row above.
     """
 
     key: str
@@ -94,7 +95,7 @@ class Row(NamedTuple):
 
     @property
     def folder(self) -> str:
-        """Name of its folder."""
+        """Name of the folder of the row."""
         if self.baseline:
             return baseline_folder(self.baseline, self.precision)
         return folder_name(self.name)
@@ -107,6 +108,7 @@ def baseline_folder(baseline: str, precision: str) -> str:
 
 def baseline_precisions(baseline: str) -> list[str]:
     """List the precisions in which a baseline is counted: fp32, and that of its own program."""
+    # A dictionary drops the second one if it is fp32 too.
     return list(dict.fromkeys(["fp32", BASELINES[baseline].trained_in]))
 
 
@@ -125,21 +127,27 @@ def ladder(config: LadderConfig) -> int:
     shape = input_shape(config)
     arguments = arguments_for_train(HydraConfig.get().overrides.task, LadderConfig)
     rows = list(ladder_rows(config, arguments))
-    # All rows are checked before the first is measured.
+    # A mistake in any row is found before the first one is measured.
     configs = [compose(row) for row in rows]
     for row_config in configs:
+        # Changed in place: bf16 becomes fp16 on a GPU without it.
         use_supported_half(row_config.memory, row_config.trainer.accelerator)
     check_writable(output)
-    packages = install_baselines(Path(config.peers_env).absolute()) if config.peers else None
+    packages = None
+    if config.peers:
+        packages = install_baselines(Path(config.peers_env).absolute())
     table: list[dict[str, Any]] = []
     for row, row_config in zip(rows, configs, strict=True):
         folder = output / row.folder
         row_config = with_precision(row_config, row.precision)
         measured = measure(folder, row_config, shape, config.timed_steps, row.baseline, packages)
+        # Baselines are measured, never trained.
         if config.train and row.baseline is None:
             run_steps(train_steps(folder / "run", *row.arguments))
+        # Empty for a row that was not trained.
         summary = read_summary(folder / "run") if config.train else {}
         table.append(table_row(row, row_config.memory, measured, summary))
+        # Each device once, in the order of the rows.
         devices = dict.fromkeys(line["device"] for line in table if line["device"])
         voxels = "×".join(map(str, shape))
         title = ", ".join([f"A training step on {voxels} voxels", *devices])
@@ -150,12 +158,13 @@ def ladder(config: LadderConfig) -> int:
 
 
 def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
-    """Yield the rows from top to bottom: networks, baselines, and those of `rows`.
+    """Yield the rows from top to bottom: `networks`, baselines, and the switches of `rows`.
 
-    The baselines have the arguments of the first of `rows`, to which the others add their switches.
+    Each of `rows` adds its arguments to those of the one above. Baselines have the arguments of the
+    first of them.
 
     Args:
-        config: Names what each row adds.
+        config: Has the arguments that each row adds.
         common: Arguments that all rows share.
 
     Raises:
@@ -171,20 +180,21 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
     for name, added in config.networks.items():
         yield Row(f"networks.{name}", name, merge_arguments(arguments, added), tuple(added))
     if config.peers:
-        first_added = next(iter(config.rows.values()), [])
-        baseline_arguments = merge_arguments(arguments, first_added)
+        added_by_first_row = next(iter(config.rows.values()), [])
+        baseline_arguments = merge_arguments(arguments, added_by_first_row)
         for baseline, precision in baselines:
             yield baseline_row(baseline, precision, baseline_arguments)
     for number, (name, added) in enumerate(config.rows.items()):
+        # Overwritten: the next row adds to these.
         arguments = merge_arguments(arguments, added)
         yield Row(f"rows.{name}", name, arguments, tuple(added), is_switch=number > 0)
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
-    """Make the row of a baseline; its name says whether its own program trains it so."""
+    """Make the row of a baseline; its name marks the precision of its own program."""
     title, trained_in = BASELINES[baseline]
-    manner = " as it trains" if precision == trained_in else ""
-    name = f"{title}, {precision}{manner}"
+    mark = " as it trains" if precision == trained_in else ""
+    name = f"{title}, {precision}{mark}"
     return Row("peers", name, arguments, baseline=baseline, precision=precision)
 
 
@@ -196,7 +206,11 @@ def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
 
 
 def compose(row: Row) -> TrainConfig:
-    """Compose the configuration of a row; errors as in `compose_train`."""
+    """Compose the configuration of a row.
+
+    Raises:
+        UserError: If `train` would refuse the arguments.
+    """
     return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], row.key)
 
 
@@ -208,16 +222,27 @@ def measure(
     baseline: str | None,
     packages: Path | None,
 ) -> dict[str, Any]:
-    """Measure a row in a new process, so that rows do not share memory and caches.
+    """Measure a row, or read an earlier measurement of the same row from its folder.
 
-    An earlier measurement of the same row is read instead.
+    It runs in a new process, so that rows do not share memory and caches.
+
+    Args:
+        folder: Folder of the row.
+        config: See `measure_row`, as the others.
+        shape: Voxels of a sample, (D, H, W).
+        timed_steps: Number of timed steps.
+        baseline: Key of `BASELINES`, or None.
+        packages: Folder of the baselines' packages, or None.
+
+    Returns:
+        See `measure_row`.
 
     Raises:
         UserError: If the row cannot be measured.
     """
     path = folder / "measured.json"
-    # The whole configuration: the signature of a run leaves out the switches that are measured
-    # here.
+    # The whole configuration, not its signature: that leaves out memory switches, which do not
+    # change the result of a run, but are what is measured here.
     request = {
         "shape": list(shape),
         "timed_steps": timed_steps,
@@ -264,8 +289,8 @@ def measure_row(
 
     Returns:
         Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of
-        the fastest step and the device; on a GPU also the largest number of bytes that torch's
-        allocator held. A baseline in a precision that the device lacks is not timed.
+        the fastest step and the device; on a GPU also the peak of the bytes that torch's allocator
+        had given out. A baseline in a precision that the device lacks is not timed.
 
     Raises:
         UserError: If the device does not support the precision, or the step cannot be counted.
@@ -280,12 +305,12 @@ def measure_row(
     except ValueError as error:
         if baseline is None:
             raise UserError(f"memory.{error}") from error
-        # Its bytes are counted without values, so they are known on any device.
+        # Its bytes can be counted all the same: that takes no values, so any device does.
         is_timed = False
-    make_other: Callable[[], nn.Module] | None = None
+    make_baseline_network: Callable[[], nn.Module] | None = None
     if baseline:
-        make_other = partial(make_baseline, baseline, count_classes(config))
-    memory = count_memory(config, shape, make_other)
+        make_baseline_network = partial(make_baseline, baseline, count_classes(config))
+    memory = count_memory(config, shape, make_baseline_network)
     measured: dict[str, Any] = {
         "saved_per_voxel": memory.saved_per_voxel,
         "peak_bytes": memory.peak,
@@ -293,7 +318,7 @@ def measure_row(
     }
     if not is_timed:
         return measured
-    measured["seconds_per_step"] = _time_step(config, shape, timed_steps, make_other)
+    measured["seconds_per_step"] = _time_step(config, shape, timed_steps, make_baseline_network)
     if device.type == "cuda":
         measured["device"] = torch.cuda.get_device_name()
         measured["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
@@ -308,7 +333,7 @@ def _time_step(
     config: TrainConfig,
     shape: Shape,
     timed_steps: int,
-    make_other: Callable[[], nn.Module] | None,
+    make_baseline_network: Callable[[], nn.Module] | None,
 ) -> float:
     """Time training steps on noise, after one to warm up.
 
@@ -316,7 +341,7 @@ def _time_step(
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         timed_steps: Number of timed steps, at least 1.
-        make_other: Builds a network in place of the configured one.
+        make_baseline_network: Builds a network in place of the configured one.
 
     Returns:
         Duration of the fastest step in s.
@@ -328,11 +353,11 @@ def _time_step(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
-    samples = samples_per_rank(config)
+    num_samples = samples_per_rank(config)
     # Noise in [-1, 1), the range of normalised images.
-    image = torch.rand(samples, count_channels(config), *shape, device=device) * 2 - 1
-    if make_other:
-        network = make_other().to(device)
+    image = torch.rand(num_samples, count_channels(config), *shape, device=device) * 2 - 1
+    if make_baseline_network is not None:
+        network = make_baseline_network().to(device)
     else:
         network = switch_on(
             make_network(config).to(device),
@@ -340,7 +365,7 @@ def _time_step(
             device.type,
             sync_batchnorm=config.trainer.sync_batchnorm,
         )
-    target = torch.randint(num_classes, (samples, *shape), dtype=torch.uint8, device=device)
+    target = torch.randint(num_classes, (num_samples, *shape), dtype=torch.uint8, device=device)
     loss = make_loss(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     bind_optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
@@ -354,23 +379,35 @@ def _time_step(
             value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        # Kernels run asynchronously: without this, only their launch would be timed.
         if device.type == "cuda":
-            torch.cuda.synchronize()  # kernels run asynchronously
+            torch.cuda.synchronize()
         durations_s.append(time.perf_counter() - start_s)
+    # Without the first step, which allocates and compiles.
     return min(durations_s[1:])
 
 
 def table_row(
     row: Row, memory: MemoryOptions, measured: dict[str, Any], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make a row of `ladder.csv`; None = not known."""
-    # The switches of a row are not applied to a baseline, but for its precision.
+    """Make a row of `ladder.csv`; a cell that is not known is None.
+
+    Args:
+        row: The row.
+        memory: Its switches.
+        measured: From `measure_row`.
+        summary: Summary of its training; empty if it was not trained.
+    """
+    # Of the switches, only the precision is applied to a baseline.
     checkpointing = "none" if row.baseline else memory.checkpointing
+    # Names of blocks in place of a word.
     if not isinstance(checkpointing, str):
         checkpointing = " ".join(checkpointing)
 
     def rounded(key: str, digits: int, unit: int = 1) -> float | None:
-        return round(measured[key] / unit, digits) if key in measured else None
+        if key not in measured:
+            return None
+        return round(measured[key] / unit, digits)
 
     return {
         "row": row.name,
@@ -389,26 +426,34 @@ def table_row(
 
 
 def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, title: str) -> None:
-    """Write `ladder.csv` and `ladder.png` with the rows measured so far."""
+    """Write `ladder.csv` and `ladder.png` with the rows measured so far.
+
+    Args:
+        table: From `table_row`, of the rows measured so far.
+        rows: All rows.
+        output: The folder.
+        title: Title of the picture.
+    """
     write_csv(output / "ladder.csv", table)
-    names = [picture_name(row, line) for row, line in zip(rows, table, strict=False)]
-    panels = [
-        Panel(heading, value_format, [line[column] for line in table], has_bars)
-        for column, heading, value_format, has_bars in PANELS
-    ]
-    # Later rows are not measured yet.
-    is_baseline = [row.baseline is not None for row in rows[: len(table)]]
+    measured_rows = rows[: len(table)]
+    names = [picture_name(row, line) for row, line in zip(measured_rows, table, strict=True)]
+    panels = []
+    for column, heading, value_format, has_bars in PANELS:
+        values = [line[column] for line in table]
+        panels.append(Panel(heading, value_format, values, has_bars))
+    is_baseline = [row.baseline is not None for row in measured_rows]
     draw_panels(names, panels, title, output / "ladder.png", is_baseline)
 
 
 def picture_name(row: Row, line: dict[str, Any]) -> str:
     """Name a row in `ladder.png`.
 
-    The name of a row that adds no switch to the row above has its precision and checkpointing.
+    The name is the switch that the row adds to the one above, or else states its precision and
+    checkpointing.
     """
     if row.is_switch:
         return f"+ {row.name}"
-    # The name of a baseline has the precision, and it has no checkpointing.
+    # The name of a baseline has its precision already, and a baseline has no checkpointing.
     if row.baseline:
         return row.name
     name = f"{row.name}, {line['precision']}"

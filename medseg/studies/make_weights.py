@@ -1,4 +1,4 @@
-"""Training of a cascade on every case of a table, and its weights as a model folder."""
+"""The `make_weights` command: trains a cascade on every case and writes a model folder."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from medseg.io.atomic import check_writable
 from medseg.io.tables import read_csv
 from medseg.runs.advice import budget_argument
 from medseg.studies.command_steps import last_checkpoint, run_steps
-from medseg.studies.fold_bound import BOUND, LEVEL, formula_text
+from medseg.studies.fold_bound import BOUND, LEVEL, Scores, formula_text
 from medseg.studies.fold_tables import METRICS_FILE
 from medseg.studies.recipes import (
     check_experiments,
@@ -36,22 +36,27 @@ from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
 
 STAGES = ("coarse", "fine")
-# Trust in a reference that calibrates the bound; what a `partial` one leaves out is unknown.
-CALIBRATING = ("", "reference", "approximate")
+# Values of the trust in a reference with which it may calibrate the bound. A `partial` reference
+# leaves out an unknown part.
+CALIBRATING_TRUST = ("", "reference", "approximate")
 
 
 def make_weights(config: MakeWeightsConfig) -> int:
     """Train both stages on every case of the table, and write their weights.
 
-    Writes a model folder, see `medseg.weights.model_folder`. The bound on Dice is that of
-    `cross_validate`, or is calibrated on held-out cases.
+    Writes a model folder, see `medseg.weights.model_folder`. The bound on Dice is calibrated on the
+    cases of `held_out`; without them it is that of a `cross_validate` in the same folder of runs.
+
+    Returns:
+        0.
 
     Raises:
+        UserError: If an experiment or a table cannot be used.
         SystemExit: With the exit code of a training that failed.
     """
     runs, output = Path(config.runs), Path(config.output)
     check_experiments(config)
-    # Damaged tables and a patient on both sides stop the command here.
+    # Read before the training, so that damaged tables and a patient in both are refused here.
     cases = read_cases(Path(config.cases))
     held_out = _read_held_out(config, cases)
     check_writable(output)
@@ -75,16 +80,20 @@ def make_weights(config: MakeWeightsConfig) -> int:
 def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Case]:
     """Read the cases that calibrate the bound; none without `held_out`.
 
+    Args:
+        config: Names the tables.
+        cases: Training cases of the coarse stage, and of the fine one if it has no others.
+
     Raises:
-        UserError: If the networks train on one of their patients.
+        UserError: If the networks train on one of the held-out patients.
     """
     if config.held_out is None:
         return []
     held_out = read_cases(Path(config.held_out))
-    trained = {case.patient for case in cases}
+    trained_patients = {case.patient for case in cases}
     if config.fine_cases is not None:
-        trained |= {case.patient for case in read_cases(Path(config.fine_cases))}
-    shared = sorted({case.patient for case in held_out} & trained)
+        trained_patients |= {case.patient for case in read_cases(Path(config.fine_cases))}
+    shared = sorted({case.patient for case in held_out} & trained_patients)
     if shared:
         raise UserError(
             f"held_out={config.held_out}: the networks train on its patients {', '.join(shared)}; "
@@ -97,15 +106,17 @@ def _training_steps(config: MakeWeightsConfig) -> list[Sequence[str]]:
     """Make the commands that train both stages."""
     runs = Path(config.runs)
     folder = runs / "all"
-    coarse_data = _all_cases(config.cases)
-    fine_data = _all_cases(config.fine_cases or config.cases)
+    coarse_data = _all_cases_arguments(config.cases)
+    fine_data = _all_cases_arguments(config.fine_cases or config.cases)
     coarse_steps = stage_steps(config, "coarse", folder, coarse_data, runs)
-    fine_steps = stage_steps(config, "fine", folder, fine_data, runs, _seen_coarse_stages(config))
+    fine_steps = stage_steps(
+        config, "fine", folder, fine_data, runs, _coarse_stage_arguments(config)
+    )
     return [*coarse_steps, *fine_steps]
 
 
-def _all_cases(table: str) -> list[str]:
-    """List the arguments of a training on every case of a table."""
+def _all_cases_arguments(table: str) -> list[str]:
+    """List the arguments that train on every case of a table."""
     return [
         f"data.cases={Path(table).absolute()}",
         "data.fold=all",
@@ -114,17 +125,16 @@ def _all_cases(table: str) -> list[str]:
     ]
 
 
-def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
-    """Give fine experiments that see the coarse stage its checkpoints.
+def _coarse_stage_arguments(config: MakeWeightsConfig) -> dict[str, list[str]]:
+    """Name the checkpoints of the coarse stage for the fine experiments that take its output.
 
-    They are those of the folds of `cross_validate`, each for the cases that it has not trained on,
-    or without folds the one that is trained on all cases.
+    If `cross_validate` ran in the same folder, they are those of its folds: each case then gets a
+    coarse stage that has not trained on it. Otherwise it is the one that is trained on all cases.
 
     Returns:
         Experiment to its further arguments.
     """
     runs = Path(config.runs)
-    # Those of a cross-validation: each case gets a stage that has not trained on it.
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
     if folds:
         check_same_recipe(folds)
@@ -140,26 +150,33 @@ def _seen_coarse_stages(config: MakeWeightsConfig) -> dict[str, list[str]]:
 def _write_weights(
     runs: Path, output: Path, bound: Mapping[str, Any] | None, budget: Sequence[str]
 ) -> None:
-    """Write the trained networks of both stages as a model folder."""
+    """Write the trained networks of both stages as a model folder.
+
+    Args:
+        runs: Folder of the runs.
+        output: The model folder.
+        bound: Bound on Dice; None = none.
+        budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
+    """
     networks: list[StageWeights] = []
     for stage in STAGES:
         metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
         metadata["dice_bound"] = bound
-        weights = {name: _in_half(value) for name, value in weights.items()}
+        weights = {name: _in_half(tensor) for name, tensor in weights.items()}
         networks.append(StageWeights(without_folders(metadata), weights))
     write_model_folder(output, networks, arguments=budget)
 
 
-def _in_half(value: Tensor) -> Tensor:
+def _in_half(tensor: Tensor) -> Tensor:
     """Round weights to float16, for files of half the size.
 
-    Numbers that float16 cannot hold stay as they are. The networks compute in bfloat16, which is
-    coarser.
+    The networks compute in bfloat16, which is coarser, so nothing is lost. A tensor of integers, or
+    with a number too large for float16, stays as it is.
     """
-    half = value.half()
-    if value.is_floating_point() and bool(half.isfinite().all()):
+    half = tensor.half()
+    if tensor.is_floating_point() and bool(half.isfinite().all()):
         return half
-    return value
+    return tensor
 
 
 def _calibrated_bound(
@@ -168,20 +185,21 @@ def _calibrated_bound(
     """Segment and score the held-out cases, and calibrate the bound on Dice on them.
 
     Args:
-        config: Names the folder of the runs.
-        held_out: The cases.
-        budget: Argument of `predict` for the memory of a pass, where the default is too little.
+        config: Names the folder of the runs, and the table of the held-out cases.
+        held_out: The cases of this table.
+        budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
 
     Returns:
         The bound; None if there are too few patients.
     """
     folder = Path(config.runs) / "held_out"
-    # The bound is that of the rounded weights, which are written here without it.
+    # The rounded weights are what users get, so they make the predictions. They are written here
+    # without a bound, which is not known yet.
     weights = folder / "weights"
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     _write_weights(Path(config.runs), weights, None, budget)
-    table = f"{Path(str(config.held_out)).absolute()}"
+    table = Path(str(config.held_out)).absolute()
     predictions, scores = folder / "predictions", folder / "scores"
     run_steps(
         [
@@ -190,27 +208,33 @@ def _calibrated_bound(
         ]
     )
     patient_of = {case.name: case.patient for case in held_out}
-    regions_of: dict[str, list[tuple[float, float]]] = {}
+    # Patient to a pair for each region: agreement of the stages, and Dice.
+    scores_of_patient: Scores = {}
     for row in read_csv(scores / METRICS_FILE):
-        if row["trust"] not in CALIBRATING:
+        if row["trust"] not in CALIBRATING_TRUST:
             continue
         report = json.loads((predictions / f"{row['case']}.json").read_text(encoding="utf-8"))
-        # Stages that agree on an empty region say nothing about its Dice.
+        # Without a box no region was found. An agreement on that says nothing about the Dice of
+        # regions that are found.
         if row["region"] not in report["boxes"]:
             continue
         agreement = report["agreements"][row["region"]]
-        regions = regions_of.setdefault(patient_of[row["case"]], [])
-        regions.append((agreement, float(row["dice"])))
-    bound = calibrate(regions_of, LEVEL)
+        patient_scores = scores_of_patient.setdefault(patient_of[row["case"]], [])
+        patient_scores.append((agreement, float(row["dice"])))
+    bound = calibrate(scores_of_patient, LEVEL)
     if bound is None:
-        print(f"{len(regions_of)} held-out patients are too few for a bound on Dice")
+        print(f"{len(scores_of_patient)} held-out patients are too few for a bound on Dice")
         return None
     print(f"{formula_text(bound)}, from {bound.num_patients} held-out patients")
     return asdict(bound)
 
 
 def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
-    """Read the bound on Dice of `cross_validate`.
+    """Read the bound on Dice that `cross_validate` wrote.
+
+    Args:
+        path: The file.
+        config: Names the experiments of these weights.
 
     Returns:
         The bound; None if there is none, or if it was calibrated with other experiments.
@@ -223,13 +247,13 @@ def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         bound = asdict(DiceBound(**content["bound"]))
-        trained = content["experiments"]
+        experiments_of_bound = content["experiments"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path}: not a bound of cross_validate ({error!r}); "
             "start cross_validate again, or remove the file"
         ) from error
-    if trained != experiments(config):
+    if experiments_of_bound != experiments(config):
         print(
             f"{path}: this bound was calibrated with other experiments, "
             "so the weights get no bound on Dice"

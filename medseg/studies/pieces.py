@@ -1,4 +1,8 @@
-"""Harder scans made of whole ones: parts along z, half chests, and painted disease."""
+"""Harder scans made of whole ones: parts along z, half chests, and painted disease.
+
+Scans and labels are handled in the orientation of the networks: z from feet to head, x from the
+patient's right to left.
+"""
 
 import math
 import zlib
@@ -20,39 +24,42 @@ from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import AS_STORED
 
-# Shares of the organ's height in a part with one of its ends, and in the middle part.
+# How much of the organ's height is in a part with one of its ends, and in the middle part.
 SHARE_OF_END = 0.25
 SHARE_OF_MIDDLE = 0.35
-# A lower organ is not cut.
+# An organ of less height is not cut.
 LEAST_HEIGHT_MM = 100.0
-# A part without organ keeps this distance, since references may stop a slice early, and is at least
-# this high.
+# Distance of a part without organ from the organ, since references may stop a slice early.
 GAP_MM = 5.0
+# Least height of a part without organ.
 LEAST_MM = 15.0
-# A half chest with less than this share of a region's voxels shows a sliver of it, whose side
-# nothing in view tells.
+# A half chest with less than this share of a region's voxels shows only a sliver of it, and nothing
+# in view tells on which side the sliver lies.
 LEAST_SHARE = 0.1
-# Trust in the reference of such a region, so that its scores stand apart.
+# Trust in the reference of such a region. Scores are summarised by trust, so those of slivers stand
+# apart.
 SLIVER = "sliver"
 HALVES = ("right_half", "left_half")
+# Files of an image and of its labels.
 Files = tuple[Path, Path]
 
 
 def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: Path) -> list[Case]:
-    """Cut a case along z, and between its organs along x, and write the parts.
+    """Cut a case along z, and between its two organs along x, and write the parts.
 
-    Their labels are written too; existing files are kept.
+    If all files exist, they are kept.
 
     Args:
         case: Case with labels.
         organs: Name of each organ to its values in the label file.
-        folder: Folder of `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
+        folder: Folder for `<case>_<part>.nii.gz` and `<case>_<part>_labels.nii.gz`.
 
     Returns:
         The parts as cases; see `slice_ranges` and `halves` for the parts that a scan has.
     """
     labels, grid = oriented_labels(case)
     values = list(chain(*organs.values()))
+    # Per slice, (D,).
     has_organ = np.array([np.isin(plane, values).any() for plane in labels])
     depth, height, width = labels.shape
     boxes: dict[str, VoxelBox] = {}
@@ -70,6 +77,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
             write_image(image_path, image_part, image_grid.crop(box))
             write_labels(labels_path, labels_part, grid.crop(box))
     parts = []
+    # Boxes, files and parts have the same order.
     for part, (name, box) in zip(_as_cases(case, files), boxes.items(), strict=True):
         trust = dict(part.trust)
         if name in HALVES:
@@ -79,32 +87,36 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
 
 
 def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
-    """Paint disease into both sides of a case, see `paint_disease`, and write it in HU.
+    """Paint disease into each organ of a CT, see `paint_disease`, and write the scan in HU.
 
-    Existing files are kept.
+    If all files exist, they are kept.
 
     Args:
         case: Case with labels, a CT.
-        organs: Values of each organ in its label file.
-        folder: Folder of `<case>_diseased.nii.gz` and `<case>_diseased_labels.nii.gz`.
+        organs: Values of each organ in the label file.
+        folder: Folder for `<case>_diseased.nii.gz` and `<case>_diseased_labels.nii.gz`.
 
     Returns:
         The painted case; none if the scan shows no organ.
     """
     labels, grid = oriented_labels(case)
-    present = [values for values in organs if np.isin(labels, values).any()]
-    names = ["diseased"] if present else []
-    files = _files(case, names, folder)
+    present_organs = [values for values in organs if np.isin(labels, values).any()]
+    if not present_organs:
+        return []
+    files = _files(case, ["diseased"], folder)
     if not _exist(files):
         scan, scan_grid = oriented_image(case)
-        # Each case has its own disease, the same in every study.
+        # The seed follows from the name: a case has the same disease in every study.
         rng = sample_rng(zlib.crc32(case.name.encode()), 0)
         image = torch.from_numpy(case.hu.apply(scan).astype(np.float32).clip(*HU_LIMITS))
-        for values in present:
+        for values in present_organs:
             organ = torch.from_numpy(np.isin(labels, values).astype(np.uint8))
+            # In place; 1 is the value of the organ in its map.
             paint_disease(image, organ, 1, list(KINDS), rng, grid.spacing_mm)
-        write_image(files["diseased"][0], image.round().to(torch.int16).numpy(), scan_grid)
-        write_labels(files["diseased"][1], labels, grid)
+        image_path, labels_path = files["diseased"]
+        write_image(image_path, image.round().to(torch.int16).numpy(), scan_grid)
+        write_labels(labels_path, labels, grid)
+    # The values of the case may need a conversion to HU, those of the new file need none.
     return [replace(painted, hu=AS_STORED) for painted in _as_cases(case, files)]
 
 
@@ -126,21 +138,26 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
     slices = np.flatnonzero(has_organ)
     if len(slices) == 0:
         return
-    first, stop, end = int(slices[0]), int(slices[-1]) + 1, len(has_organ)
+    # All below in slices; the organ reaches from `first` to `stop`, half-open.
+    first = int(slices[0])
+    stop = int(slices[-1]) + 1
+    num_slices = len(has_organ)
     height = stop - first
-    gap, least = math.ceil(GAP_MM / step_mm), math.ceil(LEAST_MM / step_mm)
-    share = math.ceil(SHARE_OF_END * height)
+    gap = math.ceil(GAP_MM / step_mm)
+    least_height = math.ceil(LEAST_MM / step_mm)
+    end_height = math.ceil(SHARE_OF_END * height)
+    # What the middle part leaves out at either end of the organ.
     margin = (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2
-    if first - gap >= least:
+    if first - gap >= least_height:
         yield "below", (0, first - gap)
     if height * step_mm >= LEAST_HEIGHT_MM:
         if first > 0:
-            yield "bases", (0, first + share)
+            yield "bases", (0, first + end_height)
         yield "middle", (first + margin, stop - margin)
-        if stop < end:
-            yield "apices", (stop - share, end)
-    if end - stop - gap >= least:
-        yield "above", (stop + gap, end)
+        if stop < num_slices:
+            yield "apices", (stop - end_height, num_slices)
+    if num_slices - stop - gap >= least_height:
+        yield "above", (stop + gap, num_slices)
 
 
 def halves(
@@ -148,7 +165,7 @@ def halves(
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Choose the columns of half chests.
 
-    A scan that shows two organs is cut in the middle of them.
+    A scan that shows exactly two organs is cut in the middle of their common extent along x.
 
     Args:
         labels: (D, H, W), x to the patient's left.
@@ -163,19 +180,26 @@ def halves(
     is_organ = np.isin(labels, list(chain(*organs)))
     columns = np.flatnonzero(is_organ.any(axis=(0, 1)))
     middle = int(columns[0] + columns[-1] + 1) // 2
-    yield HALVES[0], (0, middle)
-    yield HALVES[1], (middle, labels.shape[2])
+    right_half, left_half = HALVES
+    yield right_half, (0, middle)
+    yield left_half, (middle, labels.shape[2])
 
 
 def _slivers(
-    labels: np.ndarray, part: np.ndarray, organs: Mapping[str, Sequence[int]]
+    labels: np.ndarray, labels_of_part: np.ndarray, organs: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """Name the organs of which a part shows some, but less than `LEAST_SHARE`."""
+    """Name the organs of which a part shows some voxels, but less than `LEAST_SHARE` of all.
+
+    Args:
+        labels: Labels of the whole scan.
+        labels_of_part: Labels of the part.
+        organs: Name of each organ to its values.
+    """
     slivers = []
     for name, values in organs.items():
-        num_in_part = np.count_nonzero(np.isin(part, values))
-        num_voxels = np.count_nonzero(np.isin(labels, values))
-        if 0 < num_in_part < LEAST_SHARE * num_voxels:
+        num_in_part = np.count_nonzero(np.isin(labels_of_part, values))
+        num_in_scan = np.count_nonzero(np.isin(labels, values))
+        if 0 < num_in_part < LEAST_SHARE * num_in_scan:
             slivers.append(name)
     return slivers
 
@@ -196,7 +220,7 @@ def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
 
 
 def _files(case: Case, names: Iterable[str], folder: Path) -> dict[str, Files]:
-    """Name the files of image and labels of each part of a case."""
+    """Name the files of each part of a case: name of the part to image and labels."""
     files = {}
     for name in names:
         stem = f"{case.name}_{name}"
@@ -209,9 +233,10 @@ def _exist(files: Mapping[str, Files]) -> bool:
 
 
 def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:
+    """Describe the parts of a case as cases of their own, in the order of `files`."""
     parts = []
     for name, (image, labels) in files.items():
-        # What is written is no DICOM series any more.
+        # The files are NIfTI, so a case that was a DICOM series names none any more.
         part = replace(case, name=f"{case.name}_{name}", image=image, labels=labels, series=None)
         parts.append(part)
     return parts
