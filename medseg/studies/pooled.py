@@ -1,4 +1,4 @@
-"""Held-out scores of all folds pooled over patients, with what each fold cost."""
+"""Held-out scores of all folds pooled over patients, and the cost of each training."""
 
 import math
 import statistics
@@ -20,6 +20,7 @@ POOLED_MD = "pooled.md"
 POOLED_TEX = "pooled.tex"
 # Metric to its number of decimals in the tables for readers.
 POOLED_METRICS = {"dice": 4, "nsd_1mm": 3, "hd95_mm": 1}
+# Column to its heading in the tables for readers.
 COLUMNS = {
     "region": "region",
     "trust": "reference",
@@ -54,8 +55,8 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
         patients: Scan to its patient.
 
     Returns:
-        One row per region and trust. `<metric>` is the mean and `<metric>_sd` the standard
-        deviation of a sample, both None where nothing or a single patient is there to compute it.
+        One row per region and trust. `<metric>` is the mean, None without a patient;
+        `<metric>_sd` is the standard deviation of a sample, None with fewer than two patients.
     """
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -68,7 +69,8 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
 
 def _pooled_figures(rows: Sequence[Row], patients: Mapping[str, str]) -> dict[str, Any]:
     """Pool the scores of one region and trust, see `pooled_rows`."""
-    # Where the reference is empty, a score is 0 or 1 (Dice), or infinite: such scans are counted.
+    # Where the reference is empty, a score has no meaning (a Dice of 0 or 1, an infinite distance):
+    # such scans are only counted.
     present = [row for row in rows if row["volume_ref_ml"] > 0]
     absent = [row for row in rows if row["volume_ref_ml"] == 0]
     figures: dict[str, Any] = {
@@ -94,10 +96,13 @@ def _patient_means(rows: Sequence[Row], metric: str, patients: Mapping[str, str]
 
 
 def fold_costs(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read what the trainings of each fold cost from the summaries of their runs.
+    """Read the cost of each training from the summaries of the runs.
 
     Args:
-        folders: Folder of each fold.
+        folders: Folder of each fold, which holds the run folders.
+
+    Returns:
+        One row per training, with the keys of `COST_COLUMNS`.
     """
     costs = []
     for fold, folder in enumerate(folders):
@@ -133,7 +138,7 @@ def write_pooled(
 
 
 def _readable(row: Row) -> dict[str, Any]:
-    """Join each mean with its standard deviation."""
+    """Replace the mean of each metric by a text with its standard deviation."""
     texts = dict(row)
     for metric, decimals in POOLED_METRICS.items():
         mean, deviation = row[metric], row[f"{metric}_sd"]

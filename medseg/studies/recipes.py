@@ -1,4 +1,8 @@
-"""Recipes of cascades: the experiments of each stage, as steps that can be resumed."""
+"""Recipes of cascades: the chain of experiments that trains each stage, as resumable commands.
+
+A stage has one experiment or several, of which each starts from the weights of the one before. A
+training on phantoms may come first.
+"""
 
 import hashlib
 import json
@@ -21,6 +25,7 @@ from medseg.weights.included import INCLUDED_TASK
 
 # File beside the runs of a fold with the experiments and arguments that they come from.
 EXPERIMENTS = "experiments.json"
+# Hexadecimal digits that are kept of a SHA-256.
 DIGEST_LENGTH = 12
 # Keys of the configuration that hold folders of the training machine.
 FOLDER_KEYS = (
@@ -37,7 +42,11 @@ FOLDER_KEYS = (
 
 
 def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
-    """Map each key that names experiments to what it names: stages and trainings on phantoms."""
+    """Map each key that names experiments to its value.
+
+    The keys of the stages, `coarse` and `fine`, have a list; those of the trainings on phantoms,
+    `pretrain_…`, have one name or None.
+    """
     keys = ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
     return {key: getattr(config, key) for key in keys}
 
@@ -50,27 +59,26 @@ def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ())
         extra_arguments: Further arguments of the trainings that are not on phantoms.
 
     Raises:
-        UserError: With its key.
+        UserError: With the key that names the experiment.
     """
     for key, names in experiments(config).items():
         if names is None:
             continue
-        # A stage has a chain of experiments, a training on phantoms has one.
         chain = [names] if isinstance(names, str) else names
         for name in chain:
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
             if not key.startswith("pretrain"):
                 arguments += extra_arguments
-            # Trainings on phantoms get no coarse stage: `train` refuses one that asks for it.
+            # A training on phantoms that needs a coarse stage gets none, and is refused below.
             if key == "fine" and sees_coarse_stage(name, key):
-                # Any file stands for the checkpoint that is still to be trained.
+                # The real checkpoint is still to be trained; any existing file passes the check.
                 stand_in = shipped_weights(INCLUDED_TASK, "coarse")
                 arguments.append(f"stage.coarse={text_of(str(stand_in))}")
             compose_train(arguments, key)
 
 
 def sees_coarse_stage(experiment: str, where: str) -> bool:
-    """Tell whether an experiment asks for coarse probabilities and names no coarse stage.
+    """Whether an experiment takes the output of a coarse stage as input, but names no checkpoint.
 
     Args:
         experiment: Name of the experiment.
@@ -88,14 +96,14 @@ def stage_steps(
     phantom_runs: Path,
     extra_arguments: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Step]:
-    """Make the commands that train one stage.
+    """Make the commands that train one stage; those of finished runs are left out.
 
     Args:
-        config: Names the experiments of each stage, and the experiment on phantoms whose weights
-            the first one starts from; null = random weights.
+        config: Names the chain of experiments of each stage, and the experiment on phantoms before
+            it; without one, the chain starts from random weights.
         stage: `coarse` or `fine`.
-        folder: Folder of the last runs, `coarse` and `fine`, and of those before them, `coarse_1`,
-            `coarse_2` …
+        folder: Folder of the runs: the last one of the chain is in `<stage>`, those before it in
+            `<stage>_1`, `<stage>_2`, …
         data: Arguments that select the training cases. Trainings on phantoms do not get them: they
             use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
@@ -104,31 +112,31 @@ def stage_steps(
     """
     cache = f"data.cache={phantom_runs / 'cache'}"
     steps: list[Step] = []
-    # Each training starts from the weights of the one before.
-    begin: list[str] = []
+    # Argument with the weights that the next training starts from.
+    init_from: list[str] = []
     pretrain = getattr(config, f"pretrain_{stage}")
     if pretrain:
         run_dir = phantom_runs / pretrain
         steps += train_steps(run_dir, f"experiment={text_of(pretrain)}", cache)
-        begin = [f"init_from={last_checkpoint(run_dir)}"]
+        init_from = [f"init_from={last_checkpoint(run_dir)}"]
     chain = getattr(config, stage)
     for number, experiment in enumerate(chain, start=1):
         name = stage if number == len(chain) else f"{stage}_{number}"
         run_dir = folder / name
-        arguments = [f"experiment={text_of(experiment)}", cache, *data, *begin]
+        arguments = [f"experiment={text_of(experiment)}", cache, *data, *init_from]
         if extra_arguments is not None:
             arguments += extra_arguments.get(experiment, [])
         steps += train_steps(run_dir, *arguments)
-        begin = [f"init_from={last_checkpoint(run_dir)}"]
+        init_from = [f"init_from={last_checkpoint(run_dir)}"]
     return steps
 
 
 def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
-    """Give the checkpoints of the coarse stage to the fine experiments that see it.
+    """Name the coarse checkpoints of all folds for the fine experiments that take their output.
 
     Args:
         config: Names the experiments.
-        folds: Folder of each fold, with its run `coarse`.
+        folds: Folder of each fold, which has the run `coarse`.
 
     Returns:
         Experiment to its further arguments.
@@ -148,12 +156,15 @@ def recipe_of(
     """Collect what decides the runs of a fold.
 
     Args:
-        experiments: From `experiments`; empty for a task of one stage, whose arguments say it all.
+        experiments: From `experiments`; empty for a single stage, which the arguments describe.
         cases: All cases of the table.
         arguments: Further arguments of the trainings.
+
+    Returns:
+        The experiments, a digest of the names of the cases, and the arguments if there are any.
     """
     names = sorted(case.name for case in cases)
-    # A name of a file may hold bytes that are no UTF-8.
+    # Names come from file names, which may hold bytes that are no UTF-8.
     text = "\n".join(names).encode("utf-8", "surrogateescape")
     digest = hashlib.sha256(text).hexdigest()
     recipe: dict[str, Any] = {**experiments, "cases": digest[:DIGEST_LENGTH]}
@@ -165,20 +176,21 @@ def recipe_of(
 def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write the recipe of runs beside them, or compare it with that of earlier runs.
 
-    A finished run is reused, which would be wrong with another recipe. What was refused before its
-    first checkpoint left nothing to reuse.
+    A study reuses finished runs, which would be wrong with another recipe. A note is overwritten if
+    no run has a checkpoint yet, since there is nothing to reuse.
 
     Args:
         folder: Run folder, or folder of several.
         recipe: From `recipe_of`, or the arguments of a single run.
 
     Raises:
-        UserError: If the runs come from another recipe.
+        UserError: If earlier runs in the folder come from another recipe.
     """
     path = folder / EXPERIMENTS
     current = json.dumps(recipe)
     checkpoints = [last_checkpoint(folder), *map(last_checkpoint, folder.glob("*"))]
-    if not path.is_file() or not any(map(Path.is_file, checkpoints)):
+    has_checkpoint = any(map(Path.is_file, checkpoints))
+    if not path.is_file() or not has_checkpoint:
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(path, current)
         return
@@ -191,9 +203,9 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
 
 
 def check_same_recipe(folders: Sequence[Path]) -> None:
-    """Refuse folds that come from different recipes, whose networks would be joined.
+    """Refuse folds that come from different recipes, whose networks must not be combined.
 
-    A folder without a note of its recipe, of an older version, is compared with none.
+    Folders without a note of their recipe, which older versions left, are passed over.
 
     Args:
         folders: Folder of each fold.
@@ -201,28 +213,34 @@ def check_same_recipe(folders: Sequence[Path]) -> None:
     Raises:
         UserError: With the first key that differs.
     """
-    noted = [folder for folder in folders if (folder / EXPERIMENTS).is_file()]
-    if not noted:
+    noted_folders = [folder for folder in folders if (folder / EXPERIMENTS).is_file()]
+    if not noted_folders:
         return
-    first = read_json(noted[0] / EXPERIMENTS)
-    for folder in noted[1:]:
+    first_folder, *other_folders = noted_folders
+    first_recipe = read_json(first_folder / EXPERIMENTS)
+    for folder in other_folders:
         recipe = read_json(folder / EXPERIMENTS)
-        for key in dict.fromkeys([*first, *recipe]):
-            if first.get(key) != recipe.get(key):
+        # All keys of both, each once.
+        for key in dict.fromkeys([*first_recipe, *recipe]):
+            if first_recipe.get(key) != recipe.get(key):
                 raise UserError(
-                    f"{noted[0]} and {folder} come from different recipes: {key} is "
-                    f"{json.dumps(first.get(key))} and {json.dumps(recipe.get(key))}; "
+                    f"{first_folder} and {folder} come from different recipes: {key} is "
+                    f"{json.dumps(first_recipe.get(key))} and {json.dumps(recipe.get(key))}; "
                     "give runs=<folder> of one cross-validation."
                 )
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Remove the folders of the training machine from metadata of weights; file names stay."""
+    """Shorten the paths of the training machine in metadata of weights to their last part.
+
+    Weights may be published, and paths may name people.
+    """
     config = OmegaConf.create(metadata["config"])
     for key in FOLDER_KEYS:
         value = OmegaConf.select(config, key)
         if isinstance(value, str):
             OmegaConf.update(config, key, Path(value).name)
+        # A list of paths.
         elif value is not None:
             OmegaConf.update(config, key, [Path(path).name for path in value])
     return {**metadata, "config": OmegaConf.to_container(config)}

@@ -1,4 +1,4 @@
-"""Volumes of the labels in the references of a study, and the range that is plausible for them."""
+"""Volumes in the references of a study, and the range of plausible volumes that they give."""
 
 import math
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from medseg.anatomy.plausibility import touches_border
 from medseg.metrics.scores import volume_ml
 from medseg.studies.held_out import HeldOut
 
-# With fewer patients the interval is so wide that it checks nothing.
+# With fewer patients the interval is so wide that it excludes nothing.
 LEAST_PATIENTS = 5
-# Share of patients whose volumes lie in their range.
+# Share of new patients whose volume is to lie in the range.
 SHARE = 0.99
 
 
 @dataclass(frozen=True)
 class ReferenceVolume:
-    """Volume of one region or label in the reference of one scan.
+    """Volume of one part, a region or label, in the reference of one scan.
 
     Attributes:
         case: Name of the scan.
-        patient: Its patient.
+        patient: Name of the patient.
         part: Name of the region; of the label in a task without regions.
-        volume_ml: Its volume, above 0.
-        is_cut: Whether it reaches a face of the scan, so that a part of it may be missing.
+        volume_ml: Volume of the part, above 0.
+        is_cut: Whether the part reaches a face of the scan, so that some of it may be missing.
     """
 
     case: str
@@ -58,17 +58,23 @@ def measure_references(held_out: HeldOut) -> list[ReferenceVolume]:
 
 
 def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[float, float]]:
-    """Prediction interval of the volume of each part in a new patient, in ml.
+    """Compute a prediction interval of the volume of each part in a new patient.
 
     Volumes of organs and lesions are skewed, so their logarithms are taken as normally distributed:
-    mean ± t · s · √(1 + 1/n) over n patients. No volume of the references lies outside.
+    mean ± t · s · √(1 + 1/n), where n patients have the mean and the standard deviation s, and t is
+    the quantile of Student's distribution. The range is widened to hold all volumes of the
+    references.
 
     Args:
-        volumes: Of the references. Parts that the scan cuts are left out, and so are parts of fewer
-            than `LEAST_PATIENTS` patients.
-    """
-    from scipy.stats import t  # takes half a second
+        volumes: Volumes in the references; those of parts that the scan cuts do not count.
 
+    Returns:
+        Part to its range in ml; without parts that fewer than `LEAST_PATIENTS` patients show whole.
+    """
+    # Imported here because it takes half a second.
+    from scipy.stats import t
+
+    # Part to patient to the logarithms of the volumes in the scans.
     logs: dict[str, dict[str, list[float]]] = {}
     for volume in volumes:
         if volume.is_cut:
@@ -78,14 +84,16 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
         logs_of_patient.append(math.log(volume.volume_ml))
     ranges_ml = {}
     for part, logs_by_patient in logs.items():
-        means = [fmean(values) for values in logs_by_patient.values()]
-        if len(means) < LEAST_PATIENTS:
+        # Scans of one patient are no independent observations.
+        means = [fmean(patient_logs) for patient_logs in logs_by_patient.values()]
+        num_patients = len(means)
+        if num_patients < LEAST_PATIENTS:
             continue
-        quantile = float(t.ppf((1 + SHARE) / 2, len(means) - 1))
-        half_width = quantile * stdev(means) * math.sqrt(1 + 1 / len(means))
-        all_values = list(chain(*logs_by_patient.values()))
-        low = min(fmean(means) - half_width, *all_values)
-        high = max(fmean(means) + half_width, *all_values)
+        quantile = float(t.ppf((1 + SHARE) / 2, num_patients - 1))
+        half_width = quantile * stdev(means) * math.sqrt(1 + 1 / num_patients)
+        all_logs = list(chain(*logs_by_patient.values()))
+        low = min(fmean(means) - half_width, *all_logs)
+        high = max(fmean(means) + half_width, *all_logs)
         ranges_ml[part] = _rounded_outwards(math.exp(low), math.exp(high))
     return ranges_ml
 
@@ -97,10 +105,10 @@ def _rounded_outwards(low: float, high: float) -> tuple[float, float]:
         >>> _rounded_outwards(0.012349, 1234.5)
         (0.0123, 1240.0)
     """
+    # Unit of the third digit.
     step_of_low = 10.0 ** (math.floor(math.log10(low)) - 2)
     step_of_high = 10.0 ** (math.floor(math.log10(high)) - 2)
-    # Formatted, so that 0.0123 is not 0.012300000000000002.
-    return (
-        float(f"{math.floor(low / step_of_low) * step_of_low:.6g}"),
-        float(f"{math.ceil(high / step_of_high) * step_of_high:.6g}"),
-    )
+    rounded_low = math.floor(low / step_of_low) * step_of_low
+    rounded_high = math.ceil(high / step_of_high) * step_of_high
+    # By way of text, so that 0.0123 is not 0.012300000000000002.
+    return float(f"{rounded_low:.6g}"), float(f"{rounded_high:.6g}")

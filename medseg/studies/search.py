@@ -1,10 +1,10 @@
-"""Search: trials of a space, each a run of its own.
+"""The `search` command: searches values of keys by trials, each a training in its own run folder.
 
-Optuna chooses the values of the trials and ends bad ones early. The trials are an Optuna study in a
-journal file, from which several processes take trials. Optuna's own recovery of the trials of
-killed processes (heartbeats) needs a database and repeats a trial under another number. Here the
-process that runs a trial holds its lock: a running trial whose lock is free belongs to a process
-that was killed, and is resumed in its own folder.
+Optuna draws the values of each trial and decides which trials end early (pruning). It keeps the
+trials as a study in a journal file, which several processes may share. Its own recovery of the
+trials of killed processes (heartbeats) needs a database and repeats a trial under another number.
+So here the process that runs a trial holds a lock file: a trial that is marked as running while its
+lock is free belongs to a process that was killed, and is resumed in its folder.
 """
 
 import json
@@ -60,27 +60,26 @@ SEARCH_FILE = "search.yaml"
 JOURNAL_FILE = "study.journal"
 STUDY_LOCK_FILE = "study.lock"
 TRIAL_LOCK_FILE = "trial.lock"
-# Keys that may change when a search is resumed.
+# Keys whose value may change when a search is resumed.
 OPEN_KEYS = frozenset(
     {"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"}
 )
+# A trial with one of these is not resumed.
 ENDED = FAILURES | {Status.finished, Status.pruned}
 DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
     Objective.val_dice: "maximize",
     Objective.peak_gib: "minimize",
     Objective.seconds_per_step: "minimize",
 }
-# With fewer results an importance is noise.
+# Number of results below which the importance of a key is noise.
 MIN_FOR_IMPORTANCES = 8
 
-# Composes `train` with the values of a trial.
+# Composes the configuration of `train` with the values of a trial: key to value as text.
 Compose = Callable[[Mapping[str, str]], DictConfig]
 
 
 def search(config: SearchConfig) -> int:
-    """Run trials until there are `sweep.num_trials`.
-
-    A search that is started again in its folder is resumed.
+    """Run trials until there are `sweep.num_trials`; a search in an existing folder is resumed.
 
     Returns:
         0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
@@ -99,8 +98,10 @@ def search(config: SearchConfig) -> int:
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
     open_folder(folder, config)
-    exit_if_asked()  # before a trial is drawn; later the job of a trial is asked to stop
+    # A stop signal so far was only recorded. Once a trial runs, it is passed on to its process.
+    exit_if_asked()
     journal = SearchJournal(folder, config.sweep)
+    # The choice of each group, and the value of each key, of the configuration without the space.
     journal.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
     for trial, overrides in journal.trials():
         status = run_trial(journal, trial, overrides, compose)
@@ -125,7 +126,7 @@ def composer(arguments: Sequence[str], sweep: SweepConfig) -> Compose:
     """
     common = []
     for argument in arguments_for_train(arguments, SearchConfig):
-        # The value of the experiment has become that of the first trial.
+        # The user's value of a searched key is tried in the first trial, see `begin_with`.
         if key_of(argument) not in sweep.space:
             common.append(argument)
 
@@ -145,13 +146,15 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
         UserError: Naming the key, the value and the cure.
     """
     values_of_key = {key: _checked_values(parameter) for key, parameter in sweep.space.items()}
-    # As many as the longest key has values, so that each is in one trial; other keys repeat theirs.
-    num_trials = max(map(len, values_of_key.values()))
-    for number in range(num_trials):
+    # Check number n takes the n-th value of each key. A key with fewer values than the longest one
+    # starts again from its first, so that every value is checked at least once.
+    num_checks = max(map(len, values_of_key.values()))
+    for number in range(num_checks):
         trial_values = {key: values[number % len(values)] for key, values in values_of_key.items()}
         try:
             config = to_typed(compose({**trial_values, "run_dir": "none"}), TrainConfig)
-            make_scheduled_optimizer(config)  # checks the arguments of both
+            # Made only to check the arguments of optimiser and schedule.
+            make_scheduled_optimizer(config)
         except (HydraException, OmegaConfBaseException) as error:
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:
@@ -162,7 +165,7 @@ def _checked_values(parameter: ParameterConfig) -> list[str]:
     """List the values that stand for a parameter: all choices, or both ends of the range."""
     if parameter.choices:
         return [text_of(choice) for choice in parameter.choices]
-    # `:.12g` writes whole numbers without a decimal point, which integer keys do not accept.
+    # Integer keys accept no decimal point, and `:.12g` writes whole numbers without one.
     return [f"{parameter.low:.12g}", f"{parameter.high:.12g}"]
 
 
@@ -173,11 +176,11 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
         UserError: If the folder belongs to another search.
     """
     path = folder / SEARCH_FILE
-    # Of two searches that begin here at the same moment, one makes the file; the other compares.
+    # If two processes begin at the same moment, one makes the file and the other one compares.
     if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
-    earlier = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
-    saved = decisive(cast(dict[str, Any], earlier))
+    saved_config = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
+    saved = decisive(cast(dict[str, Any], saved_config))
     current = decisive(plain(config))
     changes = []
     for key in sorted((saved.keys() | current.keys()) - OPEN_KEYS):
@@ -193,17 +196,25 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
 def run_trial(
     journal: "SearchJournal", trial: Trial, overrides: dict[str, str], compose: Compose
 ) -> Status:
-    """Run or resume a trial, and record its status in its folder and in the journal."""
+    """Run or resume a trial, and record its status in its folder and in the journal.
+
+    Args:
+        journal: Journal of the search.
+        trial: The trial, whose lock this process holds.
+        overrides: Key to the value of this trial.
+        compose: From `composer`.
+    """
     job_dir = journal.folder / str(trial.number)
     job = Job(trial.number, Status.running, "", overrides, "")
     texts = [f"{key}={value}" for key, value in overrides.items()]
     say(f"trial {trial.number}: {' '.join(texts)}")
-    # The record if this process is killed.
+    # What is recorded if an exception other than a `UserError` ends the trial, as SystemExit.
     status, message = Status.interrupted, ""
     try:
         config = to_config(compose({**overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
         settle(config)
         job = replace(job, signature=signature(plain(config)))
+        # Says that the trial is running, until its end is recorded below.
         job.write(job_dir)
         status, message = run_job(trial, job_dir, config)
     except UserError as error:
@@ -213,6 +224,7 @@ def run_trial(
     values: list[float] = []
     if status is Status.finished:
         values = objective_values(journal.sweep.objectives, job_dir)
+    # In the journal, an interrupted trial stays marked as running, so that it is resumed.
     if status is not Status.interrupted:
         journal.close(trial.number, values or None, is_defect=status is Status.failed)
     result = message or ", ".join(f"{value:.4g}" for value in values)
@@ -221,45 +233,53 @@ def run_trial(
 
 
 def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, str]:
-    """Run a trial to its end, or until it is pruned; return its status and the reason."""
+    """Run or resume the training of a trial until it ends or is pruned.
+
+    Returns:
+        Status of the trial, and its reason; empty if the training finished.
+    """
     if (job_dir / CONFIG_FILE).is_file():
         status = status_of_run(job_dir)
-        # The search may have been killed before it recorded the end.
+        # The training has ended, but the search was killed before it recorded that.
         if status in ENDED:
             return status, read_summary(job_dir).get("message", "")
         config.resume = str(job_dir)
     check_start(config.trainer, config.resume)
     run_dir = open_run(config)
-    reason = ""
+    prune_reason = ""
 
     def is_behind() -> bool:
-        nonlocal reason
-        reason = report_validations(trial, run_dir / HISTORY_FILE)
-        return bool(reason)
+        """Whether the trial should end now; called again and again while it runs."""
+        nonlocal prune_reason
+        prune_reason = report_validations(trial, run_dir / HISTORY_FILE)
+        return prune_reason != ""
 
-    code = run_in_process(config, is_behind)
-    if code == 0:
-        # Later trials are compared with the last validations too.
+    exit_code = run_in_process(config, is_behind)
+    # A training that has finished is not pruned, even if it was asked to stop at its last step.
+    if exit_code == 0:
+        # Those since the last call: later trials are compared with them too.
         report_validations(trial, run_dir / HISTORY_FILE)
-    elif reason:
-        write_end(run_dir, Status.pruned, reason)
-        return Status.pruned, reason
-    return status_of(code), read_summary(run_dir).get("message", "")
+    elif prune_reason:
+        write_end(run_dir, Status.pruned, prune_reason)
+        return Status.pruned, prune_reason
+    return status_of(exit_code), read_summary(run_dir).get("message", "")
 
 
 def report_validations(trial: Trial, history: Path) -> str:
-    """Add the validations of a run so far to the journal; those added before are left out.
+    """Add the validations of a run to the journal that it does not have yet.
 
     Returns:
-        Why the trial should end now; "" if it should continue, and always with two objectives.
+        Why the trial should end now; "" if it should continue, and always with two objectives,
+        since Optuna prunes by a single one.
     """
-    # Optuna prunes by a single value.
     if len(trial.study.directions) > 1:
         return ""
+    # Step of the last validation in the journal, by this process or one before it.
     last_step = trial.study.get_trials(deepcopy=False)[trial.number].last_step
     dices: list[float] = []
     new_steps: list[int] = []
     for line in read_history(history):
+        # Lines of losses alone are no validations.
         if not line.keys() >= {"step", "val_dice"}:
             continue
         step = int(line["step"])
@@ -279,7 +299,7 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
     """Read the results of a finished run, one per objective.
 
     Raises:
-        UserError: If a result is missing, as it then is in every trial.
+        UserError: If a result is missing. This ends the search, as no other trial would have it.
     """
     run = read_run(job_dir, job_dir.parent)
     results = {metric.key: metric.of(run) for metric in METRICS}
@@ -295,10 +315,7 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
 
 
 class SearchJournal:
-    """Trials of a search, in `study.journal`.
-
-    Several processes may share a journal. The process that runs a trial holds its lock, so a
-    running trial whose lock is free belongs to a process that was killed, and is run again.
+    """Trials of a search, in `study.journal`, which several processes may share.
 
     Args:
         folder: Folder of the search.
@@ -323,12 +340,15 @@ class SearchJournal:
         )
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
-        """Make the experiment itself the first trial, as far as its values lie in the space.
+        """Make the configuration as the user gave it the first trial.
+
+        The sampler draws those of its values that are not in the space.
 
         Args:
-            values: Key or group to its value in the experiment.
+            values: Key or group to its value in this configuration.
         """
         with locked(self.folder / STUDY_LOCK_FILE):
+            # Another process, or an earlier start, has done so.
             if self.study.get_trials(deepcopy=False):
                 return
             first_values = {}
@@ -341,40 +361,47 @@ class SearchJournal:
     def trials(self) -> Iterator[tuple[Trial, dict[str, str]]]:
         """Yield trials that only this process may run, each with its overrides.
 
-        Those of killed processes come first, then new ones.
+        Those that killed processes have left come first, then new ones.
         """
         while True:
-            # The lock of the trial is held until the next one is asked for.
+            # A generator stops at `yield`: the lock is held until the caller asks for the next
+            # trial.
             with ExitStack() as trial_lock:
-                chosen = self._next(trial_lock)
-                if chosen is None:
+                trial_and_overrides = self._next(trial_lock)
+                if trial_and_overrides is None:
                     return
-                yield chosen
+                yield trial_and_overrides
 
     def _next(self, trial_lock: ExitStack) -> tuple[Trial, dict[str, str]] | None:
-        """Choose the next trial, hold its lock, and draw its values.
+        """Choose the next trial, take its lock, and draw its values.
+
+        Args:
+            trial_lock: Gets the lock of the trial.
 
         Returns:
-            The trial and its overrides; None if there are `num_trials`, and other processes run
-            those that have not ended.
+            The trial and its overrides; None if all of `num_trials` have begun, and those that have
+            not ended are run by other processes.
         """
-        # Values are drawn under this lock too: they depend on the trials that have begun.
+        # Held while values are drawn too, because they depend on the trials that have begun.
         with locked(self.folder / STUDY_LOCK_FILE):
             trials = self.study.get_trials(deepcopy=False)
-            begun = sum(trial.state is not TrialState.WAITING for trial in trials)
-            # A running trial whose lock is free was left by a process that was killed.
+            # Trials are numbered in the order in which they begin. The first one may be waiting,
+            # see `begin_with`.
+            next_number = sum(trial.state is not TrialState.WAITING for trial in trials)
             numbers = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
-            if begun < self.sweep.num_trials:
-                numbers.append(begun)
+            if next_number < self.sweep.num_trials:
+                numbers.append(next_number)
             for number in numbers:
                 folder = self.folder / str(number)
                 folder.mkdir(exist_ok=True)
+                # Not taken: a living process runs this trial.
                 if not trial_lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
                     continue
                 self.study.sampler = self._make_sampler(number)
-                if number == begun:
+                if number == next_number:
                     trial = self.study.ask()
                 else:
+                    # Optuna has no public way to take up a running trial.
                     trial = Trial(self.study, trials[number]._trial_id)
                 overrides = {}
                 for key, parameter in self.sweep.space.items():
@@ -383,15 +410,17 @@ class SearchJournal:
         return None
 
     def _make_sampler(self, number: int) -> BaseSampler:
-        """Make the sampler of a trial.
+        """Make the sampler of one trial.
 
-        The values of a trial depend on its number and on the trials before it, not on
-        interruptions.
+        With a seed for each trial, its values depend on its number and on the trials before it, but
+        not on interruptions.
         """
-        seed = (self.sweep.seed * 100_003 + number) % 2**32  # the range of NumPy's seeds
+        # The factor exceeds any number of trials, so that searches with other seeds share no seed
+        # of a trial. NumPy's seeds are below 2**32.
+        seed = (self.sweep.seed * 100_003 + number) % 2**32
         if self.sweep.sampler is Sampler.random:
             return RandomSampler(seed=seed)
-        # With `constant_liar` running trials repel new ones.
+        # `constant_liar` counts running trials as bad ones, so that new trials keep away from them.
         return TPESampler(seed=seed, n_startup_trials=self.sweep.num_random, constant_liar=True)
 
     def close(
@@ -401,16 +430,17 @@ class SearchJournal:
 
         Args:
             number: Number of the trial.
-            values: One per objective. None = no result: the sampler ranks the trial below all that
-                have one, and so avoids what does not fit into memory.
-            is_defect: Whether the trial ended for a reason that has nothing to do with its values;
-                the sampler then ignores it.
+            values: One per objective; None = no result.
+            is_defect: Whether the trial ended for a reason that has nothing to do with its values.
         """
         if values is not None:
             state = TrialState.COMPLETE
         elif is_defect:
+            # The sampler ignores such a trial.
             state = TrialState.FAIL
         else:
+            # The sampler ranks such a trial below all that have a result, and so avoids values that
+            # do not fit into memory.
             state = TrialState.PRUNED
         self.study.tell(number, values=values, state=state)
 
@@ -422,6 +452,7 @@ class SearchJournal:
             # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al.,
             # IJCAI 2023).
             importances = get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
+        # Several trials may be best: with two objectives, all of the Pareto front.
         best = []
         if trials:
             best = [trial.number for trial in self.study.best_trials]
@@ -458,23 +489,26 @@ def range_text(parameter: ParameterConfig) -> str:
 
 
 def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
-    """Return the value of a trial: drawn at the first call, then always the same."""
+    """Return the value of a key in a trial as text: drawn at the first call, then read again."""
     if parameter.choices is not None:
         return trial.suggest_categorical(key, [text_of(choice) for choice in parameter.choices])
+    # A parameter without choices has both ends of a range.
     low, high = cast(float, parameter.low), cast(float, parameter.high)
     if parameter.type is ParameterType.int:
         step = int(parameter.step or 1)
         return str(trial.suggest_int(key, int(low), int(high), step=step, log=parameter.log))
     number = trial.suggest_float(key, low, high, step=parameter.step, log=parameter.log)
-    return f"{number:.12g}"  # 0.6, not 0.6000000000000001
+    # Twelve digits: 0.6, not 0.6000000000000001.
+    return f"{number:.12g}"
 
 
 def _value_in_space(parameter: ParameterConfig, value: Any) -> str | float | None:
-    """Return a value of the experiment as the study stores it; None if the space lacks it."""
+    """Convert the user's value of a key to what Optuna stores; None if the space lacks it."""
     if parameter.choices is not None:
         text = text_of(value)
         choices = [text_of(choice) for choice in parameter.choices]
         return text if text in choices else None
+    # Python counts booleans as integers.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if not cast(float, parameter.low) <= value <= cast(float, parameter.high):

@@ -1,6 +1,6 @@
-"""Time to Dice: CPU minutes that configurations need until their validation reaches a Dice.
+"""The `time_to_dice` command: CPU minutes until the validation of a training reaches a target Dice.
 
-All are trained and validated on one split.
+Each row is a configuration; all rows are trained and validated on the same split.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,21 +40,20 @@ COLUMNS = {
     "dice": "best Dice",
 }
 FORMATS = {"cpu_minutes": ".2f", "ratio": ".2f", "dice": ".4f", "step": ".0f"}
+# Columns of a validation in `history.csv` that are kept in `points.csv`.
 SCORES = ("step", "val_dice", "val_dice_worst")
 
-# `SCORES` of a validation and `cpu_minutes` until then. The end of a process has `cpu_minutes`
-# only.
+# Row of `points.csv`: a validation, with the keys of `SCORES` and the `cpu_minutes` until then, or
+# the end of a process, with `cpu_minutes` only.
 Point = Mapping[str, float]
 
 
 def time_to_dice(config: TimeToDiceConfig) -> int:
     """Train every row until its Dice reaches the target or its time is used up.
 
-    A study that was stopped resumes.
-
     Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after
     each row. CPU minutes count all processes of a training: start, steps and validations. The cache
-    is filled before, and not counted.
+    is filled before, and not counted. A study that was stopped is resumed when it starts again.
 
     Returns:
         0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
@@ -69,7 +68,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         f"stage.validate_every={config.stage.validate_every}",
     ]
     arguments = arguments_for_train(HydraConfig.get().overrides.task, TimeToDiceConfig)
-    # All rows are checked before the first is trained.
+    # A mistake in any row is found before the first one is trained.
     configs = {}
     for name, row_arguments in rows.items():
         folder = output / folder_name(name)
@@ -79,7 +78,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     check_writable(output)
     table: list[dict[str, Any]] = []
     for name, row_config in configs.items():
-        # Without a result of the first row only `max_minutes` bounds the others.
+        # Rows after the first are also bounded by a multiple of its time, if it reached the target.
         first_minutes = float("inf")
         if table and table[0]["outcome"] == "reached":
             first_minutes = table[0]["cpu_minutes"]
@@ -89,7 +88,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
             f"{limit_minutes:.1f} CPU minutes",
             flush=True,
         )
-        # Before the clock of the row starts: the first row would pay for the cache of all.
+        # Fills the cache before the clock of the row starts: rows share it, and the first one would
+        # be charged for all.
         make_data_module(row_config).prepare_data()
         points, outcome = train_row(row_config, config, limit_minutes)
         line: dict[str, Any] = {
@@ -112,19 +112,22 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
 
 
 def _figures(points: Sequence[Point], study: TimeToDiceConfig) -> dict[str, Any]:
-    """CPU minutes and steps until a row reached the target, or until its end, and its best Dice."""
+    """Compute the columns `cpu_minutes`, `step` and `dice` (the best) of a row.
+
+    Minutes and steps are those until the first validation that reached the target, or until the end
+    of the row if none did.
+    """
     dices = [point.get(study.metric, 0.0) for point in points]
     steps = [point.get("step", 0.0) for point in points]
-    # The end of the row, unless a validation reached the target before.
-    counted = max(points, key=lambda point: point["cpu_minutes"])
+    end_point = max(points, key=lambda point: point["cpu_minutes"])
     for point, dice in zip(points, dices, strict=True):
         if dice >= study.target_dice:
-            counted = point
+            end_point = point
             break
     return {
-        "cpu_minutes": counted["cpu_minutes"],
+        "cpu_minutes": end_point["cpu_minutes"],
         # The end of a process is no validation, and has no step.
-        "step": counted.get("step", max(steps)),
+        "step": end_point.get("step", max(steps)),
         "dice": max(dices),
     }
 
@@ -133,10 +136,11 @@ class _Progress:
     """Validations of a row over all its starts, with the CPU minutes until each.
 
     Attributes:
-        points: The validations and the ends of processes so far, as `points.csv` holds them.
+        points: All rows of `points.csv` so far.
     """
 
     def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
+        # CPU time of the rows before this one.
         self._begin_s = cpu_s()
         self._history = run_dir / HISTORY_FILE
         self._path = run_dir.parent / "points.csv"
@@ -144,6 +148,7 @@ class _Progress:
         lines = read_csv(self._path) if self._path.is_file() else []
         self.points: list[Point] = []
         for line in lines:
+            # The end of a process has empty cells.
             self.points.append({key: float(value) for key, value in line.items() if value})
         self._earlier_minutes = max((point["cpu_minutes"] for point in self.points), default=0.0)
 
@@ -159,7 +164,7 @@ class _Progress:
         return any(point.get(study.metric, 0.0) >= study.target_dice for point in self.points)
 
     def add_validations(self) -> None:
-        """Add the validations since the last look."""
+        """Add the validations that the history got since the last call."""
         minutes = self.minutes
         metric = self._study.metric
         last_step = max((point.get("step", 0.0) for point in self.points), default=0.0)
@@ -174,7 +179,7 @@ class _Progress:
             )
 
     def end(self) -> None:
-        """Add the end of a process: the minutes since its last validation count too."""
+        """Add the end of a process, because the minutes since its last validation count too."""
         self._add({"cpu_minutes": self.minutes})
 
     def _add(self, point: Point) -> None:
@@ -204,16 +209,18 @@ def train_row(
         progress.add_validations()
         return progress.is_reached or progress.minutes >= limit_minutes
 
-    # A row that has not begun has its steps still to make, as one that was interrupted.
-    has_run = (run_dir / CONFIG_FILE).is_file()
-    status = status_of_run(run_dir) if has_run else Status.interrupted
-    # The validations of an earlier start may be in the history alone.
+    has_begun = (run_dir / CONFIG_FILE).is_file()
+    # A row that has not begun is treated like an interrupted one: it has steps to make.
+    status = status_of_run(run_dir) if has_begun else Status.interrupted
+    # `is_enough` first, because it adds validations of an earlier start that are only in the
+    # history.
     if not is_enough() and status is not Status.finished:
-        config.resume = str(run_dir) if has_run else None
+        config.resume = str(run_dir) if has_begun else None
         open_run(config)
         try:
             status = status_of(run_in_process(config, is_enough))
-        finally:  # a study that is asked to stop leaves by SystemExit
+        # Also if SystemExit ends the study, because it was asked to stop.
+        finally:
             progress.add_validations()
             progress.end()
     points = progress.points
@@ -231,15 +238,17 @@ def train_row(
 def cpu_s() -> float:
     """Sum the CPU time of all processes that this one has started and their children, in s.
 
-    Those that have ended are included.
+    Those that have ended are included; this process itself is not.
     """
     study = psutil.Process()
     study_times = study.cpu_times()
+    # `children_…` are the times of children that have ended.
     total_s = study_times.children_user + study_times.children_system
     for child in study.children(recursive=True):
         try:
             times = child.cpu_times()
+        # It has just ended; from now on the times of its parent include it.
         except psutil.Error:
-            continue  # it has just ended, and its parent counts it
+            continue
         total_s += times.user + times.system + times.children_user + times.children_system
     return float(total_s)

@@ -1,4 +1,4 @@
-"""Arguments of trainings that a study runs: composed, checked and merged by key."""
+"""Arguments of the trainings that a study runs: selecting, merging, composing and checking them."""
 
 import itertools
 import re
@@ -21,7 +21,7 @@ from medseg.training.options import TrainConfig
 
 
 def key_of(argument: str) -> str:
-    """Return the key of a command-line argument.
+    """Return the key of a command-line argument in Hydra's grammar.
 
     Example:
         >>> [key_of(argument) for argument in ("steps=5", "+data.label_values.trachea=5", "~rows")]
@@ -35,20 +35,22 @@ def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str
 
     Args:
         arguments: Arguments of the study.
-        schema: Schema of the study; the keys that it adds to that of `train` are left out.
+        schema: Schema of the study. Arguments of keys that it has, and `train` has not, are left
+            out.
     """
     train_keys = {field.name for field in fields(TrainConfig)}
     study_keys = {field.name for field in fields(schema)} - train_keys
-    kept = []
+    train_arguments = []
     for argument in arguments:
+        # Schemas have the keys at the top level; `data.cases` is below `data`.
         top_key = key_of(argument).split(".")[0]
         if top_key not in study_keys:
-            kept.append(argument)
-    return kept
+            train_arguments.append(argument)
+    return train_arguments
 
 
 def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Keep one argument per key: an argument of a later group replaces that of an earlier one.
+    """Keep one argument per key: a later argument replaces an earlier one, in its place.
 
     Example:
         >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
@@ -61,13 +63,19 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
 
 
 def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """Make the argument with the values in reference files; it adds names that the task lacks."""
+    """Make the argument that states the values of labels in reference files.
+
+    Args:
+        label_values: Label name to value.
+    """
     items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
+    # With `+`, Hydra accepts names that the group does not have yet.
     return f"+data.label_values={{{', '.join(items)}}}"
 
 
 def search_path_overrides() -> list[str]:
     """List the arguments `hydra.searchpath=[…]` of this command."""
+    # Not initialised: the study was called as a function, not as a command.
     if not HydraConfig.initialized():
         return []
     overrides = HydraConfig.get().overrides.hydra
@@ -79,7 +87,7 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
 
     Args:
         arguments: Arguments of `train`.
-        where: Key of the study that gives them, for messages.
+        where: Key of the study under which the user gave them, for messages.
 
     Raises:
         UserError: If `train` would refuse the arguments.
@@ -94,10 +102,18 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
 
 
 def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
-    """Compose the arguments of a training, unchecked; a mistake names the key that gave them."""
+    """Compose the configuration of a training without checking its values.
+
+    Args:
+        arguments: Arguments of `train`.
+        where: Key of the study under which the user gave them, for messages.
+
+    Raises:
+        UserError: If Hydra cannot compose them.
+    """
     register_experiments(arguments)
     try:
-        # Folders of `--config-dir` belong to this process already.
+        # Folders of `--config-dir` need no argument: Hydra has them since this process started.
         return hydra.compose("train", targets_first([*search_path_overrides(), *arguments]))
     except HydraException as error:
         raise UserError(f"{where}: {explain(error)}") from error
@@ -118,13 +134,14 @@ def check_names(rows: Sequence[str], *taken: str) -> None:
 
     Args:
         rows: Names of the rows.
-        *taken: Folders that no row may have.
+        *taken: Names of folders that no row may have.
 
     Raises:
         UserError: With the names.
     """
     folders = [*map(folder_name, rows), *taken]
-    if rows and len(set(folders)) == len(folders):
+    are_distinct = len(set(folders)) == len(folders)
+    if rows and are_distinct:
         return
     condition = f" and are none of {', '.join(taken)}" if taken else ""
     raise UserError(
