@@ -46,10 +46,10 @@ INTERVALS = ("range_mm", "window_hu")
 MAX_ARGUMENT = 65536
 # Number of names under which a file may list one tensor: MONAI's DynUNet lists its blocks twice.
 MAX_NAMES = 2
-# An argument of a network with such a word in its name counts blocks, of which each has at least
-# one tensor of weights,
+# An argument of a network with one of these words in its name is taken to count blocks, each of
+# which has at least one tensor of weights.
 COUNT_WORDS = ("block", "depth", "layer", "unit")
-# unless its name has one of these words too and means the size of a block, as `block_channels`.
+# With one of these words in its name too, it is the size of a block instead, as `block_channels`.
 SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 

@@ -1,10 +1,12 @@
-"""Choice of spacing, patch, network and switches within a memory and a time.
+"""Choice of spacing, patch, network and memory switches that fit a memory and a time.
 
-The constants are rules of thumb; `README.md` of the package says where they come from.
+With more time the spacing becomes finer and the patch larger; with much more, the network becomes
+wider and a batch has two patches. The constants are rules of thumb; `README.md` of the package says
+where they come from.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -15,35 +17,38 @@ from medseg.planning.choose import MARGIN
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting
 
-# The surface of a label errs by about 0.15 of a voxel, which costs a ball of n voxels across a Dice
-# of 3 · 0.15 / n: a hundredth at 48 voxels, a twenty-fifth at 12.
+# Voxels across the smallest label at the finest and at the coarsest spacing. The surface of a label
+# errs by about 0.15 of a voxel, which costs a ball of n voxels across a Dice of 3 · 0.15 / n: 0.01
+# at 48 voxels, 0.04 at 12.
 VOXELS_ACROSS = 48
 LEAST_VOXELS_ACROSS = 12
-# Spacings between these two are tried in such factors.
+# Factor between a spacing that is tried and the next coarser one.
 COARSER = 2**0.25
-# Times that a training sees as many voxels as a scan has.
+# Voxels that a training sees, in units of the voxels of a scan.
 WANTED_PASSES = 100
 LEAST_PASSES = 5
-# Optimiser steps.
+# Optimiser steps of a training.
 WANTED_STEPS = 500
 LEAST_STEPS = 100
-# Steps from which on a wider network is worth its time, and a batch of two.
+# Number of steps above which the time is better spent on a wider network.
 MANY_STEPS = 4 * WANTED_STEPS
+# Number of steps above which the time is better spent on batches of two patches.
 BATCH_STEPS = 16 * WANTED_STEPS
-# Patches have about the voxels of a cube of these lengths.
+# A patch has about as many voxels as a cube of one of these lengths, in voxels.
 CUBES = (128, 112, 96, 80, 64, 48, 32)
+# Length of the cube from which the speed of the machine is predicted.
 REFERENCE_CUBE = 64
 UNET, WIDE_UNET = "unet", "unet_lean"
-# Share of the time that trains; the rest prepares, starts, validates, predicts and scores. It only
-# chooses spacing and patch: the steps follow from measured times.
+# Share of the time that trains; the rest prepares, starts, validates, predicts and scores. Only
+# spacing and patch are chosen by it: the number of steps follows from measured times.
 TRAINING_SHARE = 0.7
 
 
 class Prediction(NamedTuple):
-    """What the planner predicts.
+    """Predicted memory and time of a training.
 
     Attributes:
-        peak_gib: Largest memory of a training, all processes together; on a GPU: of the card.
+        peak_gib: Peak of the memory of all processes together; on a GPU, of the memory of the GPU.
         seconds: Duration of a step.
     """
 
@@ -62,13 +67,14 @@ class Planner(Protocol):
 
 
 class Wishes(NamedTuple):
-    """What the user has.
+    """Memory and time that the user has.
 
     Attributes:
-        fit_gib: Memory.
+        fit_gib: Memory that a training may take.
         hours: Time of the whole cross-validation.
-        num_folds: Its folds.
-        memory: Switches that may be chosen, files of `conf/memory`, the fastest first.
+        num_folds: Number of folds of the cross-validation.
+        memory: Sets of memory switches that may be chosen, as names of files in `conf/memory`, the
+            fastest first.
     """
 
     fit_gib: float
@@ -78,17 +84,17 @@ class Wishes(NamedTuple):
 
     @property
     def training_s(self) -> float:
-        """About the seconds that one training may take."""
+        """Estimate of the seconds that one training may take."""
         return TRAINING_SHARE * self.hours * 3600 / self.num_folds
 
 
 def fits(prediction: Prediction, wishes: Wishes) -> bool:
-    """Whether a setting fits into the memory, with the margin of the planner."""
+    """Whether a setting fits into the memory; the prediction may be too low by `MARGIN`."""
     return prediction.peak_gib * (1 + MARGIN) <= wishes.fit_gib
 
 
 def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Setting:
-    """Choose everything but the steps, which follow from timed ones.
+    """Choose everything but the number of steps, which follows from timed ones.
 
     Args:
         fingerprint: Facts of the cases.
@@ -98,75 +104,86 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Settin
     Raises:
         UserError: If nothing fits into the memory, with the least that is needed.
     """
-    make = _maker(fingerprint, wishes, planner)
-    finest = next(spacings(fingerprint))
-    reference = make(finest, REFERENCE_CUBE)
-    # On one machine and with one network the time of a step follows its voxels.
+    finest_mm = next(spacings(fingerprint))
+    reference = _make_setting(finest_mm, REFERENCE_CUBE, fingerprint, wishes, planner)
+    # The time of a step is taken as proportional to its voxels, so that one prediction is enough.
     voxels_per_s = reference.step_voxels / planner.predict(reference).seconds
     seen_voxels = voxels_per_s * wishes.training_s
     spacing_mm = affordable_spacing(fingerprint, seen_voxels)
-    # Cubes of several lengths may make the same patch.
-    settings = list(dict.fromkeys(make(spacing_mm, cube) for cube in CUBES))
-    *_, smallest = settings
-    enough = [setting for setting in settings if seen_voxels >= WANTED_STEPS * setting.step_voxels]
-    setting = fitting(enough or [smallest], wishes, planner)
+    # The largest patch first. Cubes of several lengths may make the same patch.
+    all_settings = [_make_setting(spacing_mm, cube, fingerprint, wishes, planner) for cube in CUBES]
+    settings = list(dict.fromkeys(all_settings))
+    affordable_settings = []
+    for setting in settings:
+        if seen_voxels >= WANTED_STEPS * setting.step_voxels:
+            affordable_settings.append(setting)
+    # With too little time for any, the smallest patch.
+    setting = first_fitting(affordable_settings or settings[-1:], wishes, planner)
     return widened(setting, seen_voxels, wishes, planner)
 
 
-Maker = Callable[[Triple, int], Setting]
+def _make_setting(
+    spacing_mm: Triple, cube: int, fingerprint: Fingerprint, wishes: Wishes, planner: Planner
+) -> Setting:
+    """Make the setting of a spacing and a patch, with the smaller network and the fastest switches.
 
-
-def _maker(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Maker:
-    """Make settings of a spacing and the length of a cube."""
-
-    def make(spacing_mm: Triple, cube: int) -> Setting:
-        setting = Setting(spacing_mm, (cube, cube, cube), UNET, wishes.memory[0])
-        divisor = planner.divisor(setting)
-        patch = patch_shape(cube, spacing_mm, fingerprint.extent_mm, divisor)
-        return replace(setting, patch_size=patch)
-
-    return make
+    Args:
+        spacing_mm: Spacing of the voxels, (z, y, x).
+        cube: Length of a cube with as many voxels as the patch.
+        fingerprint: Facts of the cases.
+        wishes: Has the switches.
+        planner: Knows the required multiple of a patch.
+    """
+    setting = Setting(spacing_mm, (cube, cube, cube), UNET, wishes.memory[0])
+    divisor = planner.divisor(setting)
+    patch = patch_shape(cube, spacing_mm, fingerprint.extent_mm, divisor)
+    return replace(setting, patch_size=patch)
 
 
 def spacings(fingerprint: Fingerprint) -> Iterator[Triple]:
-    """List spacings, the finest first: from what the smallest label asks for to what it bears.
+    """Yield the spacings to choose from, the finest first.
 
-    None is finer than the median of the scans: slices between their slices hold nothing new.
+    They reach from the one that gives the smallest label `VOXELS_ACROSS` voxels to the one that
+    gives it `LEAST_VOXELS_ACROSS`. No axis is finer than in the median scan, which holds no finer
+    detail.
     """
     _, size_mm = fingerprint.smallest_label
     voxel_mm = size_mm / VOXELS_ACROSS
+    # 1.001: rounding noise must not leave out the coarsest one.
     while voxel_mm <= size_mm / LEAST_VOXELS_ACROSS * 1.001:
+        # Two digits are enough, and people read the numbers.
         z, y, x = (float(f"{max(voxel_mm, mm):.2g}") for mm in fingerprint.spacing_mm)
         yield z, y, x
         voxel_mm *= COARSER
 
 
 def scan_voxels(fingerprint: Fingerprint, spacing_mm: Triple) -> float:
-    """Voxels of the median scan at a spacing."""
+    """Count the voxels of the median scan at a spacing."""
     return math.prod(fingerprint.extent_mm) / math.prod(spacing_mm)
 
 
 def affordable_spacing(fingerprint: Fingerprint, seen_voxels: float) -> Triple:
-    """Find the finest spacing at which a training sees enough of the scans.
+    """Find the finest spacing at which a training sees `WANTED_PASSES` times a scan.
 
     Args:
         fingerprint: Facts of the cases.
         seen_voxels: Voxels that a training sees.
 
     Returns:
-        The coarsest one where none is enough.
+        The spacing, (z, y, x); the coarsest one if the training sees less at all of them.
     """
-    spacing_mm = fingerprint.spacing_mm
-    for spacing_mm in spacings(fingerprint):
+    *finer_spacings_mm, coarsest_mm = spacings(fingerprint)
+    for spacing_mm in finer_spacings_mm:
         if seen_voxels >= WANTED_PASSES * scan_voxels(fingerprint, spacing_mm):
-            break
-    return spacing_mm
+            return spacing_mm
+    return coarsest_mm
 
 
 def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape) -> Shape:
-    """Make a patch with the voxels of a cube, about equally long in mm along all axes.
+    """Make a patch with about the voxels of a cube, about equally long in mm along all axes.
 
-    No axis is longer than the scan, or shorter than two multiples of the divisor.
+    No axis is longer than the scan, rounded up to a multiple of the divisor, or shorter than two
+    multiples.
 
     Args:
         cube: Length of the cube, voxels.
@@ -178,6 +195,7 @@ def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape
         >>> patch_shape(96, (1.0, 1.0, 1.0), (400.0, 300.0, 50.0), (16, 16, 16))
         (96, 96, 64)
     """
+    # Side of a cube in space that has `cube`³ voxels of this spacing.
     side_mm = cube * math.prod(spacing_mm) ** (1 / 3)
     lengths = []
     for voxel_mm, scan_mm, step in zip(spacing_mm, extent_mm, divisor, strict=True):
@@ -188,16 +206,18 @@ def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape
     return depth, height, width
 
 
-def fitting(settings: list[Setting], wishes: Wishes, planner: Planner) -> Setting:
+def first_fitting(settings: Sequence[Setting], wishes: Wishes, planner: Planner) -> Setting:
     """Find the first setting that fits into the memory, with the fastest switches that do.
+
+    All switches are tried on a setting before the next one is.
 
     Args:
         settings: Settings, the preferred first; their switches are chosen here.
-        wishes: Memory.
+        wishes: Memory and switches.
         planner: Predicts the memory of a setting.
 
     Raises:
-        UserError: If none fits, with the memory of the smallest.
+        UserError: If none fits, with the least memory that one of them needs.
     """
     least_gib = math.inf
     for setting in settings:
@@ -207,15 +227,20 @@ def fitting(settings: list[Setting], wishes: Wishes, planner: Planner) -> Settin
             if fits(prediction, wishes):
                 return switched
             least_gib = min(least_gib, prediction.peak_gib * (1 + MARGIN))
-    nearest = math.ceil(least_gib * 20) / 20
+    # Rounded up to a twentieth of a GiB.
+    nearest_gib = math.ceil(least_gib * 20) / 20
     raise UserError(
         f"fit_gib={wishes.fit_gib:g}: no setting fits; the smallest one needs {least_gib:.2f} GiB "
-        f"with its margin; the nearest possible wish is fit_gib={nearest:g}"
+        f"with its margin; the nearest possible wish is fit_gib={nearest_gib:g}"
     )
 
 
 def widened(setting: Setting, seen_voxels: float, wishes: Wishes, planner: Planner) -> Setting:
-    """Take the wider network where time and memory are left over."""
+    """Take the wider network if there is time for `MANY_STEPS` steps of the smaller one.
+
+    The setting stays if the wider network does not fit, or leaves time for less than
+    `WANTED_STEPS` steps.
+    """
     if seen_voxels < MANY_STEPS * setting.step_voxels:
         return setting
     wide = replace(setting, model=WIDE_UNET)
@@ -227,7 +252,12 @@ def widened(setting: Setting, seen_voxels: float, wishes: Wishes, planner: Plann
 
 
 def with_steps(setting: Setting, steps: int) -> Setting:
-    """Divide steps of one patch into steps of a batch, where there are many."""
+    """Choose the batch size, and the number of steps that takes the same time.
+
+    Args:
+        setting: The setting.
+        steps: Number of steps of one patch that there is time for.
+    """
     batch_size = 1
     if steps >= BATCH_STEPS:
         batch_size = 2
@@ -235,16 +265,18 @@ def with_steps(setting: Setting, steps: int) -> Setting:
 
 
 def least_steps(setting: Setting, fingerprint: Fingerprint) -> int:
-    """Steps without which a training has not seen the scans."""
-    scan = scan_voxels(fingerprint, setting.spacing_mm)
-    return max(LEAST_STEPS, math.ceil(LEAST_PASSES * scan / math.prod(setting.patch_size)))
+    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan."""
+    num_seen_voxels = LEAST_PASSES * scan_voxels(fingerprint, setting.spacing_mm)
+    return max(LEAST_STEPS, math.ceil(num_seen_voxels / math.prod(setting.patch_size)))
 
 
-def smaller(setting: Setting, fingerprint: Fingerprint, planner: Planner) -> Setting | None:
+def with_smaller_patch(
+    setting: Setting, fingerprint: Fingerprint, planner: Planner
+) -> Setting | None:
     """Take the next smaller patch, for a setting that took more memory than was predicted.
 
     Returns:
-        None if there is no smaller one.
+        The setting; None if there is no smaller patch.
     """
     divisor = planner.divisor(setting)
     for cube in CUBES:

@@ -1,4 +1,4 @@
-"""The `configure` command: decides, times, and writes the experiment with its reasons."""
+"""The `configure` command: chooses a setting, times it, and writes an experiment with reasons."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ from medseg.studies.configure.choose import (
     Wishes,
     choose,
     least_steps,
-    smaller,
+    with_smaller_patch,
     with_steps,
 )
 from medseg.studies.configure.fingerprint import Fingerprint, read_fingerprint
@@ -50,11 +50,12 @@ from medseg.wording import shell_line
 EXPERIMENT = "experiment.yaml"
 REPORT = "configure.md"
 FACTS = "configure.json"
-# Files of `conf/memory`, the fastest first: with bfloat16 where the device computes it fast.
+# Sets of memory switches to choose from, as names of files in `conf/memory`, the fastest first.
 SWITCHES = ("plain", "checkpoint")
-# Multiple of the predicted time of a step from which on the setting is chosen anew.
-MOST_SLOWNESS = 1.5
+# The same in bfloat16, for devices that compute it fast.
 HALF_SWITCHES = ("amp", "amp_checkpoint", "lean")
+# A setting is chosen anew if a step takes more than this multiple of its predicted time.
+MOST_SLOWNESS = 1.5
 
 
 def configure(config: ConfigureConfig) -> int:
@@ -62,6 +63,9 @@ def configure(config: ConfigureConfig) -> int:
 
     Writes `experiment.yaml`, `configure.md` with the reasons, `configure.json` with the predicted
     numbers, and `fingerprint.csv`.
+
+    Returns:
+        0.
 
     Raises:
         UserError: If the wishes are impossible, with the nearest possible one.
@@ -92,19 +96,19 @@ def configure(config: ConfigureConfig) -> int:
     say("configure: predicting memory and time; the first time on a machine takes minutes")
     try:
         setting = choose(fingerprint, wishes, planner)
-        setting, costs = measured(setting, fingerprint, wishes, planner, pilot)
+        setting, costs = measure_setting(setting, fingerprint, wishes, planner, pilot)
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
-    planned = planner.predict(setting)
+    prediction = planner.predict(setting)
     steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
     setting = with_steps(setting, steps)
     reasons = reasons_of(setting, fingerprint, task, wishes, costs)
     command = next_command(output, config.num_folds, arguments)
     head = [f"Written by medseg configure for {wishes_line(wishes)}.", f"Run: {command}"]
     replace_text(output / EXPERIMENT, experiment_text(setting, task, reasons, head))
-    _write_facts(output, setting, schedule, wishes, planned)
-    report = report_text(setting, task, reasons, schedule, wishes, planned)
+    _write_facts(output, setting, schedule, wishes, prediction)
+    report = report_text(setting, task, reasons, schedule, wishes, prediction)
     replace_text(output / REPORT, report)
     print(report)
     print(f"next: {command}", flush=True)
@@ -112,10 +116,10 @@ def configure(config: ConfigureConfig) -> int:
 
 
 def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
-    """List the cases that a cross-validation uses.
+    """List the cases that a cross-validation uses, with the values in their label files.
 
     Raises:
-        UserError: If the patients are too few for the folds, or the table has others.
+        UserError: If the patients are too few for the folds, or the table has other folds.
     """
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
@@ -141,31 +145,35 @@ def _check_labels(fingerprint: Fingerprint) -> None:
 
 
 def _switches(*, is_gpu: bool) -> tuple[str, ...]:
-    """List the switches to choose from on this device."""
+    """List the sets of memory switches to choose from on this device."""
     if is_gpu or has_fast_bf16("cpu"):
         return HALF_SWITCHES
     return SWITCHES
 
 
-def measured(
+def measure_setting(
     setting: Setting,
     fingerprint: Fingerprint,
     wishes: Wishes,
     planner: MachinePlanner,
     pilot: Pilot,
 ) -> tuple[Setting, Costs]:
-    """Time a setting, and change it once where it is slow, or as often as it exceeds the memory.
+    """Time a setting, and replace it if it is slow or takes too much memory.
 
-    A slow one is chosen anew for a part of the hours; one that takes more memory than there is gets
-    a smaller patch.
+    One that is slower than predicted is chosen anew, once. While one takes more memory than there
+    is, it gets a smaller patch.
+
+    Returns:
+        The last setting, and what was measured of it.
 
     Raises:
-        UserError: If the smallest patch takes more, with the memory that it took.
+        UserError: If the smallest patch takes too much memory, with the memory that it took.
     """
     costs = pilot.measure(setting)
     slowness = costs.step_s / planner.predict(setting).seconds
     if slowness > MOST_SLOWNESS:
-        # The planner counts processor time, of which other programs may take a part.
+        # The planner predicts times of an idle machine, but other programs may share this one. In
+        # the hours of the user it does what the planner expects of fewer hours.
         hours = wishes.hours / slowness
         cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
         if cheaper != setting:
@@ -177,7 +185,7 @@ def measured(
             f"configure: {costs.peak_gib:.2f} GiB were measured, more than "
             f"fit_gib={wishes.fit_gib:g}; trying a smaller patch"
         )
-        next_setting = smaller(setting, fingerprint, planner)
+        next_setting = with_smaller_patch(setting, fingerprint, planner)
         if next_setting is None:
             raise UserError(
                 f"fit_gib={wishes.fit_gib:g}: the smallest patch took {costs.peak_gib:.2f} GiB; "
@@ -189,16 +197,19 @@ def measured(
 
 
 def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
-    """Write the command that trains the experiment."""
-    # `cross_validate` finds the task of an imported data set by its cases again.
-    of_import = (f"task={IMPORTED}", VALUES)
-    typed = [_as_typed(argument) for argument in arguments if argument not in of_import]
+    """Write the command that trains the experiment, for the user to run."""
+    # Arguments that this command added for an imported data set; `cross_validate` adds them again.
+    added_arguments = (f"task={IMPORTED}", VALUES)
+    typed_arguments = []
+    for argument in arguments:
+        if argument not in added_arguments:
+            typed_arguments.append(_as_typed(argument))
     step = [
         "medseg",
         "cross_validate",
         *search_paths(),
         f"experiment={output / EXPERIMENT}",
-        *typed,
+        *typed_arguments,
         f"num_folds={num_folds}",
         f"output={output / 'folds'}",
     ]
@@ -206,8 +217,9 @@ def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
 
 
 def _as_typed(argument: str) -> str:
-    """Remove the quotes of Hydra from a path, which the command line of medseg adds itself."""
+    """Restore an argument as the user typed it: medseg put the value of a path key in quotes."""
     key, _, value = argument.partition("=")
+    # Without the first and the last character, which may be quotes.
     unquoted = value[1:-1]
     if key in PATH_KEYS and value == quote(unquoted):
         return f"{key}={unquoted}"
@@ -215,15 +227,15 @@ def _as_typed(argument: str) -> str:
 
 
 def _write_facts(
-    output: Path, setting: Setting, schedule: Schedule, wishes: Wishes, planned: Prediction
+    output: Path, setting: Setting, schedule: Schedule, wishes: Wishes, prediction: Prediction
 ) -> None:
-    """Write the choices and the predicted numbers as JSON."""
+    """Write the choices, the predicted and the measured numbers as JSON."""
     facts = {
         "fit_gib": wishes.fit_gib,
         "hours": wishes.hours,
         "num_folds": wishes.num_folds,
         "setting": asdict(setting),
-        "planned": planned._asdict(),
+        "planned": prediction._asdict(),
         "costs": asdict(schedule.costs),
         "peak_gib": round(schedule.costs.peak_gib, 3),
         "parts_s": schedule.parts(setting.steps, setting.batch_size),
@@ -238,9 +250,13 @@ def report_text(
     reasons: dict[str, str],
     schedule: Schedule,
     wishes: Wishes,
-    planned: Prediction,
+    prediction: Prediction,
 ) -> str:
-    """Write the choices with their reasons, and the predicted time by part."""
+    """Write the report in Markdown.
+
+    It has the choices with their reasons, the expected time by part, and prediction beside
+    measurement.
+    """
     choices = {**group_choices(setting, task), **key_values(setting, task)}
     rows = []
     for key, value in choices.items():
@@ -250,10 +266,11 @@ def report_text(
         times.append({"part": part, "seconds": round(seconds)})
     total_s = schedule.total_s(setting.steps, setting.batch_size)
     times.append({"part": "total", "seconds": round(total_s)})
+    costs = schedule.costs
     return (
         f"Experiment for {wishes_line(wishes)}.\n\n{markdown_table(rows)}\n{passes_line()}\n\n"
         f"Expected time, by timed steps on this machine as busy as it was:\n\n"
         f"{markdown_table(times)}\n"
-        f"Memory: {planned.peak_gib:.2f} GiB predicted, {schedule.costs.peak_gib:.2f} measured. "
-        f"A patch: {planned.seconds:.3g} s predicted, {schedule.costs.step_s:.3g} measured.\n"
+        f"Memory: {prediction.peak_gib:.2f} GiB predicted, {costs.peak_gib:.2f} measured. "
+        f"A patch: {prediction.seconds:.3g} s predicted, {costs.step_s:.3g} measured.\n"
     )

@@ -17,15 +17,15 @@ from medseg.io.tables import write_csv
 from medseg.knob import Triple
 from medseg.task import LabelValues, Task
 
-ML = 1000.0  # mm³
+MM3_PER_ML = 1000.0
 
 
 @dataclass(frozen=True)
 class LabelFacts:
-    """Size of a label in one case.
+    """Size of a label in one case, all components together.
 
     Attributes:
-        volume_ml: Its volume.
+        volume_ml: Volume of the label.
         extent_mm: Lengths of its bounding box, (z, y, x).
     """
 
@@ -34,24 +34,22 @@ class LabelFacts:
 
     @property
     def size_mm(self) -> float:
-        """Distance across: the diameter of a ball of this volume, or the box where it is thinner.
-
-        The volume is that of all parts together.
-        """
-        diameter_mm = (6 * self.volume_ml * ML / math.pi) ** (1 / 3)
+        """Distance across: diameter of a ball of this volume, or least length of a thinner box."""
+        # The volume of a ball is π/6 times its diameter cubed.
+        diameter_mm = (6 * self.volume_ml * MM3_PER_ML / math.pi) ** (1 / 3)
         return min(diameter_mm, *self.extent_mm)
 
 
 @dataclass(frozen=True)
 class CaseFacts:
-    """What decides about a configuration in one case.
+    """Facts of one case that decide on a configuration.
 
     Attributes:
         name: Name of the case.
-        shape: Voxels as they were stored, oriented, (D, H, W).
-        spacing_mm: Their spacing, (z, y, x).
-        low: First percentile of the first channel; HU of a CT.
-        high: 99th percentile.
+        shape: Size of the stored array in the orientation of networks, voxels, (D, H, W).
+        spacing_mm: Spacing of these voxels, (z, y, x).
+        low: First percentile of the values of the first channel, in HU for a CT.
+        high: 99th percentile of these values.
         labels: Label name to its size; labels that the case lacks are left out.
     """
 
@@ -70,13 +68,13 @@ class CaseFacts:
 
     @property
     def num_voxels(self) -> int:
-        """Voxels as they were stored."""
+        """Number of stored voxels."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Facts of all cases of a data set that have labels."""
+    """Facts of a data set, from its cases with labels."""
 
     cases: tuple[CaseFacts, ...]
 
@@ -92,17 +90,17 @@ class Fingerprint:
 
     @cached_property
     def largest(self) -> CaseFacts:
-        """The scan with the largest field of view."""
+        """Case with the largest field of view."""
         return max(self.cases, key=lambda case: math.prod(case.extent_mm))
 
     @cached_property
     def smallest_label(self) -> tuple[str, float]:
-        """The label that is the smallest in its median case, and its distance across in mm."""
+        """Label with the least median distance across, and this median in mm."""
         sizes_mm: dict[str, list[float]] = {}
         for case in self.cases:
             for name, label in case.labels.items():
                 sizes_mm.setdefault(name, []).append(label.size_mm)
-        medians_mm = {name: median(values) for name, values in sizes_mm.items()}
+        medians_mm = {name: median(label_sizes_mm) for name, label_sizes_mm in sizes_mm.items()}
         smallest = min(medians_mm, key=medians_mm.__getitem__)
         return smallest, medians_mm[smallest]
 
@@ -129,10 +127,10 @@ class Fingerprint:
 
 
 def read_fingerprint(cases: Sequence[tuple[Case, LabelValues]], task: Task) -> Fingerprint:
-    """Read and audit every case.
+    """Read, audit and measure every case.
 
     Args:
-        cases: Cases that have labels, with the values in their label files.
+        cases: Cases that have labels, each with the values in its label file.
         task: Labels and channels.
 
     Raises:
@@ -145,27 +143,36 @@ def read_fingerprint(cases: Sequence[tuple[Case, LabelValues]], task: Task) -> F
 
 
 def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
-    """Measure a case that was read."""
+    """Measure a case that was read.
+
+    Args:
+        name: Name of the case.
+        source: The case, oriented.
+        task: Names the labels.
+    """
+    grid = source.grid
     labels: dict[str, LabelFacts] = {}
     if source.labels is not None:
-        # The entry of value v is at v - 1; None where the map lacks the value.
+        # Slices of the bounding box of value v at index v - 1, None if the map lacks the value; the
+        # list ends at the largest value of the map.
         boxes = ndimage.find_objects(source.labels)
         for label, value in task.labels.items():
             box = boxes[value - 1] if value <= len(boxes) else None
             if box is None:
                 continue
-            lengths = [part.stop - part.start for part in box]
-            depth_mm, height_mm, width_mm = np.multiply(lengths, source.grid.spacing_mm).tolist()
+            lengths = [axis_slice.stop - axis_slice.start for axis_slice in box]
+            depth_mm, height_mm, width_mm = np.multiply(lengths, grid.spacing_mm).tolist()
             num_voxels = int(np.count_nonzero(source.labels[box] == value))
-            volume_ml = num_voxels * math.prod(source.grid.spacing_mm) / ML
+            volume_ml = num_voxels * math.prod(grid.spacing_mm) / MM3_PER_ML
             labels[label] = LabelFacts(volume_ml, (depth_mm, height_mm, width_mm))
-    values = source.audit.hu
+    # Named `hu`, but in the unit of the first channel.
+    percentiles = source.audit.hu
     return CaseFacts(
-        name, source.grid.shape, source.grid.spacing_mm, values["p01"], values["p99"], labels
+        name, grid.shape, grid.spacing_mm, percentiles["p01"], percentiles["p99"], labels
     )
 
 
 def _median_triple(triples: Sequence[Triple]) -> Triple:
-    """Median of each axis."""
+    """Compute the median along each axis, (z, y, x)."""
     z, y, x = (median(along_axis) for along_axis in zip(*triples, strict=True))
     return z, y, x

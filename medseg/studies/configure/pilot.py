@@ -1,4 +1,4 @@
-"""Pilot of `configure`: some real steps, a prediction and a scoring on a few cases, all timed."""
+"""Pilot of `configure`: times a few training steps, a prediction and a scoring on a few cases."""
 
 import json
 import math
@@ -35,30 +35,34 @@ GIB = 2**30
 RESAMPLING = "antialiased"
 # Training cases of the pilot.
 NUM_TRAINED = 3
-# A training on a processor uses 100 for each core; less than this means that it waited for others.
+# A training on the CPU uses 100 % of each core. If it gets less than this of even one, other
+# programs took the rest.
 BUSY_PERCENT = 70.0
 # Lines of the history over which the median of the seconds is taken.
 NUM_LINES = 6
 
+# A case, and the values in its label file.
+LabelledCase = tuple[Case, LabelValues]
+
 
 @dataclass(frozen=True)
 class Pilot:
-    """What the pilot works on.
+    """A pilot on some cases of a data set.
 
     Attributes:
-        folder: Its folder, removed afterwards.
-        cases: All cases that have labels, with the values of their label files.
+        folder: Folder for its files; emptied before each measurement.
+        cases: All cases that have labels.
         fingerprint: Facts of the same cases.
         task: Labels and channels.
-        plain_task: The group `task`, as plain types.
-        label_values: The group `data.label_values`.
+        plain_task: Content of the group `task`, as plain types.
+        label_values: Content of `data.label_values`.
         arguments: Arguments of `train` that the user gave.
-        timed_steps: Steps to time.
-        is_on_processor: Whether the processor computes, and no GPU.
+        timed_steps: Number of steps to time.
+        is_on_processor: Whether the training runs on the CPU.
     """
 
     folder: Path
-    cases: Sequence[tuple[Case, LabelValues]]
+    cases: Sequence[LabelledCase]
     fingerprint: Fingerprint
     task: Task
     plain_task: Mapping[str, Any]
@@ -73,20 +77,17 @@ class Pilot:
         Raises:
             UserError: If a command fails, with its message.
         """
-        largest, trained = pick_cases(self.cases, self.fingerprint)
+        largest, training_cases = pick_cases(self.cases, self.fingerprint)
         shutil.rmtree(self.folder, ignore_errors=True)
-        prepare_s = self._prepare([largest, *trained], setting)
+        prepare_s = self._prepare([largest, *training_cases], setting)
         steps = self.timed_steps
         text = experiment_text(replace(setting, steps=steps), self.task, {})
         replace_text(self.folder / "experiment.yaml", text)
+        # The largest case shows the peak of the memory.
         held_out, _ = largest
-        write_case_table(
-            self.folder / "cases.csv",
-            [
-                replace(held_out, split="val"),
-                *(replace(case, split="train") for case, _ in trained),
-            ],
-        )
+        table_cases = [replace(held_out, split="val")]
+        table_cases += [replace(case, split="train") for case, _ in training_cases]
+        write_case_table(self.folder / "cases.csv", table_cases)
         say(
             f"configure: timing {steps} steps, a prediction and its scores, which mean nothing "
             "after so few steps"
@@ -98,26 +99,37 @@ class Pilot:
         score_s = self._time(evaluate_step(self.folder, table, self.plain_task, self.label_values))
         report_file = self.folder / "predictions" / f"{held_out.name}.json"
         report = json.loads(report_file.read_text(encoding="utf-8"))
-        case_s = report["durations_s"]["total"]
+        largest_case_s = report["durations_s"]["total"]
         summary = read_summary(run_dir)
         step_s = median_of(run_dir, "seconds_per_step")
         if self.is_on_processor:
-            _tell_load(median_of(run_dir, "cpu_percent"))
-        start_s = max(0.0, predict_s - case_s)
-        # Tiles cover the field of view, so their number follows its volume.
-        share = self._mean_share()
+            _warn_if_busy(median_of(run_dir, "cpu_percent"))
+        # Start and end of a command, without the work on its case.
+        start_s = max(0.0, predict_s - largest_case_s)
+        # From the largest case to a mean one: time is proportional to the number of tiles, and they
+        # cover the field of view.
+        mean_share = self._mean_share()
+        train_peak_gib = summary["peak_resident_mib"] / 2**10
+        predict_peak_gib = report["peak_resident_bytes"] / GIB
         return Costs(
             step_s=step_s,
             prepare_s=prepare_s,
             train_start_s=max(0.0, train_s - steps * step_s),
             predict_start_s=start_s,
-            case_s=share * case_s,
-            score_s=share * max(0.0, score_s - start_s),
-            peak_gib=max(summary["peak_resident_mib"] / 2**10, report["peak_resident_bytes"] / GIB),
+            case_s=mean_share * largest_case_s,
+            score_s=mean_share * max(0.0, score_s - start_s),
+            peak_gib=max(train_peak_gib, predict_peak_gib),
         )
 
-    def _prepare(self, cases: Sequence[tuple[Case, LabelValues]], setting: Setting) -> float:
-        """Fill the cache of the pilot; returns the seconds that all cases would take."""
+    def _prepare(self, cases: Sequence[LabelledCase], setting: Setting) -> float:
+        """Fill the cache of the pilot with some cases, and time it.
+
+        Returns:
+            The seconds that all cases of the data set would take, in proportion to their voxels.
+
+        Raises:
+            UserError: If a case cannot be used.
+        """
         start_s = time.perf_counter()
         targets = [(setting.spacing_mm, RESAMPLING)]
         for audited, _ in prepare_cases(cases, self.folder / "cache", self.task, targets):
@@ -125,22 +137,25 @@ class Pilot:
                 raise UserError(
                     f"{audited.case.name}: the case cannot be used; medseg prepare says why"
                 )
-        seconds = time.perf_counter() - start_s
-        names = {case.name for case, _ in cases}
-        num_voxels = 0
+        prepare_s = time.perf_counter() - start_s
+        prepared_names = {case.name for case, _ in cases}
+        num_all_voxels = 0
+        num_prepared_voxels = 0
         for facts in self.fingerprint.cases:
-            if facts.name in names:
-                num_voxels += facts.num_voxels
-        return seconds * sum(facts.num_voxels for facts in self.fingerprint.cases) / num_voxels
+            num_all_voxels += facts.num_voxels
+            if facts.name in prepared_names:
+                num_prepared_voxels += facts.num_voxels
+        return prepare_s * num_all_voxels / num_prepared_voxels
 
     def _mean_share(self) -> float:
-        """Mean field of view of the cases, as a share of the largest one."""
+        """Divide the mean volume of the cases' fields of view by the largest one."""
         volumes = [math.prod(case.extent_mm) for case in self.fingerprint.cases]
         return sum(volumes) / len(volumes) / max(volumes)
 
     def _train_step(self, run_dir: Path) -> Step:
         """Make the command of the timed training."""
-        own_arguments = [
+        # Those of the pilot replace those of the user.
+        pilot_arguments = [
             f"experiment={self.folder / 'experiment.yaml'}",
             f"data.cases={self.folder / 'cases.csv'}",
             f"data.cache={self.folder / 'cache'}",
@@ -150,7 +165,7 @@ class Pilot:
             f"history_every={max(1, self.timed_steps // NUM_LINES)}",
             f"hydra.run.dir={run_dir}",
         ]
-        return ["train", *search_paths(), *merge_arguments(self.arguments, own_arguments)]
+        return ["train", *search_paths(), *merge_arguments(self.arguments, pilot_arguments)]
 
     def _predict_step(self, table: Path, checkpoint: Path) -> Step:
         """Make the command that predicts the largest case."""
@@ -162,10 +177,10 @@ class Pilot:
         ]
 
     def _time(self, step: Step) -> float:
-        """Run a command; returns its seconds.
+        """Run a command and return the seconds that it took.
 
         Raises:
-            UserError: If it fails.
+            UserError: If it fails, with its message.
         """
         start_s = time.perf_counter()
         failure = run_and_get_failure(step)
@@ -175,31 +190,36 @@ class Pilot:
 
 
 def pick_cases(
-    cases: Sequence[tuple[Case, LabelValues]], fingerprint: Fingerprint
-) -> tuple[tuple[Case, LabelValues], list[tuple[Case, LabelValues]]]:
-    """Pick the largest case, and a few cases of other patients to train on.
+    cases: Sequence[LabelledCase], fingerprint: Fingerprint
+) -> tuple[LabelledCase, list[LabelledCase]]:
+    """Pick the largest case, and up to `NUM_TRAINED` cases of other patients to train on.
 
-    Folds and sides of the table are removed.
+    The marks of the table (split, folds) are removed from them: the pilot sets its own.
     """
-    plain_cases = []
+    unmarked_cases = []
     for case, label_values in cases:
-        plain_cases.append((replace(case, split=None, fold=None, fold_sides=()), label_values))
-    largest = next(pair for pair in plain_cases if pair[0].name == fingerprint.largest.name)
-    others = [pair for pair in plain_cases if pair[0].patient != largest[0].patient]
+        unmarked_case = replace(case, split=None, fold=None, fold_sides=())
+        unmarked_cases.append((unmarked_case, label_values))
+    largest = next(pair for pair in unmarked_cases if pair[0].name == fingerprint.largest.name)
+    others = [pair for pair in unmarked_cases if pair[0].patient != largest[0].patient]
     return largest, others[:NUM_TRAINED]
 
 
 def median_of(run_dir: Path, column: str) -> float:
-    """Median of a column of the history, without the first line, whose steps load and compile."""
+    """Compute the median of a column of the history of a run.
+
+    The first line is left out if there are others, because its steps load and compile.
+    """
     values = []
     for row in read_csv(run_dir / "history.csv"):
+        # A line that only records a validation has an empty cell.
         if row.get(column):
             values.append(float(row[column]))
     return median(values[1:] or values)
 
 
-def _tell_load(cpu_percent: float) -> None:
-    """Say it where other programs took so much of the processor that the times are theirs too."""
+def _warn_if_busy(cpu_percent: float) -> None:
+    """Warn if the training got so little of the CPU that the times are too long."""
     if cpu_percent < BUSY_PERCENT:
         say(
             f"configure: the timed steps got {cpu_percent:.0f} % of a processor core, so other "

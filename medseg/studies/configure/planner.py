@@ -1,4 +1,4 @@
-"""Planner of `configure`: memory and time of a setting by the model of `medseg plan`."""
+"""Planner of `configure`: predicts memory and time of a setting as `medseg plan` does."""
 
 import functools
 import math
@@ -25,13 +25,13 @@ GIB = 2**30
 
 
 class MachinePlanner:
-    """Predictions for this machine; what it measures for them is kept for later plans.
+    """Predictions of memory and time on this machine; each setting is predicted once.
 
     Args:
         task: Labels and channels.
         largest: The case that takes the most memory.
         arguments: Arguments of `train` that the user gave.
-        file: Where an experiment is written to be composed.
+        file: File that is overwritten with the experiment of each setting, to compose it.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class MachinePlanner:
         self.largest = largest
         self.arguments = arguments
         self.file = file
+        # Measured at the first prediction.
         self.machine: Machine | None = None
+        # Cached for each setting: a prediction takes seconds.
         self.divisor = functools.cache(self._divisor)
         self.predict = functools.cache(self._predict)
 
@@ -58,10 +60,11 @@ class MachinePlanner:
         return Prediction(prediction.peak_resident / GIB, prediction.seconds_per_step)
 
     def _config(self, setting: Setting) -> PlanConfig:
-        """Compose a setting as `plan` would."""
+        """Compose the configuration of a setting as `plan` would."""
         replace_text(self.file, experiment_text(setting, self.task, {}))
         experiment = f"experiment={text_of(str(self.file))}"
         register_experiments([experiment])
+        # Of the largest case at the spacing of the setting.
         shape = [
             math.ceil(length_mm / voxel_mm)
             for length_mm, voxel_mm in zip(self.largest.extent_mm, setting.spacing_mm, strict=True)

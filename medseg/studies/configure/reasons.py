@@ -27,10 +27,12 @@ def reasons_of(
         Group or key of the experiment to its reason.
     """
     label, size_mm = fingerprint.smallest_label
-    across = size_mm / max(setting.spacing_mm)
-    modalities = by(channel.modality for channel in task.channels)
-    passes = setting.steps * setting.step_voxels / scan_voxels(fingerprint, setting.spacing_mm)
-    patch_mm = by(
+    # Along the coarsest axis.
+    voxels_across = size_mm / max(setting.spacing_mm)
+    modalities = joined(channel.modality for channel in task.channels)
+    seen_voxels = setting.steps * setting.step_voxels
+    passes = seen_voxels / scan_voxels(fingerprint, setting.spacing_mm)
+    patch_mm = joined(
         f"{length * voxel_mm:.0f}"
         for length, voxel_mm in zip(setting.patch_size, setting.spacing_mm, strict=True)
     )
@@ -47,8 +49,8 @@ def reasons_of(
         "of a scan are seen",
         "task.regions": "one stage cuts no regions",
         "spacing.target_spacing_mm": f"{label} is {size_mm:.3g} mm across, "
-        f"{across:.0f} voxels ({VOXELS_ACROSS} wanted); slices {fingerprint.spacing_mm[0]:.3g} mm "
-        "apart",
+        f"{voxels_across:.0f} voxels ({VOXELS_ACROSS} wanted); "
+        f"slices {fingerprint.spacing_mm[0]:.3g} mm apart",
         "stage.patch_size": f"{patch_mm} mm; the largest that fits and leaves time for "
         f"{WANTED_STEPS} steps",
         "stage.batch_size": f"two from {BATCH_STEPS} patches on, else more steps of one",
@@ -59,7 +61,7 @@ def reasons_of(
 
 
 def wishes_line(wishes: Wishes) -> str:
-    """Say what the user has."""
+    """Say how much memory and time the user has."""
     return f"{wishes.fit_gib:g} GiB and {wishes.hours:g} h for {wishes.num_folds} folds"
 
 
@@ -86,25 +88,25 @@ def _reason_of_flips(task: Task) -> str:
 
 
 def _count(task: Task) -> str:
-    """Count the labels."""
+    """Write the number of labels as a part of a sentence."""
     num_labels = len(task.labels)
     if num_labels == 1:
         return "the label"
     return f"the {num_labels} labels"
 
 
-def by(parts: Iterable[str]) -> str:
-    """Join sizes or names."""
-    return "×".join(parts)
+def joined(texts: Iterable[str]) -> str:
+    """Join lengths or names as `2×1×1`."""
+    return "×".join(texts)
 
 
 def extent_text(fingerprint: Fingerprint) -> str:
-    """Write sizes and spacings of the cases."""
-    spacing = by(f"{voxel_mm:.3g}" for voxel_mm in fingerprint.spacing_mm)
-    extent = by(f"{length_mm:.0f}" for length_mm in fingerprint.extent_mm)
-    largest = by(f"{length_mm:.0f}" for length_mm in fingerprint.largest.extent_mm)
-    volume = math.prod(fingerprint.largest.extent_mm) / math.prod(fingerprint.extent_mm)
+    """Write spacing and field of view of the cases in a line."""
+    spacing = joined(f"{voxel_mm:.3g}" for voxel_mm in fingerprint.spacing_mm)
+    extent = joined(f"{length_mm:.0f}" for length_mm in fingerprint.extent_mm)
+    largest = joined(f"{length_mm:.0f}" for length_mm in fingerprint.largest.extent_mm)
+    volume_ratio = math.prod(fingerprint.largest.extent_mm) / math.prod(fingerprint.extent_mm)
     return (
         f"median spacing {spacing} mm, median field of view {extent} mm, the largest "
-        f"({fingerprint.largest.name}) {largest} mm, {volume:.1f} times the median"
+        f"({fingerprint.largest.name}) {largest} mm, {volume_ratio:.1f} times the median"
     )

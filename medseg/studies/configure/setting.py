@@ -1,4 +1,4 @@
-"""Setting: the choices that `configure` makes, and the experiment file that holds them."""
+"""Setting: the choices of `configure`, and the experiment file that is written from them."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,11 +17,11 @@ class Setting:
 
     Attributes:
         spacing_mm: Spacing of the voxels, (z, y, x).
-        patch_size: Voxels of a patch and of a tile, (D, H, W).
-        model: Network, a file of `conf/model`.
-        memory: Switches, a file of `conf/memory`.
-        batch_size: Patches of a step; each is a micro-batch.
-        steps: Optimiser steps.
+        patch_size: Size of a patch in training and of a tile in prediction, voxels, (D, H, W).
+        model: Network, as the name of a file in `conf/model`.
+        memory: Memory switches, as the name of a file in `conf/memory`.
+        batch_size: Patches of an optimiser step; each is a micro-batch of its own.
+        steps: Number of optimiser steps.
     """
 
     spacing_mm: Triple
@@ -38,7 +38,7 @@ class Setting:
 
 
 def group_choices(setting: Setting, task: Task) -> dict[str, str]:
-    """Choose a file of each group that the experiment overrides."""
+    """Map each group that the experiment overrides to the name of the file it chooses."""
     is_ct = all(channel.modality == "ct" for channel in task.channels)
     return {
         "stage": "single",
@@ -53,10 +53,10 @@ def group_choices(setting: Setting, task: Task) -> dict[str, str]:
 
 
 def key_values(setting: Setting, task: Task) -> dict[str, Any]:
-    """Choose the value of each key that the experiment sets."""
+    """Map each key that the experiment sets to its value; keys of one group follow one another."""
     values: dict[str, Any] = {"steps": setting.steps}
     if task.regions:
-        # Regions are crops of a second stage.
+        # Regions need a second stage, which refines them in crops.
         values["task.regions"] = None
     return values | {
         "spacing.target_spacing_mm": list(setting.spacing_mm),
@@ -65,7 +65,7 @@ def key_values(setting: Setting, task: Task) -> dict[str, Any]:
         # `cross_validate` predicts with the weights of the last step, so one validation is enough.
         "stage.validate_every": setting.steps,
         "memory.accumulate": setting.batch_size,
-        # 2 = x. Mirroring would exchange left and right.
+        # Axis 2 is x. Mirroring would exchange left and right.
         "augment.flip_axes": [] if task.has_sides else [2],
     }
 
@@ -73,24 +73,26 @@ def key_values(setting: Setting, task: Task) -> dict[str, Any]:
 def experiment_text(
     setting: Setting, task: Task, reasons: Mapping[str, str], head: Iterable[str] = ()
 ) -> str:
-    """Write the experiment, with the reason of each choice in a comment.
+    """Write the experiment file, with the reason of each choice in a comment.
 
     Args:
         setting: The choices.
         task: Labels and channels.
-        reasons: Group or key to its reason, see `medseg.studies.configure.reasons`.
+        reasons: Group or key to its reason, see `medseg.studies.configure.reasons`; a choice
+            without a reason gets no comment.
         head: Lines of the comment at the top.
     """
+    # Without the first line, Hydra would put all keys below a key `experiment`.
     lines = ["# @package _global_", *(f"# {line}" for line in head), "defaults:"]
     for group, choice in group_choices(setting, task).items():
         lines += _comment(reasons.get(group), "  ")
         lines.append(f"  - override /{group}: {choice}")
-    section = ""
+    last_group = ""
     for key, value in key_values(setting, task).items():
         group, _, name = key.rpartition(".")
-        if group and group != section:
+        if group and group != last_group:
             lines.append(f"{group}:")
-        section = group
+        last_group = group
         indent = "  " if group else ""
         lines += _comment(reasons.get(key), indent)
         lines.append(f"{indent}{name}: {yaml_text(value)}")
@@ -108,7 +110,7 @@ def yaml_text(value: Any) -> str:
 
 
 def _comment(reason: str | None, indent: str) -> list[str]:
-    """Write a reason as a comment of one line."""
+    """Write a reason as a comment of one line; no line without a reason."""
     if not reason:
         return []
     return [f"{indent}# {reason}"]

@@ -1,26 +1,26 @@
-"""Time of a cross-validation from measured parts, and the steps that fit into it."""
+"""Time of a cross-validation from measured parts, and the number of steps that fit into it."""
 
 import math
 from dataclasses import dataclass
 
 from medseg.errors import UserError
 
-# Share of the hours that is planned: a run may end early, but not late.
+# Share of the hours that is planned. The rest is reserve, since a run may end early, but not late.
 PLANNED_SHARE = 0.92
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds of the parts of a cross-validation, and the largest memory.
+    """Measured seconds of the parts of a cross-validation, and the peak of the memory.
 
     Attributes:
-        step_s: An optimiser step with one patch.
-        prepare_s: Preparation of all cases, once.
+        step_s: One optimiser step on one patch.
+        prepare_s: Preparation of all cases, which happens once.
         train_start_s: Start and end of a training, with its one validation of a single case.
-        predict_start_s: Start and end of a prediction or a scoring.
+        predict_start_s: Start and end of a prediction command or of a scoring command.
         case_s: Prediction of a mean case; its validation takes as long.
         score_s: Scores and pictures of a mean case.
-        peak_gib: Largest memory.
+        peak_gib: Peak of the memory.
     """
 
     step_s: float
@@ -38,8 +38,8 @@ class Schedule:
 
     Attributes:
         costs: Measured seconds.
-        num_folds: Folds.
-        num_cases: Cases, each of which is held out once.
+        num_folds: Number of folds.
+        num_cases: Number of cases, each of which is held out in one fold.
     """
 
     costs: Costs
@@ -50,46 +50,47 @@ class Schedule:
         """List the seconds of each part.
 
         Args:
-            steps: Optimiser steps of each training.
-            batch_size: Patches of a step.
+            steps: Number of optimiser steps of each training.
+            batch_size: Number of patches of a step.
         """
         costs = self.costs
-        num_further = max(0, self.num_cases - self.num_folds)
+        # The training of a fold validates all its held-out cases. The first one is part of
+        # `train_start_s`.
+        num_further_validations = max(0, self.num_cases - self.num_folds)
         return {
             "preparation of the cases": costs.prepare_s,
             "training steps": self.num_folds * steps * batch_size * costs.step_s,
             "start of the trainings": self.num_folds * costs.train_start_s,
-            # The start of a training holds the validation of one case.
-            "validations": num_further * costs.case_s,
+            "validations": num_further_validations * costs.case_s,
             "predictions": self.num_folds * costs.predict_start_s + self.num_cases * costs.case_s,
             "scores and pictures": costs.predict_start_s + self.num_cases * costs.score_s,
         }
 
     def total_s(self, steps: int, batch_size: int = 1) -> float:
-        """Seconds of the whole."""
+        """Seconds of the whole cross-validation, see `parts`."""
         return sum(self.parts(steps, batch_size).values())
 
     def steps_within(self, hours: float, least_steps: int) -> int:
-        """Count the optimiser steps of one patch that fit into each training.
+        """Count the optimiser steps of one patch for which each training has time.
 
         Args:
-            hours: Time of the whole.
-            least_steps: Steps without which a training teaches nothing.
+            hours: Time of the whole cross-validation.
+            least_steps: Number of steps below which a training teaches nothing.
 
         Raises:
-            UserError: If fewer fit than that, with the hours that would do.
+            UserError: If there is time for fewer than `least_steps`, with the hours that would do.
         """
         planned_s = PLANNED_SHARE * hours * 3600
-        rest_s = planned_s - self.total_s(0)
-        steps = math.floor(rest_s / (self.num_folds * self.costs.step_s))
+        time_for_steps_s = planned_s - self.total_s(0)
+        steps = math.floor(time_for_steps_s / (self.num_folds * self.costs.step_s))
         if steps >= least_steps:
             return steps
-        needed = self.total_s(least_steps) / PLANNED_SHARE / 3600
-        # Rounded up to two digits.
-        digit = 10 ** (math.floor(math.log10(needed)) - 1)
-        nearest = math.ceil(needed / digit) * digit
+        needed_hours = self.total_s(least_steps) / PLANNED_SHARE / 3600
+        # Rounded up to two digits; `digit` is the unit of the second one.
+        digit = 10 ** (math.floor(math.log10(needed_hours)) - 1)
+        nearest_hours = math.ceil(needed_hours / digit) * digit
         raise UserError(
             f"hours={hours:g}: {self.num_folds} folds of {self.num_cases} cases leave time for "
             f"{max(0, steps)} steps, and fewer than {least_steps} teach nothing; the nearest "
-            f"possible wish is hours={nearest:.2g}, or fewer folds"
+            f"possible wish is hours={nearest_hours:.2g}, or fewer folds"
         )

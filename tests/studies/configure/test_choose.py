@@ -23,8 +23,8 @@ from medseg.studies.configure.choose import (
     least_steps,
     patch_shape,
     scan_voxels,
-    smaller,
     spacings,
+    with_smaller_patch,
     with_steps,
 )
 from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint, LabelFacts
@@ -158,7 +158,7 @@ def test_smaller_patches_end() -> None:
     following: Setting | None = setting
     while following is not None:
         sizes.append(math.prod(following.patch_size))
-        following = smaller(following, SMALL, FakePlanner())
+        following = with_smaller_patch(following, SMALL, FakePlanner())
     assert sizes == sorted(set(sizes), reverse=True)
     assert len(sizes) > 3
 

@@ -144,11 +144,11 @@ def test_more_memory_than_predicted_takes_a_smaller_patch() -> None:
     wishes = Wishes(1.0, 1.0, 2, ("plain",))
     setting = Setting((2.0, 2.0, 2.0), (64, 64, 64), "unet", "plain")
     arguments = (setting, FINGERPRINT, wishes, FakePlanner())
-    chosen, costs = command.measured(*arguments, FakePilot([1.2, 1.1, 0.9]))
+    chosen, costs = command.measure_setting(*arguments, FakePilot([1.2, 1.1, 0.9]))
     assert [trial.patch_size[0] for trial in timed] == [64, 48, 32]
     assert (chosen, costs.peak_gib) == (timed[-1], 0.9)
     with pytest.raises(UserError, match=r"the smallest patch took 1.10 GiB.*fit_gib=1.16"):
-        command.measured(*arguments, FakePilot([1.2, 1.1, 1.1]))  # type: ignore[arg-type]
+        command.measure_setting(*arguments, FakePilot([1.2, 1.1, 1.1]))  # type: ignore[arg-type]
 
 
 def test_a_slow_machine_gets_a_setting_for_a_part_of_the_hours() -> None:
@@ -163,7 +163,7 @@ def test_a_slow_machine_gets_a_setting_for_a_part_of_the_hours() -> None:
     wishes = Wishes(9.0, 0.8, 2, ("plain",))
     first = choose(FINGERPRINT, wishes, FakePlanner())
     arguments = (first, FINGERPRINT, wishes, FakePlanner(), FakePilot())
-    chosen, costs = command.measured(*arguments)  # type: ignore[arg-type]
+    chosen, costs = command.measure_setting(*arguments)  # type: ignore[arg-type]
     assert timed == [first, chosen]
     assert chosen == choose(FINGERPRINT, wishes._replace(hours=0.1), FakePlanner()) != first
     assert costs.step_s == pytest.approx(8 * FakePlanner().predict(chosen).seconds)
