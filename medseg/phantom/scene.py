@@ -126,12 +126,13 @@ def make_scene(
         radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body.radii_xyz_mm)
         organs.append(organ._replace(radii_xyz=radii_xyz))
     if spec.ignore_label is not None:
+        # Looks like the body. It is the last organ, so its value covers those of the others.
         ignored = Organ(
-            spec.ignore_label,
-            1,
-            rng.uniform(-0.4, 0.4, 3),
-            np.full(3, 0.2),
-            np.zeros(len(spec.modalities)),
+            value=spec.ignore_label,
+            sign=1,
+            centre_xyz=rng.uniform(-0.4, 0.4, 3),
+            radii_xyz=np.full(3, 0.2),
+            contrast=np.zeros(len(spec.modalities)),
         )
         organs.append(ignored)
     images = []
@@ -239,7 +240,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     names_with_side = {name_of[label] for label in sides}
     # Each name once, in the order of the labels.
     organ_names = list(dict.fromkeys(name_of.values()))
-    # Contrasts at equal steps, in another order in each channel: (organs, channels).
+    # Contrasts at equal steps, but 0.2 away from 0, where an organ would look like the body; in
+    # another order in each channel: (organs, channels).
     levels = np.linspace(0.8, -0.8, len(organ_names))
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])

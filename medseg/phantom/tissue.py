@@ -223,7 +223,7 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     path = [(x, y, z + patient.dome_z_mm[-1]) for x, y, z in COLON_XYZ_MM]
     colon = within(tube(points, path, (COLON_RADIUS_MM, COLON_RADIUS_MM)), inside)
     slab.paint(35, colon)
-    # Gas rises: the lower a point, the rather it shows stool. The wall is 2.5 mm thick.
+    # Gas rises, so stool is more likely in lower points. The wall is 2.5 mm thick.
     is_stool = tissue - up / 40 > 0.1
     slab.paint(np.where(is_stool, 10 + 90 * np.abs(tissue), -950), colon + 2.5)
     for organ in ORGANS:
@@ -273,8 +273,8 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
     # Depth below the surface of the lung.
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
-    # `lung_hu` is meant for a breath of 0.8. In expiration lungs are denser, and so is the gradient
-    # of gravity, in HU per mm.
+    # `lung_hu` is meant for a breath of 0.8. In expiration lungs are denser, and the gradient from
+    # their highest to their lowest part (HU per mm) is steeper.
     expiration = 0.8 - spec.breath
     hu = (
         spec.lung_hu
