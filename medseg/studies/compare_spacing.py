@@ -53,7 +53,9 @@ from medseg.studies.train_arguments import (
 from medseg.training.network import find_divisor
 from medseg.training.options import TrainConfig
 
+# Columns of the costs of a stage, see `stage_costs`.
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
+# Columns of a case and region, see `read_scores`.
 SCORES = (
     "case",
     "slice_mm",
@@ -66,6 +68,7 @@ SCORES = (
     "predict_s",
     "predict_peak_gb",
 )
+# Columns of `comparison.csv`.
 COLUMNS = (
     "row",
     "failure",
@@ -80,7 +83,7 @@ class Stage(NamedTuple):
 
     Attributes:
         name: `coarse` or `fine`.
-        arguments: Its arguments of `train`.
+        arguments: Arguments of `train`.
         config: The configuration that they compose.
         run_dir: Run folder, which rows with the same configuration share.
     """
@@ -103,9 +106,11 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
     # A mistake in any row is found before the first one is trained.
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
+    # Each row has a folder beside the folder `runs`.
     check_names(list(rows), "runs")
-    test_cases = find_sources(config.data, config.task)[0].split.test
-    cases = [case for case in test_cases if case.labels is not None]
+    # A second source has extra phantoms, which only train.
+    source = find_sources(config.data, config.task)[0]
+    cases = [case for case in source.split.test if case.labels is not None]
     if not cases:
         raise UserError(
             "data.test_patients: no case with labels is held out; name patients of the case table"
@@ -116,9 +121,9 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    # `evaluate` reads no checkpoint: it needs the labels as arguments.
-    task_arguments = [argument for argument in arguments if argument.startswith("task")]
-    reference = [label_values_argument(config.data.label_values or {}), *task_arguments]
+    # `evaluate` reads no checkpoint, so the task and the meaning of the labels are arguments.
+    reference_arguments = [label_values_argument(config.data.label_values or {})]
+    reference_arguments += [argument for argument in arguments if argument.startswith("task")]
     # Rows may share runs: a run that failed in one row is not tried again in the next.
     failed_runs: dict[Path, str] = {}
     strategies = []
@@ -126,7 +131,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         folder = output / folder_name(name)
         try:
-            strategy = run_row(name, stages, folder, table, grids, reference, failed_runs)
+            strategy = run_row(name, stages, folder, table, grids, reference_arguments, failed_runs)
         except UserError as error:
             say(f"{name}: {error}")
             strategy = Strategy(name, costs={}, scores=[], missing={}, failure=str(error))
@@ -175,7 +180,7 @@ def run_row(
     folder: Path,
     table: Path,
     grids: Mapping[str, VoxelGrid],
-    reference: Sequence[str],
+    reference_arguments: Sequence[str],
     failed_runs: dict[Path, str],
 ) -> Strategy:
     """Train both stages of a row, predict and score the held-out cases.
@@ -188,7 +193,7 @@ def run_row(
         folder: Folder of the row.
         table: Case table of the held-out cases.
         grids: Name of each held-out case to its oriented grid.
-        reference: Arguments of `evaluate` that give the meaning of the reference labels.
+        reference_arguments: Arguments of `evaluate` that give the meaning of the reference labels.
         failed_runs: Runs that failed in an earlier row, and why; a run that fails now is added.
 
     Raises:
@@ -204,7 +209,8 @@ def run_row(
     reports, predict_failures = _predict(stages, table, list(grids), predictions)
     scores = folder / "scores" / runs_name
     files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
-    evaluate_failure = run_and_get_failure(["evaluate", *files, "pictures=false", *reference])
+    step = ["evaluate", *files, "pictures=false", *reference_arguments]
+    evaluate_failure = run_and_get_failure(step)
     if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
@@ -214,6 +220,7 @@ def run_row(
         missing[case] = predict_failures.get(case, "no prediction")
     missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
+    # Largest inputs of each stage: of the coarse one a whole scan, of the fine one a crop.
     scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
     crop_shapes = []
     for report in reports.values():

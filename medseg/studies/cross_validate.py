@@ -55,7 +55,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     `model/`, a model folder with the networks of all folds.
 
     Returns:
-        0.
+        Exit code, always 0.
 
     Raises:
         UserError: If the folds, the experiments or the references cannot be used.

@@ -48,7 +48,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
     cases of `held_out`; without them it is that of a `cross_validate` in the same folder of runs.
 
     Returns:
-        0.
+        Exit code, always 0.
 
     Raises:
         UserError: If an experiment or a table cannot be used.

@@ -205,7 +205,13 @@ def run_trial(
         compose: From `composer`.
     """
     job_dir = journal.folder / str(trial.number)
-    job = Job(trial.number, Status.running, "", overrides, "")
+    job = Job(
+        number=trial.number,
+        status=Status.running,
+        message="",
+        overrides=overrides,
+        signature="",
+    )
     texts = [f"{key}={value}" for key, value in overrides.items()]
     say(f"trial {trial.number}: {' '.join(texts)}")
     # What is recorded if an exception other than a `UserError` ends the trial, as SystemExit.
@@ -249,7 +255,7 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
     prune_reason = ""
 
     def is_behind() -> bool:
-        """Whether the trial should end now; called again and again while it runs."""
+        """Whether the trial should end now; called while it runs, until it returns True."""
         nonlocal prune_reason
         prune_reason = report_validations(trial, run_dir / HISTORY_FILE)
         return prune_reason != ""

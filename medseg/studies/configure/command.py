@@ -65,7 +65,7 @@ def configure(config: ConfigureConfig) -> int:
     numbers, and `fingerprint.csv`.
 
     Returns:
-        0.
+        Exit code, always 0.
 
     Raises:
         UserError: If the wishes are impossible, with the nearest possible one.
@@ -82,14 +82,14 @@ def configure(config: ConfigureConfig) -> int:
     wishes = Wishes(config.fit_gib, config.hours, config.num_folds, _switches(is_gpu=is_gpu))
     arguments = arguments_for_train(HydraConfig.get().overrides.task, ConfigureConfig)
     pilot = Pilot(
-        output / "pilot",
-        cases,
-        fingerprint,
-        task,
-        plain(config.task),
-        config.data.label_values,
-        arguments,
-        config.timed_steps,
+        folder=output / "pilot",
+        cases=cases,
+        fingerprint=fingerprint,
+        task=task,
+        plain_task=plain(config.task),
+        label_values=config.data.label_values,
+        arguments=arguments,
+        timed_steps=config.timed_steps,
         is_on_processor=not is_gpu,
     )
     planner = MachinePlanner(task, fingerprint.largest, arguments, pilot.folder / "planned.yaml")
