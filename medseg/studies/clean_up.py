@@ -28,8 +28,8 @@ from medseg.task import CleanUp, Task
 # Significance level of all tests together; each is made at this divided by their number
 # (Bonferroni).
 LEVEL = 0.05
-# Candidates for the smallest volume that a component keeps its place with, as shares of the median
-# volume in the references.
+# Candidates for the volume below which a component is removed, as shares of the median volume of
+# the part in the references.
 SHARES = (0.01, 0.1)
 CLEAN_UP_CSV = "clean_up.csv"
 CLEAN_UP_MD = "clean_up.md"

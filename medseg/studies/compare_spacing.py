@@ -281,7 +281,7 @@ def _predict(
 def failed_predictions(predictions: Path) -> dict[str, str]:
     """Read from the `summary.csv` of a batch why cases have no prediction: case to message."""
     path = predictions / "summary.csv"
-    # `predict` writes no table for a single case.
+    # The command failed before it wrote the table.
     if not path.is_file():
         return {}
     # The message of a failed case is in the column of warnings.

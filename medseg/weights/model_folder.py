@@ -38,8 +38,8 @@ CARD = "README.md"
 ALL = "all"
 """Stands in place of a fold for a network that was trained on all cases."""
 
-# Groups: task, stage, fold. The greedy first group takes all but the last word that is a stage,
-# because a task may be called `lesion_fine_fold_1`.
+# Groups: task, stage, fold. The first group is greedy, so that the stage is the last one in the
+# name: a task may be called `lesion_fine_fold_1`.
 _FILE_NAME = re.compile(rf"(.+)_({'|'.join(STAGES)})(?:_fold_(\w+))?{re.escape(SUFFIX)}")
 
 

@@ -172,8 +172,8 @@ def measure_setting(
     costs = pilot.measure(setting)
     slowness = costs.step_s / planner.predict(setting).seconds
     if slowness > MOST_SLOWNESS:
-        # The planner predicts times of an idle machine, but other programs may share this one. In
-        # the hours of the user it does what the planner expects of fewer hours.
+        # The planner predicts times of an idle machine, but other programs may share this one, so
+        # that the hours of the user are worth fewer hours of the planner.
         hours = wishes.hours / slowness
         cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
         if cheaper != setting:
