@@ -575,14 +575,14 @@ def open_layer(path: Path, layer: int) -> LazyVolume:
     depth, height, width = volume.grid.shape
     grid = replace(volume.grid, shape=(depth, height, width // num_layers))
 
-    def runs() -> Iterator[np.ndarray]:
-        # Every `num_layers`-th value, wherever a run begins.
+    def read_chunks() -> Iterator[np.ndarray]:
+        # Every `num_layers`-th value, wherever a chunk begins.
         num_read = 0
-        for values in volume.runs():
+        for values in volume.read_chunks():
             yield values[(layer - num_read) % num_layers :: num_layers]
             num_read += len(values)
 
-    return replace(volume, grid=grid, runs=runs)
+    return replace(volume, grid=grid, read_chunks=read_chunks)
 
 
 def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:

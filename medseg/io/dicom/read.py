@@ -176,7 +176,7 @@ def open_dicom(
     frames = slices.frames
     dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
 
-    def runs() -> Iterator[np.ndarray]:
+    def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
             # HU stay whole numbers where the slices have them.
             if image_hu.dtype != dtype:
@@ -187,7 +187,7 @@ def open_dicom(
         path,
         slices.grid,
         dtype,
-        runs,
+        read_chunks,
         findings=slices.findings,
         identity=frames[0].series.identity,
     )
