@@ -395,7 +395,7 @@ def choose_stack(
     contents = _sort_contents(_in_scope(images, choice))
     candidates = _stacks_with(contents.stacks, only_file)
     # A series of one stack may be named as its own part 1.
-    chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
+    chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
     # Files that cannot be read may be why there is none, and are refused first: those of the named
@@ -442,7 +442,7 @@ def _uids_of(
     return {
         image.series.uid
         for image in images
-        if file in (None, image.path) and choice.is_meant(image.series)
+        if file in (None, image.path) and choice.selects(image.series)
     }
 
 
