@@ -110,7 +110,8 @@ def open_slices(
             f"to {np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder."
         )
     shape = (len(planes), *(first.pixels.shape + num_more_px))
-    # LPS unit vectors: a step along a row leads to the next column, and the reverse.
+    # LPS unit vectors. A step along a row leads to the next column, one along a column to the next
+    # row.
     along_row, along_column = first.axes
     row_distance_mm, column_distance_mm = first.spacing_mm
     # Of a stack that is straight but for the rounding of decimals, the grid leans as its slices do:
