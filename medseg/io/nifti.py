@@ -229,7 +229,7 @@ def _choose_form(
             warnings.append(f"the {name} of the header {form.fault}: the {chosen} is used")
     if len(usable_names) == 2:
         other_affine = forms[usable_names[1]].affine
-        _refuse_opposite(path, affine, other_affine)
+        _check_directions(path, affine, other_affine)
         distance_voxels = _distance_voxels(affine, other_affine, shape)
         if distance_voxels > FORM_TOLERANCE_VOXELS:
             warnings.append(
@@ -268,7 +268,7 @@ def _affine_of_pixdim(path: Path, pixdim: np.ndarray) -> tuple[np.ndarray, list[
     return affine, [warning]
 
 
-def _refuse_opposite(path: Path, affine: np.ndarray, other_affine: np.ndarray) -> None:
+def _check_directions(path: Path, affine: np.ndarray, other_affine: np.ndarray) -> None:
     """Check that two forms do not turn an axis into opposite directions.
 
     The wrong one would swap the patient's sides.

@@ -421,16 +421,16 @@ def choose_stack(
     chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
-    # The series that are meant: that of the chosen stack; without one, those that the argument
-    # names; without any stack, all.
+    # Series that the arguments mean.
     if chosen:
         meant_uids = {chosen[0].series.uid}
     elif candidates:
         meant_uids = _uids_of(contents.images, choice, only_file)
     else:
+        # Without any stack, the files of all series may say why.
         meant_uids = _uids_of(contents.images, parse_series(None), only_file)
     # Before the refusals below: files that cannot be read may be why there is no stack.
-    _refuse_unreadable(contents, meant_uids, folders)
+    _check_readable(contents, meant_uids, folders)
     left_out = contents.left_out
     # Where nothing selects a series, all that the folder holds is of interest.
     is_selected = bool(choice.name) or only_file is not None
@@ -511,7 +511,7 @@ def _no_such_series(
     )
 
 
-def _refuse_unreadable(contents: Contents, uids: set[str], folders: SliceFolders) -> None:
+def _check_readable(contents: Contents, uids: set[str], folders: SliceFolders) -> None:
     """Check that all files of some series can be read.
 
     Raises:
