@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medseg.errors import UserError
 
-# Suffixes of volume files, with their formats: longer suffixes before those that they end with.
+# Suffixes of volume files with their formats, in the order of messages.
 SUFFIXES = {
     ".nii.gz": "nifti",
     ".nii": "nifti",

@@ -72,7 +72,8 @@ def scratch_above(num_bytes: float, waiting_bytes: float = math.inf) -> Iterator
 
     Args:
         num_bytes: Size above which an array is a file.
-        waiting_bytes: The same for arrays that wait; a size above `num_bytes` has no effect.
+        waiting_bytes: The same for arrays that wait, see the top of this module; a size above
+            `num_bytes` has no effect.
     """
     token = _limit_bytes.set(num_bytes)
     waiting_token = _waiting_bytes.set(min(num_bytes, waiting_bytes))

@@ -102,7 +102,7 @@ def list_series(
             key = (image.series.scope, image.series.uid)
             by_series.setdefault(key, []).append(image)
     _join_cut_files(by_series)
-    # How many patients or studies have a series of this UID.
+    # Number of patients and studies that have a series, by its UID.
     num_scopes = Counter(uid for _, uid in by_series)
     folders = slice_folders(images)
     # The loose files, by the UID of the only series that they may be a slice of, or None.
