@@ -52,23 +52,26 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
     for points, ring_ends in zip(*filled, strict=True):
         rings = []
         for start, stop in pairwise(ring_ends):
-            # The last point repeats the first; contourpy gives x before y, in the padded box.
-            rings.append(points[start : stop - 1, ::-1] + (low - 1))
+            ring_xy = points[start : stop - 1]  # the last point repeats the first
+            ring = ring_xy[:, ::-1]
+            rings.append(ring + (low - 1))  # from the padded box to the slice
         # The first ring is the outline, the others are its holes. From left to right: a hole may be
         # joined to one that was joined before.
-        polygon = rings[0]
-        for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):
+        polygon, *holes = rings
+        holes.sort(key=_left_end)
+        for hole in holes:
             gate, hole_gate = _keyhole(polygon, hole)
-            polygon = np.concatenate(
-                [
-                    polygon[: gate + 1],
-                    np.roll(hole, -hole_gate, axis=0),  # around the hole from its gate on
-                    hole[hole_gate : hole_gate + 1],
-                    polygon[gate:],
-                ]
-            )
+            # To the gate, around the hole from its gate to its gate, and on from the first gate.
+            around_hole = np.roll(hole, -hole_gate, axis=0)
+            hole_end = hole[hole_gate : hole_gate + 1]
+            polygon = np.concatenate([polygon[: gate + 1], around_hole, hole_end, polygon[gate:]])
         polygons.append(_corners(polygon))
     return polygons
+
+
+def _left_end(ring: np.ndarray) -> float:
+    """Find the lowest column of a ring (N, 2)."""
+    return float(ring[:, 1].min())
 
 
 def _keyhole(polygon: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
@@ -112,8 +115,10 @@ def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
 
 def _corners(polygon: np.ndarray) -> np.ndarray:
     """Drop the points of a closed polygon on the straight line between their neighbours."""
-    y_before, x_before = (polygon - np.roll(polygon, 1, axis=0)).T
-    y_after, x_after = (np.roll(polygon, -1, axis=0) - polygon).T
+    previous_points = np.roll(polygon, 1, axis=0)
+    next_points = np.roll(polygon, -1, axis=0)
+    y_before, x_before = (polygon - previous_points).T
+    y_after, x_after = (next_points - polygon).T
     # Parallel steps have the cross product 0; coordinates in half pixels make it exact.
     is_corner = y_before * x_after != x_before * y_after
     return np.asarray(polygon[is_corner])
@@ -163,10 +168,9 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
     height, width = shape
     # The rows whose line of centres an edge crosses: from that of its upper end on, without that of
     # its lower end, so that a point between two edges counts once.
-    upper = np.minimum(starts[:, 0], stops[:, 0])
-    lower = np.maximum(starts[:, 0], stops[:, 0])
-    first_rows = np.ceil(upper).clip(0, height).astype(int)
-    stop_rows = np.ceil(lower).clip(0, height).astype(int)
+    y_starts, y_stops = starts[:, 0], stops[:, 0]
+    first_rows = np.ceil(np.minimum(y_starts, y_stops)).clip(0, height).astype(int)
+    stop_rows = np.ceil(np.maximum(y_starts, y_stops)).clip(0, height).astype(int)
     num_rows = stop_rows - first_rows
     # From here on one entry for each crossing of an edge with a row, those of an edge together.
     edges = np.repeat(np.arange(len(starts)), num_rows)
@@ -174,12 +178,13 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
     num_before = np.cumsum(num_rows) - num_rows
     numbers = np.arange(len(edges)) - num_before[edges]
     rows = first_rows[edges] + numbers
-    edge_starts, edge_stops = starts[edges], stops[edges]
+    y_start, x_start = starts[edges].T
+    y_stop, x_stop = stops[edges].T
     # Where on the edge the crossing is: 0 at its first point, 1 at its last.
-    share = (rows - edge_starts[:, 0]) / (edge_stops[:, 0] - edge_starts[:, 0])
-    crossings_px = edge_starts[:, 1] + share * (edge_stops[:, 1] - edge_starts[:, 1])
+    share = (rows - y_start) / (y_stop - y_start)
+    x_crossing = x_start + share * (x_stop - x_start)
     # The first pixel right of the crossing; `width` where there is none, in a column of its own.
-    columns = np.ceil(crossings_px).clip(0, width).astype(int)
+    columns = np.ceil(x_crossing).clip(0, width).astype(int)
     num_columns = width + 1
     crossings = np.bincount(rows * num_columns + columns, minlength=height * num_columns)
     crossings = crossings.reshape(height, num_columns)

@@ -421,7 +421,7 @@ def choose_stack(
     chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
-    # Series that the arguments mean.
+    # Series Instance UIDs that the arguments mean.
     if chosen:
         meant_uids = {chosen[0].series.uid}
     elif candidates:
