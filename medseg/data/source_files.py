@@ -50,7 +50,7 @@ def files_of(path: Path) -> list[Path]:
     if path.suffix.lower() in (".mhd", ".nhdr"):
         from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
-        data_files = read_header(path)[2]
+        data_files = read_header(path).files
         # The header itself may hold the voxels; that a file is missing, the reader tells.
         return [path, *(file for file in data_files if file.is_file() and file != path)]
     if volume_suffix(path) is None and is_dicom_file(path):

@@ -1,4 +1,4 @@
-"""Zip archives, as portals and archives of images export studies."""
+"""Zip archives, in which image portals and PACS export studies."""
 
 import calendar
 import os
@@ -13,20 +13,21 @@ from pathlib import Path
 from medseg.errors import UserError
 from medseg.io.scratch import scratch_folder
 
-# Bit of the flags of a member that needs a password.
+# Bit of a member's flags that says that it needs a password (PKWARE's APPNOTE, 4.4.4).
 ENCRYPTED = 0x1
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file is a zip archive, by its name; its content is checked when it is unpacked."""
+    """Whether a path is a zip archive by its name; `unpacked` checks the content."""
     return path.suffix.lower() == ".zip" and path.is_file()
 
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Unpack a zip archive into a temporary folder that is named like it.
+    """Unpack a zip archive into a temporary folder of the same name, removed after the block.
 
-    Archives within it stay packed. Names that lead out of the folder stay within it.
+    Archives within it stay packed. A member whose name leads out of the folder (`../a`) is put
+    inside it.
 
     Raises:
         UserError: If it is damaged, needs a password, or is larger than the free disk.
@@ -69,7 +70,8 @@ def _unpack(path: Path, folder: Path) -> None:
             )
         for member in members:
             file = archive.extract(member, folder)
-            # The time by which a result that is up to date is recognised; some have no valid one.
+            # `extract` sets the present time. The time of the member decides whether an earlier
+            # result is up to date; some members have no valid one (ValueError).
             with suppress(ValueError):
                 time_s = calendar.timegm((*member.date_time, 0, 0, 0))
                 os.utime(file, (time_s, time_s))

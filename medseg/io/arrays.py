@@ -1,8 +1,10 @@
-"""Scans that other programs hold in memory: nibabel images, arrays and tensors with an affine.
+"""Conversion of scans in memory: nibabel images, and arrays and tensors with an affine.
 
-Their arrays are (X, Y, Z) and their affine maps indices to RAS in mm, as in nibabel and MONAI.
+Their arrays are (X, Y, Z) and their affine maps indices to RAS in mm, as in nibabel and MONAI. Ours
+are (Z, Y, X) with a grid in LPS.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     """Convert an array with an affine, as if it were read from a NIfTI file.
 
     Args:
-        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or what NumPy converts.
+        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or what NumPy converts, as a tensor.
         affine: Index to RAS in mm (4, 4).
-        air: See `load_image`.
+        air: Value that replaces what is not finite, see `load_image`.
         name: What the scan is called in messages.
 
     Returns:
@@ -33,6 +35,7 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     Raises:
         UserError: If the array is no volume of numbers, or the affine is none of a regular grid.
     """
+    # The functions of readers name a scan by a path.
     path = Path(name)
     voxels = np.asarray(array)
     if voxels.ndim != NUM_SPATIAL_AXES or voxels.dtype.kind not in "iuf":
@@ -47,11 +50,17 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
             f"{matrix.shape}"
         )
     shape = check_shape(path, list(voxels.shape))
+    # The first three rows of the affine (3, 4): directions of the axes in mm, then the origin. The
+    # change from RAS to LPS is its own inverse.
     lps = RAS_FROM_LPS @ matrix[:NUM_SPATIAL_AXES]
     grid = grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist())
-    stored = voxels.transpose()
-    # One slice at a time: conversions need no second copy of the volume.
-    return load_image(LazyVolume(path, grid, stored.dtype, lambda: map(np.ravel, stored)), air)
+    stored = voxels.transpose()  # (Z, Y, X), a view
+
+    def read_slices() -> Iterator[np.ndarray]:
+        # One slice (Y, X) at a time: conversions need no second copy of the volume.
+        return map(np.ravel, stored)
+
+    return load_image(LazyVolume(path, grid, stored.dtype, read_slices), air)
 
 
 def is_nibabel(scan: Any) -> bool:
@@ -60,7 +69,14 @@ def is_nibabel(scan: Any) -> bool:
 
 
 def from_nibabel(image: Any, air: int = AIR_HU) -> Volume:
-    """Convert an image of nibabel with one volume, see `from_array`.
+    """Convert an image of nibabel with one volume.
+
+    Args:
+        image: The image.
+        air: As for `from_array`.
+
+    Returns:
+        As `from_array`.
 
     Raises:
         UserError: If it is no regular 3D volume of numbers, or has no affine.

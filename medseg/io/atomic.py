@@ -1,6 +1,7 @@
-"""Files shared by processes: atomic writes and locks.
+"""Files that several processes use: atomic writes and locks.
 
-A write leaves the old content or the whole new one; a lock is released when its holder dies.
+A write that fails leaves the old content, never a part of the new one. A lock is released when its
+holder dies.
 """
 
 import errno
@@ -17,27 +18,29 @@ from filelock import FileLock, Timeout
 
 from medseg.errors import UserError
 
+# Start of the names of temporary files, which hides them from listings.
 PART_PREFIX = ".medseg-"
-# A temporary file that was last written longer ago is that of a process that was killed.
+# A temporary file that was last written longer ago is left from a process that was killed.
 STALE_AFTER_S = 3600.0
 
-# Answers of file systems without locks, such as some network and FUSE mounts.
+# Error numbers of file systems without locks, such as some network and FUSE mounts.
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
 @contextmanager
 def replace_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name in the same folder, which gets the name of the target at the end.
+    """Yield the path of a temporary file, which replaces the target at the end of the block.
 
-    Missing folders are made. The temporary name keeps the suffix, since libraries choose the format
-    by it. After an error, an interrupt or a full disk the old file is unchanged and the temporary
-    one is removed. A link stays a link: the file that it points to is replaced.
+    It is in the folder of the target, since a file system can only rename within itself; missing
+    folders are made. Its name keeps the suffix, since libraries choose the format by it. After an
+    error, an interrupt or a full disk the old file is unchanged and the temporary one is removed. A
+    link stays a link: the file that it points to is replaced.
 
     Raises:
         UserError: If the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    # A short name of its own: the name of the target may already have the greatest length.
+    # Not the target's name with an addition: it may already have the greatest length.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
         if target.exists() and not target.is_file():
@@ -55,9 +58,9 @@ def replace_path(path: Path) -> Iterator[Path]:
 
 
 def move_into_place(part: Path, target: Path) -> None:
-    """Give a written file its name, once its content is on the disk."""
+    """Rename a written file to its target, after its content has reached the disk."""
     with part.open("rb") as file:
-        # Otherwise a power cut may leave the new name with empty pages in place of the old file.
+        # Otherwise a power cut may leave an empty file under the new name, and the old one lost.
         os.fsync(file.fileno())
     os.replace(part, target)
 
@@ -73,14 +76,14 @@ def replace_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> None:
-    """Write a text file in UTF-8, whole or not at all.
+    r"""Write a text file in UTF-8, whole or not at all.
 
     Args:
         path: The file.
         text: Its text.
-        errors: How a byte of a file name that is not UTF-8 is written, a lone surrogate in Python:
-            as its code, which JSON and YAML read back and every program can show; or, with
-            `RAW_NAMES` of `medseg.io.names`, as that byte.
+        errors: How surrogates are encoded, which stand for bytes of file names that are not UTF-8:
+            `backslashreplace` writes an escape such as `\udcfc`, which JSON and YAML read back and
+            every program can show; `RAW_NAMES` of `medseg.io.names` writes the byte itself.
 
     Raises:
         UserError: If the file cannot be written.
@@ -89,9 +92,9 @@ def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> Non
 
 
 def create_text(path: Path, text: str) -> bool:
-    """Write a new text file, whole.
+    """Write a text file whole, unless the path exists.
 
-    Of several processes that do so at the same moment, one succeeds.
+    Of several processes that do so at the same moment, one makes the file.
 
     Returns:
         Whether this call has made the file; False where the path existed.
@@ -99,26 +102,27 @@ def create_text(path: Path, text: str) -> bool:
     Raises:
         UserError: If the file cannot be written.
     """
-    whole = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}.part")
-    replace_text(whole, text)
+    part = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}.part")
+    replace_text(part, text)
     try:
-        os.link(whole, path)
+        # Unlike a rename, a hard link fails where the path exists.
+        os.link(part, path)
     except OSError:  # the path exists, or the file system has no hard links
         try:
+            # Claim the name with an empty file, which is then replaced.
             path.open("x").close()
         except FileExistsError:
             return False
-        os.replace(whole, path)
+        os.replace(part, path)
     finally:
-        whole.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
     return True
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder and, for a moment, a file in it.
+    """Make a folder and, for a moment, a file in it, before a long computation writes there.
 
-    So a long computation does not end with a failed write. Temporary files that killed processes
-    left in the folder are removed.
+    Temporary files that killed processes left in the folder are removed.
 
     Raises:
         UserError: If the folder cannot be written.
@@ -130,14 +134,17 @@ def check_writable(folder: Path) -> None:
         raise _not_written(folder, error) from error
     for part in folder.glob(f"{PART_PREFIX}*.part*"):
         with suppress(OSError):  # removed already, or owned by another user
-            if part.stat().st_mtime < time.time() - STALE_AFTER_S:
+            age_s = time.time() - part.stat().st_mtime
+            if age_s > STALE_AFTER_S:
                 part.unlink()
 
 
 def _not_written(path: Path, error: OSError) -> UserError:
     """Explain why a file or a folder cannot be written."""
-    is_below_file = isinstance(error, (FileExistsError, NotADirectoryError))
-    reason = "a part of its path is a file" if is_below_file else error.strerror or error
+    reason = error.strerror or str(error)
+    # Errors of `mkdir` where a file has the name of a folder.
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        reason = "a part of its path is a file"
     return UserError(
         f"{path}: cannot be written ({reason}); check the folder, its permissions and its space."
     )
@@ -147,15 +154,16 @@ def _not_written(path: Path, error: OSError) -> UserError:
 def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     """Hold the lock of a file. Forked children, such as loader workers, do not hold it.
 
-    On a file system without locks nothing is held: the lock guards against accidents. A lock file
-    that merely exists would outlive a killed holder, so filelock's fallback to one is off.
+    On a file system without locks the block runs without one: the lock only guards against
+    accidents. filelock could then take the existence of a file for a lock; that is off, since such
+    a file would outlive a killed holder.
 
     Args:
         path: Lock file; made if needed, and left in place.
         wait_s: How long to wait for another holder; None = without limit.
 
     Yields:
-        Whether the lock is held; False after `wait_s`.
+        True, also where there are no locks; False if another holder kept the lock for `wait_s`.
 
     Raises:
         UserError: If the file cannot be opened.
@@ -184,12 +192,15 @@ def is_locked(path: Path) -> bool:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:  # there is none, or nobody may hold it
+    except OSError:  # there is no such file, or this user may not read it
         return False
     try:
+        # A shared lock, without waiting, fails while another process holds the exclusive one.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)  # else a file system without locks
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
     finally:
         os.close(descriptor)
     return False

@@ -1,6 +1,7 @@
-"""Calibrations of this machine: numbers in files.
+"""Calibrations: measured numbers of this machine, such as seconds and bytes, kept in JSON files.
 
-They are kept while they are young and were measured on a quiet machine.
+A calibration is valid for 30 days, if other programs left the processors idle while it was
+measured.
 """
 
 import functools
@@ -17,14 +18,16 @@ import psutil
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 
-# Drivers, kernels and neighbours of a virtual machine change: older calibrations are made anew.
+# 30 days. Drivers, kernels and neighbours of a virtual machine change, so older calibrations are
+# measured again.
 MAX_AGE_S = 30 * 86400.0
-# Part of the machine's processors that other programs may use while something is measured. A single
-# background process of a small machine is more than that.
+# Largest part of all processors that other programs may use on a machine that counts as quiet. One
+# busy processor among eight is more than that.
 QUIET_LOAD = 0.1
-# How long the present load is watched.
+# How long `present_load` observes the processors.
 WATCH_S = 0.25
-# Load that is noted for measurements that do not agree.
+# Load noted for measurements that do not agree with each other: above `QUIET_LOAD`, so that a quiet
+# machine measures them again.
 UNSETTLED_LOAD = 1.0
 
 Measurement = TypeVar("Measurement")
@@ -41,25 +44,55 @@ class Circumstances(NamedTuple):
     load: float
     time_s: float
 
-    def is_valid(self, present_load: Callable[[], float]) -> bool:
+    def is_valid(self, measure_load: Callable[[], float]) -> bool:
         """Whether a measurement still counts.
 
-        One that was made under load is better than none while the machine is loaded, and is made
-        anew once it is quiet.
-
         Args:
-            present_load: Measures the load now; called only where the answer depends on it.
+            measure_load: Measures the load now; called only where the answer depends on it.
         """
         age_s = time.time() - self.time_s
-        if not 0 <= age_s <= MAX_AGE_S:
+        # A negative age comes from a clock that was set back.
+        if age_s < 0 or age_s > MAX_AGE_S:
             return False
-        return self.load <= QUIET_LOAD or present_load() > QUIET_LOAD
+        if self.load <= QUIET_LOAD:
+            return True
+        # Measured under load: good enough while the machine is loaded, to be replaced once it is
+        # quiet.
+        return measure_load() > QUIET_LOAD
+
+
+class ProcessorTimes(NamedTuple):
+    """Clock and processor times at one moment, in seconds since some fixed moment.
+
+    Attributes:
+        clock_s: Time of the clock.
+        busy_s: Time that all processors together have been busy.
+        own_s: Processor time of this process and of its children that have ended.
+    """
+
+    clock_s: float
+    busy_s: float
+    own_s: float
+
+    @classmethod
+    def now(cls) -> "ProcessorTimes":
+        """Read the times."""
+        times = psutil.cpu_times()
+        # Not every system has the fields that are read with a default.
+        idle_s = times.idle + getattr(times, "iowait", 0.0)
+        # The sum holds the time of guest systems twice: `user` and `nice` contain it already.
+        guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
+        busy_s = sum(times) - idle_s - guest_s
+        process = os.times()
+        own_s = process.user + process.system + process.children_user + process.children_system
+        return cls(time.perf_counter(), busy_s, own_s)
 
 
 class LoadMeter:
-    """Load by other programs while a block runs.
+    """Context manager that measures the load by other programs while its block runs.
 
-    Processes that the block starts do not count once they have ended.
+    Child processes that the block starts belong to it if they end before the block; those that
+    still run count as other programs.
 
     Attributes:
         load: Part of the machine's processors that other programs used, from 0 to 1; set when the
@@ -70,16 +103,20 @@ class LoadMeter:
         self.load = 0.0
 
     def __enter__(self) -> "LoadMeter":
-        self._start = _readings_s()
+        self._start = ProcessorTimes.now()
         return self
 
     def __exit__(self, *_: object) -> None:
-        elapsed_s, busy_s, own_s = (
-            end - start for start, end in zip(self._start, _readings_s(), strict=True)
-        )
+        end = ProcessorTimes.now()
+        elapsed_s = end.clock_s - self._start.clock_s
+        busy_s = end.busy_s - self._start.busy_s
+        own_s = end.own_s - self._start.own_s
         num_processors = psutil.cpu_count() or 1
         if elapsed_s > 0:
-            self.load = min(1.0, max(0.0, busy_s - own_s) / elapsed_s / num_processors)
+            load = (busy_s - own_s) / (elapsed_s * num_processors)
+            # The system counts busy and own time with different clock ticks, so the difference may
+            # leave the possible range.
+            self.load = min(1.0, max(0.0, load))
 
     def circumstances(self) -> Circumstances:
         """Describe the block that has just ended."""
@@ -95,7 +132,7 @@ def measure_until(
 
     Args:
         measure: Makes one measurement.
-        agree: Whether two measurements are equal within their bounds.
+        agree: Whether two measurements are equal within the tolerance of the caller.
         most_times: Measurements, at least 2, after which the last two are taken as they are.
 
     Returns:
@@ -103,7 +140,8 @@ def measure_until(
         agree count as made under load, so that they are made anew on a quiet machine.
     """
     with LoadMeter() as meter:
-        previous, latest = measure(), measure()
+        previous = measure()
+        latest = measure()
         num_times = 2
         while num_times < most_times and not agree(previous, latest):
             previous, latest = latest, measure()
@@ -114,24 +152,12 @@ def measure_until(
     return previous, latest, circumstances
 
 
-def _readings_s() -> tuple[float, float, float]:
-    """Read the clock and two processor times, in seconds.
-
-    Returns:
-        The clock; the busy time of all processors; the time of this process and its ended children.
-    """
-    times = psutil.cpu_times()
-    idle_s = times.idle + getattr(times, "iowait", 0.0)
-    # `user` contains `guest` already.
-    guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    process = os.times()
-    own_s = process.user + process.system + process.children_user + process.children_system
-    return time.perf_counter(), sum(times) - idle_s - guest_s, own_s
-
-
 @functools.cache
 def present_load() -> float:
-    """Part of the machine's processors that other programs use now, watched once a process."""
+    """Part of the machine's processors that other programs use, when this is first called.
+
+    The first call observes them for `WATCH_S`; later calls of the process return the same number.
+    """
     with LoadMeter() as meter:
         time.sleep(WATCH_S)
     return meter.load
@@ -145,8 +171,8 @@ def read_calibration(path: Path, count: int) -> list[float] | None:
         count: Expected number of numbers.
 
     Returns:
-        The numbers; None if there is no file, or a damaged, old or loaded one (see
-        `Circumstances.is_valid`).
+        The numbers; None if there is no file, or if it is damaged, too old, or was measured under
+        load (see `Circumstances.is_valid`).
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -160,9 +186,10 @@ def read_calibration(path: Path, count: int) -> list[float] | None:
 
 
 def write_calibration(path: Path, numbers: Sequence[float], circumstances: Circumstances) -> None:
-    """Keep the numbers of a calibration.
+    """Write the numbers of a calibration to its file.
 
-    Where the folder cannot be written, they are measured again the next time.
+    Without an error where that cannot be written: the next process measures the numbers again.
     """
+    content = {"numbers": list(numbers), **circumstances._asdict()}
     with suppress(UserError):
-        replace_text(path, json.dumps({"numbers": list(numbers), **circumstances._asdict()}))
+        replace_text(path, json.dumps(content))

@@ -20,22 +20,33 @@ class Identity(NamedTuple):
     series_description: str = ""
 
     def __str__(self) -> str:
-        """Name patient and date in messages, as `patient P1, 2024-01-31`; "" without both."""
-        patient = f"patient {self.patient}" if self.patient else ""
-        return ", ".join(filter(None, (patient, self.study_date)))
+        """Name patient and date in messages, as `patient P1, 2024-01-31`.
+
+        What is unknown is left out: "" without either.
+        """
+        texts = []
+        if self.patient:
+            texts.append(f"patient {self.patient}")
+        if self.study_date:
+            texts.append(self.study_date)
+        return ", ".join(texts)
 
     def added_to(self, message: str) -> str:
-        """Put patient and date behind the message that refuses a scan, where they are known.
+        """Put patient and date at the end of a message that refuses a scan.
+
+        The message stays as it is where neither is known.
 
         Example:
             >>> Identity("P1", "2024-01-31").added_to("ct: it is empty; export it again.")
             'ct: it is empty; export it again (patient P1, 2024-01-31).'
         """
         name = str(self)
-        return f"{message.rstrip('.')} ({name})." if name else message
+        if not name:
+            return message
+        return f"{message.rstrip('.')} ({name})."
 
 
-# Identity of a scan that is no DICOM series.
+# Identity of a scan that is not a DICOM series.
 UNKNOWN = Identity()
 
 

@@ -1,4 +1,4 @@
-"""Input paths: the scans at a path, and their case names."""
+"""Search for scans: the scans at a path, their formats and their case names."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medseg.errors import UserError
 
-# Suffixes of volume files, the longer ones first, and their formats.
+# Suffixes of volume files with their formats, in the order of messages.
 SUFFIXES = {
     ".nii.gz": "nifti",
     ".nii": "nifti",
@@ -20,25 +20,31 @@ SUFFIXES = {
 # Suffix of segmentations of 3D Slicer, which are NRRD files.
 SEGMENTATION_SUFFIX = ".seg.nrrd"
 
-# Suffixes of DICOM results; such files are no scans.
+# Suffixes of the DICOM files that a prediction writes; such files are not scans.
 DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX = ".seg.dcm", ".rtstruct.dcm"
 
+# Suffixes of the volume files that medseg writes.
 WRITTEN_SUFFIXES = (".nii.gz", ".nii", ".nrrd", ".mha", ".mhd", SEGMENTATION_SUFFIX)
+# Suffixes that scanners and archives give to DICOM files, which often have none.
 DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 
-# Name of the image in a folder of a case, as in TotalSegmentator's data set.
+# Case names of the image in a folder of a case, as in TotalSegmentator's data set
+# (`s0001/ct.nii.gz`).
 CASE_IMAGES = ("ct", "mri")
 
+# Bytes by which a DICOM file is known: a preamble of 128, and the mark "DICM".
+NUM_DICOM_HEAD_BYTES = 132
 
-# Control characters, line separators, and bytes of a file name that are no UTF-8.
+# Control characters, line separators, and surrogates (bytes of a file name that are not UTF-8).
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def volume_suffix(path: Path) -> str | None:
-    """Find the suffix that makes a name a volume file, in lower case; None for others."""
+    """Find the suffix of a volume file by the file's name, in lower case; None for other names."""
     name = path.name.lower()
     for suffix in (SEGMENTATION_SUFFIX, *SUFFIXES):
-        if name.endswith(suffix) and len(name) > len(suffix):
+        # A name that is nothing but a suffix is a hidden file.
+        if name.endswith(suffix) and name != suffix:
             return suffix
     return None
 
@@ -46,8 +52,8 @@ def volume_suffix(path: Path) -> str | None:
 def volume_files(folder: Path) -> list[Path]:
     """List the volume files that lie in a folder itself, sorted by name.
 
-    A link that leads nowhere is one of them, so that its reader tells it: a file of git-annex that
-    was not fetched would else be left out in silence.
+    A link that leads nowhere is one of them, so that reading it fails with a message: otherwise a
+    file of git-annex that was not fetched would be left out in silence.
     """
     files = []
     for entry in _visible(folder):
@@ -63,7 +69,10 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def _scan_files(folder: Path) -> list[Path]:
-    """List the volume files of a folder but segmentations, which 3D Slicer keeps beside scans."""
+    """List the volume files of a folder without segmentations, which 3D Slicer puts beside scans.
+
+    They are sorted by name.
+    """
     return [path for path in volume_files(folder) if volume_suffix(path) != SEGMENTATION_SUFFIX]
 
 
@@ -80,82 +89,97 @@ def image_in(folder: Path) -> Path | None:
 def is_dicom_file(path: Path) -> bool:
     """Whether a file is DICOM, by its first bytes; names and suffixes are no evidence.
 
-    A DICOM file has the mark at byte 128 or, without a preamble, begins with a field of the groups
-    with which every object begins.
+    A DICOM file has the mark "DICM" at byte 128. Older files lack preamble and mark: they begin
+    with a data element of group 0002 or 0008, the first groups of every object.
     """
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(132)
-    if len(head) < 132:
+        head = file.read(NUM_DICOM_HEAD_BYTES)
+    if len(head) < NUM_DICOM_HEAD_BYTES:
         return False
     if head[128:] == b"DICM":
         return True
-    # (0002,00xx) or (0008,00xx), little endian; then two letters, or a length below 64 KiB.
-    is_group = head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
+    # Group and element of the tag, 2 bytes each, little endian: (0002,00xx) or (0008,00xx).
+    is_first_group = head[:2] in (b"\x02\0", b"\x08\0") and head[3:4] == b"\0"
+    # Explicit encoding: the value representation follows, two letters.
     has_letters = head[4:6].isalpha() and head[4:6].isupper()
-    return is_group and (has_letters or head[6:8] == b"\0\0")
+    # Implicit encoding: the length of the value follows, 4 bytes; it is below 64 KiB.
+    has_length = head[6:8] == b"\0\0"
+    return is_first_group and (has_letters or has_length)
 
 
 def is_dicomdir(path: Path) -> bool:
-    """Whether a file is the table of contents of a medium, which stands for its folder."""
+    """Whether a file is a DICOMDIR, the table of contents of a medium.
+
+    As an input it stands for its folder.
+    """
     return path.name.upper() == "DICOMDIR" and is_dicom_file(path)
 
 
 def _visible(folder: Path) -> list[Path]:
-    """List what lies in a folder, sorted, without hidden files and folders."""
+    """List the files and folders in a folder, sorted, without hidden ones."""
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
-    """Find the DICOM files of a folder, sorted by name, hidden ones and DICOMDIR left out.
+    """Yield the DICOM files of a folder, sorted by name within each folder.
+
+    Hidden files and DICOMDIR are left out.
 
     Args:
         folder: Where to look.
-        is_deep: Whether also in the folders below, links followed once.
+        is_deep: Whether to search the folders below too; a folder that several links lead to is
+            searched once.
     """
     searched: set[str] = set()
     waiting = [folder]
     while waiting:
         current = waiting.pop()
-        if os.path.realpath(current) in searched:
+        # Links may form a circle.
+        real_path = os.path.realpath(current)
+        if real_path in searched:
             continue
-        searched.add(os.path.realpath(current))
+        searched.add(real_path)
         entries = _visible(current)
         for entry in entries:
+            # A volume file is known by its name; only other files are opened.
             if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry):
                 yield entry
         if is_deep:
-            # The last of the list is searched next.
-            waiting += reversed([entry for entry in entries if entry.is_dir()])
+            subfolders = [entry for entry in entries if entry.is_dir()]
+            # `pop` takes the last one first.
+            waiting += reversed(subfolders)
 
 
 def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
     """Whether a folder holds DICOM files other than results of a prediction."""
-    return any(
-        not path.name.lower().endswith((DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX))
-        for path in dicom_files(folder, is_deep=is_deep)
-    )
+    for path in dicom_files(folder, is_deep=is_deep):
+        if not path.name.lower().endswith((DICOM_SEG_SUFFIX, RTSTRUCT_SUFFIX)):
+            return True
+    return False
 
 
-def _case_image(folder: Path) -> Path | None:
+def _scan_of(subfolder: Path) -> Path | None:
     """Find the scan of a subfolder: its image, or itself where it holds DICOM files.
 
     None where there is none. A folder that cannot be searched counts as a scan.
     """
     try:
-        image = image_in(folder)
+        image = image_in(subfolder)
         if image is not None:
             return image
-        return folder if _has_slices(folder) else None
+        if _has_slices(subfolder):
+            return subfolder
+        return None
     except OSError:  # as in another user's folder
-        return folder
+        return subfolder
 
 
 def case_name(path: Path) -> str:
     """Name a case after its file, without the suffix; a DICOM series after its folder.
 
-    Control characters become "_".
+    Characters of `CONTROL_CHARACTERS` become "_".
 
     Example:
         >>> case_name(Path("scans/Doe, John (1.5).nii.gz"))
@@ -164,16 +188,20 @@ def case_name(path: Path) -> str:
     suffix = volume_suffix(path)
     if suffix is not None and not path.is_dir():
         return CONTROL_CHARACTERS.sub("_", path.name[: -len(suffix)])
-    is_slice = path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path)
-    folder = path.parent if is_slice else path
+    folder = path
+    if path.name.lower().endswith(DICOM_SUFFIXES) or is_dicom_file(path):
+        folder = path.parent
     name = folder.name
+    # Paths such as "." and ".." do not end with the folder's name.
     if name in ("", ".."):
         name = folder.resolve().name
     return CONTROL_CHARACTERS.sub("_", name)
 
 
 def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str:
-    """Put the name of a case before a message, unless the message begins with a file of that name.
+    """Put the name of a case before a message that does not name the case yet.
+
+    It does where it begins with a file or folder of that case name.
 
     Args:
         name: Name of the case.
@@ -195,15 +223,20 @@ def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str
 def input_format(path: Path) -> str:
     """Find the format of an input: `nifti`, `nrrd` or `metaimage` by name, `dicom` by content.
 
+    Args:
+        path: File or folder; only a DICOM series may be a folder.
+
     Raises:
-        UserError: If the path does not exist or is none of them.
+        UserError: If the path does not exist or has none of these formats.
     """
     if not path.exists():
         raise UserError(f"{path}: this file or folder does not exist; check the path.")
     suffix = volume_suffix(path)
     if suffix is not None and path.is_file():
+        # The suffix of a segmentation is not in the table.
         return SUFFIXES.get(suffix, "nrrd")
     if path.is_dir():
+        # The search ends with the first file.
         is_dicom = any(True for _ in dicom_files(path))
         kind = "folder without DICOM files"
     else:
@@ -225,8 +258,8 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
 
     Args:
         path: File or folder.
-        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then left
-            out.
+        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then
+            ignored instead of refused.
 
     Returns:
         Pairs (case name, path).
@@ -237,7 +270,7 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
     """
     try:
         if not path.is_dir():
-            input_format(path)
+            input_format(path)  # refuses a path that is no scan
             return [(case_name(path), path)]
         return _list_folder(path, is_dicom=is_dicom)
     except OSError as error:
@@ -251,39 +284,46 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
 def _list_folder(folder: Path, *, is_dicom: bool) -> list[tuple[str, Path]]:
     """List the scans of a folder; arguments, result and errors are those of `list_inputs`."""
     entries = _visible(folder)
-    scans = _scan_files(folder)
+    files = _scan_files(folder)
     if any(map(is_dicomdir, entries)) or _has_slices(folder, is_deep=False):
         if not is_dicom:
-            _refuse_volumes(folder, scans)
+            _refuse_volumes(folder, files)
         return [(case_name(folder), folder)]
-    images = {entry: _case_image(entry) for entry in entries if entry.is_dir()}
-    scans += [entry for entry, image in images.items() if image is not None]
+    subfolders = [entry for entry in entries if entry.is_dir()]
+    # Scan by the file or the subfolder that gives it its name: the image in a folder of a case is
+    # named after the folder.
+    scans = {file: file for file in files}
+    for subfolder in subfolders:
+        scan = _scan_of(subfolder)
+        if scan is not None:
+            scans[subfolder] = scan
     if not scans:
-        raise _no_scans(folder, images)
+        raise _no_scans(folder, subfolders)
     cases = _by_case_name(folder, scans)
-    # A folder of a case is named after itself and stands for its image.
-    return [(name, images.get(scan) or scan) for name, scan in cases.items()]
+    return [(name, scans[entry]) for name, entry in cases.items()]
 
 
 def _no_scans(folder: Path, subfolders: Iterable[Path]) -> UserError:
     """Refuse a folder without a scan; name those of its subfolders that hold volume files."""
-    inner = [str(subfolder) for subfolder in subfolders if volume_files(subfolder)]
+    with_volumes = [str(subfolder) for subfolder in subfolders if volume_files(subfolder)]
     advice = "check the path."
-    if inner:
-        advice = f"give one of {', '.join(inner[:5])}."
+    if with_volumes:
+        advice = f"give one of {', '.join(with_volumes[:5])}."
     return UserError(
         f"{folder}: expected scans ({', '.join(SUFFIXES)}, or folders of one DICOM series "
         f"each), but the folder holds none; {advice}"
     )
 
 
-def _refuse_volumes(folder: Path, scans: Iterable[Path]) -> None:
-    """Refuse volume files beside a DICOM series; only its label map may be there, by its name.
+def _refuse_volumes(folder: Path, files: Iterable[Path]) -> None:
+    """Refuse volume files beside a DICOM series.
+
+    A file with the case name of the series is its label map and may be there.
 
     Raises:
-        UserError: With one of the files.
+        UserError: If there are others; the message names one.
     """
-    names = [scan.name for scan in scans if case_name(scan) != case_name(folder)]
+    names = [file.name for file in files if case_name(file) != case_name(folder)]
     if names:
         raise UserError(
             f"{folder}: holds DICOM files beside {len(names)} volume files such as "
@@ -292,19 +332,19 @@ def _refuse_volumes(folder: Path, scans: Iterable[Path]) -> None:
         )
 
 
-def _by_case_name(folder: Path, scans: Iterable[Path]) -> dict[str, Path]:
-    """Name the scans of a folder, sorted by path.
+def _by_case_name(folder: Path, entries: Iterable[Path]) -> dict[str, Path]:
+    """Map case names to the files and subfolders of a folder, sorted by path.
 
     Raises:
         UserError: If two would have the same name.
     """
     cases: dict[str, Path] = {}
-    for scan in sorted(scans):
-        name = case_name(scan)
+    for entry in sorted(entries):
+        name = case_name(entry)
         if name in cases:
             raise UserError(
-                f"{folder}: '{cases[name].name}' and '{scan.name}' would both be called '{name}'; "
+                f"{folder}: '{cases[name].name}' and '{entry.name}' would both be called '{name}'; "
                 "rename one of them."
             )
-        cases[name] = scan
+        cases[name] = entry
     return cases

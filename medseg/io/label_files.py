@@ -6,8 +6,8 @@ from pathlib import Path
 from medseg.errors import UserError
 from medseg.io.text import read_json
 
-# What follows the name of the case and that of the label in the name of a file, by its name in
-# `save`.
+# Kind of file, as named in the key `save`, to the end of its name: a file of a label is called
+# `<case>.<label><ending>`.
 LABEL_ENDINGS = {"masks": ".nii.gz", "probabilities": ".probability.nii.gz"}
 
 
@@ -15,8 +15,8 @@ def label_file(start: Path, label: str, kind: str) -> Path:
     """Path of the file of one label.
 
     Args:
-        start: Folder and name of the case.
-        label: Name of the label; a slash in it becomes "_".
+        start: Folder and name of the case: the common start of the paths of its files.
+        label: Name of the label; slashes in it become "_".
         kind: Key of `LABEL_ENDINGS`.
     """
     file_label = re.sub(r"[/\\]", "_", label)
@@ -24,8 +24,17 @@ def label_file(start: Path, label: str, kind: str) -> Path:
 
 
 def labels_of_report(report: Path) -> list[str]:
-    """Labels of a prediction in the order of their values; none without a report of `predict`."""
+    """List the labels of a prediction in the order of their values.
+
+    Args:
+        report: Report of a prediction, `<case>.json`.
+
+    Returns:
+        The labels; none where the file is missing or is no such report.
+    """
     try:
-        return list(map(str, read_json(report)["volume_ml"]))
+        # Volume of each label by name.
+        volumes_ml = read_json(report)["volume_ml"]
+        return [str(label) for label in volumes_ml]
     except (UserError, ValueError, KeyError, TypeError):
         return []

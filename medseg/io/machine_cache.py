@@ -1,4 +1,4 @@
-"""Cache folder of this machine with measurements and converted networks.
+"""Cache folder of this user on this machine, with measurements and converted networks.
 
 It may be deleted at any time.
 """

@@ -1,6 +1,7 @@
-r"""File names that are not UTF-8, such as Latin-1 names of an old archive.
+r"""File names: names that are not UTF-8, and names made of texts of a header.
 
-Python keeps each of their bytes as a lone surrogate.
+On Linux a file name is any bytes, such as a Latin-1 name from an old archive. Python keeps each
+byte that is not UTF-8 as a lone surrogate, `\udc80` to `\udcff`.
 """
 
 import re
@@ -9,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Error handler that turns such a surrogate into its byte and back. Python's own file functions do
-# the same.
+# Error handler of `encode` and `decode` that turns such a surrogate into its byte and back, as
+# Python's own file functions do.
 RAW_NAMES = "surrogateescape"
 
-# A byte as `RAW_NAMES` keeps it, or half of a UTF-16 pair: neither can be encoded.
+# All surrogates, for a name may also come from JSON with half of a UTF-16 pair: UTF-8 encodes none.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_utf8(name: str) -> bool:
-    r"""Whether a file name is UTF-8, so that every library can take it.
+    r"""Whether a file name can be written in UTF-8, so that every library can take it.
 
     Example:
         >>> is_utf8("Müller"), is_utf8("M\udcfcller")
@@ -28,23 +29,25 @@ def is_utf8(name: str) -> bool:
 
 
 def joined_name(texts: Iterable[str]) -> str:
-    """Join texts of a header to the name of a case; other signs than `.+-` become "_".
+    """Join texts of a header with "_" to the name of a case; empty texts are left out.
+
+    Characters other than letters, digits, "_", ".", "+" and "-" become "_".
 
     Example:
         >>> joined_name(["P 1/2", "", "20240131"])
         'P_1_2_20240131'
     """
-    words = (re.sub(r"[^\w.+-]+", "_", text) for text in texts)
-    return "_".join(filter(None, words))
+    words = [re.sub(r"[^\w.+-]+", "_", text) for text in texts]
+    return "_".join(word for word in words if word)
 
 
 @contextmanager
 def utf8_path(path: Path) -> Iterator[Path]:
-    """Yield a path to the same file for libraries in C++ and Rust.
+    """Yield a path in UTF-8 to the same file, for libraries in C++ and Rust.
 
-    They fail on a name that is not UTF-8, or end the process. Such a file is reached through a
-    temporary folder, by a link to its own folder, or to itself if its name is not UTF-8 either. The
-    path is good for opening the file, which may stay open longer.
+    On another path they fail, or end the process. Such a file gets a symbolic link in a temporary
+    folder that is removed with the block; the library must open the file within the block, and may
+    keep it open longer.
     """
     if is_utf8(str(path)):
         yield path
@@ -52,6 +55,8 @@ def utf8_path(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="medseg-") as folder:
         link = Path(folder) / "link"
         if is_utf8(path.name):
+            # A link to the folder keeps the file's own name, and reaches the files beside it, such
+            # as the voxels of a MetaImage header.
             link.symlink_to(path.parent.absolute())
             yield link / path.name
         else:

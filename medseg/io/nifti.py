@@ -1,7 +1,7 @@
-"""NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz).
+"""Reader and writer of NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz).
 
-nibabel reads the fields of a header; they are checked here, and the choice between sform and qform
-is made as ITK does.
+nibabel reads the fields of a header; they are checked here. The choice between sform and qform, the
+two positions that a header may give, is that of ITK.
 """
 
 import gzip
@@ -33,9 +33,10 @@ from medseg.io.volume import (
     size_text,
 )
 
-# The world of NIfTI is RAS, ours is LPS.
+# Change between the world axes of NIfTI (RAS) and ours (LPS); it is its own inverse.
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
-# Spatial units of `xyzt_units` other than the millimetre: metre and micrometre.
+# Millimetres of the spatial units of `xyzt_units` other than the millimetre: 1 is the metre, 3 the
+# micrometre.
 UNIT_MM = {1: 1000.0, 3: 0.001}
 
 # Code of an sform or qform in the coordinates of the scanner.
@@ -44,13 +45,13 @@ SCANNER_CODE = 1
 # Largest difference of sform and qform that counts as rounding of their 32-bit numbers.
 FORM_TOLERANCE_VOXELS = 0.1
 
-# Largest relative difference of pixdim and the sform's steps that counts as rounding.
+# Largest relative difference of pixdim and the spacing of sform or qform that counts as rounding.
 SPACING_TOLERANCE = 1e-3
 
 # Largest excess over 1 of the sum b² + c² + d² of a qform that counts as rounding.
 QUATERNION_TOLERANCE = 1e-5
 
-# Fields of a header that say where its voxels are.
+# Fields of a header that give spacing, position and their unit.
 GEOMETRY_FIELDS = (
     "pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d",
     "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z", "xyzt_units",
@@ -63,27 +64,34 @@ LABEL_INTENT = 1002
 # eighth of its time.
 GZIP_LEVEL = 2
 
-# Bytes of the header of NIfTI-2, the longer one.
+# Bytes of the header of NIfTI-2, the longer one: as many are read of either version.
 HEADER_BYTES = 540
+
+# What the field `eol_check` of NIfTI-2 may hold: CR, LF, Ctrl-Z and LF, or nothing. As in PNG,
+# other bytes show a transfer that changed line ends.
+LINE_END_CHECKS = ([13, 10, 26, 10], [0, 0, 0, 0])
 
 
 def _parse(path: Path, block: bytes) -> Nifti1Header:
-    """Parse a header block of either version and byte order.
+    """Parse a header of either version and byte order.
+
+    Args:
+        path: File, for messages.
+        block: Its first `HEADER_BYTES`, or all of a shorter file.
 
     Raises:
-        UserError: If it is none, or its voxels are in another file or damaged.
+        UserError: If it is no header, or its voxels are in another file or damaged.
     """
     header_type, order = _header_kind(path, block)
     header = header_type(block[: header_type.sizeof_hdr], order, check=False)
-    mark = header["magic"].item()
-    if mark != header.single_magic.rstrip(b"\0"):  # NumPy drops zeros at the end
+    magic = header["magic"].item()
+    if magic != header.single_magic.rstrip(b"\0"):  # NumPy drops zeros at the end
         raise UserError(
             f"{path}: expected a NIfTI file that holds its voxels (n+1 or n+2), but its magic is "
-            f"{mark!r}; convert an ANALYZE or .hdr/.img pair first."
+            f"{magic!r}; convert an ANALYZE or .hdr/.img pair first."
         )
     is_nifti_2 = header_type is Nifti2Header
-    # Like those of PNG, these four bytes show a transfer that changed line ends.
-    if is_nifti_2 and header["eol_check"].tolist() not in ([13, 10, 26, 10], [0, 0, 0, 0]):
+    if is_nifti_2 and header["eol_check"].tolist() not in LINE_END_CHECKS:
         raise UserError(
             f"{path}: the line ends of the NIfTI-2 header were changed, as by a transfer in text "
             "mode, and so were its voxels; copy it again."
@@ -92,14 +100,18 @@ def _parse(path: Path, block: bytes) -> Nifti1Header:
 
 
 def _header_kind(path: Path, block: bytes) -> tuple[type[Nifti1Header], str]:
-    """Find version and byte order of a header, which begins with its own size.
+    """Find version and byte order of a header.
+
+    Returns:
+        nibabel's type of the version, and `little` or `big`.
 
     Raises:
-        UserError: If no version begins so.
+        UserError: If it is no header of either version.
     """
     for header_type in (Nifti1Header, Nifti2Header):
         size = header_type.sizeof_hdr
         for order in ("little", "big"):
+            # The first field is the size of the header, which differs between the versions.
             if len(block) >= size and block.startswith(size.to_bytes(4, order)):
                 return header_type, order
     raise UserError(
@@ -108,25 +120,27 @@ def _header_kind(path: Path, block: bytes) -> tuple[type[Nifti1Header], str]:
 
 
 def _fault(affine: np.ndarray) -> str:
-    """Say why an affine is no position of a volume, "" where it is one."""
+    """Say why an affine (4, 4) cannot place a volume, as the end of a sentence; "" where it can."""
     if not np.isfinite(affine).all():
         return "holds NaN or infinity"
     lengths = np.linalg.norm(affine[:3, :3], axis=0)
     # The length of finite numbers may overflow.
     if not np.isfinite(lengths).all() or lengths.min() <= 0:
         return "is singular: an axis has no length"
-    unit = affine[:3, :3] / lengths
-    if np.abs(unit.T @ unit - np.eye(3)).max() > DIRECTION_TOLERANCE:
+    directions = affine[:3, :3] / lengths  # unit vectors in columns
+    # Products of axes: 1 of each with itself, 0 of two at a right angle.
+    products = directions.T @ directions
+    if np.abs(products - np.eye(3)).max() > DIRECTION_TOLERANCE:
         return "is sheared"
     return ""
 
 
 class Form(NamedTuple):
-    """One of the two positions that a header may give.
+    """One of the two positions that a header may give: its sform or its qform.
 
     Attributes:
         affine: (4, 4), index (i, j, k) to RAS in the header's own unit.
-        fault: Why it is no position of a volume, "" where it is one.
+        fault: Why it cannot place a volume, see `_fault`; "" where it can.
     """
 
     affine: np.ndarray
@@ -142,29 +156,36 @@ def _read_form(header: Nifti1Header, name: str) -> Form:
 
 
 def _read_qform(header: Nifti1Header) -> Form:
-    """Read the qform; every qfac that is not negative counts as 1, as in nifti_clib."""
-    steps = np.array(header["pixdim"][1:4], dtype=np.float64)
-    quaternion = np.array(
+    """Read the qform: a rotation as a quaternion (a, b, c, d), the spacing, and an offset.
+
+    The header holds b, c and d. Source: nifti1.h, "QUATERNION REPRESENTATION OF ROTATION MATRIX".
+    """
+    spacing = np.array(header["pixdim"][1:4], dtype=np.float64)
+    bcd = np.array(
         [header["quatern_b"], header["quatern_c"], header["quatern_d"]], dtype=np.float64
     )
     affine = np.eye(4)
-    # A rotation is a quaternion of length 1: a² = 1 - (b² + c² + d²). NaN is no rotation either.
-    real_squared = 1.0 - quaternion @ quaternion
-    if not real_squared >= -QUATERNION_TOLERANCE:
+    # A rotation is a quaternion of length 1: a² = 1 - (b² + c² + d²).
+    a_squared = 1.0 - bcd @ bcd
+    if np.isnan(a_squared) or a_squared < -QUATERNION_TOLERANCE:
         return Form(affine, "holds no rotation")
     # As in nifti_clib: what rounding leaves of a rotation by 180 degrees counts as zero.
-    real = np.sqrt(real_squared) if real_squared >= 1e-7 else 0.0
-    affine[:3, :3] = quat2mat([real, *quaternion]) * steps
+    a = 0.0
+    if a_squared >= 1e-7:
+        a = np.sqrt(a_squared)
+    affine[:3, :3] = quat2mat([a, *bcd]) * spacing
+    # pixdim[0] is qfac, which mirrors the third axis if it is negative. Any other value counts as
+    # 1, as in nifti_clib.
     if header["pixdim"][0] < 0:
         affine[:3, 2] *= -1.0
     affine[:3, 3] = header["qoffset_x"], header["qoffset_y"], header["qoffset_z"]
-    if np.isfinite(steps).all() and steps.min() <= 0:
-        return Form(affine, f"has no positive spacing: pixdim is {_numbers(steps)}")
+    if np.isfinite(spacing).all() and spacing.min() <= 0:
+        return Form(affine, f"has no positive spacing: pixdim is {_numbers(spacing)}")
     return Form(affine, _fault(affine))
 
 
 def _numbers(values: np.ndarray) -> str:
-    """Write numbers for a message."""
+    """Write numbers for a message, as in `0.7 x 0.7 x 3`."""
     return " x ".join(f"{value:.6g}" for value in values)
 
 
@@ -179,41 +200,47 @@ def _choose_form(
     the wrong one swaps the patient's sides.
 
     Returns:
-        Affine (index to RAS) and warnings for the user.
+        Affine (index to RAS in the header's own unit) and warnings for the user.
+
+    Raises:
+        UserError: If no form can place the volume, or the two turn it into opposite directions.
     """
-    is_sform_first = header["sform_code"] == SCANNER_CODE
-    order = ("sform", "qform") if is_sform_first else ("qform", "sform")
+    # The preferred form first.
+    order = ("qform", "sform")
+    if header["sform_code"] == SCANNER_CODE:
+        order = ("sform", "qform")
+    # A code of 0 says that the header does not give the form.
     forms = {name: _read_form(header, name) for name in order if header[f"{name}_code"] > 0}
     pixdim = np.array(header["pixdim"][1:4], dtype=np.float64)
     if not forms:
         return _affine_of_pixdim(path, pixdim)
-    usable = [name for name, form in forms.items() if not form.fault]
-    if not usable:
+    usable_names = [name for name, form in forms.items() if not form.fault]
+    if not usable_names:
         name = next(iter(forms))
         raise UserError(
             f"{path}: expected axes of positive length at right angles, but the {name} of the "
             f"NIfTI header {forms[name].fault}; repair the header or export the scan again."
         )
-    chosen = usable[0]
+    chosen = usable_names[0]
     affine = forms[chosen].affine
     warnings = []
     for name, form in forms.items():
         if form.fault:
             warnings.append(f"the {name} of the header {form.fault}: the {chosen} is used")
-    if len(usable) == 2:
-        other_affine = forms[usable[1]].affine
-        _refuse_opposite(path, affine, other_affine)
+    if len(usable_names) == 2:
+        other_affine = forms[usable_names[1]].affine
+        _check_directions(path, affine, other_affine)
         distance_voxels = _distance_voxels(affine, other_affine, shape)
         if distance_voxels > FORM_TOLERANCE_VOXELS:
             warnings.append(
                 "the sform and the qform of the header disagree by up to "
                 f"{distance_voxels:.3g} voxels: the {chosen} is used, as ITK does"
             )
-    steps = np.linalg.norm(affine[:3, :3], axis=0)
-    if not np.allclose(steps, pixdim, rtol=SPACING_TOLERANCE):
+    spacing = np.linalg.norm(affine[:3, :3], axis=0)
+    if not np.allclose(spacing, pixdim, rtol=SPACING_TOLERANCE):
         warnings.append(
             f"the header's pixdim is {_numbers(pixdim)}, but its {chosen} gives a spacing of "
-            f"{_numbers(steps)}: the {chosen} is used"
+            f"{_numbers(spacing)}: the {chosen} is used"
         )
     return affine, warnings
 
@@ -222,7 +249,7 @@ def _affine_of_pixdim(path: Path, pixdim: np.ndarray) -> tuple[np.ndarray, list[
     """Assume LPS axes and a zero origin for a header that gives only the spacing.
 
     Returns:
-        Affine (index to RAS) and a warning.
+        Affine (index to RAS in the header's own unit) and a list of one warning.
 
     Raises:
         UserError: If the spacing is not positive.
@@ -232,7 +259,8 @@ def _affine_of_pixdim(path: Path, pixdim: np.ndarray) -> tuple[np.ndarray, list[
             f"{path}: expected a positive spacing on every axis, but the NIfTI header's pixdim is "
             f"{_numbers(pixdim)}; repair the header or export the scan again."
         )
-    affine = np.diag([*(np.diag(RAS_FROM_LPS) * pixdim), 1.0])
+    affine = np.eye(4)
+    affine[:3, :3] = RAS_FROM_LPS * pixdim
     warning = (
         "the header has neither sform nor qform: its axes are assumed to be left, posterior, "
         "superior; check the sides"
@@ -240,16 +268,18 @@ def _affine_of_pixdim(path: Path, pixdim: np.ndarray) -> tuple[np.ndarray, list[
     return affine, [warning]
 
 
-def _refuse_opposite(path: Path, affine: np.ndarray, other_affine: np.ndarray) -> None:
-    """Refuse two forms that turn an axis into opposite directions.
+def _check_directions(path: Path, affine: np.ndarray, other_affine: np.ndarray) -> None:
+    """Check that two forms do not turn an axis into opposite directions.
 
-    The wrong one swaps the patient's sides.
+    The wrong one would swap the patient's sides.
 
     Raises:
-        UserError: If they do.
+        UserError: If they do, or if the directions are at a right angle or cannot be compared.
     """
-    products = (affine[:3, :3] * other_affine[:3, :3]).sum(axis=0)  # of each axis with itself
-    if not products.min() > 0:  # NaN where a product overflows
+    # Scalar product of each axis in the one form with the same axis in the other.
+    products = (affine[:3, :3] * other_affine[:3, :3]).sum(axis=0)
+    # A product that overflows may be NaN.
+    if np.isnan(products).any() or products.min() <= 0:
         raise UserError(
             f"{path}: expected sform and qform of the NIfTI header to agree, but they turn the "
             "scan into opposite directions, so that its left and right are unknown; set the code "
@@ -266,9 +296,11 @@ def _distance_voxels(
         Largest distance along an axis, in voxels of the first form.
     """
     # Affine maps differ most at a corner.
-    last = [size - 1 for size in shape[::-1]]
-    corners = np.array([(*np.multiply(corner, last), 1) for corner in np.ndindex(2, 2, 2)])
-    offsets = corners @ (affine - other_affine).T[:, :3]
+    last_index = np.array(shape[::-1]) - 1
+    corners = np.array(list(np.ndindex(2, 2, 2))) * last_index  # (8, 3), index (i, j, k)
+    # Homogeneous coordinates (8, 4), which an affine also shifts.
+    corners = np.column_stack([corners, np.ones(8)])
+    offsets = corners @ (affine - other_affine)[:3].T
     offsets_voxels = offsets @ np.linalg.inv(affine[:3, :3]).T
     return float(np.abs(offsets_voxels).max())
 
@@ -286,19 +318,20 @@ def grid_of_header(
     Raises:
         UserError: If it describes no regular 3D volume.
     """
-    dim = [int(size) for size in header["dim"]]
-    if not 1 <= dim[0] <= 7:
+    # The number of axes, then the size of each (nifti1.h).
+    num_axes, *all_sizes = (int(size) for size in header["dim"])
+    if num_axes < 1 or num_axes > 7:
         raise UserError(
-            f"{path}: the NIfTI header is damaged: it gives {dim[0]} axes; export the scan again."
+            f"{path}: the NIfTI header is damaged: it gives {num_axes} axes; export the scan again."
         )
-    # Vectors lie along the fifth axis (nifti1.h).
-    has_vectors = dim[0] >= 5 and dim[4] == 1 and dim[5] > 1
+    sizes = all_sizes[:num_axes]
+    # The fourth axis is time; vectors lie along the fifth.
+    has_vectors = num_axes >= 5 and sizes[3] == 1 and sizes[4] > 1
     if has_vectors:
         raise UserError(
-            f"{path}: expected one number per voxel, but the file holds {dim[5]} (vectors); "
+            f"{path}: expected one number per voxel, but the file holds {sizes[4]} (vectors); "
             "export grey values."
         )
-    sizes = dim[1 : 1 + dim[0]]
     if num_volumes > 1:
         if len(sizes) != 4 or sizes[3] != num_volumes:
             raise UserError(
@@ -309,9 +342,11 @@ def grid_of_header(
         sizes = sizes[:3]
     shape = check_shape(path, sizes)
     affine, warnings = _choose_form(path, header, shape)
-    unit_mm = UNIT_MM.get(int(header["xyzt_units"]) & 7, 1.0)  # the lowest bits: unit of length
-    lps = RAS_FROM_LPS @ affine[:3] * unit_mm
-    return grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist()), warnings
+    length_unit = int(header["xyzt_units"]) & 0b111  # the other bits are the unit of time
+    unit_mm = UNIT_MM.get(length_unit, 1.0)
+    lps = RAS_FROM_LPS @ affine[:3] * unit_mm  # (3, 4): axes in columns, then the origin
+    grid = grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist())
+    return grid, warnings
 
 
 def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolume:
@@ -325,9 +360,12 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
     Raises:
         UserError: If it is no NIfTI file, no scalar volume, or holds another number of volumes.
     """
+    encoding = "raw"
     with path.open("rb") as file:
-        is_packed = is_gzip(file)
-        stream: Any = igzip.IGzipFile(fileobj=file, mode="rb") if is_packed else file
+        stream: Any = file
+        if is_gzip(file):
+            encoding = "deflate"
+            stream = igzip.IGzipFile(fileobj=file, mode="rb")
         header = _parse(path, stream.read(HEADER_BYTES))
     grid, warnings = grid_of_header(path, header, num_channels)
     if num_channels > 1:
@@ -336,15 +374,17 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
     dtype = _read_dtype(path, header)
     offset = _read_offset(path, header)
     slope, intercept = _read_scale(path, header)
+    # The volumes of a 4D file follow one another.
     volume_bytes = math.prod(grid.shape) * dtype.itemsize
+    num_volumes_after = num_channels - 1 - channel
     return lazy_volume(
         path,
         grid,
         dtype,
         [path],
-        "deflate" if is_packed else "raw",
+        encoding,
         num_skipped=offset + channel * volume_bytes,
-        num_after=(num_channels - 1 - channel) * volume_bytes,
+        num_after=num_volumes_after * volume_bytes,
         slope=slope,
         intercept=intercept,
         findings=tuple(warnings_of("reading", warnings)),
@@ -356,7 +396,7 @@ def _read_dtype(path: Path, header: Nifti1Header) -> np.dtype[Any]:
     """Read the type of the voxels.
 
     Raises:
-        UserError: If it is no type of one number.
+        UserError: If it is no type, or not an integer or a float of up to 64 bits.
     """
     try:
         dtype = header.get_data_dtype()
@@ -375,14 +415,20 @@ def _read_dtype(path: Path, header: Nifti1Header) -> np.dtype[Any]:
 
 
 def _read_offset(path: Path, header: Nifti1Header) -> int:
-    """Read the first byte of the voxels; 0 stands for the byte after the header.
+    """Read the position of the first byte of the voxels.
 
     Raises:
         UserError: If they cannot start there.
     """
-    offset = float(header["vox_offset"]) or float(header.single_vox_offset)
-    # NIfTI-1 stores it as a 32-bit float. NaN fails the first comparison.
-    if not header.single_vox_offset <= offset < 2**62 or offset != int(offset):
+    # nibabel's constant: the first byte after the header and the mark for extensions.
+    first_possible = header.single_vox_offset
+    # NIfTI-1 stores it as a 32-bit float.
+    offset = float(header["vox_offset"])
+    if offset == 0:  # not given
+        offset = float(first_possible)
+    # NaN is outside the range too.
+    is_in_range = first_possible <= offset < 2**62
+    if not is_in_range or not offset.is_integer():
         raise UserError(
             f"{path}: the NIfTI header is damaged: its voxels cannot start at byte {offset:g}; "
             "export the scan again."
@@ -391,13 +437,14 @@ def _read_offset(path: Path, header: Nifti1Header) -> int:
 
 
 def _read_scale(path: Path, header: Nifti1Header) -> tuple[float, float]:
-    """Read slope and intercept from stored values to values.
+    """Read slope and intercept: a value is slope * stored value + intercept.
 
     Raises:
         UserError: If the intercept is not finite.
     """
     slope = float(header["scl_slope"])
-    if slope == 0.0 or not np.isfinite(slope):  # not scaled (nifti1.h)
+    # A slope of 0 says that values are not scaled (nifti1.h); programs write NaN for that as well.
+    if slope == 0.0 or not np.isfinite(slope):
         return 1.0, 0.0
     intercept = float(header["scl_inter"])
     if not np.isfinite(intercept):
@@ -416,19 +463,20 @@ def new_header(
     Args:
         dtype: Type of the voxels.
         grid: Shape and position.
-        like: Header of the input, whose version, byte order, sform, qform and unit are kept; None:
-            sform and qform are equal, code 1.
+        like: Header of the input, whose version, byte order, sform, qform and unit are kept; None
+            makes sform and qform equal, with the code of scanner coordinates.
     """
     if like is not None:
         header = type(like)(endianness=like.endianness)
     else:
-        # NIfTI-1 counts voxels with 16 bits.
+        # NIfTI-1 stores sizes as signed 16-bit integers.
         is_small = max(grid.shape) < 2**15
         header_type = Nifti1Header if is_small else Nifti2Header
         header = header_type(endianness="<")
     header.set_data_dtype(dtype)
     header.set_data_shape(grid.shape[::-1])
     if like is None:
+        # Columns: the LPS steps in mm along x, y and z; the direction vectors are columns too.
         columns = np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
         lps = np.column_stack([columns, grid.origin_xyz_mm])
         affine = np.vstack([RAS_FROM_LPS @ lps, [0.0, 0.0, 0.0, 1.0]])
@@ -440,7 +488,8 @@ def new_header(
             header[name] = like[name]
     header["magic"] = header.single_magic
     header["vox_offset"] = header.single_vox_offset
-    header["scl_slope"], header["scl_inter"] = 1.0, 0.0
+    header["scl_slope"] = 1.0
+    header["scl_inter"] = 0.0
     return header
 
 
@@ -464,21 +513,27 @@ def write_nifti(
         UserError: If the file cannot be written.
         ValueError: If `like` has another grid.
     """
-    if like is not None and not grid_of_header(path, like)[0].is_close(grid):
-        raise ValueError(f"{path}: the header to keep does not belong to the grid of the array")
+    if like is not None:
+        like_grid, _ = grid_of_header(path, like)
+        if not like_grid.is_close(grid):
+            raise ValueError(f"{path}: the header to keep does not belong to the grid of the array")
     header = new_header(array.dtype, grid, like)
     if structures:
-        header.extensions.append(Nifti1Extension(EXTENSION_CODE, nifti_extension(structures)))
-    header["vox_offset"] = 0  # nibabel adds the size of the extensions
+        content = nifti_extension(structures)
+        header.extensions.append(Nifti1Extension(EXTENSION_CODE, content))
+    # nibabel replaces 0 by the sum of header and extensions when it writes.
+    header["vox_offset"] = 0
+    stored_dtype = header.get_data_dtype()  # with the byte order of the header
     with replace_path(path) as part, part.open("xb") as file:
-        packed: Any = nullcontext(file)
+        stream: Any = nullcontext(file)
         if path.name.lower().endswith(".gz"):
             # Without a name and a time in the stream, equal labels give equal files.
-            packed = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0)
-        with packed as target:
+            stream = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0)
+        with stream as target:
             header.write_to(target)
+            # Plane by plane: a change of byte order needs no second copy of the volume.
             for plane in array:
-                target.write(np.ascontiguousarray(plane, header.get_data_dtype()).tobytes())
+                target.write(np.ascontiguousarray(plane, stored_dtype).tobytes())
 
 
 def packed_nifti(
@@ -489,7 +544,7 @@ def packed_nifti(
     *,
     is_labels: bool = False,
 ) -> bytes:
-    """Make a small .nii.gz in memory, compressed as far as zlib can.
+    """Make the content of a small .nii.gz in memory, compressed as far as zlib can.
 
     Args:
         array: Voxels (D, H, W).
@@ -499,12 +554,15 @@ def packed_nifti(
         is_labels: Whether the header says that the values are labels.
     """
     header = new_header(array.dtype, grid)
-    header["scl_slope"], header["scl_inter"] = slope, intercept
-    header["intent_code"] = LABEL_INTENT if is_labels else 0
-    head = header.binaryblock.ljust(int(header["vox_offset"]), b"\0")
+    header["scl_slope"] = slope
+    header["scl_inter"] = intercept
+    if is_labels:
+        header["intent_code"] = LABEL_INTENT
+    # The bytes between header and voxels say that there are no extensions.
+    header_bytes = header.binaryblock.ljust(int(header["vox_offset"]), b"\0")
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", compresslevel=9, mtime=0) as file:
-        file.write(head)
+        file.write(header_bytes)
         # Plane by plane: the voxels may be a view of a large array.
         for plane in array:
             file.write(plane.tobytes())

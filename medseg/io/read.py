@@ -24,7 +24,10 @@ def _open(
     num_channels: int = 1,
     files: Sequence[Path] = (),
 ) -> LazyVolume:
-    """Read the header; the library of the format is imported only now."""
+    """Read the header of a scan; the library of its format is imported only now.
+
+    Arguments and errors are those of `read_image`.
+    """
     kind = input_format(path)
     if kind == "dicom":
         from medseg.io.dicom.read import open_dicom
@@ -45,20 +48,23 @@ def _open(
 
 
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
-    """Turn the exceptions that a damaged file causes into one sentence."""
+    """Call a reader, and turn the exceptions that a damaged file causes into a `UserError`."""
     try:
         # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts
-        # as air.
+        # as air, so NumPy need not warn.
         with np.errstate(over="ignore", invalid="ignore"):
             return read(Path(path))
     # The stub of isal lacks the base class.
     except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]
+        # Errors of the system have a number; the OSErrors of decompressors have none.
         if isinstance(error, OSError) and error.errno is not None:
             raise UserError(
                 f"{path}: the file cannot be read ({error.strerror}); "
                 "check the file and its permissions."
             ) from error
-        reason = "end too early" if isinstance(error, EOFError) else f"are damaged: {error}"
+        reason = f"are damaged: {error}"
+        if isinstance(error, EOFError):
+            reason = "end too early"
         raise UserError(
             f"{path}: the file cannot be read: its compressed voxels {reason}; "
             "copy or export it again."
@@ -74,19 +80,15 @@ def read_grid(
 ) -> VoxelGrid:
     """Read the grid of a scan, in the storage order of its file, without its voxels.
 
-    Args:
-        path: As for `read_image`.
-        series: As for `read_image`.
-        modality: As for `read_image`.
-        num_channels: As for `read_image`.
-        files: As for `read_image`.
+    The arguments are those of `read_image`.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume.
     """
 
     def read(file: Path) -> VoxelGrid:
-        return _open(file, series, modality, 0, num_channels, files).grid
+        volume = _open(file, series, modality, num_channels=num_channels, files=files)
+        return volume.grid
 
     return _explained(path, read)
 
@@ -105,12 +107,13 @@ def read_image(
         path: Volume file, DICOM folder (searched to its bottom) or DICOMDIR, or one file of a DICOM
             series.
         series: Which DICOM series, where there are several: Series Instance UID or Series Number,
-            with `/<part>` for a part of one; None for the only one.
+            with `/<part>` behind it for one of several volumes in the series; None for the only
+            one.
         modality: Modality of a DICOM series, as a task names it (`ct`, `mr`, or `other` for any);
             other files do not name theirs.
         channel: Which volume of a 4D NIfTI file, from 0.
         num_channels: Volumes of a NIfTI file, one per channel; 1 for a 3D file.
-        files: The DICOM files to read, where they are not all files at the path.
+        files: DICOM files to read instead of searching the path for them; empty: search it.
 
     Returns:
         HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where
@@ -122,7 +125,8 @@ def read_image(
     air = AIR_HU if modality == "ct" else 0
 
     def read(file: Path) -> Volume:
-        return load_image(_open(file, series, modality, channel, num_channels, files), air)
+        volume = _open(file, series, modality, channel, num_channels, files)
+        return load_image(volume, air)
 
     return _explained(path, read)
 
@@ -147,7 +151,7 @@ def read_layer(path: Path, layer: int) -> Volume:
 
     Args:
         path: NRRD file.
-        layer: Layer, from 0.
+        layer: Which layer, from 0; segments that overlap are in different layers.
 
     Raises:
         UserError: If it cannot be read, or a value is not a whole number.

@@ -1,9 +1,10 @@
 """Scratch arrays: voxels in a temporary file instead of memory, used like any other array.
 
-Inside `scratch_above(num_bytes)` larger arrays of `new_array` and `new_tensor` are scratch arrays.
-Another, smaller size may hold for arrays that wait: they are written once, plane by plane, and read
-a few times in the same order. Pages leave the memory of this process a moment after they were used;
-the values stay in the file.
+Inside `scratch_above(num_bytes)`, `new_array` and `new_tensor` make larger arrays as scratch
+arrays. A smaller limit may hold for arrays that wait (`waits=True`): those that are written once,
+plane by plane, and read a few times in the same order, so that a file hardly slows them. A thread
+drops the pages of all scratch arrays from the memory of this process every 20 ms; the values stay
+in the files.
 """
 
 from __future__ import annotations
@@ -30,19 +31,25 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Time between two releases of pages, and the bytes that are touched in between, at most.
 RELEASE_INTERVAL_S = 0.02
+# Most bytes of scratch arrays that are read or written in one interval, and so lie in memory.
 TOUCHED_BYTES = 50_000_000
+
+# Sizes above which an array is a file: any array, and one that waits. Context variables, so that
+# the limit of one thread does not affect the others.
 _limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
 _waiting_bytes: ContextVar[float] = ContextVar("scratch_waiting_bytes", default=math.inf)
+
+# Maps of all living scratch arrays. The array alone keeps its map alive: weak references here let
+# the system remove the file with the array.
 _maps: WeakSet[mmap.mmap] = WeakSet()
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards `_maps` and the start and the end of the thread
 
 
 def scratch_folder() -> Path:
-    """Folder of temporary files: TMPDIR where it is set, else /var/tmp.
+    """Folder of temporary files: TMPDIR where it is set, else /var/tmp, else Python's choice.
 
-    On many systems /tmp is memory.
+    Python would choose /tmp before /var/tmp, and on many systems /tmp is memory.
 
     Raises:
         UserError: If no folder for temporary files can be written.
@@ -59,13 +66,14 @@ def scratch_folder() -> Path:
 
 @contextmanager
 def scratch_above(num_bytes: float, waiting_bytes: float = math.inf) -> Iterator[None]:
-    """Put larger arrays into temporary files that this thread makes in the block.
+    """Make `new_array` and `new_tensor` put larger arrays into temporary files.
 
-    It makes them with `new_array` and `new_tensor`.
+    This holds in the block and for this thread.
 
     Args:
         num_bytes: Size above which an array is a file.
-        waiting_bytes: The same for arrays that wait.
+        waiting_bytes: The same for arrays that wait, see the top of this module; a size above
+            `num_bytes` has no effect.
     """
     token = _limit_bytes.set(num_bytes)
     waiting_token = _waiting_bytes.set(min(num_bytes, waiting_bytes))
@@ -78,7 +86,10 @@ def scratch_above(num_bytes: float, waiting_bytes: float = math.inf) -> Iterator
 
 @contextmanager
 def scratch_at_most(num_bytes: float) -> Iterator[None]:
-    """Lower the size above which arrays of this thread are temporary files; a lower one stays."""
+    """Lower the size above which arrays of this thread are temporary files to `num_bytes`.
+
+    A size that is lower already stays.
+    """
     with scratch_above(min(num_bytes, _limit_bytes.get()), _waiting_bytes.get()):
         yield
 
@@ -89,12 +100,13 @@ def new_array(shape: tuple[int, ...], dtype: Any, *, waits: bool = False) -> np.
     Args:
         shape: Its shape.
         dtype: Its type.
-        waits: Whether it waits, see `scratch_above`.
+        waits: Whether it waits, see the top of this module.
 
     Raises:
-        UserError: If the disk has no room for it, and the memory must not hold it.
+        UserError: If it is larger than the limit of `scratch_above`, and the disk has no room.
     """
-    content = _scratch_bytes(math.prod(shape) * np.dtype(dtype).itemsize, waits=waits)
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    content = _scratch_bytes(num_bytes, waits=waits)
     if content is None:
         return np.zeros(shape, dtype)
     return content.view(dtype).reshape(shape)
@@ -107,18 +119,18 @@ def new_tensor(
     *,
     waits: bool = False,
 ) -> Tensor:
-    """Make a tensor without values; on the CPU in memory or in a temporary file.
+    """Make a tensor with undefined values; on the CPU in memory or in a temporary file.
 
     Args:
         shape: Its shape.
         dtype: Its type.
         device: Its device.
-        waits: Whether it waits, see `scratch_above`.
+        waits: Whether it waits, see the top of this module.
 
     Raises:
-        UserError: If the disk has no room for it, and the memory must not hold it.
+        UserError: If it is larger than the limit of `scratch_above`, and the disk has no room.
     """
-    import torch  # most readers of files need no tensor, and it takes 200 MiB
+    import torch  # only here: most commands that read files make no tensor, and it takes 200 MiB
 
     content = None
     if torch.device(device).type == "cpu":
@@ -129,12 +141,12 @@ def new_tensor(
 
 
 def _scratch_bytes(num_bytes: int, *, waits: bool) -> np.ndarray | None:
-    """Make a temporary file for an array of this thread; None where it belongs into memory."""
+    """Make the bytes of an array as a scratch array; None where the array belongs in memory."""
     if num_bytes > _limit_bytes.get():
         return scratch_array((num_bytes,), np.uint8)
     if waits and num_bytes > _waiting_bytes.get():
-        # The file only saves memory: no room for it, or for the thread that releases its pages, is
-        # no reason to stop.
+        # The array fits into memory, and the file only saves some: without room for the file
+        # (UserError) or for the thread that releases its pages (RuntimeError) it goes to memory.
         with suppress(UserError, RuntimeError):
             return scratch_array((num_bytes,), np.uint8)
     return None
@@ -147,12 +159,14 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
     Raises:
         UserError: If the disk has no room for it, or no folder can be written.
+        RuntimeError: If the thread that releases pages cannot be started.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    # No map is empty.
+    # mmap refuses a length of 0.
     num_mapped = max(1, num_bytes)
     folder = scratch_folder()
     try:
+        # The map stays valid when the file is closed.
         with tempfile.TemporaryFile(dir=folder) as file:
             _reserve(file.fileno(), num_mapped)
             pages = mmap.mmap(file.fileno(), num_mapped)
@@ -162,22 +176,24 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             f"found none ({error.strerror}); free some, or set TMPDIR to a folder on a larger disk"
         ) from error
     with _lock:
+        # The thread ends with the last map.
         if not _maps:
             # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory
             # for a thread.
             _thread.start_new_thread(_release_repeatedly, ())
         _maps.add(pages)
-    return np.frombuffer(pages, np.uint8, num_bytes).view(dtype).reshape(shape)
+    content = np.frombuffer(pages, np.uint8, num_bytes)
+    return content.view(dtype).reshape(shape)
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Give a file its size, with room on the disk for all of it where the system can.
+    """Give a file its size and reserve its room on the disk, where the system can.
 
-    A write to a map on a full disk would end the process. macOS has no such call.
+    Without the room, a later write to the map on a full disk would end the process by a signal.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, num_bytes)
-    else:
+    else:  # macOS: the size alone
         os.ftruncate(descriptor, num_bytes)
 
 
@@ -189,6 +205,7 @@ def release_pages() -> None:
 
 
 def _release_repeatedly() -> None:
+    """Release pages at each interval until there is no scratch array; runs in its own thread."""
     while True:
         time.sleep(RELEASE_INTERVAL_S)
         release_pages()

@@ -1,8 +1,10 @@
-"""NRRD and MetaImage by SimpleITK: headers, streams of voxels, writer, images in memory.
+"""Reader and writer of NRRD and MetaImage by SimpleITK, and conversion of its images in memory.
 
-SimpleITK gets a copy of the checked fields and never the user's file: its MetaImage reader corrupts
-the heap on a damaged header and opens whatever file a header names. The voxels are decoded here,
-because SimpleITK ignores damage to compressed voxels (README.md).
+A file is read in three steps: its header here, field by field (`read_header`, `_checked`); the
+geometry by SimpleITK from a copy of the checked fields (`_geometry`); the voxels here
+(`lazy_volume`). SimpleITK never gets the user's file: its MetaImage reader corrupts the heap on a
+damaged header and opens whatever file a header names, and it ignores damage to compressed voxels
+(README.md).
 """
 
 import itertools
@@ -41,52 +43,68 @@ MAX_HEADER_BYTES = 2**20
 # Largest number of files that a pattern of a header may name.
 MAX_DATA_FILES = 100_000
 
-# Patterns of one word. No number is so long that a C program reads it in another way than Python.
-NUMBER = r"[-+]?(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
+
+class Rule(NamedTuple):
+    """The values that a header field may have.
+
+    Attributes:
+        pattern: Regular expression of the value or, with `power`, of each of its words; letters of
+            either case.
+        expected: Description for messages.
+        power: The value has as many words as the number of axes to this power: 1 for a vector, 2
+            for a matrix; None: it is one text.
+    """
+
+    pattern: str
+    expected: str
+    power: int | None = None
+
+
+# Patterns of one word. Numbers are so short that a C program reads them as Python does.
+UNSIGNED_NUMBER = r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
+NUMBER = rf"[-+]?{UNSIGNED_NUMBER}"
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
-# The values that a header field may have: the number of words as a power of the number of axes, or
-# None where the value is one text; regular expression of each word or of the text, letters of
-# either case; description for messages.
-Rules = dict[str, tuple[int | None, str, str]]
-SIZES = (1, r"[1-9]\d{0,8}", "a whole number for each axis")
-NUMBERS = (1, NUMBER, "a number for each axis")
-POSITIVE_NUMBERS = (1, NUMBER.removeprefix("[-+]?"), "a positive number for each axis")
-NUM_BYTES = (None, r"-1|\d{1,9}", "a number of bytes")
-# Other programs ignore units, so a length in another unit than mm is ambiguous.
-LENGTHS = (
-    None,
-    r"(?!.*(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])).*",
-    "lengths in mm",
-)
+# Units of length other than mm, as whole words; both of Unicode's letters mu.
+OTHER_UNIT = r"(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])"
+
+SIZES = Rule(r"[1-9]\d{0,8}", "a whole number for each axis", 1)
+NUMBERS = Rule(NUMBER, "a number for each axis", 1)
+POSITIVE_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
+NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
+# A text without another unit. Other programs ignore units, so such a length is ambiguous.
+LENGTHS = Rule(rf"(?!.*{OTHER_UNIT}).*", "lengths in mm")
+
 NRRD_TYPES = (
     "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|"
     "u?int(8|16|32|64)(_t)?|float|double"
 )
-NRRD_RULES: Rules = {
-    "dimension": (None, "[3-5]", "3 to 5 axes"),
-    "sizes": SIZES,
-    "space directions": (1, f"{VECTOR}|none", "'(x,y,z)' or 'none' for each axis"),
-    "space origin": (None, VECTOR, "a point '(x,y,z)'"),
-    "spacings": POSITIVE_NUMBERS,
-    "axis mins": NUMBERS,
-    "type": (None, NRRD_TYPES, "a number type"),
-    "encoding": (
-        None,
-        "raw|gzip|gz|bzip2|bz2|ascii|text|txt",
-        "raw, gzip, gz, bzip2, bz2, ascii, text or txt",
-    ),
-    "endian": (None, "little|big", "little or big"),
-    "units": LENGTHS,
-    "space units": LENGTHS,
-    "line skip": (None, r"\d{1,9}", "a number of lines"),
-    "byte skip": NUM_BYTES,
-}
+# Encodings of NRRD, as `lazy_volume` names them.
 NRRD_ENCODINGS = {
     "raw": "raw",
-    **dict.fromkeys(("gzip", "gz"), "deflate"),
-    **dict.fromkeys(("bzip2", "bz2"), "bzip2"),
-    **dict.fromkeys(("ascii", "text", "txt"), "text"),
+    "gzip": "deflate",
+    "gz": "deflate",
+    "bzip2": "bzip2",
+    "bz2": "bzip2",
+    "ascii": "text",
+    "text": "text",
+    "txt": "text",
 }
+NRRD_RULES = {
+    "dimension": Rule("[3-5]", "3 to 5 axes"),
+    "sizes": SIZES,
+    "space directions": Rule(f"{VECTOR}|none", "'(x,y,z)' or 'none' for each axis", 1),
+    "space origin": Rule(VECTOR, "a point '(x,y,z)'"),
+    "spacings": POSITIVE_NUMBERS,
+    "axis mins": NUMBERS,
+    "type": Rule(NRRD_TYPES, "a number type"),
+    "encoding": Rule("|".join(NRRD_ENCODINGS), "raw, gzip, gz, bzip2, bz2, ascii, text or txt"),
+    "endian": Rule("little|big", "little or big"),
+    "units": LENGTHS,
+    "space units": LENGTHS,
+    "line skip": Rule(r"\d{1,9}", "a number of lines"),
+    "byte skip": NUM_BYTES,
+}
+# Other names of NRRD fields, to the names that are used here.
 NRRD_SYNONYMS = {
     "axismins": "axis mins",
     "centers": "centerings",
@@ -94,31 +112,32 @@ NRRD_SYNONYMS = {
     "lineskip": "line skip",
     "byteskip": "byte skip",
 }
+
+# Fields of MetaImage that mean the same.
 META_ORIGINS = ("Offset", "Position", "Origin")
 META_DIRECTIONS = ("TransformMatrix", "Rotation", "Orientation")
 META_ORDERS = ("BinaryDataByteOrderMSB", "ElementByteOrderMSB")
 META_SPACINGS = ("ElementSpacing", "ElementSize")
 # Fields of MetaImage that SimpleITK gets.
-META_GEOMETRY: Rules = {
-    "NDims": (None, "[34]", "3 or 4 axes"),
+META_GEOMETRY = {
+    "NDims": Rule("[34]", "3 or 4 axes"),
     "DimSize": SIZES,
-    "ElementType": (None, "MET_(U?(CHAR|SHORT|INT|LONG_LONG)|FLOAT|DOUBLE)", "a number type"),
-    "ElementNumberOfChannels": (None, "1", "one number per voxel"),
+    "ElementType": Rule("MET_(U?(CHAR|SHORT|INT|LONG_LONG)|FLOAT|DOUBLE)", "a number type"),
+    "ElementNumberOfChannels": Rule("1", "one number per voxel"),
     **dict.fromkeys(META_SPACINGS, POSITIVE_NUMBERS),
     **dict.fromkeys(META_ORIGINS, NUMBERS),
-    **dict.fromkeys(META_DIRECTIONS, (2, NUMBER, "a matrix of all axes")),
+    **dict.fromkeys(META_DIRECTIONS, Rule(NUMBER, "a matrix of all axes", 2)),
 }
-
-META_RULES: Rules = {
+META_FLAGS = ("BinaryData", "CompressedData", *META_ORDERS)
+META_RULES = {
     **META_GEOMETRY,
-    **dict.fromkeys(
-        ("BinaryData", "CompressedData", *META_ORDERS), (None, "true|false|1|0", "True or False")
-    ),
+    **dict.fromkeys(META_FLAGS, Rule("true|false|1|0", "True or False")),
     "HeaderSize": NUM_BYTES,
     "DistanceUnits": LENGTHS,
 }
-# Spaces of NRRD whose axes are those of the patient.
-LPS_SPACES = re.compile(
+
+# Values of the NRRD field `space` whose axes are those of the patient.
+PATIENT_SPACES = re.compile(
     r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)"
     r"(-time|t)?",
     re.I,
@@ -140,62 +159,85 @@ NUMPY_CODES = {
 
 
 def is_nrrd(path: Path) -> bool:
-    """Whether a file is NRRD, by its suffix; else it is MetaImage."""
+    """Whether a NRRD or MetaImage file is NRRD, by its suffix."""
     return path.name.lower().endswith((".nrrd", ".nhdr"))
 
 
-def read_header(path: Path) -> tuple[dict[str, str], int, tuple[Path, ...]]:
-    """Read the fields of a header and find the files with its voxels; the values are not checked.
+def _format_name(path: Path) -> str:
+    """Name the format of a file in messages."""
+    return "NRRD" if is_nrrd(path) else "MetaImage"
 
-    Returns:
-        Values of the fields by name, white space at the ends removed; first byte after the header;
-        files that hold the voxels in equal shares, in their order, which is the header's own file
-        where they follow the header.
+
+class TextHeader(NamedTuple):
+    """Header of a NRRD or MetaImage file, whose values have not been checked.
+
+    Attributes:
+        fields: Values of the fields by name, white space at the ends removed.
+        offset: First byte after the header.
+        files: Files that hold the voxels in equal shares, in their order; the header's own file
+            where they follow the header.
+    """
+
+    fields: dict[str, str]
+    offset: int
+    files: tuple[Path, ...]
+
+
+def read_header(path: Path) -> TextHeader:
+    """Read the fields of a header and find the files with its voxels.
 
     Raises:
         UserError: If it is no header of its format, gives a field twice, or names files outside its
             own folder.
     """
-    is_of_nrrd = is_nrrd(path)
-    data_key = "data file" if is_of_nrrd else "ElementDataFile"
+    is_meta = not is_nrrd(path)
+    # The field that says where the voxels are; without it they follow the header of a NRRD.
+    data_key = "ElementDataFile" if is_meta else "data file"
     with path.open("rb") as file:
-        if is_of_nrrd and re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is None:
+        if not is_meta and re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is None:
             raise UserError(
                 f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version "
                 "up to 5; check the file."
             )
         fields = _read_fields(path, file, data_key)
         offset = file.tell()
-        is_list = fields.get(data_key, "").upper().startswith("LIST")
-        following = file.read(MAX_HEADER_BYTES) if is_list else b""
-    if offset > MAX_HEADER_BYTES or (not is_of_nrrd and data_key not in fields):
-        name = "NRRD" if is_of_nrrd else "MetaImage"
+        lines_after = b""
+        if fields.get(data_key, "").upper().startswith("LIST"):
+            lines_after = file.read(MAX_HEADER_BYTES)
+    if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
         raise UserError(
-            f"{path}: expected a {name} file, but its header does not say where the voxels are "
-            f"({data_key}); check the file."
+            f"{path}: expected a {_format_name(path)} file, but its header does not say where the "
+            f"voxels are ({data_key}); check the file."
         )
     if data_key not in fields:
-        return fields, offset, (path,)
-    if not is_of_nrrd and fields[data_key].upper() == "LOCAL":
-        return fields, offset, (path,)
-    names = following.decode("utf-8", "surrogateescape").splitlines()
-    return fields, offset, _data_files(path, fields[data_key], names)
+        return TextHeader(fields, offset, (path,))
+    if is_meta and fields[data_key].upper() == "LOCAL":
+        return TextHeader(fields, offset, (path,))
+    names = lines_after.decode("utf-8", RAW_NAMES).splitlines()
+    return TextHeader(fields, offset, _data_files(path, fields[data_key], names))
 
 
-def _field_lines(file: BinaryIO, *, is_of_nrrd: bool) -> Iterator[str]:
+def _field_lines(file: BinaryIO, *, is_meta: bool) -> Iterator[str]:
     """Yield the lines of a header that should be fields, one at a time.
 
     An empty line ends a header of NRRD and is skipped in one of MetaImage.
+
+    Args:
+        file: Open at the first field.
+        is_meta: Whether it is MetaImage, otherwise NRRD.
     """
     while line := file.readline(MAX_HEADER_BYTES):
-        # Bytes that are no UTF-8 may be those of a file name.
-        text = line.rstrip(b"\r\n").decode("utf-8", "surrogateescape")
-        if file.tell() > MAX_HEADER_BYTES or (is_of_nrrd and not text):
+        # Bytes that are not UTF-8 may be those of a file name.
+        text = line.rstrip(b"\r\n").decode("utf-8", RAW_NAMES)
+        if file.tell() > MAX_HEADER_BYTES:
             return
-        if is_of_nrrd:
+        if not is_meta:
+            if not text:
+                return
             _, _, value = text.partition(":")
-            is_pair = value.strip().startswith("=")  # for `_read_pairs`
-            if is_pair or text.startswith("#"):
+            is_pair = value.strip().startswith("=")  # `key:=value`, see `_read_pairs`
+            is_comment = text.startswith("#")
+            if is_pair or is_comment:
                 continue
         if text.strip():
             yield text
@@ -204,8 +246,8 @@ def _field_lines(file: BinaryIO, *, is_of_nrrd: bool) -> Iterator[str]:
 def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
     """Read the fields of a header up to its end.
 
-    A header of MetaImage ends with the field of the voxels; one of NRRD with a list of files in
-    that field or with an empty line.
+    A header of MetaImage ends with the field `data_key`; one of NRRD with an empty line, or with
+    that field if it starts a list of files.
 
     Args:
         path: File, for messages.
@@ -215,43 +257,44 @@ def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
     Raises:
         UserError: If a line is no field, or repeats one.
     """
-    is_of_nrrd = is_nrrd(path)
-    separator = ":" if is_of_nrrd else "="
+    is_meta = not is_nrrd(path)
+    separator = "=" if is_meta else ":"
     fields: dict[str, str] = {}
-    for text in _field_lines(file, is_of_nrrd=is_of_nrrd):
+    for text in _field_lines(file, is_meta=is_meta):
         key, delimiter, value = (part.strip() for part in text.partition(separator))
         if not delimiter or not key:
-            name = "NRRD" if is_of_nrrd else "MetaImage"
             raise UserError(
-                f"{path}: expected a {name} file with a name, '{separator}' and a value on each "
-                f"line of its header, got {shown(text)}; check the file."
+                f"{path}: expected a {_format_name(path)} file with a name, '{separator}' and a "
+                f"value on each line of its header, got {shown(text)}; check the file."
             )
-        if is_of_nrrd:
-            key = NRRD_SYNONYMS.get(key.lower(), key.lower())
+        if not is_meta:
+            # Names in NRRD may have letters of either case.
+            key = key.lower()
+            key = NRRD_SYNONYMS.get(key, key)
         if key in fields:
             raise UserError(
                 f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
             )
         fields[key] = value
-        if key == data_key and (not is_of_nrrd or value.upper().startswith("LIST")):
+        if key == data_key and (is_meta or value.upper().startswith("LIST")):
             break
     return fields
 
 
-def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...]:
-    """Find the files that a header means.
+def _data_files(path: Path, value: str, lines_after: list[str]) -> tuple[Path, ...]:
+    """Find the files with voxels that a header names.
 
     Args:
         path: File of the header.
         value: `name`, `name%03d.raw first last step`, or `LIST`.
-        following: The lines after the header: for `LIST` a name on each.
+        lines_after: The lines after the header, which for `LIST` are names.
 
     Raises:
-        UserError: If it means none, or one outside the folder of the header.
+        UserError: If it names none, or one outside the folder of the header.
     """
     words = value.split()
     if words and words[0].upper() == "LIST":
-        names = [line.strip() for line in following if line.strip()]
+        names = [line.strip() for line in lines_after if line.strip()]
     elif "%" in value and len(words) >= 4:
         names = _numbered_names(path, value)
     else:
@@ -272,12 +315,13 @@ def _data_files(path: Path, value: str, following: list[str]) -> tuple[Path, ...
 
 
 def _numbered_names(path: Path, value: str) -> list[str]:
-    """List the names that a pattern of C's `printf` means, as `slice%03d.raw 1 120 1`.
+    """List the names for a pattern of C's `printf` with a range, as `slice%03d.raw 1 120 1`.
 
     Raises:
-        UserError: If it is another pattern, or means too many.
+        UserError: If it is another pattern, or gives too many names.
     """
     words = value.split()
+    # Name with one `%d`, first and last number, step; NRRD allows a fourth number, the axis.
     pattern = r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?"
     numbers = range(0)
     is_pattern = re.fullmatch(pattern, " ".join(words), re.ASCII) is not None
@@ -298,71 +342,90 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
     """Check the values of the fields that are used.
 
     Returns:
-        The values with single blanks between their words, of which `(1, 2, 3)` is one.
+        The values of all fields with single blanks between their words, of which `(1, 2, 3)` is
+        one.
 
     Raises:
         UserError: If a field is missing or has another value than its format allows.
     """
-    rules, required = META_RULES, ["NDims", "DimSize", "ElementType"]
+    rules = META_RULES
+    axes_key = "NDims"
+    required_keys = [axes_key, "DimSize", "ElementType"]
     if is_nrrd(path):
-        rules, required = NRRD_RULES, ["dimension", "sizes", "type", "encoding"]
-    for key in required:
+        rules = NRRD_RULES
+        axes_key = "dimension"
+        required_keys = [axes_key, "sizes", "type", "encoding"]
+    for key in required_keys:
         if not fields.get(key):
             raise UserError(
                 f"{path}: expected the field '{key}' in the header, but it is missing or empty; "
                 "check the file."
             )
     values = {key: _with_single_blanks(value) for key, value in fields.items()}
-    for key, (power, pattern, expected) in rules.items():
+    # In the order of the rules: the number of axes comes first, and is a digit after that.
+    for key, rule in rules.items():
         if key not in values:
             continue
-        words, count = [values[key]], 1
-        if power is not None:
+        words = [values[key]]
+        num_words = 1
+        if rule.power is not None:
             words = values[key].split()
-            # The number of axes is checked first: it is a digit here.
-            count = int(values[required[0]]) ** power
-        are_valid = all(re.fullmatch(pattern, word, re.IGNORECASE | re.ASCII) for word in words)
-        if len(words) != count or not are_valid:
+            num_words = int(values[axes_key]) ** rule.power
+        flags = re.IGNORECASE | re.ASCII
+        are_valid = all(re.fullmatch(rule.pattern, word, flags) for word in words)
+        if len(words) != num_words or not are_valid:
             raise UserError(
-                f"{path}: expected {expected} in the header field '{key}', got "
+                f"{path}: expected {rule.expected} in the header field '{key}', got "
                 f"{shown(fields[key])}; repair the header or export the scan again."
             )
     return values
 
 
 def _with_single_blanks(value: str) -> str:
-    """Write a value with single blanks between its words.
+    """Write a value with single blanks between its words, and none within parentheses.
 
     Example:
         >>> _with_single_blanks("( 1 , 2 )  3"), _with_single_blanks("(1)(2)")
         ('(1,2) 3', '(1) (2)')
     """
     separated = value.replace(")", ") ")
+    # Blanks after "(" or ",", and before "," or ")".
     without_inner = re.sub(r"(?<=[(,])\s+|\s+(?=[,)])", "", separated)
     return " ".join(without_inner.split())
 
 
 def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[VoxelGrid, str]:
-    """Read the grid and NumPy's code of the voxel type, by SimpleITK from a copy of the header.
+    """Let SimpleITK read the grid and the voxel type from a copy of the header.
+
+    Args:
+        path: File, for messages.
+        values: The checked fields.
+        num_layers: How many numbers each voxel may have.
+
+    Returns:
+        The grid, and NumPy's code of the voxel type.
 
     Raises:
         UserError: If SimpleITK refuses the header, or it describes no 3D volume of grey values.
     """
+    copied_name, lines = "header.mha", _meta_lines(values)
+    if is_nrrd(path):
+        copied_name, lines = "header.nrrd", _nrrd_lines(values)
     reader = SimpleITK.ImageFileReader()
     with tempfile.TemporaryDirectory(prefix="medseg-") as folder:
-        copy = Path(folder) / ("header.nrrd" if is_nrrd(path) else "header.mha")
-        lines = _nrrd_lines(values) if is_nrrd(path) else _meta_lines(values)
-        copy.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
-        reader.SetFileName(str(copy))
+        copied = Path(folder) / copied_name
+        copied.write_bytes("\n".join(lines).encode("utf-8", RAW_NAMES))
+        reader.SetFileName(str(copied))
         try:
             reader.ReadImageInformation()
         except RuntimeError as error:
             # The last line of an ITK error has the reason, after its place in the source.
             place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
             reason = re.sub(place, "", str(error).strip().splitlines()[-1])
-            plain = "".join(letter if letter.isprintable() else "?" for letter in reason[:160])
+            printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:160])
             raise UserError(
-                f"{path}: the header cannot be read ({plain}); repair it or export the scan again."
+                f"{path}: the header cannot be read ({printable}); "
+                "repair it or export the scan again."
             ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
@@ -373,40 +436,45 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
 
 
 def _nrrd_lines(values: dict[str, str]) -> list[str]:
-    """Write a NRRD header of checked fields, without those that lead to voxels."""
+    """Write the lines of a NRRD header, without the fields that lead to voxels."""
     directions = values.get("space directions", "").split()
     if "none" in directions and "kinds" not in values:
         # SimpleITK finds axes that are not spatial by their kind alone.
         kinds = ["list" if direction == "none" else "domain" for direction in directions]
         values = values | {"kinds": " ".join(kinds)}
-    left_out = ("data file", "line skip", "byte skip")
-    fields = [f"{key}: {value}" for key, value in values.items() if key not in left_out]
+    voxel_keys = ("data file", "line skip", "byte skip")
+    fields = [f"{key}: {value}" for key, value in values.items() if key not in voxel_keys]
     return ["NRRD0005", *fields, "\n"]
 
 
 def _meta_lines(values: dict[str, str]) -> list[str]:
-    """Write a MetaImage header of checked fields, without voxels."""
+    """Write the lines of a MetaImage header with the fields of `META_GEOMETRY` alone."""
     fields = [f"{key} = {values[key]}" for key in META_GEOMETRY if key in values]
     return ["ObjectType = Image", *fields, "ElementDataFile = LOCAL\n"]
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
-    """Name what the header does not give, and what is assumed for it."""
+    """Warn of what the header does not give, and of what is assumed instead.
+
+    Returns:
+        One sentence; none where the header gives all.
+    """
     keys = values.keys()
-    # The axes of other spaces than those of the patient are unknown.
-    is_lps = "space directions" in values and LPS_SPACES.fullmatch(values.get("space", ""))
-    missing: dict[str, str] = {}
+    # In a NRRD, directions alone do not say how the axes of the space lie in the patient.
+    is_patient_space = PATIENT_SPACES.fullmatch(values.get("space", "")) is not None
+    has_patient_axes = is_patient_space and "space directions" in values
+    assumptions: dict[str, str] = {}
     if keys.isdisjoint(("space directions", "spacings", *META_SPACINGS)):
-        missing["no spacing"] = "1 mm"
-    if not is_lps and keys.isdisjoint(META_DIRECTIONS):
-        missing["no orientation"] = "left, posterior, superior"
+        assumptions["no spacing"] = "1 mm"
+    if not has_patient_axes and keys.isdisjoint(META_DIRECTIONS):
+        assumptions["no orientation"] = "left, posterior, superior"
     if keys.isdisjoint(("space origin", "axis mins", *META_ORIGINS)):
-        missing["no origin"] = "0"
-    if not missing:
+        assumptions["no origin"] = "0"
+    if not assumptions:
         return ()
-    lacking = " and ".join(missing)
-    assumed = " and ".join(missing.values())
-    return (f"the header gives {lacking}; taken instead: {assumed}; check size, sides and place",)
+    missing = " and ".join(assumptions)
+    assumed = " and ".join(assumptions.values())
+    return (f"the header gives {missing}; taken instead: {assumed}; check size, sides and place",)
 
 
 def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
@@ -414,38 +482,40 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
 
     Args:
         path: The file.
-        num_layers: Numbers of each voxel; with several, the volume is that many times wider and
-            holds them side by side.
+        num_layers: Numbers of each voxel, as in a segmentation with layers; with several, the
+            volume is that many times wider and holds them side by side.
 
     Raises:
         UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too
             short or too long.
     """
-    fields, offset, files = read_header(path)
-    values = _checked(path, fields)
-    grid, code = _geometry(path, values, num_layers)
+    header = read_header(path)
+    values = _checked(path, header.fields)
+    grid, type_code = _geometry(path, values, num_layers)
     depth, height, width = grid.shape
-    stored = replace(grid, shape=(depth, height, width * num_layers))
+    stored_grid = replace(grid, shape=(depth, height, width * num_layers))
     true_keys = {key for key, value in values.items() if value.lower() in ("true", "1")}
     if is_nrrd(path):
         is_big_endian = values.get("endian", "").lower() == "big"
         encoding = NRRD_ENCODINGS[values["encoding"].lower()]
     else:
         is_big_endian = not true_keys.isdisjoint(META_ORDERS)
+        # A header without `BinaryData` has binary voxels too.
         encoding = "raw"
         if "CompressedData" in true_keys:
             encoding = "deflate"
         elif "BinaryData" in values and "BinaryData" not in true_keys:
             encoding = "text"
     byte_order = ">" if is_big_endian else "<"
-    # Files of their own begin with the voxels.
-    if files != (path,):
+    offset = header.offset
+    # Files without the header begin with the voxels.
+    if header.files != (path,):
         offset = 0
     return lazy_volume(
         path,
-        stored,
-        np.dtype(f"{byte_order}{code}"),
-        files,
+        stored_grid,
+        np.dtype(f"{byte_order}{type_code}"),
+        header.files,
         encoding,
         offset=offset,
         num_lines=int(values.get("line skip", 0)),
@@ -457,11 +527,13 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
 class Segment(NamedTuple):
     """One segment of a segmentation of 3D Slicer.
 
+    A layer is a label map of its own: segments of different layers may overlap.
+
     Attributes:
         name: Its name.
         value: Value of its voxels in its layer.
-        layer: Layer that holds it, from 0; segments of different layers may overlap.
-        num_layers: Layers of the file.
+        layer: Layer that holds it, from 0.
+        num_layers: Number of layers in the file.
     """
 
     name: str
@@ -480,21 +552,25 @@ def read_segments(path: Path) -> list[Segment]:
         UserError: If the header cannot be read, gives a field two values, or a segment has no value
             or that of another one.
     """
-    num_layers = _num_layers(read_header(path)[0])
+    num_layers = _num_layers(read_header(path).fields)
     pairs = _read_pairs(path)
-    pattern = re.compile(r"Segment(\d{1,6})_(?:Name|ID|LabelValue)", re.ASCII)
-    matches = filter(None, map(pattern.fullmatch, pairs))
+    numbers: set[int] = set()
+    for key in pairs:
+        match = re.fullmatch(r"Segment(\d{1,6})_(?:Name|ID|LabelValue)", key, re.ASCII)
+        if match is not None:
+            numbers.add(int(match[1]))
     segments: list[Segment] = []
-    owners: dict[tuple[int, int], str] = {}
-    for number in sorted({int(match[1]) for match in matches}):
+    # Name of the segment by layer and value.
+    names: dict[tuple[int, int], str] = {}
+    for number in sorted(numbers):
         segment = _read_segment(path, pairs, number, num_layers)
-        place = segment.layer, segment.value
-        if place in owners:
+        place = (segment.layer, segment.value)
+        if place in names:
             raise UserError(
-                f"{path}: the segments {shown(owners[place])} and {shown(segment.name)} share the "
+                f"{path}: the segments {shown(names[place])} and {shown(segment.name)} share the "
                 f"value {segment.value}; save it again."
             )
-        owners[place] = segment.name
+        names[place] = segment.name
         segments.append(segment)
     return segments
 
@@ -512,13 +588,16 @@ def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers:
         UserError: If it has no value, or no layer of the file.
     """
     # 3D Slicer shows the ID of a segment without a name.
-    name = pairs.get(f"Segment{number}_Name") or pairs.get(f"Segment{number}_ID")
-    name = name or f"Segment {number}"
+    name = (
+        pairs.get(f"Segment{number}_Name")
+        or pairs.get(f"Segment{number}_ID")
+        or f"Segment {number}"
+    )
     value = pairs.get(f"Segment{number}_LabelValue", "")
     layer = pairs.get(f"Segment{number}_Layer", "0")
-    is_value = re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII)
-    is_layer = re.fullmatch(r"\d{1,6}", layer, re.ASCII)
-    if not is_value or not is_layer:
+    has_value = re.fullmatch(r"[1-9]\d{0,8}", value, re.ASCII) is not None
+    has_layer = re.fullmatch(r"\d{1,6}", layer, re.ASCII) is not None
+    if not has_value or not has_layer:
         raise UserError(
             f"{path}: expected a value from 1 and a layer of the segment {shown(name)}, got "
             f"{shown(value)} and {shown(layer)}; save the segmentation again."
@@ -541,10 +620,12 @@ def _read_pairs(path: Path) -> dict[str, str]:
     """
     pairs: dict[str, str] = {}
     with path.open("rb") as file:
+        # An empty line ends the header.
         while line := file.readline(MAX_HEADER_BYTES).rstrip(b"\r\n"):
-            key, separator, value = line.decode("utf-8", "surrogateescape").partition(":=")
+            key, separator, value = line.decode("utf-8", RAW_NAMES).partition(":=")
             if not separator:
                 continue
+            # The same line twice does no harm.
             if pairs.setdefault(key, value) != value:
                 raise UserError(
                     f"{path}: the header gives the field {shown(key)} twice; "
@@ -554,44 +635,51 @@ def _read_pairs(path: Path) -> dict[str, str]:
 
 
 def _num_layers(fields: Mapping[str, str]) -> int:
-    """Count the layers of a segmentation of 3D Slicer: its first axis where it has four."""
+    """Count the layers of a segmentation of 3D Slicer: the size of its first axis, if it has four.
+
+    A segmentation of three axes has one layer.
+    """
     sizes = fields.get("sizes", "").split()
-    has_layers = len(sizes) == 4 and sizes[0].isdecimal()
-    return int(sizes[0]) if has_layers else 1
+    if len(sizes) == 4 and sizes[0].isdecimal():
+        return int(sizes[0])
+    return 1
 
 
 def open_layer(path: Path, layer: int) -> LazyVolume:
-    """Open one layer of a segmentation of 3D Slicer.
+    """Open one layer of a segmentation of 3D Slicer, which stores the layers voxel by voxel.
 
-    The voxels of its layers lie side by side.
+    Args:
+        path: NRRD file.
+        layer: Which layer, from 0.
 
     Raises:
         UserError: As for `open_text_volume`.
     """
-    num_layers = _num_layers(read_header(path)[0])
+    num_layers = _num_layers(read_header(path).fields)
     volume = open_text_volume(path, num_layers)
     if num_layers == 1:
         return volume
     depth, height, width = volume.grid.shape
     grid = replace(volume.grid, shape=(depth, height, width // num_layers))
 
-    def runs() -> Iterator[np.ndarray]:
-        # Every `num_layers`-th value, wherever a run begins.
+    def read_chunks() -> Iterator[np.ndarray]:
+        # Value k of the file is one of layer k % num_layers; a chunk may begin with any layer.
         num_read = 0
-        for values in volume.runs():
-            yield values[(layer - num_read) % num_layers :: num_layers]
+        for values in volume.read_chunks():
+            first = (layer - num_read) % num_layers
+            yield values[first::num_layers]
             num_read += len(values)
 
-    return replace(volume, grid=grid, runs=runs)
+    return replace(volume, grid=grid, read_chunks=read_chunks)
 
 
 def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
-    """Read the grid of an image or of the header that an `ImageFileReader` has read.
+    """Read the grid of an image, or of the header that an `ImageFileReader` has read.
 
     Args:
         path: File, for messages.
-        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes, or more of which
-            the others hold one frame.
+        source: `SimpleITK.Image` or `SimpleITK.ImageFileReader`, of three axes; further axes, such
+            as time, may have one step.
         num_components: Numbers per voxel.
 
     Raises:
@@ -602,15 +690,16 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
             f"{path}: expected one number per voxel, got {num_components}; export grey values."
         )
     shape = check_shape(path, source.GetSize())
-    direction = np.reshape(source.GetDirection(), (source.GetDimension(), -1))
+    num_axes = source.GetDimension()
+    direction = np.reshape(source.GetDirection(), (num_axes, num_axes))
+    # Between space and time all elements must be 0.
     if direction[:3, 3:].any() or direction[3:, :3].any():
         raise UserError(
             f"{path}: expected three axes in space and one in time, but the direction "
             f"{direction.tolist()} mixes them; repair the header."
         )
-    return grid_from_columns(
-        path, shape, direction[:3, :3] * source.GetSpacing()[:3], source.GetOrigin()[:3]
-    )
+    columns = direction[:3, :3] * source.GetSpacing()[:3]
+    return grid_from_columns(path, shape, columns, source.GetOrigin()[:3])
 
 
 def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
@@ -618,7 +707,7 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
 
     Args:
         image: `SimpleITK.Image` of three axes, one number per voxel, a CT in HU.
-        air: See `load_image`.
+        air: Value that replaces what is not finite, see `load_image`.
 
     Returns:
         HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
@@ -631,11 +720,15 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
             "expected a path, a Volume, an image of SimpleITK or nibabel, or an array, but got "
             f"{type(image).__name__}"
         )
-    path = Path("SimpleITK image")
+    path = Path("SimpleITK image")  # for messages
     grid = grid_of(path, image, image.GetNumberOfComponentsPerPixel())
     array = SimpleITK.GetArrayViewFromImage(image).reshape(grid.shape)
-    # One slice at a time: conversions need no second copy of the volume.
-    return load_image(LazyVolume(path, grid, array.dtype, lambda: map(np.ravel, array)), air)
+
+    def read_slices() -> Iterator[np.ndarray]:
+        # One slice (H, W) at a time: conversions need no second copy of the volume.
+        return map(np.ravel, array)
+
+    return load_image(LazyVolume(path, grid, array.dtype, read_slices), air)
 
 
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
@@ -659,7 +752,7 @@ def _save(
         part: The temporary file; its suffix chooses the format.
         array: Voxels (D, H, W).
         grid: Their position.
-        fields: Further pairs of a NRRD header.
+        fields: Further pairs `key:=value` of a NRRD header.
 
     Raises:
         UserError: If the file cannot be written.
@@ -672,8 +765,9 @@ def _save(
     image.SetDirection(np.ravel(grid.direction).tolist())
     try:
         with utf8_path(part) as writable:
-            SimpleITK.WriteImage(image, str(writable), True)
+            SimpleITK.WriteImage(image, str(writable), True)  # compressed
     except RuntimeError as error:
+        # The last line of an ITK error has the reason, after its place in the source.
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
         raise UserError(
             f"{path}: cannot be written ({reason}); "
@@ -684,15 +778,22 @@ def _save(
 def write_text_volume(
     path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None
 ) -> None:
-    """Write voxels (D, H, W), compressed, to a .nrrd, .mha or .mhd.
+    """Write voxels, compressed, to a .nrrd, .mha or .mhd.
 
-    A .mhd gets a .zraw beside it, and the two replace an old pair as one: until the new header is
-    in place, the old pair of files is whole. `fields` are further pairs of the header of a .nrrd.
+    A .mhd gets a .zraw beside it. Until the new header is in place, the old header and the old
+    voxels stay as they were.
+
+    Args:
+        path: Target; its suffix chooses the format.
+        array: Voxels (D, H, W).
+        grid: Their position.
+        fields: Further pairs of the header of a .nrrd.
 
     Raises:
         UserError: If a file cannot be written.
     """
     if path.suffix.lower() == ".mhd":
+        # A link stays a link: the file that it points to is replaced, and the voxels lie there.
         _write_pair(Path(os.path.realpath(path)), array, grid)
         return
     with replace_path(path) as part:
@@ -700,17 +801,12 @@ def write_text_volume(
 
 
 def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
-    """Write a .mhd and its .zraw as `write_text_volume` does; `path` is no link."""
-    # MetaImage gives `%` and a leading LIST or LOCAL a meaning of their own.
-    stem = path.name[:-4]
+    """Write a .mhd and its .zraw as `write_text_volume` does; `path` is not a link."""
+    # In the name of the voxels MetaImage gives `%` and a leading LIST or LOCAL a special meaning.
+    stem = path.name.removesuffix(path.suffix)
     if "%" in stem or stem.upper().startswith(("LIST", "LOCAL")):
         stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
-    old_files: list[Path] = []
-    with suppress(OSError, UserError):
-        # Only files that this function may have written: another header names files of its user.
-        pattern = re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw"
-        _, _, data_files = read_header(path)
-        old_files = [file for file in data_files if re.fullmatch(pattern, str(file))]
+    old_files = _own_voxel_files(path, stem)
     voxels = _free_name(path.with_name(stem))
     try:
         with replace_path(voxels) as part:
@@ -724,9 +820,9 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)
-        # The voxels have their name before the header that points to them.
+        # After the voxels, so that a header never points to a file that does not exist.
         replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
-    except BaseException:
+    except BaseException:  # an interrupt as well
         with suppress(OSError):
             voxels.unlink()
         raise
@@ -734,8 +830,21 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
         file.unlink(missing_ok=True)
 
 
+def _own_voxel_files(path: Path, stem: str) -> list[Path]:
+    """List the voxel files of an old .mhd that `_write_pair` may have written.
+
+    Other files that the header names belong to the user. None where there is no old header.
+    """
+    try:
+        files = read_header(path).files
+    except (OSError, UserError):
+        return []
+    pattern = re.escape(str(path.with_name(stem))) + r"(-\d+)?\.zraw"
+    return [file for file in files if re.fullmatch(pattern, str(file))]
+
+
 def _free_name(stem: Path) -> Path:
-    """Find a name of voxels that no file has: `<stem>.zraw`, else `<stem>-2.zraw` and so on."""
+    """Find a path for voxels that no file has: `<stem>.zraw`, else `<stem>-2.zraw` and so on."""
     voxels = stem.with_name(f"{stem.name}.zraw")
     for count in itertools.count(2):
         if not os.path.lexists(voxels):

@@ -1,4 +1,4 @@
-"""Spreadsheets: tables of dictionaries as sheets of an Excel file, with numbers as numbers."""
+"""Writer of Excel files: tables of dictionaries as sheets, with numbers and dates as such."""
 
 import io
 import math
@@ -13,9 +13,10 @@ from medseg.io.atomic import replace_bytes
 # Longest text that Excel takes in a cell.
 MAX_CELL_CHARACTERS = 32_767
 
-# Excel counts days from here.
+# Excel has no dates before 1900, and counts a 29 February 1900 that never was: earlier dates are
+# written as texts.
 FIRST_DATE = date(1900, 3, 1)
-# Stated in every file, so that equal content gives equal bytes.
+# Time of creation in every file, so that equal content gives equal bytes.
 CREATED = datetime(2000, 1, 1)
 HEADING_STYLE = {
     "bold": True,
@@ -24,7 +25,8 @@ HEADING_STYLE = {
     "bg_color": "#e8eef2",
     "border": 1,
 }
-# A file name may look like a formula, an address or a number, and is none.
+# Options of XlsxWriter's workbook. Texts such as file names stay texts, even if they look like a
+# formula, a number or an address.
 OPTIONS = {
     "in_memory": True,
     "strings_to_formulas": False,
@@ -70,8 +72,9 @@ class Sheet:
 
     Attributes:
         columns: Its columns.
-        rows: Cells by key: numbers, dates, texts, links; None and a missing key give an empty cell.
-        num_fixed: Columns that stay in sight at the left.
+        rows: Values by the key of their column: numbers, dates, texts, links. None and a missing
+            key give an empty cell.
+        num_fixed: Number of columns at the left that stay in sight.
     """
 
     columns: Sequence[SheetColumn]
@@ -84,7 +87,7 @@ def write_spreadsheet(path: Path, sheets: Mapping[str, Sheet]) -> None:
 
     Args:
         path: The file.
-        sheets: Name of each sheet to its content, in order.
+        sheets: Name of each sheet to its content, in the order of the file.
 
     Raises:
         UserError: If the file cannot be written.
@@ -107,15 +110,15 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
         {"num_format": "yyyy-mm-dd", "valign": "top", "align": "left"}
     )
     link_format = workbook.add_format({"font_color": "#0b6e99", "underline": True, "valign": "top"})
-    for number, column in enumerate(sheet.columns):
+    for column_number, column in enumerate(sheet.columns):
         cell_format = workbook.add_format(
             {"valign": "top", "text_wrap": column.is_wrapped, "num_format": column.number_format}
         )
-        page.set_column(number, number, column.width)
-        page.write_string(0, number, _text(column.heading), heading_format)
+        page.set_column(column_number, column_number, column.width)
+        page.write_string(0, column_number, _text(column.heading), heading_format)
         for row_number, row in enumerate(sheet.rows, start=1):
             value = row.get(column.key)
-            place = (row_number, number)
+            place = (row_number, column_number)
             if isinstance(value, Link):
                 target = f"external:{_text(value.target)}"
                 page.write_url(*place, target, link_format, _text(value.text))
@@ -123,13 +126,15 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
                 page.write_datetime(*place, value, date_format)
             elif isinstance(value, int | float) and math.isfinite(value):
                 page.write_number(*place, value, cell_format)
-            elif value is not None:
+            elif value is not None:  # texts, and what Excel lacks: early dates, NaN, infinity
                 page.write_string(*place, _text(str(value)), cell_format)
     page.freeze_panes(1, sheet.num_fixed)
-    page.autofilter(0, 0, max(1, len(sheet.rows)), len(sheet.columns) - 1)
+    # A filter needs a row below the headings, even an empty one.
+    last_row = max(1, len(sheet.rows))
+    page.autofilter(0, 0, last_row, len(sheet.columns) - 1)
 
 
 def _text(text: str) -> str:
-    """Prepare a text for a cell: short enough, and in UTF-8 as file names need not be."""
+    """Prepare a text for a cell: escape what UTF-8 lacks, and cut it to the length of a cell."""
     encodable = text.encode(errors="backslashreplace").decode()
     return encodable[:MAX_CELL_CHARACTERS]

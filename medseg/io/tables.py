@@ -1,4 +1,4 @@
-"""Tables of all commands: rows as dictionaries, as CSV, as Markdown or in aligned columns."""
+"""Tables: rows as dictionaries, written as CSV, Markdown, LaTeX or in columns of a terminal."""
 
 import csv
 import io
@@ -14,7 +14,8 @@ from medseg.io.text import read_text
 # First characters of the cells that a spreadsheet would run as formulas.
 FORMULA_SIGNS = ("=", "+", "-", "@")
 
-# Characters that are commands in LaTeX to their escapes; the backslash first, as others bring one.
+# Characters that are commands in LaTeX, with their escapes, replaced in this order: the backslash
+# first, since the other escapes contain one.
 LATEX_CHARACTERS = {
     "\\": r"\textbackslash ",
     **{character: rf"\{character}" for character in "&%$#_{}"},
@@ -23,13 +24,15 @@ LATEX_CHARACTERS = {
     "±": r"$\pm$",
 }
 
+# Value of each cell by the key of its column.
 Rows = Sequence[Mapping[str, Any]]
-# Keys of the rows in order, or key to heading. None takes every key of the rows in the order of
-# first appearance.
+
+# Keys of the columns in order, which are also the headings, or key to heading. None takes every key
+# of the rows in the order of first appearance.
 Columns = Sequence[str] | Mapping[str, str] | None
 
-# Column key to a format such as `.4f`, or to a function of the value. Other values are written by
-# `str`.
+# Column key to a format such as `.4f`, or to a function that writes the value. The values of other
+# columns are written by `str`.
 Formats = Mapping[str, str | Callable[[Any], str]] | None
 
 
@@ -63,6 +66,7 @@ def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> st
         'case,dice\n"a,b",0.500\nc,\n'
     """
     headings = _headings(rows, columns)
+    # A misspelt column would otherwise be missing in silence.
     unknown_keys = set(_keys(rows)) - headings.keys()
     if unknown_keys:
         raise ValueError(f"the rows have the keys {sorted(unknown_keys)}, which are no columns")
@@ -79,18 +83,24 @@ def _safe_cell(cell: str) -> str:
 
     Numbers stay as they are, also negative ones.
     """
+    if not cell.startswith(FORMULA_SIGNS):
+        return cell
     try:
         float(cell)
     except ValueError:
-        if cell.startswith(FORMULA_SIGNS):
-            return f"'{cell}"
+        return f"'{cell}"
     return cell
 
 
 def plain_cell(cell: str) -> str:
-    """Remove the apostrophe that `csv_text` puts before a text that begins like a formula."""
+    """Remove the apostrophe that `csv_text` puts before a text that begins like a formula.
+
+    An apostrophe before anything else belongs to the text.
+    """
     content = cell.removeprefix("'")
-    return content if content.startswith(FORMULA_SIGNS) else cell
+    if content.startswith(FORMULA_SIGNS):
+        return content
+    return cell
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -105,27 +115,29 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         raise UserError(
             f"{path}: expected a CSV file, but it is damaged ({error}); restore or remove it."
         ) from error
-    # The surplus cells of a line are a list, missing ones None.
     for row in rows:
         for key, cell in row.items():
+            # In a damaged line, missing cells are None and the surplus ones a list under None.
             if isinstance(cell, str):
                 row[key] = plain_cell(cell)
     return rows
 
 
 def refuse_table(path: Path, columns: Sequence[str], content: str) -> None:
-    """Refuse to replace the table of another command, which begins with other columns.
+    """Refuse to overwrite the table of another command, which is known by its first columns.
 
     Args:
-        path: Table that would be written.
-        columns: First columns of the table that must stay.
-        content: What it holds, and the cure.
+        path: File that is to be written; it may not exist.
+        columns: First columns of the other command's table.
+        content: End of the message: what that table holds, and the cure.
 
     Raises:
         UserError: If the file begins with these columns.
     """
+    # A file that cannot be read is not refused: writing it will tell why.
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        if file.readline(1000).startswith(",".join(columns)):
+        heading = file.readline(1000)
+        if heading.startswith(",".join(columns)):
             raise UserError(f"{path} holds {content}")
 
 
@@ -142,9 +154,15 @@ def markdown_table(
         '| case | Dice |\n|---|---|\n| a | 0.50 |\n'
     """
     headings = _headings(rows, columns)
-    lines = [headings.values(), *_cells(rows, headings, formats, missing)]
-    first, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
-    return "".join([first, "|---" * len(headings) + "|\n", *rest])
+    rule = "|---" * len(headings) + "|\n"
+    lines = [_markdown_line(headings.values()), rule]
+    lines += [_markdown_line(cells) for cells in _cells(rows, headings, formats, missing)]
+    return "".join(lines)
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
+    """Write a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |\n"
 
 
 def latex_table(rows: Rows, columns: Columns = None) -> str:
@@ -161,22 +179,20 @@ def latex_table(rows: Rows, columns: Columns = None) -> str:
         \end{tabular}
     """
     headings = _headings(rows, columns)
-    lines = [_latex_line(cells) for cells in _cells(rows, headings, None)]
-    return "\n".join(
-        [
-            rf"\begin{{tabular}}{{{'l' * len(headings)}}}",
-            r"\toprule",
-            _latex_line(headings.values()),
-            r"\midrule",
-            *lines,
-            r"\bottomrule",
-            "\\end{tabular}\n",
-        ]
-    )
+    alignments = "l" * len(headings)
+    lines = [
+        rf"\begin{{tabular}}{{{alignments}}}",
+        r"\toprule",
+        _latex_line(headings.values()),
+        r"\midrule",
+    ]
+    lines += [_latex_line(cells) for cells in _cells(rows, headings, None)]
+    lines += [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join(lines)
 
 
 def _latex_line(cells: Iterable[str]) -> str:
-    """Write a line of a table."""
+    """Write a line of a LaTeX table."""
     return " & ".join(map(_latex_text, cells)) + r" \\"
 
 
@@ -190,9 +206,10 @@ def _latex_text(cell: str) -> str:
 def table_lines(
     rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
 ) -> list[str]:
-    """Lay rows out for a terminal, with two spaces between columns.
+    """Lay rows out for a terminal, with two spaces between columns: a line of text for each.
 
-    Columns of numbers are aligned to the right, all others to the left.
+    Columns of numbers are aligned to the right, all others to the left. None and a missing key give
+    `missing`.
 
     Example:
         >>> rows = [{"row": "plain", "MiB": 1024.0}, {"row": "amp", "MiB": 61}]
@@ -211,8 +228,8 @@ def table_lines(
         table.add_column(heading, justify=side, no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
-    # Cells are text of users: brackets and colons in them are no markup. A line is as long as its
-    # columns ask for.
+    # So wide that rich wraps no line. Cells are text of users: brackets and colons in them are no
+    # markup of rich.
     console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)
@@ -225,7 +242,7 @@ def print_table(rows: Rows, columns: Columns = None, formats: Formats = None) ->
 
 
 def _headings(rows: Rows, columns: Columns) -> dict[str, str]:
-    """Column key to its heading, in order."""
+    """Map the key of each column to its heading, in order."""
     if columns is None:
         columns = _keys(rows)
     if isinstance(columns, Mapping):
@@ -235,6 +252,7 @@ def _headings(rows: Rows, columns: Columns) -> dict[str, str]:
 
 def _keys(rows: Rows) -> list[str]:
     """List the keys of all rows, each once, in the order of first appearance."""
+    # A dictionary as a set that keeps the order.
     keys: dict[str, None] = {}
     for row in rows:
         keys.update(dict.fromkeys(row))
@@ -244,17 +262,21 @@ def _keys(rows: Rows) -> list[str]:
 def _cells(
     rows: Rows, headings: Mapping[str, str], formats: Formats, missing: str = ""
 ) -> list[list[str]]:
-    """Format the cells of rows, in the order of the headings."""
+    """Format the cells of each row, in the order of the headings."""
+    formats = formats or {}
 
-    def text(key: str, value: Any) -> str:
+    def cell_text(row: Mapping[str, Any], key: str) -> str:
+        value = row.get(key)
         if value is None:
             return missing
-        value_format = (formats or {}).get(key, "")
+        value_format = formats.get(key)
+        if not value_format:
+            return str(value)
         if callable(value_format):
             return value_format(value)
-        return format(value, value_format) if value_format else str(value)
+        return format(value, value_format)
 
-    texts = []
+    cells = []
     for row in rows:
-        texts.append([text(key, row.get(key)) for key in headings])
-    return texts
+        cells.append([cell_text(row, key) for key in headings])
+    return cells

@@ -1,6 +1,6 @@
-"""Text files of unknown origin: UTF-8, JSON and YAML, read up to a limit.
+"""Readers of text, JSON and YAML files of unknown origin, up to a limit of size.
 
-A device, a damaged or an oversized file is refused.
+Every failure is a `UserError` that names the file and the cure.
 """
 
 import codecs
@@ -13,25 +13,25 @@ import yaml
 
 from medseg.errors import UserError, first_line
 
-# Limit of tables and JSON files: a history of a million steps has a tenth of it.
+# Limit of tables and JSON files, 256 MiB: ten times the history of a million training steps.
 MAX_TEXT_BYTES = 2**28
 
-# Limit of configurations, which have some 20 kB; parsing takes about 10 s for each MiB.
+# Limit of configurations, 1 MiB: they have some 20 kB, and parsing takes about 10 s for each MiB.
 MAX_YAML_BYTES = 2**20
 
-
-# A byte of a file name that is not UTF-8, as JSON and YAML write it.
-_ESCAPED_BYTE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+# A surrogate as JSON and YAML write it, `\ud800` to `\udfff`: a byte of a file name that is not
+# UTF-8, see `medseg.io.names`.
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict") -> str:
-    """Read a text file in UTF-8, or in UTF-16 with a byte order mark, as spreadsheets write it.
+    """Read a text file in UTF-8, with or without a byte order mark, or in UTF-16 with one.
 
-    UTF-8 may have such a mark too.
+    Spreadsheets write all three.
 
     Args:
         path: The file.
-        max_bytes: The limit.
+        max_bytes: Length above which the file is refused.
         errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES`
             of `medseg.io.names` keeps them.
 
@@ -46,6 +46,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
                 f"{path}: expected a text file, got a folder, a pipe or a device; check the path."
             )
         with path.open("rb") as file:
+            # One more byte shows that the file is longer, whatever its length.
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise UserError(
@@ -55,6 +56,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             encoding = "UTF-16"
             return data.decode(encoding)
+        # This codec leaves out the mark, where there is one.
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(
@@ -80,7 +82,7 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Make a mapping of pairs, and refuse a repeated key."""
+        """Make a mapping of its pairs of key and value, and refuse a repeated key."""
         mapping: dict[str, Any] = {}
         for key, value in pairs:
             if key in mapping:
@@ -102,22 +104,26 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a YAML file and check it, without building its values.
+    """Read a YAML file and check its syntax, without building its values.
 
     Aliases are refused: a few lines of them can stand for more values than any memory holds, and no
     file that medseg writes has one.
+
+    Returns:
+        The text as it stands in the file.
 
     Raises:
         UserError: If it cannot be read, is damaged, or uses an alias.
     """
     text = read_text(path, MAX_YAML_BYTES)
     try:
-        # The quick parser refuses the escaped bytes of a file name, which the one that builds the
-        # values accepts.
-        safe_text = _ESCAPED_BYTE.sub(r"\\ufffd", text)
-        # The loader in C is not part of every PyYAML.
+        # For this check alone: the parser in C refuses surrogates, which the parser in Python that
+        # builds the values accepts.
+        checked_text = _ESCAPED_SURROGATE.sub(r"\\ufffd", text)
+        # The parser in C is not part of every PyYAML.
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        events = yaml.parse(safe_text, loader)
+        events = yaml.parse(checked_text, loader)
+        # `events` is lazy: errors of syntax are raised here, up to the first alias.
         has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(

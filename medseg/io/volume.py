@@ -1,12 +1,12 @@
-"""Lazy volumes: the header is read first, the voxels later and chunk by chunk.
+"""Volumes of all formats: checks of grid and size, decoding of voxels, conversion to HU and labels.
 
-So memory never holds a second copy of the voxels.
+The header of a file is read first (`LazyVolume`), the voxels later and chunk by chunk
+(`load_image`, `load_labels`), so that memory never holds a second copy of the voxels.
 """
 
 import bz2
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,8 @@ MIN_SPACING_MM = 1e-4
 # merge neighbouring voxels.
 MAX_ORIGIN_MM = 1e6
 
-# No scanner's table is longer: beyond it the spacing is in another unit, or damaged.
+# Longest axis of a scan, 4 m. No scanner's table is longer: beyond it the spacing is in another
+# unit, or damaged.
 MAX_EXTENT_MM = 4e3
 
 # Largest volume of a scan, 8 m³, for the same reason.
@@ -47,10 +48,13 @@ PACKED_BYTES = 2**18
 # Longest text of one voxel; a longer word is not a number.
 MAX_WORD_BYTES = 100
 
-# Largest factor by which decoding enlarges bytes; a header that promises more is damaged.
+# Largest factor by which decoding enlarges bytes; a header that promises more is damaged. A digit
+# of a text gives at most the 8 bytes of a number; deflate codes at most 258 bytes with 2 bits; the
+# factor of bzip2 is a generous bound.
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 
-# Above this size and `SURE_RATIO`, decode once to verify the promised length.
+# A header that promises more voxel bytes than this, and more than `SURE_RATIO` times the compressed
+# bytes, is only believed after the file has been decoded once.
 SURE_BYTES = 2**28
 
 # Ratio of voxel bytes to compressed bytes that real scans hardly reach.
@@ -64,7 +68,8 @@ ROUNDING = 2.0**-23
 # Largest distance from a whole number that counts as rounding, however large the label is.
 MAX_ROUNDING = 0.25
 
-# Types in memory; the first that holds all values exactly is taken.
+# Types of arrays in memory; the first that holds all values exactly is taken. For an image, float32
+# is exact enough.
 IMAGE_DTYPES = (np.int16, np.float32)
 LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32, np.int64)
 
@@ -101,21 +106,21 @@ class LazyVolume:
         path: The file, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
-        runs: Opens the file and yields all stored values in their order (z, y, x): flat arrays of
-            any length.
+        read_chunks: Opens the file and yields all stored values as flat arrays of any length, in
+            the order of an array (D, H, W). Each call reads from the start.
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
         findings: See `Volume.findings`.
         header: nibabel header of a NIfTI file; None for other formats.
-        packed_bytes: Bytes of the file that hold compressed voxels; None where the number of voxel
-            bytes is known.
+        packed_bytes: Size of the encoded voxels in the file, compressed or as text; None where they
+            are stored as they are, so that the size of the file shows that all are there.
         identity: See `Volume.identity`.
     """
 
     path: Path
     grid: VoxelGrid
     dtype: np.dtype[Any]
-    runs: Callable[[], Iterator[np.ndarray]]
+    read_chunks: Callable[[], Iterator[np.ndarray]]
     slope: float = 1.0
     intercept: float = 0.0
     findings: tuple[Finding, ...] = ()
@@ -139,14 +144,15 @@ def size_text(sizes: Sequence[int]) -> str:
 def grid_from_columns(
     path: Path, shape: tuple[int, int, int], columns: np.ndarray, origin: Sequence[float]
 ) -> VoxelGrid:
-    """Make the grid of a file from its world steps.
+    """Make the grid of a file from the steps between its voxels, and check it.
 
     Small deviations from right angles (rounded decimals) are kept, so that no corner moves.
 
     Args:
         path: The file, for messages.
         shape: Voxels (D, H, W).
-        columns: 3×3; column j is the LPS step in mm along index axis (x, y, z)[j].
+        columns: 3×3; the columns are the LPS vectors in mm from a voxel to the next one along x, y
+            and z.
         origin: LPS point of the first voxel's centre, in mm.
 
     Raises:
@@ -154,6 +160,7 @@ def grid_from_columns(
             scanner.
     """
     spacing_xyz_mm = np.linalg.norm(columns, axis=0)
+    # The lengths of finite steps may overflow.
     is_finite = bool(np.isfinite([*columns.flat, *spacing_xyz_mm, *origin]).all())
     if not is_finite or spacing_xyz_mm.min() <= 0:
         raise UserError(
@@ -175,22 +182,19 @@ def grid_from_columns(
             f"spacing of {spacing} mm; "
             "check whether its spacing is in mm."
         )
-    extents_mm = [
-        float(step_mm) * size for step_mm, size in zip(spacing_xyz_mm, shape[::-1], strict=True)
-    ]
+    extents_mm = (spacing_xyz_mm * shape[::-1]).tolist()
     if max(extents_mm) > MAX_EXTENT_MM or math.prod(extents_mm) > MAX_FIELD_MM3:
+        extents = " x ".join(f"{extent_mm / 1e3:.4g}" for extent_mm in extents_mm)
         raise UserError(
             f"{path}: expected a scan of at most {MAX_EXTENT_MM / 1e3:g} m along each axis and "
-            f"{MAX_FIELD_MM3 / 1e9:g} m³ in all, but the header makes it "
-            f"{' x '.join(f'{extent / 1e3:.4g}' for extent in extents_mm)} m; "
+            f"{MAX_FIELD_MM3 / 1e9:g} m³ in all, but the header makes it {extents} m; "
             "check its sizes, and whether its spacing is in mm."
         )
-    z_mm, y_mm, x_mm = spacing_xyz_mm[::-1]
+    x_mm, y_mm, z_mm = spacing_xyz_mm
     x0, y0, z0 = origin
+    direction = (columns / spacing_xyz_mm).tolist()  # each column becomes a unit vector
     try:
-        return VoxelGrid(
-            shape, (z_mm, y_mm, x_mm), (x0, y0, z0), (columns / spacing_xyz_mm).tolist()
-        )
+        return VoxelGrid(shape, (z_mm, y_mm, x_mm), (x0, y0, z0), direction)
     except ValueError as error:
         raise UserError(
             f"{path}: expected axes at right angles, but {error}; "
@@ -199,13 +203,17 @@ def grid_from_columns(
 
 
 def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
-    """Turn stored sizes (x, y, z, then frames) into (D, H, W).
+    """Turn stored sizes (x, y, z, then further axes such as time) into (D, H, W).
+
+    Args:
+        path: The file, for messages.
+        sizes: Voxels along each axis; further axes may have one step.
 
     Raises:
         UserError: If it is not one 3D volume.
     """
-    # Further axes, such as time, may have one step.
-    if len(sizes) < 3 or set(sizes[3:]) - {1} or min(sizes) < 1:
+    has_further_steps = any(size != 1 for size in sizes[3:])
+    if len(sizes) < 3 or has_further_steps or min(sizes) < 1:
         raise UserError(
             f"{path}: expected one 3D volume, but the file holds {size_text(sizes)} values; "
             "give one volume per file."
@@ -214,12 +222,12 @@ def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def is_gzip(file: BinaryIO) -> bool:
-    """Whether gzip data begin at the current position.
+    """Whether gzip data begin at the current position, which stays.
 
     Names and headers are often wrong about it.
     """
     magic = file.read(2)
-    file.seek(-len(magic), 1)
+    file.seek(-len(magic), os.SEEK_CUR)
     return magic == b"\x1f\x8b"
 
 
@@ -230,10 +238,10 @@ def decoded(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> 
         path: File, for messages.
         file: The open file.
         encoding: `raw`, `deflate` (gzip or zlib), `bzip2` or `text`.
-        dtype: Type of the voxels.
+        dtype: Type of the voxels, to which a text is converted.
 
     Returns:
-        Chunks of bytes; those of gzip and of plain files have `SLAB_BYTES`, the last one less.
+        Chunks of bytes, of about `SLAB_BYTES` or less.
     """
     if encoding == "text":
         return _encode_text(path, file, dtype)
@@ -244,20 +252,29 @@ def decoded(path: Path, file: BinaryIO, encoding: str, dtype: np.dtype[Any]) -> 
         stream = bz2.BZ2File(file)
     elif encoding == "deflate":
         stream = igzip.IGzipFile(fileobj=file, mode="rb")
+    # Read until `read` returns no bytes, which is the end.
     return iter(partial(stream.read, SLAB_BYTES), b"")
 
 
 def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
-    """Decode a zlib stream; ISA-L needs half of zlib's time and releases the GIL."""
+    """Decode a zlib stream; ISA-L needs half of zlib's time and releases the GIL.
+
+    Raises:
+        EOFError: If the file ends before the stream.
+        UserError: If other bytes follow the stream.
+    """
     decoder = IgzipDecompressor(DECOMP_ZLIB)
     while not decoder.eof:
-        packed = file.read(PACKED_BYTES) if decoder.needs_input else b""
-        if decoder.needs_input and not packed:
-            raise EOFError
+        # One part of the file may give several chunks, the further ones without new input.
+        packed = b""
+        if decoder.needs_input:
+            packed = file.read(PACKED_BYTES)
+            if not packed:
+                raise EOFError
         yield decoder.decompress(packed, PACKED_BYTES)
+    surplus = decoder.unused_data + file.read(PACKED_BYTES)
     # Some programs fill up the file with zeros.
-    rest = decoder.unused_data + file.read(PACKED_BYTES)
-    if rest.strip(b"\0"):
+    if surplus.strip(b"\0"):
         raise UserError(
             f"{path}: the file cannot be read: other bytes follow its compressed voxels; "
             "export it again."
@@ -265,20 +282,24 @@ def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
 
 
 def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[bytes]:
-    """Convert numbers that are separated by white space to bytes.
+    """Convert numbers that are separated by white space to the bytes of a type.
 
-    A line may be as long as the file.
+    They are read part by part, not by lines: a line may be as long as the file.
+
+    Raises:
+        UserError: If a word is not a number of the type.
     """
-    rest = b""
+    unfinished = b""  # the last word of a part, which the next part may continue
     part = file.read(PACKED_BYTES)
-    while part or rest:
-        words = (rest + part).split()
-        # The last word may continue in the next part.
-        rest = words.pop() if part and not part[-1:].isspace() else b""
+    while part or unfinished:
+        words = (unfinished + part).split()
+        unfinished = b""
+        if part and not part[-1:].isspace():
+            unfinished = words.pop()
         # NumPy reserves the length of the longest word for every word.
-        is_too_long = max(map(len, [*words, rest])) > MAX_WORD_BYTES
+        is_too_long = max(map(len, [*words, unfinished])) > MAX_WORD_BYTES
         try:
-            # 1_000 is a number in Python only.
+            # NumPy would take 1_000 for a number, as Python does; other programs do not.
             if is_too_long or b"_" in part:
                 raise ValueError
             yield np.array(words, "S").astype(dtype).tobytes()
@@ -292,11 +313,11 @@ def _encode_text(path: Path, file: BinaryIO, dtype: np.dtype[Any]) -> Iterator[b
 
 @dataclass(frozen=True)
 class _Layout:
-    """Storage of the voxels in the files of a volume, each of which holds an equal share.
+    """How each file of a volume stores its voxels; all hold equal shares of the slices.
 
     Attributes:
         path: File of the header, for messages.
-        shape: Share of each file in voxels (D, H, W).
+        shape: Shape of one file's share (D, H, W).
         dtype: Type of the stored values, with byte order.
         encoding: As for `decoded`.
         num_skipped: As for `lazy_volume`.
@@ -312,16 +333,16 @@ class _Layout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the share of a file, decoded."""
+        """Decoded bytes of one file's share."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def is_raw(self) -> bool:
-        """Whether the voxels lie in their file as they are."""
+        """Whether the voxels are neither compressed nor text."""
         return self.encoding == "raw"
 
-    def find(self, file: Path, offset: int, num_lines: int) -> tuple[int, int]:
-        """Find the voxels of a file, and check that it can hold them.
+    def locate(self, file: Path, offset: int, num_lines: int) -> tuple[int, int]:
+        """Find where the voxels of a file are, and check that it can hold them.
 
         Args:
             file: The file.
@@ -329,7 +350,8 @@ class _Layout:
             num_lines: As for `lazy_volume`.
 
         Returns:
-            First byte of the voxels or of their encoded stream, and the number of these bytes.
+            Position of the first byte of the voxels or of their encoded stream, and the number of
+            these bytes.
 
         Raises:
             UserError: If the file is missing, too short or too long.
@@ -342,10 +364,12 @@ class _Layout:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(offset)
-            deque(islice(stream, num_lines), maxlen=0)
+            # A header may give any number of lines; this ends with the file.
+            for _ in islice(stream, num_lines):
+                pass
             start = stream.tell()
         stop = size
-        # What is to be skipped of an encoded stream can only be counted once it is decoded.
+        # `num_skipped` and `num_after` count decoded bytes: they are positions of a raw file only.
         if self.is_raw:
             stop -= self.num_after
             if self.num_skipped >= 0:
@@ -360,44 +384,51 @@ class _Layout:
                 f"{self._expected()}, but the file {holds} {ratio * num_stored}; "
                 "it is truncated or damaged: copy or export it again."
             )
-        # Only of voxels as they are the size is known before decoding.
+        # The decoded size of other files is known only once they are read.
         if self.is_raw and self.num_bytes < num_stored:
             raise self._surplus()
         return start, num_stored
 
     def read(self, file: Path, start: int) -> Iterator[np.ndarray]:
-        """Yield the values of a file from its first byte of voxels on.
+        """Yield the values of a file as flat arrays.
+
+        Args:
+            file: The file.
+            start: Position of its voxels, see `locate`.
 
         Raises:
             UserError: If the file holds more or fewer.
         """
+        # `locate` has skipped the bytes of a raw file already.
         num_to_skip = 0 if self.is_raw else self.num_skipped
         num_read = 0
-        rest = b""  # the first bytes of a voxel that the next chunk completes
+        split_voxel = b""  # the first bytes of a voxel that the next chunk completes
         with file.open("rb") as stream:
             stream.seek(start)
             for chunk in decoded(self.path, stream, self.encoding, self.dtype):
-                data = rest + chunk[num_to_skip:]
+                data = split_voxel + chunk[num_to_skip:]
                 num_to_skip = max(0, num_to_skip - len(chunk))
-                # The voxels of other volumes are not wanted; anything else behind is a surplus.
+                # Voxels of other volumes may follow; anything else that follows is refused below.
                 if self.num_after:
                     data = data[: self.num_bytes - num_read]
                 num_values = len(data) // self.dtype.itemsize
-                rest = data[num_values * self.dtype.itemsize :]
-                num_read += len(data) - len(rest)
-                if num_read + len(rest) > self.num_bytes:
+                num_whole_bytes = num_values * self.dtype.itemsize
+                split_voxel = data[num_whole_bytes:]
+                num_read += num_whole_bytes
+                if num_read + len(split_voxel) > self.num_bytes:
                     raise self._surplus()
                 yield np.frombuffer(data, self.dtype, num_values)
         if num_read != self.num_bytes:
             num_slices = self.shape[0]
-            last = num_read // (self.num_bytes // num_slices) + 1
+            slice_bytes = self.num_bytes // num_slices
+            last_slice = num_read // slice_bytes + 1
             raise UserError(
-                f"{self.path}: expected {num_slices} slices, but the file ends in slice {last}; "
-                "it is truncated or damaged: copy or export it again."
+                f"{self.path}: expected {num_slices} slices, but the file ends in slice "
+                f"{last_slice}; it is truncated or damaged: copy or export it again."
             )
 
     def _expected(self) -> str:
-        """Begin a message: how many bytes the header promises."""
+        """Write the start of a message: how many bytes the header promises."""
         return (
             f"{self.path}: expected {self.num_bytes} bytes of voxels "
             f"({size_text(self.shape[::-1])} of {self.dtype.itemsize} bytes)"
@@ -424,9 +455,9 @@ def lazy_volume(
     num_after: int = 0,
     **attributes: Any,
 ) -> LazyVolume:
-    """Describe voxels in files, after a check that the files can hold them.
+    """Check that files can hold the voxels that a header describes, and make the lazy volume.
 
-    So a damaged header causes no allocation.
+    The check comes before any allocation, since a damaged header may ask for any size.
 
     Args:
         path: File of the header, for messages.
@@ -436,10 +467,10 @@ def lazy_volume(
         encoding: As for `decoded`.
         offset: First byte after the header.
         num_lines: Lines to skip after it.
-        num_skipped: Decoded bytes to skip after these lines; -1: uncompressed voxels are the last
-            bytes of their file.
+        num_skipped: Decoded bytes to skip after these lines; -1 for uncompressed voxels that are
+            the last bytes of their file.
         num_after: Decoded bytes of other volumes that follow the voxels.
-        **attributes: Further attributes of the lazy volume.
+        **attributes: Further attributes of the `LazyVolume`, such as `slope`.
 
     Raises:
         UserError: If a file is missing, too short or too long, or the header asks for what no
@@ -457,11 +488,11 @@ def lazy_volume(
     starts: list[int] = []
     packed_bytes = 0
     for file in files:
-        start, num_stored = layout.find(file, offset, num_lines)
+        start, num_stored = layout.locate(file, offset, num_lines)
         starts.append(start)
         packed_bytes += num_stored
 
-    def runs() -> Iterator[np.ndarray]:
+    def read_chunks() -> Iterator[np.ndarray]:
         for file, start in zip(files, starts, strict=True):
             yield from layout.read(file, start)
 
@@ -469,39 +500,44 @@ def lazy_volume(
         path,
         grid,
         dtype,
-        runs,
+        read_chunks,
         packed_bytes=None if layout.is_raw else packed_bytes,
         **attributes,
     )
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine."""
+    """Return the size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
-    """Whether a type holds all values exactly; float32 is taken for every image."""
+    """Whether a type holds all values exactly; float32 counts as exact for every image."""
     if dtype is np.float32:
         return True
     if values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype):
         return True
     limits = np.iinfo(dtype)
-    return bool(
-        values.min() >= limits.min
-        and values.max() <= limits.max
-        and (values == np.rint(values)).all()
-    )
+    # Numbers of Python, which compares them exactly: NumPy would round the limits to float32.
+    lowest, highest = values.min().item(), values.max().item()
+    if lowest < limits.min or highest > limits.max:
+        return False
+    return bool((values == np.rint(values)).all())
 
 
 def _load(
     volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU
 ) -> tuple[np.ndarray, int]:
-    """Read all voxels in the first of some types that holds them.
+    """Read all voxels as the first of some types that holds them.
+
+    Args:
+        volume: The volume.
+        dtypes: `IMAGE_DTYPES` or `LABEL_DTYPES`.
+        air: Replaces the voxels of an image that hold no number.
 
     Returns:
-        Values (D, H, W), and how many voxels of an image held no number, or none that float32 can
-        hold; these become air.
+        Values (D, H, W), and how many voxels of an image became air: NaN, infinity and numbers
+        beyond float32.
 
     Raises:
         UserError: If no type holds a value, the file is too short or too long, or the machine
@@ -513,39 +549,46 @@ def _load(
     packed_bytes = volume.packed_bytes
     if packed_bytes is not None and num_bytes > max(SURE_BYTES, SURE_RATIO * packed_bytes):
         # A damaged header is refused here, before the memory that it asks for is taken.
-        deque(volume.runs(), maxlen=0)
-    # Who reads it goes through axial planes: in another order each of them has voxels in all pages.
+        for _ in volume.read_chunks():
+            pass
+    # Later steps go through axial planes. In an array of sagittal or coronal slices, each axial
+    # plane has voxels in all pages, so that a temporary file would be read once for each plane.
     waits = volume.grid.is_axial
+    is_image = np.float32 in dtypes
     array = new_array((num_voxels,), dtypes[0], waits=waits)
-    first, num_gaps = 0, 0
-    for values in filter(len, volume.runs()):
-        if (volume.slope, volume.intercept) != (1.0, 0.0):
+    num_read = 0
+    num_gaps = 0
+    for values in volume.read_chunks():
+        if len(values) == 0:
+            continue
+        if volume.slope != 1.0 or volume.intercept != 0.0:
             values = values.astype(np.float64) * volume.slope + volume.intercept
         if values.dtype.kind == "f":
-            if np.float32 in dtypes:
-                values, num_gaps_here = _without_gaps(values, air)
-                num_gaps += num_gaps_here
+            if is_image:
+                values, num_chunk_gaps = _without_gaps(values, air)
+                num_gaps += num_chunk_gaps
             else:
-                values = _whole(values, volume)
-        fitting = [dtype for dtype in dtypes if _is_exact(values, dtype)]
-        if not fitting:
-            raise _no_label_map(volume.path, values.flat[int(np.argmax(np.abs(values)))])
-        if array.dtype not in fitting:
-            # The first value of a wider type: what has been read is copied.
-            wider_dtype = np.promote_types(array.dtype, fitting[0])
-            wider = new_array((num_voxels,), wider_dtype, waits=waits)
-            wider[:first] = array[:first]
-            array = wider
-        array[first : first + len(values)] = values
-        first += len(values)
+                values = _whole_labels(values, volume)
+        fitting_dtypes = [dtype for dtype in dtypes if _is_exact(values, dtype)]
+        if not fitting_dtypes:
+            raise _no_label_map(volume.path, values[np.argmax(np.abs(values))])
+        if array.dtype not in fitting_dtypes:
+            # This chunk needs a wider type: copy what has been read to a new array. The type must
+            # hold that too: int16 and uint16 together need int32.
+            wider_dtype = np.promote_types(array.dtype, fitting_dtypes[0])
+            wider_array = new_array((num_voxels,), wider_dtype, waits=waits)
+            wider_array[:num_read] = array[:num_read]
+            array = wider_array
+        array[num_read : num_read + len(values)] = values
+        num_read += len(values)
     return array.reshape(volume.grid.shape), num_gaps
 
 
 def _check_memory(volume: LazyVolume, dtype: type[Any]) -> None:
-    """Refuse a volume that this machine cannot hold in a type.
+    """Check that this machine can hold a volume in a type.
 
     Raises:
-        UserError: With both sizes.
+        UserError: If it cannot; the message gives both sizes.
     """
     shape = volume.grid.shape
     needed_gib = math.prod(shape) * np.dtype(dtype).itemsize / 2**30
@@ -558,7 +601,11 @@ def _check_memory(volume: LazyVolume, dtype: type[Any]) -> None:
 
 
 def _without_gaps(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
-    """Convert values of an image to float32, with air where that is not finite; count these."""
+    """Convert values of an image to float32, with air where the result is not finite.
+
+    Returns:
+        The values, and how many became air.
+    """
     values = values.astype(np.float32, copy=False)
     gaps = ~np.isfinite(values)
     num_gaps = int(np.count_nonzero(gaps))
@@ -567,12 +614,12 @@ def _without_gaps(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
     return values, num_gaps
 
 
-def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
+def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     """Round the labels of a file to the whole numbers that they stand for.
 
-    A label may miss its number by the rounding of the scale in the header: the value 255 with the
-    slope 1/255 in 32 bits gives 1.00000006. The error is relative to the product and to the
-    intercept, which may nearly cancel.
+    A label may miss its number by the rounding of the scale in the header: the stored value 255
+    with the slope 1/255 in 32 bits gives 1.00000006. The error is relative to the product and to
+    the intercept, which may nearly cancel.
 
     A program that scales labels to the range of an integer type also rounds what it stores: labels
     up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its
@@ -586,15 +633,16 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
         UserError: If a value misses every whole number by more than rounding.
     """
     whole = np.rint(values)
-    # Not below the rounding of a label 1: a resampler weighs labels against the background, and
-    # leaves 1e-08 of one.
-    products = np.abs(values - volume.intercept)
-    sizes = np.maximum(products + abs(volume.intercept), 1.0)
+    products = np.abs(values - volume.intercept)  # stored value times slope
+    # At least 1, for a background of 0 too: a resampler may leave 1e-08 of a label 1 in it.
+    magnitudes = np.maximum(products + abs(volume.intercept), 1.0)
+    tolerance = ROUNDING * magnitudes
     step = abs(volume.slope)
     # With a step of 1 or more the stored numbers hold whole labels exactly, so no program rounds
     # them.
-    half_step = step / 2 if volume.dtype.kind in "iu" and step < 1.0 else 0.0
-    tolerance = np.maximum(ROUNDING * sizes, half_step * (1.0 + ROUNDING))
+    if volume.dtype.kind in "iu" and step < 1.0:
+        half_step = step / 2
+        tolerance = np.maximum(tolerance, half_step * (1.0 + ROUNDING))
     is_whole = np.abs(values - whole) <= np.minimum(tolerance, MAX_ROUNDING)
     if not is_whole.all():
         raise _no_label_map(volume.path, values[~is_whole][0])
@@ -602,7 +650,8 @@ def _whole(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
 
 
 def _no_label_map(path: Path, value: float) -> UserError:
-    """Refuse a file for one of its values, with more digits than its rounding error has."""
+    """Refuse a file for one of its values."""
+    # 12 digits: more than 32 bits hold, so that an error of rounding is visible.
     return UserError(
         f"{path}: expected a label map of whole numbers, but the file holds values such as "
         f"{float(value):.12g}; is it an image or a probability map?"
@@ -612,17 +661,17 @@ def _no_label_map(path: Path, value: float) -> UserError:
 def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
     """Read an image (D, H, W): int16 where that is exact, else float32.
 
-    NaN and infinity become air, with a warning.
+    NaN and infinity become air, with a warning in the findings.
 
     Args:
         volume: The image.
-        air: Value outside the patient: -1024 HU of CT, 0 of other modalities.
+        air: Value outside the patient: `AIR_HU` of CT, 0 of other modalities.
 
     Raises:
         UserError: If the file is too short or too long.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
-    if num_gaps >= image_hu.size:
+    if num_gaps == image_hu.size:
         raise UserError(
             f"{volume.path}: expected a scan, but none of its voxels holds a number; "
             "export it again."
@@ -644,7 +693,7 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
 
 
 def load_labels(volume: LazyVolume) -> Volume:
-    """Read a label map (D, H, W) in the smallest of the usual integer types, uint8 first.
+    """Read a label map (D, H, W) as the first of `LABEL_DTYPES` that holds all its values.
 
     Raises:
         UserError: If a value is not a whole number, or the file is too short or too long.

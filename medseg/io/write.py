@@ -1,4 +1,4 @@
-"""Writers of scans and label maps: a file is written whole or not at all.
+"""Writers of scans and label maps: one function for all formats, a file whole or not at all.
 
 nibabel writes NIfTI, SimpleITK NRRD and MetaImage.
 """
@@ -13,13 +13,21 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.inputs import SEGMENTATION_SUFFIX, WRITTEN_SUFFIXES, volume_suffix
 from medseg.io.label_table import Structure, slicer_fields
-from medseg.io.volume import LABEL_DTYPES, Volume
+from medseg.io.volume import Volume
+
+# Integer types that all formats have and other programs read, smallest first.
+WRITTEN_LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32)
 
 
 def _write(path: Path, volume: Volume, structures: Sequence[Structure] = ()) -> None:
-    """Write voxels of a type that the formats have.
+    """Write voxels of a type that all formats have.
 
     The library of the format is imported only now.
+
+    Args:
+        path: Target; its suffix chooses the format.
+        volume: Voxels, grid and the header to copy fields from.
+        structures: Names and colours of labels, for formats that hold them.
 
     Raises:
         UserError: If the suffix is unknown or the file cannot be written.
@@ -58,8 +66,8 @@ def write_labels(
     Args:
         path: Target; the suffix chooses the format: .nii.gz, .nii, .nrrd, .mha, .mhd (with .zraw
             beside it) or .seg.nrrd (a segmentation of 3D Slicer).
-        labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean and 64-bit types are
-            narrowed.
+        labels: Whole numbers (D, H, W) in the storage order of `grid`; boolean, uint32 and 64-bit
+            types are narrowed.
         grid: Position of the voxels.
         like: `Volume.header` of the input; if that is NIfTI, a NIfTI result keeps its version, byte
             order, sform, qform and unit.
@@ -72,27 +80,27 @@ def write_labels(
     """
     if labels.dtype.kind not in "biu":
         raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
-    # Not every format has these types.
-    is_unusual = labels.dtype.kind == "b" or labels.dtype == np.uint32
-    if is_unusual or labels.dtype.itemsize > 4:
+    # Not every format has these types, and not every program reads them.
+    is_boolean = labels.dtype.kind == "b"
+    if is_boolean or labels.dtype == np.uint32 or labels.dtype.itemsize > 4:
         labels = _narrowed(labels)
     _write(path, Volume(labels, grid, like), structures)
 
 
 def _narrowed(labels: np.ndarray) -> np.ndarray:
-    """Convert labels to the first of the usual types of up to 32 bits that holds them.
+    """Convert labels to the first type of `WRITTEN_LABEL_DTYPES` that holds them.
 
     Raises:
         ValueError: If none does.
     """
-    low, high = 0, 0
+    lowest, highest = 0, 0
     if labels.size:
-        low, high = int(labels.min()), int(labels.max())
-    for dtype in LABEL_DTYPES[:4]:
+        lowest, highest = int(labels.min()), int(labels.max())
+    for dtype in WRITTEN_LABEL_DTYPES:
         limits = np.iinfo(dtype)
-        if limits.min <= low and high <= limits.max:
+        if limits.min <= lowest and highest <= limits.max:
             return labels.astype(dtype)
-    raise ValueError(f"labels must fit into 32 bits, got {low} to {high}")
+    raise ValueError(f"labels must fit into 32 bits, got {lowest} to {highest}")
 
 
 def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid) -> None:
@@ -107,6 +115,7 @@ def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid) -> None:
         UserError: If the suffix is unknown or the folder cannot be written.
         ValueError: If the type is another, or the shape is not that of the grid.
     """
+    # All formats have these types, and `read_image` gives no others.
     if image_hu.dtype not in (np.int16, np.float32):
         raise ValueError(f"an image must be int16 or float32, got {image_hu.dtype}")
     _write(path, Volume(image_hu, grid, None))

@@ -380,7 +380,7 @@ def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     if with_uid:
         return with_uid
     in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
-    holders = {case for case in in_scope if any(map(choice.is_meant, case.series))}
+    holders = {case for case in in_scope if any(map(choice.selects, case.series))}
     # A study in several folders is answered by one of them; the others have nothing to add.
     answered = {case.study.scope for case in holders if case.study.uid}
     candidates = []

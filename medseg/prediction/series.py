@@ -145,6 +145,6 @@ def _files_of(scan: Scan, listed: Sequence[ListedSeries]) -> tuple[Path, ...]:
     choice = parse_series(scan.series)
     files: dict[Path, None] = {}
     for series in listed:
-        if choice.is_meant(series.series):
+        if choice.selects(series.series):
             files.update(dict.fromkeys(series.files))
     return tuple(files)

@@ -16,6 +16,7 @@ from medseg.io.calibration import (
     MAX_AGE_S,
     Circumstances,
     LoadMeter,
+    ProcessorTimes,
     read_calibration,
     write_calibration,
 )
@@ -59,8 +60,8 @@ def test_other_programs_are_load_and_the_own_processes_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ten seconds, two processors: six are busy, four with this process and its children."""
-    readings = iter([(100.0, 50.0, 7.0), (110.0, 56.0, 11.0)])
-    monkeypatch.setattr(calibration, "_readings_s", lambda: next(readings))
+    times = iter([ProcessorTimes(100.0, 50.0, 7.0), ProcessorTimes(110.0, 56.0, 11.0)])
+    monkeypatch.setattr(ProcessorTimes, "now", lambda: next(times))
     monkeypatch.setattr(calibration.psutil, "cpu_count", lambda: 2)
     with LoadMeter() as meter:
         pass
@@ -68,12 +69,12 @@ def test_other_programs_are_load_and_the_own_processes_are_not(
 
 
 def test_a_child_that_has_ended_is_no_load() -> None:
-    _, _, before_s = calibration._readings_s()
+    start = ProcessorTimes.now()
     script = "import time\nwhile time.process_time() < 0.2: pass"
     subprocess.run([sys.executable, "-c", script], check=True)
-    _, busy_s, own_s = calibration._readings_s()
-    assert own_s - before_s > 0.15
-    assert busy_s > 0
+    end = ProcessorTimes.now()
+    assert end.own_s - start.own_s > 0.15
+    assert end.busy_s > 0
 
 
 def test_the_own_time_is_all_of_this_process_and_of_its_ended_children(
@@ -81,5 +82,4 @@ def test_the_own_time_is_all_of_this_process_and_of_its_ended_children(
 ) -> None:
     times = os.times_result((1.0, 2.0, 4.0, 8.0, 1000.0))
     monkeypatch.setattr(calibration.os, "times", lambda: times)
-    _, _, own_s = calibration._readings_s()
-    assert own_s == 1 + 2 + 4 + 8
+    assert ProcessorTimes.now().own_s == 1 + 2 + 4 + 8

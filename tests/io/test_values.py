@@ -101,6 +101,30 @@ def test_a_large_label_in_a_late_slab(tmp_path: Path, monkeypatch: pytest.Monkey
     assert np.array_equal(read_labels(tmp_path / "l.mha").array, values)
 
 
+@pytest.mark.parametrize(
+    ("label", "dtype", "expected"),
+    [(2.0**31, np.float32, np.int64), (2.0**31 - 128, np.float32, np.int32)],
+)
+def test_a_label_at_the_end_of_a_type(
+    tmp_path: Path, label: float, dtype: type, expected: type
+) -> None:
+    """As a 32-bit number the end of int32 itself is rounded to 2³¹."""
+    values = make_labels().astype(dtype)
+    values[1, 2, 3] = label
+    save_itk(tmp_path / "l.mha", values, make_grid(np.eye(3)))
+    labels = read_labels(tmp_path / "l.mha").array
+    assert labels.dtype == expected
+    assert labels[1, 2, 3] == label
+
+
+def test_a_label_beyond_64_bits_is_refused(tmp_path: Path) -> None:
+    values = make_labels().astype(np.float64)
+    values[1, 2, 3] = 2.0**63
+    save_itk(tmp_path / "l.mha", values, make_grid(np.eye(3)))
+    with pytest.raises(UserError, match=r"whole numbers.*9\.22337203685e\+18"):
+        read_labels(tmp_path / "l.mha")
+
+
 def test_probabilities_are_no_labels(tmp_path: Path) -> None:
     save_itk(tmp_path / "l.mha", make_labels().astype(np.float32) / 2, make_grid(np.eye(3)))
     with pytest.raises(UserError, match=r"whole numbers.*0\.5"):

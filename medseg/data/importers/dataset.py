@@ -583,7 +583,7 @@ def _data_files(path: Path) -> tuple[Path, ...]:
     from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
     try:
-        _, _, voxel_files = read_header(path)
+        voxel_files = read_header(path).files
     except UserError:  # a damaged header stops its case alone, in `prepare`
         return ()
     return voxel_files

@@ -13,6 +13,7 @@ from medseg.io.dicom.frames import NO_IMAGES
 from medseg.io.dicom.labels import KINDS, empty_structures, open_label_file
 from medseg.io.inputs import dicom_files
 
+# The fields that are read of each file.
 FIELDS = ["SOPClassUID", "Modality", "PatientID", "SeriesInstanceUID"]
 
 
@@ -42,7 +43,7 @@ class LabelEntry:
     Attributes:
         path: The file.
         names: Names of its structures, in the order of the file.
-        empty: Those of them without a closed contour or a frame.
+        empty: Names of structures without a closed contour or a frame.
         series_uids: Series Instance UIDs of the images that it refers to; empty where it names
             none.
         patient: Patient ID, "" where there is none.
@@ -64,9 +65,9 @@ class Catalogue:
     Attributes:
         series: Image series by UID.
         labels: SEG and RTSTRUCT files, in the order of `dicom_files`.
-        unreadable: File that cannot be read to the reason, for the end of a sentence; "" where none
-            is known.
-        others: Files of another kind, with their modality.
+        unreadable: Reason why a file cannot be read, by path: the end of a sentence, or "" where it
+            is unknown.
+        others: Modality of each file of another kind, by path.
     """
 
     series: dict[str, ImageSeries]
@@ -77,21 +78,23 @@ class Catalogue:
 
 def read_catalogue(folder: Path) -> Catalogue:
     """Read the headers of all DICOM files below a folder."""
-    files: dict[str, list[Path]] = {}
+    # By Series Instance UID.
+    series_files: dict[str, list[Path]] = {}
     modality_and_patient: dict[str, tuple[str, str]] = {}
     catalogue = Catalogue({}, [], {}, {})
     for path in dicom_files(folder):
         try:
             with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
                 header = dcmread(path, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-                kind, modality, patient, uid = (
+                sop_class, modality, patient, uid = (
                     str(header.get(keyword) or "") for keyword in FIELDS
                 )
-            if kind in KINDS:
+            if sop_class in KINDS:
                 catalogue.labels.append(_label_entry(path, patient))
             elif uid and modality not in NO_IMAGES:
-                files.setdefault(uid, []).append(path)
-                modality_and_patient[uid] = modality, patient
+                series_files.setdefault(uid, []).append(path)
+                # Those of the last file count.
+                modality_and_patient[uid] = (modality, patient)
             else:
                 catalogue.others[path] = modality or "unknown modality"
         except UserError as error:
@@ -101,15 +104,15 @@ def read_catalogue(folder: Path) -> Catalogue:
         # All else is what a damaged file makes pydicom raise: exceptions of a dozen classes.
         except Exception:
             catalogue.unreadable[path] = ""
-    for uid, paths in files.items():
-        common = Path(os.path.commonpath([path.parent for path in paths]))
+    for uid, paths in series_files.items():
+        common_folder = Path(os.path.commonpath([path.parent for path in paths]))
         modality, patient = modality_and_patient[uid]
-        catalogue.series[uid] = ImageSeries(uid, common, modality, patient, tuple(paths))
+        catalogue.series[uid] = ImageSeries(uid, common_folder, modality, patient, tuple(paths))
     return catalogue
 
 
 def _label_entry(path: Path, patient: str) -> LabelEntry:
-    """Read what a SEG or RTSTRUCT file labels.
+    """Read the structures of a SEG or RTSTRUCT file and the series that it refers to.
 
     Raises:
         UserError: If it cannot be read.
@@ -126,20 +129,20 @@ def _label_entry(path: Path, patient: str) -> LabelEntry:
 
 
 def is_copy(file: LabelEntry, other: LabelEntry) -> bool:
-    """Whether two files hold one object.
+    """Whether two label files hold the same object.
 
-    The identity alone is no proof, since corrected labels may keep it. Files that cannot be
-    compared are no copies.
+    The identity alone is no proof, since corrected labels may keep it: the contents are compared.
+    Files that cannot be compared are not copies.
     """
     if not file.uid or file.uid != other.uid or file.names != other.names:
         return False
     try:
         if filecmp.cmp(file.path, other.path, shallow=False):
             return True
-        # The comparison reads every value of both files, damaged ones too.
+        # A copy may be encoded in another way: compare all values, which may be damaged.
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             return bool(dcmread(file.path, force=True) == dcmread(other.path, force=True))
     except MemoryError:
         raise
-    except Exception:
+    except Exception:  # pydicom raises any type for a damaged file
         return False

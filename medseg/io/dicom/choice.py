@@ -1,4 +1,4 @@
-"""Parser of `series=`: a patient or study, and a series in it."""
+"""Parser of the argument `series=`, `<patient or study>:<series>`, of which both may be absent."""
 
 from __future__ import annotations
 
@@ -28,23 +28,31 @@ class SeriesChoice(NamedTuple):
         """Whether a series is one of the chosen patient or study."""
         return not self.scope or series.is_in(self.scope)
 
-    def is_meant(self, series: Series, part: int = 0) -> bool:
-        """Whether it names a series and, if it names a part, this part; 0 stands for any part."""
+    def selects(self, series: Series, part: int = 0) -> bool:
+        """Whether it chooses a series, or a part of it.
+
+        Args:
+            series: The series.
+            part: Number of the part, from 1; 0 asks for the series with any part.
+        """
         uid_or_number, _, part_name = self.name.partition("/")
+        if part and part_name not in ("", str(part)):
+            return False
         is_series = uid_or_number in ("", series.uid, series.number)
-        is_part = not part or part_name in ("", str(part))
-        return is_series and is_part and self.is_scope_of(series)
+        return is_series and self.is_scope_of(series)
 
     def is_uid_of(self, series: Series) -> bool:
         """Whether it names a series by its UID."""
-        return bool(series.uid) and self.name.partition("/")[0] == series.uid
+        uid_or_number = self.name.partition("/")[0]
+        return bool(series.uid) and uid_or_number == series.uid
 
     def within(self, scope: str) -> str:
-        """Write the value that names the same series of one study."""
+        """Write a value of `series=` for the same series in another scope."""
         return f"{scope}:{self.name}"
 
 
 def parse_series(series: str | None) -> SeriesChoice:
     """Divide a value of `series=` into its scope and its series; None chooses any."""
+    # The last colon divides: a scope of patient and study has one itself.
     scope, _, name = (series or "").rpartition(":")
     return SeriesChoice(scope, name)

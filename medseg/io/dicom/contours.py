@@ -1,6 +1,8 @@
-"""Contours of masks and filled polygons.
+"""Outlines of masks (for RTSTRUCT files that are written), and their reverse: filled polygons.
 
-Outlines are found by marching squares; holes are joined to them by keyholes.
+Outlines are found by marching squares. RTSTRUCT has no holes, so each hole is joined to the outline
+around it by a keyhole: the polygon runs along a line to the hole, around it, and back along the
+same line. Points are (row, column) in pixels; the centre of a pixel has whole numbers.
 """
 
 import itertools
@@ -16,8 +18,8 @@ from scipy.spatial import cKDTree
 # centres of the outermost pixels.
 EDGE_PX = 1e-3
 
-# Nearest points of an outline to try as the end of a keyhole. A hole and its outline have at least
-# as many points.
+# How many points of an outline near each point of a hole are tried as the end of a keyhole. Any
+# outline has at least as many.
 NUM_NEIGHBOURS = 4
 
 
@@ -31,9 +33,8 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
         mask: Boolean (H, W), not empty.
 
     Returns:
-        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated. Holes
-        are joined to it by keyholes: the polygon runs to the hole, around it, and back along the
-        same line.
+        A closed polygon for each part, (N, 2) in (row, column), the last point not repeated, with
+        its holes joined to it by keyholes.
     """
     pixels = np.argwhere(mask)
     low = pixels.min(axis=0)
@@ -44,72 +45,89 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
     generator = contour_generator(
         z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset
     )
+    # The area with values from 0.5 to 2: for each part the points of all its rings, and where each
+    # ring begins and ends among them.
     filled: Any = generator.filled(0.5, 2.0)
-    parts = []
-    for points, ends in zip(*filled, strict=True):
+    polygons = []
+    for points, ring_ends in zip(*filled, strict=True):
         rings = []
-        for start, stop in pairwise(ends):
-            # The last point repeats the first; contourpy gives x before y, in the padded box.
-            rings.append(points[start : stop - 1, ::-1] + (low - 1))
-        part = rings[0]
-        for hole in sorted(rings[1:], key=lambda ring: float(ring[:, 1].min())):
-            gate, start = _keyhole(part, hole)
-            part = np.concatenate(
-                [
-                    part[: gate + 1],
-                    np.roll(hole, -start, axis=0),
-                    hole[start : start + 1],
-                    part[gate:],
-                ]
-            )
-        parts.append(_corners(part))
-    return parts
+        for start, stop in pairwise(ring_ends):
+            ring_xy = points[start : stop - 1]  # the last point repeats the first
+            ring = ring_xy[:, ::-1]
+            rings.append(ring + (low - 1))  # from the padded box to the slice
+        # The first ring is the outline, the others are its holes. From left to right: a hole may be
+        # joined to one that was joined before.
+        polygon, *holes = rings
+        holes.sort(key=_left_end)
+        for hole in holes:
+            gate, hole_gate = _keyhole(polygon, hole)
+            # To the gate, around the hole from its gate to its gate, and on from the first gate.
+            around_hole = np.roll(hole, -hole_gate, axis=0)
+            hole_end = hole[hole_gate : hole_gate + 1]
+            polygon = np.concatenate([polygon[: gate + 1], around_hole, hole_end, polygon[gate:]])
+        polygons.append(_corners(polygon))
+    return polygons
 
 
-def _keyhole(part: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
+def _left_end(ring: np.ndarray) -> float:
+    """Find the lowest column of a ring (N, 2)."""
+    return float(ring[:, 1].min())
+
+
+def _keyhole(polygon: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
     """Choose a point of a polygon and one of its hole that are near each other.
 
     No pixel centre is on the line between them, if that is possible. Programs do not agree whether
     a centre on a line that a polygon runs along twice is inside.
 
     Args:
-        part: Polygon (N, 2), points midway between two pixels.
+        polygon: Polygon (N, 2), points midway between two pixels.
         hole: Polygon (M, 2) within it.
 
     Returns:
-        Index of the point in `part` and in `hole`.
+        Index of the point in `polygon` and in `hole`.
     """
-    distances, nearest = cKDTree(part).query(hole, k=NUM_NEIGHBOURS)
-    points, neighbours = np.unravel_index(distances.argsort(axis=None), distances.shape)
-    pairs = list(zip(nearest[points, neighbours].tolist(), points.tolist(), strict=True))
+    # Both (M, NUM_NEIGHBOURS): for each point of the hole the nearest points of the polygon.
+    distances, neighbours = cKDTree(polygon).query(hole, k=NUM_NEIGHBOURS)
+    by_distance = distances.argsort(axis=None)
+    hole_points, ranks = np.unravel_index(by_distance, distances.shape)
+    points = neighbours[hole_points, ranks]
+    pairs = list(zip(points.tolist(), hole_points.tolist(), strict=True))
     for point, hole_point in pairs:
-        if not _meets_a_centre(part[point], hole[hole_point]):
+        if not _meets_a_centre(polygon[point], hole[hole_point]):
             return point, hole_point
     return pairs[0]
 
 
 def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
-    """Whether a whole row and column lie on the line between two points midway between pixels."""
-    # In half pixels: a centre has even coordinates.
-    low = (2 * start).astype(int)
-    step = (2 * (stop - start)).astype(int)
-    num_steps = np.gcd(*step)
-    points = low + np.arange(num_steps + 1)[:, None] * (step // num_steps)
+    """Whether a pixel centre is on the line between two points that are midway between pixels."""
+    # In half pixels, so that all coordinates are whole and those of a centre even.
+    first = (2 * start).astype(int)
+    offset = (2 * (stop - start)).astype(int)
+    # The points with whole coordinates divide the line into as many equal steps as the greatest
+    # common divisor of its two extents.
+    num_steps = np.gcd(offset[0], offset[1])
+    step = offset // num_steps
+    points = first + np.arange(num_steps + 1)[:, None] * step
     is_centre = (points % 2 == 0).all(axis=1)
     return bool(is_centre.any())
 
 
-def _corners(ring: np.ndarray) -> np.ndarray:
+def _corners(polygon: np.ndarray) -> np.ndarray:
     """Drop the points of a closed polygon on the straight line between their neighbours."""
-    y_before, x_before = (ring - np.roll(ring, 1, axis=0)).T
-    y_after, x_after = (np.roll(ring, -1, axis=0) - ring).T
+    previous_points = np.roll(polygon, 1, axis=0)
+    next_points = np.roll(polygon, -1, axis=0)
+    y_before, x_before = (polygon - previous_points).T
+    y_after, x_after = (next_points - polygon).T
     # Parallel steps have the cross product 0; coordinates in half pixels make it exact.
     is_corner = y_before * x_after != x_before * y_after
-    return np.asarray(ring[is_corner])
+    return np.asarray(polygon[is_corner])
 
 
 def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     """Fill polygons by the even-odd rule: one within another is a hole, and keyholes cancel.
+
+    A pixel is inside where an odd number of edges is on one side of its centre.
 
     Args:
         polygons: Closed polygons, each (N, 2) in (row, column).
@@ -118,17 +136,18 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     Returns:
         Mask (H, W) of the pixels whose centre is inside or on an outline.
     """
+    # First and last point of each edge.
     starts = np.concatenate(polygons)
     stops = np.concatenate([np.roll(polygon, -1, axis=0) for polygon in polygons])
+    # Only the part of the slice around the polygons.
     low = np.floor(starts.min(axis=0)).clip(0, shape).astype(int)
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
     # A view: what is set in it is set in the mask.
     box = mask[low[0] : high[0], low[1] : high[1]]
     height, width = box.shape
-    # Centres on an outline are inside after one of these shifts.
-    for y_px, x_px in itertools.product((EDGE_PX, -EDGE_PX), repeat=2):
-        shift = (y_px, x_px)
+    # A centre on an outline is inside the polygons that are moved in one of four directions.
+    for shift in itertools.product((EDGE_PX, -EDGE_PX), repeat=2):
         box |= _inside(starts - low + shift, stops - low + shift, (height, width))
     return mask
 
@@ -136,7 +155,7 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
 def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Find the pixels whose centre is inside closed polygons.
 
-    The number of edges to the left of the centre, in its row, is odd.
+    These have an odd number of edges to the left of the centre, in its row.
 
     Args:
         starts: First points (N, 2) of the edges, (row, column).
@@ -147,23 +166,27 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
         Boolean mask of that shape.
     """
     height, width = shape
-    # The rows whose centres an edge crosses: from its upper end on, without its lower end.
-    upper = np.minimum(starts[:, 0], stops[:, 0])
-    lower = np.maximum(starts[:, 0], stops[:, 0])
-    first = np.ceil(upper).clip(0, height).astype(int)
-    last = np.ceil(lower).clip(0, height).astype(int)
-    counts = last - first
-    # One entry for each crossing of an edge with a row.
-    edges = np.repeat(np.arange(len(starts)), counts)
-    # Of each crossing: the number of crossings of earlier edges, then its own among those of its
-    # edge, whose first one lies in the first row.
-    num_earlier = np.repeat(np.cumsum(counts) - counts, counts)
-    rows = np.arange(len(edges)) - num_earlier + first[edges]
-    edge_starts, edge_stops = starts[edges], stops[edges]
-    share = (rows - edge_starts[:, 0]) / (edge_stops[:, 0] - edge_starts[:, 0])
-    crossings_px = edge_starts[:, 1] + share * (edge_stops[:, 1] - edge_starts[:, 1])
-    # The first pixel right of the crossing; `width` where there is none.
-    columns = np.ceil(crossings_px).clip(0, width).astype(int)
-    crossings = np.bincount(rows * (width + 1) + columns, minlength=height * (width + 1))
-    num_left = crossings.reshape(height, width + 1)[:, :-1].cumsum(axis=1)
+    # The rows whose line of centres an edge crosses: from that of its upper end on, without that of
+    # its lower end, so that a point between two edges counts once.
+    y_starts, y_stops = starts[:, 0], stops[:, 0]
+    first_rows = np.ceil(np.minimum(y_starts, y_stops)).clip(0, height).astype(int)
+    stop_rows = np.ceil(np.maximum(y_starts, y_stops)).clip(0, height).astype(int)
+    num_rows = stop_rows - first_rows
+    # From here on one entry for each crossing of an edge with a row, those of an edge together.
+    edges = np.repeat(np.arange(len(starts)), num_rows)
+    # Number of a crossing among those of its edge: that among all, less those of earlier edges.
+    num_before = np.cumsum(num_rows) - num_rows
+    numbers = np.arange(len(edges)) - num_before[edges]
+    rows = first_rows[edges] + numbers
+    y_start, x_start = starts[edges].T
+    y_stop, x_stop = stops[edges].T
+    # Where on the edge the crossing is: 0 at its first point, 1 at its last.
+    share = (rows - y_start) / (y_stop - y_start)
+    x_crossing = x_start + share * (x_stop - x_start)
+    # The first pixel right of the crossing; `width` where there is none, in a column of its own.
+    columns = np.ceil(x_crossing).clip(0, width).astype(int)
+    num_columns = width + 1
+    crossings = np.bincount(rows * num_columns + columns, minlength=height * num_columns)
+    crossings = crossings.reshape(height, num_columns)
+    num_left = crossings[:, :width].cumsum(axis=1)
     return np.asarray(num_left % 2 == 1)

@@ -1,4 +1,7 @@
-"""DICOM headers: the slices of a file, or the reason why it contains none."""
+"""Reader of DICOM headers: the slices of a file, or the reasons why it contains none.
+
+Messages of errors here lack the path: a `NoSlice` holds it beside its reason.
+"""
 
 import math
 import os
@@ -23,13 +26,14 @@ from medseg.io.identity import Identity, written_date
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
-# Longer texts are cut in messages; those of the standard are shorter.
+# Longer texts are cut in messages; the names that the standard defines are shorter.
 MAX_PLAIN_LETTERS = 100
 
 # A header with more pixels per slice (8192 × 8192) is damaged.
 MAX_SLICE_PIXELS = 2**26
 
-# A deflated file is held in memory as a whole; this is an enhanced CT of 1000 slices.
+# Largest size of a deflated file once it is inflated, which is held in memory as a whole: an
+# enhanced CT of 1000 slices has 512 MiB.
 MAX_INFLATED_BYTES = 2**29
 
 # Largest slope and intercept; those of CT, MR and PET are far below it.
@@ -38,10 +42,11 @@ MAX_RESCALE = 1e6
 # Modalities whose objects are not images of a scanner.
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
 
-# Reason of a `NoSlice`.
+# Reason of a `NoSlice` for an object that is not one of `NO_IMAGES` and has no pixels.
 NO_PIXELS = "object without an image"
 
-# Fields of a frame in an enhanced (multi-frame) file, and the sequence that holds each.
+# Fields of a frame in an enhanced (multi-frame) file, and the sequence of a functional group that
+# holds each (PS3.3, C.7.6.16).
 MACROS = {
     "ImagePositionPatient": "PlanePositionSequence",
     "ImageOrientationPatient": "PlaneOrientationSequence",
@@ -67,7 +72,7 @@ MACROS = {
 # Rescale types of CT whose values are HU; US means unspecified.
 HU_TYPES = ("", "HU", "HU_MOD", "US")
 
-# Encodings whose pixels are read from the file as they are.
+# Transfer syntaxes (encodings) whose pixels are read from the file as they are.
 PLAIN_SYNTAXES = (uid.ImplicitVRLittleEndian, uid.ExplicitVRLittleEndian)
 
 # Encodings that always lose detail.
@@ -79,10 +84,11 @@ MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 # Tag of the pixels (7FE0,0010), little or big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
-# Length of an element of compressed pixels, whose end is marked instead.
+# Length that the element of compressed pixels gives; a mark ends it instead.
 UNDEFINED_LENGTH = 2**32 - 1
 
-# What distinguishes the volumes of one series: name, field of a file, field of a frame.
+# What may distinguish the volumes of one series, tried in this order: name for messages, field of a
+# file, field of a frame in an enhanced file.
 PHASES = (
     ("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
     ("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
@@ -96,7 +102,7 @@ PHASES = (
     ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
 
-# All fields that are read of a header.
+# The fields that pydicom reads of a header; it skips all others.
 _KEYWORDS = [
     "SOPClassUID", "Modality", "PatientID", "StudyInstanceUID", "StudyDate",
     "SeriesInstanceUID", "SeriesNumber", "SeriesDescription", "Rows", "Columns", "NumberOfFrames",
@@ -107,6 +113,11 @@ _KEYWORDS = [
 ]  # fmt: skip
 _KEYWORDS += [keyword for _, keyword, _ in PHASES]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
+
+
+# Where the fields of a frame may be, the nearest first: of an enhanced file the functional group of
+# the frame and the one that all frames share; of any file its header, which is the last.
+Places = tuple[Dataset, ...]
 
 
 @dataclass(frozen=True)
@@ -133,23 +144,26 @@ class Series:
 
     @property
     def scope(self) -> str:
-        """Patient and study, by which `series=<scope>:<number>` names them."""
+        """Its patient and study, as `series=<scope>:<number>` takes them.
+
+        Anonymised series, without patient and study, have the scope ":".
+        """
         return f"{self.patient}:{self.study}"
 
     @property
     def identity(self) -> Identity:
-        """What a result says of the scan."""
+        """The identity that a result of the scan gives."""
         return Identity(self.patient, written_date(self.date), self.number, self.description)
 
     def is_in(self, scope: str) -> bool:
-        """Whether a scope names its patient, its study, or both; the study by UID or date.
+        """Whether a scope names its patient, its study, or both.
 
-        The scope ":" (no patient, no study) names anonymised series, which have no identity.
+        Scopes are `<patient>`, `<study UID>`, `<patient>:<study UID>` and `<patient>:<date>`.
         """
         names = {self.patient, self.study, self.scope}
         if self.date:
             names.add(f"{self.patient}:{self.date}")
-        return scope in names - {""}
+        return scope in names and scope != ""
 
     def __str__(self) -> str:
         name = "unknown series"
@@ -170,8 +184,8 @@ class PixelFormat:
         offset: First byte of uncompressed little-endian pixels; None if they must be decoded.
         dtype: Type of the stored values, little endian.
         bits_stored: Bits that are used of each value.
-        padding: The stored value that means "no pixel" by the header, or the smallest and the
-            largest such value, or none.
+        padding: Stored values that mean "no pixel": none, one value, or the smallest and the
+            largest of a range.
     """
 
     shape: tuple[int, int]
@@ -199,7 +213,7 @@ class Frame:
         intercept: Added after the slope.
         has_rescale: Whether the header gives slope and intercept.
         phases: Value of each of `PHASES`, "" where there is none.
-        warnings: Sentences for the user.
+        warnings: Sentences for the user on rescale and compression.
         thickness_mm: Slice Thickness, or None.
     """
 
@@ -225,7 +239,10 @@ class Frame:
 
     def __str__(self) -> str:
         name = f"'{self.path.name}'"
-        return f"{name} frame {self.index + 1}" if self.index else name
+        # The first frame, which is the only one of most files, is named by the file alone.
+        if self.index == 0:
+            return name
+        return f"{name} frame {self.index + 1}"
 
 
 @dataclass(frozen=True)
@@ -237,8 +254,8 @@ class NoSlice:
         series: Its series.
         reason: What it is instead; for an unreadable file the message that refuses it, without the
             path.
-        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused only
-            with its series.
+        is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused where
+            its series is chosen, and does not affect others.
         is_image: Whether it is an image of the patient other than a localiser.
     """
 
@@ -259,12 +276,15 @@ def plain(text: str) -> str:
 
 
 def _values(value: Any) -> Sequence[Any]:
-    """List the values of a field, which may be one alone."""
+    """List the values of a field; pydicom gives a single one without a list."""
     return value if isinstance(value, MultiValue) else [value]
 
 
 def _text(value: Any) -> str:
-    """Write the value of a field on one line; "" where it is missing."""
+    r"""Write the value of a field on one line, several with `\` between them as in DICOM.
+
+    "" where it is missing.
+    """
     return "\\".join(map(_word, _values(value)))
 
 
@@ -272,58 +292,64 @@ def _word(item: Any) -> str:
     """Write one of the values of a field on one line."""
     if item is None:
         return ""
-    text = f"{item:g}" if isinstance(item, float) else str(item)
+    text = str(item)
+    if isinstance(item, float):
+        text = f"{item:g}"
     return " ".join(text.split())
 
 
-def _whole(header: Dataset, keyword: str, default: int) -> int:
-    """Read a field that is a whole number; another value raises ValueError."""
+def _whole_number(header: Dataset, keyword: str, default: int) -> int:
+    """Read a field that is a whole number.
+
+    Args:
+        header: The header.
+        keyword: The field.
+        default: The number where the field is missing or empty.
+
+    Raises:
+        ValueError: If it has another value.
+    """
     if header.get(keyword) in (None, ""):
         return default
     return int(header[keyword].value)
 
 
-def field_of(places: tuple[Dataset, ...], keyword: str) -> Any:
-    """Find the value of a field of a frame.
-
-    Args:
-        places: Where the field may be, in this order: of an enhanced file the group of the frame,
-            then the group of all frames; of any file its header.
-        keyword: The field.
-
-    Returns:
-        The value in the first place that has it; None where none has.
-    """
-    for group in places[:-1]:
+def field_of(places: Places, keyword: str) -> Any:
+    """Find the value of a field of a frame: that in the first place that has it, or None."""
+    *groups, header = places
+    for group in groups:
         sequence = group.get(MACROS[keyword])
         if sequence and keyword in sequence[0]:
             return sequence[0].get(keyword)
-    return places[-1].get(keyword)
+    return header.get(keyword)
 
 
-def read_numbers(places: tuple[Dataset, ...], keyword: str, count: int) -> tuple[float, ...] | None:
+def read_numbers(places: Places, keyword: str, count: int) -> tuple[float, ...] | None:
     """Read a field of `count` numbers; None where it is missing or empty.
 
     Raises:
-        ValueError: If there are not as many, or one is not finite.
+        ValueError: If there are more or fewer, or one is not finite.
     """
     value = field_of(places, keyword)
     if value in (None, ""):
         return None
     values = _values(value)
     numbers = tuple(map(float, values))
-    # Python alone takes 1_000 and digits of other scripts for numbers.
+    # Python takes 1_000 and digits of other scripts for numbers; other programs do not.
     texts = map(str, values)
-    is_plain = all(text.isascii() and "_" not in text for text in texts)
-    if len(numbers) != count or not is_plain or not all(map(math.isfinite, numbers)):
+    are_plain = all(text.isascii() and "_" not in text for text in texts)
+    are_finite = all(map(math.isfinite, numbers))
+    if len(numbers) != count or not are_plain or not are_finite:
         raise ValueError(f"{keyword} should hold {count} numbers and holds {value}")
     return numbers
 
 
-def _read_number(places: tuple[Dataset, ...], keyword: str) -> float | None:
+def _read_number(places: Places, keyword: str) -> float | None:
     """Read a field of one number as `read_numbers` does."""
     numbers = read_numbers(places, keyword, 1)
-    return numbers[0] if numbers else None
+    if numbers is None:
+        return None
+    return numbers[0]
 
 
 def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
@@ -333,10 +359,11 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
 
     Args:
         path: The file.
-        modality: Modality of the slices that are wanted, as DICOM names it; "" takes any.
+        modality: Modality of the requested slices, as DICOM names it; "" takes any.
 
     Returns:
         Its slices, or the reasons why there are none; nothing for a table of contents (DICOMDIR).
+        A file that cannot be read is one of these reasons and causes no exception.
     """
     series = Series()
     try:
@@ -348,9 +375,10 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             _check_inflated(file)
             # Forced, because `is_dicom_file` also finds files without preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-            # Before any value is looked at, which replaces its raw bytes.
+            # First of all, since pydicom replaces the raw bytes of a value that is looked at.
             is_cut = _ends_within(header)
-            if header.file_meta.get("MediaStorageSOPClassUID") == uid.MediaStorageDirectoryStorage:
+            media_class = header.file_meta.get("MediaStorageSOPClassUID")
+            if media_class == uid.MediaStorageDirectoryStorage:
                 return []
             series = _read_series(header, is_cut=is_cut)
             if is_cut:
@@ -361,20 +389,23 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             return _read_slices(path, file, header, series, modality)
     except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # pydicom raises any type for a damaged file
         return [NoSlice(path, series, _why_unreadable(error), is_unreadable=True)]
 
 
 def _ends_within(header: FileDataset) -> bool:
     """Whether the file ends before an element of its header has all its bytes."""
     for element in (*header.file_meta.values(), *header.values()):
-        if isinstance(element, RawDataElement) and len(element.value or b"") < element.length:
+        if not isinstance(element, RawDataElement):
+            continue
+        num_bytes = len(element.value or b"")
+        if num_bytes < element.length:
             return True
     return False
 
 
 def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
-    """Read the series of a file, as far as its values are certain to be whole.
+    """Read the series of a file, as far as its values are certain to be complete.
 
     Args:
         header: The header.
@@ -382,9 +413,11 @@ def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
     """
     uid_text = _text(header.get("SeriesInstanceUID"))
     number = _text(header.get("SeriesNumber"))
+    if is_cut and not number:
+        # The UID may be cut off: only the number, which follows it in the file, proves it complete.
+        return Series()
     if is_cut:
-        # Only the number, which follows the UID, proves that the UID is whole.
-        return Series(uid_text, number) if number else Series()
+        return Series(uid_text, number)
     return Series(
         uid_text,
         number,
@@ -415,26 +448,28 @@ def _read_slices(
     if kind:
         return [NoSlice(path, series, kind)]
     pixels = _pixel_format(file, header)
-    shared = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
-    groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
-    places = [(group, *shared, header) for group in groups]
-    if not places:
+    # This sequence has one item.
+    shared_groups = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
+    frame_groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
+    places_of_frames: list[Places] = [(group, *shared_groups, header) for group in frame_groups]
+    if not places_of_frames:
         # A file of one slice has no groups of frames.
-        places = [(*shared, header)]
-    if len(places) != _whole(header, "NumberOfFrames", 1):
+        places_of_frames = [(*shared_groups, header)]
+    if len(places_of_frames) != _whole_number(header, "NumberOfFrames", 1):
         reason = "multi-frame image without a position for each frame"
         return [NoSlice(path, series, reason, is_image=True)]
     is_hu = modality == "CT"
     return [
-        _make_slice(path, index, place, series, pixels, is_hu=is_hu)
-        for index, place in enumerate(places)
+        _make_slice(path, index, places, series, pixels, is_hu=is_hu)
+        for index, places in enumerate(places_of_frames)
     ]
 
 
 def _why_unreadable(error: Exception) -> str:
     """Say in a message without the path why a file cannot be read."""
-    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-    reason = reason or type(error).__name__
+    one_line = " ".join(str(error).split())
+    # An error of the system without the path, which its text contains.
+    reason = getattr(error, "strerror", None) or one_line or type(error).__name__
     if isinstance(error, UserError):
         return reason
     # Anything else is what pydicom raises for a damaged file.
@@ -444,9 +479,9 @@ def _why_unreadable(error: Exception) -> str:
 
 
 def _check_inflated(file: BinaryIO) -> None:
-    """Refuse a deflated file that would become larger than any image.
+    """Check that a deflated file does not become larger than any image.
 
-    pydicom inflates it as a whole.
+    pydicom inflates it as a whole. The file is open at its first byte, before and after.
 
     Raises:
         UserError: If it would; the message has no path.
@@ -456,18 +491,22 @@ def _check_inflated(file: BinaryIO) -> None:
     is_deflated = syntax == uid.DeflatedExplicitVRLittleEndian
     if is_deflated and _inflates_beyond(file, MAX_INFLATED_BYTES):
         raise UserError(
-            f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES >> 20} MiB, but it is "
-            "larger; copy it again, or export it without compression."
+            f"expected a deflated DICOM file of at most {MAX_INFLATED_BYTES // 2**20} MiB, but it "
+            "is larger; copy it again, or export it without compression."
         )
     file.seek(0)
 
 
 def _inflates_beyond(file: BinaryIO, max_bytes: int) -> bool:
-    """Whether the deflated rest of a file becomes larger than so many bytes; none are kept."""
+    """Whether the rest of a file, which is deflated, inflates to more than so many bytes.
+
+    The inflated bytes are counted and not kept.
+    """
+    # Negative: the stream has no zlib header.
     decoder = zlib.decompressobj(-zlib.MAX_WBITS)
     num_bytes = 0
     while not decoder.eof:
-        # A call returns a bounded part, and leaves what it did not get to.
+        # `decompress` returns `PACKED_BYTES` at most, and keeps the input that it did not get to.
         packed = decoder.unconsumed_tail or file.read(PACKED_BYTES)
         if not packed:
             break
@@ -496,7 +535,8 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     storage_class = _text(header.file_meta.get("MediaStorageSOPClassUID"))
     # Names of classes are such as "CT Image Storage".
     class_words = uid.UID(sop_class or storage_class).name.split()
-    has_pixels = bool(_whole(header, "Rows", 0) and _whole(header, "Columns", 0))
+    has_rows = _whole_number(header, "Rows", 0) != 0
+    has_pixels = has_rows and _whole_number(header, "Columns", 0) != 0
     # The order matters: each test presumes that those before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
@@ -507,27 +547,28 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     if not has_pixels:
         _refuse_lost_image(class_words, wanted_modality)
         return NO_PIXELS
-    if wanted_modality and modality not in ("", wanted_modality):
+    if wanted_modality and modality and modality != wanted_modality:
         return f"{plain(modality)} image"
     if wanted_modality and not modality and wanted_modality not in class_words:
         return "image of unknown modality"
-    return "colour image" if _is_colour(header) else ""
+    if _is_colour(header):
+        return "colour image"
+    return ""
 
 
 def _refuse_lost_image(class_words: list[str], wanted_modality: str) -> None:
-    """Refuse an object without an image that should be an image of the series.
+    """Refuse an object without an image if its class is that of an image of the wanted modality.
 
     Args:
         class_words: Words of the name of its class; empty where the header lacks the class.
         wanted_modality: As for `_other_kind`.
 
     Raises:
-        UserError: If it should; the message has no path.
+        UserError: If it is, or may be since its class is unknown; the message has no path.
     """
     is_wanted_class = class_words[-2:] == ["Image", "Storage"]
     if wanted_modality and wanted_modality not in class_words:
         is_wanted_class = False
-    # An object of unknown class may have been one.
     if is_wanted_class or not class_words:
         raise UserError(
             "the DICOM file is truncated or damaged: its header ends before an image; "
@@ -536,8 +577,8 @@ def _refuse_lost_image(class_words: list[str], wanted_modality: str) -> None:
 
 
 def _is_colour(header: FileDataset) -> bool:
-    """Whether a pixel has several values, or is the number of a colour."""
-    if _whole(header, "SamplesPerPixel", 1) != 1:
+    """Whether a pixel has several values, or is the number of a colour in a palette."""
+    if _whole_number(header, "SamplesPerPixel", 1) != 1:
         return True
     return _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR"
 
@@ -545,7 +586,7 @@ def _is_colour(header: FileDataset) -> bool:
 def _make_slice(
     path: Path,
     index: int,
-    places: tuple[Dataset, ...],
+    places: Places,
     series: Series,
     pixels: PixelFormat,
     *,
@@ -556,7 +597,7 @@ def _make_slice(
     Args:
         path: File.
         index: Number of the slice within it, from 0.
-        places: Where its fields are, see `field_of`.
+        places: Where its fields are.
         series: Its series.
         pixels: Storage of its pixels.
         is_hu: Whether its values must be HU.
@@ -604,17 +645,17 @@ def _make_slice(
     )
 
 
-def _read_phases(places: tuple[Dataset, ...]) -> tuple[str, ...]:
+def _read_phases(places: Places) -> tuple[str, ...]:
     """Read what distinguishes the volume of a slice from others: the value of each of `PHASES`."""
     header = places[-1]
     phases = []
     for _, keyword, frame_keyword in PHASES:
-        value = _text(header.get(keyword)) or _text(field_of(places, frame_keyword))
-        phases.append(value)
+        value_of_file = _text(header.get(keyword))
+        phases.append(value_of_file or _text(field_of(places, frame_keyword)))
     return tuple(phases)
 
 
-def _read_thickness(places: tuple[Dataset, ...]) -> float | None:
+def _read_thickness(places: Places) -> float | None:
     """Read the slice thickness in mm; None where it is missing or no number.
 
     It is only reported, so a file is not refused for it.
@@ -624,8 +665,8 @@ def _read_thickness(places: tuple[Dataset, ...]) -> float | None:
     return None
 
 
-def _is_localiser(places: tuple[Dataset, ...]) -> bool:
-    """Whether a slice is an overview from the side, by the type of the file or of the frame."""
+def _is_localiser(places: Places) -> bool:
+    """Whether a slice is an overview for planning, by the image type of the file or the frame."""
     for image_type in (places[-1].get("ImageType"), field_of(places, "FrameType")):
         if "LOCALIZER" in _text(image_type).upper().split("\\"):
             return True
@@ -639,6 +680,7 @@ def _unit_axes(orientation: tuple[float, ...]) -> np.ndarray:
         UserError: If they have no direction, or are not at right angles; without the path.
     """
     axes = np.reshape(orientation, (2, 3))
+    # `hypot` does not overflow where only a square would.
     lengths = np.array([math.hypot(*axis) for axis in axes])
     # The length of finite numbers may overflow.
     if lengths.min() <= 0 or not math.isfinite(lengths.max()):
@@ -655,13 +697,12 @@ def _unit_axes(orientation: tuple[float, ...]) -> np.ndarray:
     return axes
 
 
-def _read_rescale(places: tuple[Dataset, ...], *, is_hu: bool) -> tuple[float | None, float | None]:
+def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float | None]:
     """Read slope and intercept from stored values to HU or intensities; None where one is missing.
 
     Raises:
         UserError: If the stored values become something else; without the path.
     """
-    # Enhanced files give the rescale per frame, others in the header.
     slope = _read_number(places, "RescaleSlope")
     intercept = _read_number(places, "RescaleIntercept")
     rescale_type = _text(field_of(places, "RescaleType"))
@@ -689,8 +730,8 @@ def _read_rescale(places: tuple[Dataset, ...], *, is_hu: bool) -> tuple[float | 
 
 
 def _loss_warnings(header: Dataset, transfer_syntax: uid.UID) -> list[str]:
-    """Warn of compression that loses detail, or may; the header says "01" where it did."""
-    lossy = _text(header.get("LossyImageCompression"))
+    """Warn of compression that has lost detail, or may have."""
+    lossy = _text(header.get("LossyImageCompression"))  # "01": lost, "00": not, "": unknown
     if lossy == "01" or transfer_syntax in LOSSY_SYNTAXES:
         return ["the slices were compressed with loss"]
     if not lossy and transfer_syntax in MAYBE_LOSSY_SYNTAXES:
@@ -712,20 +753,20 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
             path.
     """
-    rows = _whole(header, "Rows", 1)
-    columns = _whole(header, "Columns", 1)
-    num_frames = _whole(header, "NumberOfFrames", 1)
-    bits = _whole(header, "BitsAllocated", 16)
-    bits_stored = _whole(header, "BitsStored", bits)
-    high_bit = _whole(header, "HighBit", bits_stored - 1)
+    rows = _whole_number(header, "Rows", 1)
+    columns = _whole_number(header, "Columns", 1)
+    num_frames = _whole_number(header, "NumberOfFrames", 1)
+    bits = _whole_number(header, "BitsAllocated", 16)
+    bits_stored = _whole_number(header, "BitsStored", bits)
+    high_bit = _whole_number(header, "HighBit", bits_stored - 1)
     if rows * columns > MAX_SLICE_PIXELS:
         raise UserError(
             f"expected slices of at most {MAX_SLICE_PIXELS} pixels, but the header says "
             f"{rows} x {columns}; it is damaged: copy or export the DICOM series again."
         )
     # The value must fill the lowest bits: those above it may hold overlays, which old files have.
-    is_usual = bits in (8, 16, 32) and 1 <= bits_stored <= bits and high_bit == bits_stored - 1
-    if not is_usual:
+    are_lowest_bits = 1 <= bits_stored <= bits and high_bit == bits_stored - 1
+    if bits not in (8, 16, 32) or not are_lowest_bits:
         raise UserError(
             "expected slices of 8, 16 or 32 bits a pixel, but the header says "
             f"{rows} x {columns} pixels of {bits} bits with {bits_stored} used up to bit "
@@ -735,14 +776,14 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     is_plain = syntax in PLAIN_SYNTAXES
     num_bytes = rows * columns * num_frames * bits // 8
     expected = f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits"
-    # Encoded pixels are decoded only when they are read; their tag shows that they are there.
     tag, length = _read_element_start(file)
     if is_plain and length == UNDEFINED_LENGTH:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
         )
-    # pydicom reads a deflated file to its end, so no tag follows: whether it has pixels shows only
-    # when they are decoded.
+    # Encoded pixels are decoded only when they are read; their tag shows that they are there. In a
+    # deflated file, which pydicom has read to its end, no tag follows: whether it has pixels shows
+    # only when they are decoded.
     has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
     if not has_pixels or (is_plain and length < num_bytes):
         raise UserError(
@@ -757,7 +798,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
                 "copy or export it again."
             )
         _check_size(file, num_bytes)
-    is_signed = _whole(header, "PixelRepresentation", 0) == 1
+    is_signed = _whole_number(header, "PixelRepresentation", 0) == 1
     kind = "i" if is_signed else "u"
     return PixelFormat(
         (rows, columns),
@@ -770,10 +811,10 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
 
 
 def _check_size(file: BinaryIO, num_bytes: int) -> None:
-    """Refuse a file that ends before all bytes of its pixels, which begin at its position.
+    """Check that a file holds all bytes of its pixels, which begin at its current position.
 
     Raises:
-        UserError: If it does; the message has no path.
+        UserError: If it ends before; the message has no path.
     """
     if os.fstat(file.fileno()).st_size < file.tell() + num_bytes:
         raise UserError(
@@ -783,35 +824,37 @@ def _check_size(file: BinaryIO, num_bytes: int) -> None:
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:
     """Read the encoding of a file; where the header does not name it, that of the header itself."""
+    named_syntax = header.file_meta.get("TransferSyntaxUID")
+    if named_syntax:
+        return uid.UID(named_syntax)
     is_implicit, _ = header.original_encoding
-    default = uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian
-    return uid.UID(header.file_meta.get("TransferSyntaxUID") or default)
+    return uid.ImplicitVRLittleEndian if is_implicit else uid.ExplicitVRLittleEndian
 
 
 def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
-    """Read the tag and the length of an element, little endian, up to its first byte.
+    """Read the tag and the length of an element, little endian, up to the first byte of its value.
 
     An implicit element begins with tag and length, 4 bytes each. An explicit one has a type of two
     letters and two zeros in between. No length looks like the letters: the first one would make it
     odd, and all lengths are even.
     """
     start = file.read(8)
-    length = start[4:]
+    tag, length_bytes = start[:4], start[4:]
     if start[4:6] in (b"OB", b"OW", b"UN"):
-        length = file.read(4)
-    return start[:4], int.from_bytes(length, "little")
+        length_bytes = file.read(4)
+    return tag, int.from_bytes(length_bytes, "little")
 
 
 def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     """Read the stored values that mean "no pixel", as `PixelFormat.padding`.
 
-    Writers do not agree on their type: their bytes are read as a pixel.
+    Writers give them either of two integer types: their raw bytes are read as those of a pixel.
     """
     _, is_little_endian = header.original_encoding
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"
     padding: list[int] = []
     for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"):
-        # Raw as long as nothing has asked for the value.
+        # pydicom keeps the raw bytes as long as nothing has asked for the value.
         element = header.get_item(keyword)
         if isinstance(element, RawDataElement) and element.value:
             padding.append(int.from_bytes(element.value, byte_order, signed=is_signed))

@@ -1,8 +1,10 @@
 """Reader of labels in DICOM: segments of a SEG and contours of an RTSTRUCT.
 
-They are moved onto the grid of a series by their positions.
+Both label the pixels of the slices of a series by their positions; the labels of the slices are
+then moved onto the grid of the series.
 """
 
+import math
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,16 +20,18 @@ from medseg.errors import UserError, first_line
 from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.contours import fill
-from medseg.io.dicom.frames import Frame, PixelFormat, field_of, plain, read_numbers
+from medseg.io.dicom.frames import Frame, PixelFormat, Places, field_of, plain, read_numbers
 from medseg.io.dicom.pixels import decode
 from medseg.io.dicom.read import JITTER_TOLERANCE_MM, SourceSlices
 from medseg.io.dicom.stacks import SAME_POSITION_MM, heights_of, normal_of
 from medseg.io.dicom.structures import labels_on_grid, nearest, pixels_of
 from medseg.io.volume import Volume, shown
 
+# SOP classes of label files. The class of label maps is newer than pydicom's list.
 LABEL_MAP_STORAGE = "1.2.840.10008.5.1.4.1.1.66.7"
 KINDS = {SegmentationStorage: "SEG", LABEL_MAP_STORAGE: "SEG", RTStructureSetStorage: "RTSTRUCT"}
-# Least share or probability of a pixel of a FRACTIONAL segment that belongs to it.
+
+# A pixel belongs to a FRACTIONAL segment from this share (or probability) on.
 LEAST_SHARE = 0.5
 
 # Contours that enclose an area; points and open lines do not.
@@ -41,8 +45,8 @@ class LabelFile:
     Attributes:
         path: The file.
         kind: `SEG` or `RTSTRUCT`.
-        names: Number of each segment or region of interest (ROI) to its name, in the order of the
-            file; names may repeat. One without a name is called after its number, as `ROI 3`.
+        names: Names of the segments or regions of interest (ROI) by their numbers, in the order of
+            the file; names may repeat. One without a name is called after its number, as `ROI 3`.
         series_uids: Series Instance UIDs of the images that it refers to; empty where it names
             none.
         dataset: Its content.
@@ -70,31 +74,34 @@ def open_label_file(path: Path) -> LabelFile:
                 f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {modality}; "
                 "give another file."
             )
-        pairs = []
+        numbers_and_names = []
         if kind == "SEG":
             for segment in dataset.SegmentSequence:
                 # Segment 0 is the background of a label map.
                 if segment.SegmentNumber:
-                    pairs.append((segment.SegmentNumber, segment.get("SegmentLabel")))
+                    numbers_and_names.append((segment.SegmentNumber, segment.get("SegmentLabel")))
         else:
             for region in dataset.get("StructureSetROISequence") or []:
-                pairs.append((region.ROINumber, region.get("ROIName")))
-        names = _names(path, kind, pairs, _filled_numbers(dataset, kind))
+                numbers_and_names.append((region.ROINumber, region.get("ROIName")))
+        names = _names(path, kind, numbers_and_names, _filled_numbers(dataset, kind))
         return LabelFile(path, kind, names, _series_uids(dataset), dataset)
 
 
 def _series_uids(dataset: Dataset) -> tuple[str, ...]:
     """List the Series Instance UIDs of the images that a file refers to, each once."""
     # A SEG names the series itself, an RTSTRUCT below frame of reference and study.
-    series = list(dataset.get("ReferencedSeriesSequence") or [])
-    for space in dataset.get("ReferencedFrameOfReferenceSequence") or []:
-        for study in space.get("RTReferencedStudySequence") or []:
-            series += study.get("RTReferencedSeriesSequence") or []
-    return tuple(dict.fromkeys(str(item.SeriesInstanceUID) for item in series))
+    series_items = list(dataset.get("ReferencedSeriesSequence") or [])
+    for frame_of_reference in dataset.get("ReferencedFrameOfReferenceSequence") or []:
+        for study in frame_of_reference.get("RTReferencedStudySequence") or []:
+            series_items += study.get("RTReferencedSeriesSequence") or []
+    return tuple(dict.fromkeys(str(item.SeriesInstanceUID) for item in series_items))
 
 
 def _names(
-    path: Path, kind: str, pairs: Sequence[tuple[Any, Any]], filled: Collection[int]
+    path: Path,
+    kind: str,
+    numbers_and_names: Sequence[tuple[Any, Any]],
+    filled_numbers: Collection[int],
 ) -> dict[int, str]:
     """Name the structures of a file by their numbers.
 
@@ -103,15 +110,15 @@ def _names(
     Args:
         path: File, for messages.
         kind: `SEG` or `RTSTRUCT`.
-        pairs: Number and name of each structure that the file lists.
-        filled: Numbers of the structures with frames or contours.
+        numbers_and_names: Number and name of each structure that the file lists, as stored.
+        filled_numbers: Numbers of the structures with frames or contours.
 
     Raises:
         UserError: If two structures have one number.
     """
     unnamed = "segment" if kind == "SEG" else "ROI"
     names: dict[int, str] = {}
-    for stored_number, stored_name in pairs:
+    for stored_number, stored_name in numbers_and_names:
         number = int(stored_number)
         name = str(stored_name or "") or f"{unnamed} {stored_number}"
         if number in names:
@@ -120,7 +127,7 @@ def _names(
                 f"have the number {number}; export it again."
             )
         names[number] = name
-    for number in sorted(set(filled) - set(names)):
+    for number in sorted(set(filled_numbers) - set(names)):
         names[number] = f"{unnamed} {number}"
     return names
 
@@ -128,36 +135,38 @@ def _names(
 def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
     """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT).
 
-    There are none where only the pixels tell.
+    None of a label map, where only the pixels show it.
     """
     if kind == "RTSTRUCT":
         items = dataset.get("ROIContourSequence") or []
         return {int(item.ReferencedROINumber) for item in items if item.get("ContourSequence")}
     if dataset.get("SegmentationType") == "LABELMAP":
         return set()
-    places = _frame_places(dataset)
-    numbers = (field_of(place, "ReferencedSegmentNumber") for place in places)
+    numbers = [field_of(places, "ReferencedSegmentNumber") for places in _frame_places(dataset)]
     return {int(number) for number in numbers if number}
 
 
-def _frame_places(dataset: Dataset) -> list[tuple[Dataset, ...]]:
-    """List for each frame of a SEG where its fields may be, as `field_of` takes it."""
-    # At most one item, which holds for all frames.
-    shared = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
-    groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
-    return [(group, *shared, dataset) for group in groups]
+def _frame_places(dataset: Dataset) -> list[Places]:
+    """List for each frame of a SEG where its fields may be."""
+    # This sequence has one item.
+    shared_groups = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
+    frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
+    return [(group, *shared_groups, dataset) for group in frame_groups]
 
 
 def empty_structures(file: LabelFile) -> list[str]:
-    """List the structures of a file that have no frame (SEG) or no closed contour (RTSTRUCT)."""
+    """List the structures of a file that have no frame (SEG) or no closed contour (RTSTRUCT).
+
+    None of a label map, where only the pixels show it.
+    """
     if file.dataset.get("SegmentationType") == "LABELMAP":
-        return []  # only the pixels tell
+        return []
     with _explained(file.path):
         if file.kind == "RTSTRUCT":
-            filled = _enclosing_numbers(file.dataset)
+            filled_numbers = _enclosing_numbers(file.dataset)
         else:
-            filled = _filled_numbers(file.dataset, file.kind)
-    return [name for number, name in file.names.items() if number not in filled]
+            filled_numbers = _filled_numbers(file.dataset, file.kind)
+    return [name for number, name in file.names.items() if number not in filled_numbers]
 
 
 def _enclosing_numbers(dataset: Dataset) -> set[int]:
@@ -178,7 +187,7 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
     Args:
         file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
         slices: The series.
-        values: Number of a segment or region of interest to its label value, each > 0; several may
+        values: Label value, > 0, by the number of a segment or region of interest; several may
             share a value. Where they overlap, the last one is kept.
 
     Returns:
@@ -189,18 +198,18 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
             contours have no position among the slices.
         ValueError: If a number is not in the file.
     """
-    unknown = set(values) - set(file.names)
-    if unknown:
-        raise ValueError(f"{file.path} has no structures {sorted(unknown)}")
+    unknown_numbers = set(values) - set(file.names)
+    if unknown_numbers:
+        raise ValueError(f"{file.path} has no structures {sorted(unknown_numbers)}")
     with _explained(file.path):
         _check_frame_of_reference(file, slices)
         shape = (len(slices.frames), *slices.frames[0].pixels.shape)
-        on_slices = np.zeros(shape, _label_dtype(values))
+        slice_labels = np.zeros(shape, _label_dtype(values))
         if file.kind == "SEG":
-            sentences = _read_segments(file, slices, values, on_slices)
+            sentences = _read_segments(file, slices, values, slice_labels)
         else:
-            sentences = _read_contours(file, slices, values, on_slices)
-    labels = labels_on_grid(on_slices, slices)
+            sentences = _read_contours(file, slices, values, slice_labels)
+    labels = labels_on_grid(slice_labels, slices)
     return Volume(labels, slices.grid, findings=tuple(warnings_of("reading", sentences)))
 
 
@@ -210,10 +219,13 @@ def _label_dtype(values: dict[int, int]) -> np.dtype[Any]:
 
 
 def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
-    """Refuse labels whose positions have another origin than those of a series.
+    """Check that the positions of labels have the same origin as those of a series.
+
+    A frame of reference that either does not name counts as the same.
 
     Raises:
-        UserError: If both name their frame of reference, and the labels do not name the series.
+        UserError: If they name different frames of reference, and the labels do not name the
+            series.
     """
     # Some programs that remove identities give images and labels different frames of reference.
     if slices.frames[0].series.uid in file.series_uids:
@@ -225,6 +237,7 @@ def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
         specific_tags=["FrameOfReferenceUID"],
     )
     source_uid = source.get("FrameOfReferenceUID")
+    # A SEG names it itself, an RTSTRUCT in items of a sequence.
     references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
     label_uids = {item.get("FrameOfReferenceUID") for item in references} - {None, ""}
     if source_uid and label_uids and source_uid not in label_uids:
@@ -236,13 +249,13 @@ def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn the exceptions that a damaged file causes into one sentence."""
+    """Turn the exceptions that a damaged file causes in the block into a `UserError`."""
     try:
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # pydicom and its decoders raise any type
         raise UserError(
             f"{path}: the DICOM file cannot be read ({plain(first_line(error))}); "
             "it is damaged, copy or export it again."
@@ -253,12 +266,21 @@ def _read_segments(
     file: LabelFile,
     slices: SourceSlices,
     values: dict[int, int],
-    on_slices: np.ndarray,
+    slice_labels: np.ndarray,
 ) -> list[str]:
-    """Label the pixels of slices by the frames of a SEG; return warnings.
+    """Label the pixels of slices by the frames of a SEG.
 
     The frames may have another orientation, size and spacing. A plane of frames serves the slices
     within half the distance of planes or of slices, whichever is larger.
+
+    Args:
+        file: The SEG.
+        slices: The series.
+        values: As for `read_label_file`.
+        slice_labels: Label values (slices, rows, columns), which are set.
+
+    Returns:
+        Warnings.
     """
     dataset = file.dataset
     syntax = dataset.file_meta.TransferSyntaxUID
@@ -267,28 +289,40 @@ def _read_segments(
             f"{file.path}: expected a BINARY SEG without compression, but it is encoded as "
             f"{plain(syntax.name)}; export it without."
         )
-    places = _frame_places(dataset)
-    positions, axes, spacing_mm = _frame_geometry(file.path, places)
-    heights_mm = positions @ np.cross(*axes)
-    # Frames of several segments share a plane.
+    frame_places = _frame_places(dataset)
+    positions, axes, spacing_mm = _frame_geometry(file.path, frame_places)
+    normal = np.cross(axes[0], axes[1])
+    heights_mm = positions @ normal
+    # Number the planes from below: frames of several segments share one.
     order = np.argsort(heights_mm, kind="stable")
-    starts = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
+    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
     planes = np.empty(len(order), int)
-    planes[order] = np.cumsum(starts) - 1
-    firsts = order[starts]
-    labels, num_overlaps = _label_planes(dataset, places, planes, values)
-    step_mm = slices.grid.spacing_mm[0]
-    declared_mm = read_numbers(places[0], "SpacingBetweenSlices", 1) or (step_mm,)
+    planes[order] = np.cumsum(begins_plane) - 1
+    first_frames = order[begins_plane]  # one of each plane
+    plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
+    slice_step_mm = slices.grid.spacing_mm[0]
     # Where segments leave out planes, the declared distance is smaller than those between them.
-    plane_step_mm = min([abs(declared_mm[0]), *np.diff(heights_mm[firsts])])
-    reach_mm = max(step_mm, plane_step_mm) / 2 + SAME_POSITION_MM
+    plane_steps_mm = np.diff(heights_mm[first_frames]).tolist()
+    declared_mm = read_numbers(frame_places[0], "SpacingBetweenSlices", 1)
+    if declared_mm is None:
+        plane_steps_mm.append(slice_step_mm)
+    else:
+        plane_steps_mm.append(abs(declared_mm[0]))
+    reach_mm = max(slice_step_mm, min(plane_steps_mm)) / 2 + SAME_POSITION_MM
+    corners = positions[first_frames]
     for index, frame in enumerate(slices.frames):
-        on_slices[index] = _at_slice(frame, labels, positions[firsts], axes, spacing_mm, reach_mm)
+        slice_labels[index] = _at_slice(frame, plane_labels, corners, axes, spacing_mm, reach_mm)
     return _overlap_warnings(file, num_overlaps, "segments")
 
 
 def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> list[str]:
-    """Warn of pixels in several structures."""
+    """Warn of pixels that are in several structures, if there are any.
+
+    Args:
+        file: The file.
+        num_overlaps: Number of these pixels.
+        structures: What the structures are called: `segments` or `regions`.
+    """
     if num_overlaps == 0:
         return []
     return [
@@ -298,13 +332,13 @@ def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> li
 
 
 def _frame_geometry(
-    path: Path, places: list[tuple[Dataset, ...]]
+    path: Path, frame_places: list[Places]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Read where the frames of a SEG lie.
 
     Args:
         path: File, for messages.
-        places: The groups of each frame, see `field_of`.
+        frame_places: Where the fields of each frame may be.
 
     Returns:
         LPS points (frames, 3) of the first pixels; LPS unit vectors (2, 3) along a row and along a
@@ -313,10 +347,10 @@ def _frame_geometry(
     Raises:
         UserError: If a frame lacks these, or the frames are not parallel with one spacing.
     """
-    positions = [read_numbers(place, "ImagePositionPatient", 3) for place in places]
-    orientations = [read_numbers(place, "ImageOrientationPatient", 6) for place in places]
-    spacings_mm = [read_numbers(place, "PixelSpacing", 2) for place in places]
-    if not places or None in (*positions, *orientations, *spacings_mm):
+    positions = [read_numbers(places, "ImagePositionPatient", 3) for places in frame_places]
+    orientations = [read_numbers(places, "ImageOrientationPatient", 6) for places in frame_places]
+    spacings_mm = [read_numbers(places, "PixelSpacing", 2) for places in frame_places]
+    if not frame_places or None in (*positions, *orientations, *spacings_mm):
         raise UserError(
             f"{path}: expected a position, an orientation and a spacing for each frame of the SEG; "
             "export it again."
@@ -333,76 +367,84 @@ def _frame_geometry(
 
 def _label_planes(
     dataset: Dataset,
-    places: list[tuple[Dataset, ...]],
+    frame_places: list[Places],
     planes: np.ndarray,
     values: dict[int, int],
 ) -> tuple[np.ndarray, int]:
-    """Decode the frames of a SEG.
+    """Decode the frames of a SEG, and join those of each plane.
 
     Args:
         dataset: The SEG.
-        places: Groups of each frame.
-        planes: Plane of each frame.
+        frame_places: Where the fields of each frame may be.
+        planes: Number of the plane of each frame, from 0.
         values: As for `read_label_file`.
 
     Returns:
-        Label values (planes, rows, columns), and how many pixels lay in several segments.
+        Label values (planes, rows, columns), and how many pixels are in several segments.
     """
-    labels = np.zeros((planes.max() + 1, dataset.Rows, dataset.Columns), _label_dtype(values))
+    shape = (planes.max() + 1, dataset.Rows, dataset.Columns)
+    plane_labels = np.zeros(shape, _label_dtype(values))
     if dataset.SegmentationType == "LABELMAP":
-        _copy_label_map(dataset, planes, values, labels)
-        return labels, 0
-    numbers = np.array([field_of(place, "ReferencedSegmentNumber") for place in places])
-    # Comparisons with None are False: the frame would be left out without a word.
+        _copy_label_map(dataset, planes, values, plane_labels)
+        return plane_labels, 0
+    numbers = np.array([field_of(places, "ReferencedSegmentNumber") for places in frame_places])
+    # Comparisons with None are False: the frame would be left out in silence.
     if None in numbers:
         raise ValueError("a frame names no segment")
-    least = 1
+    # Least stored value of a pixel in the segment.
+    threshold = 1
     if dataset.SegmentationType == "FRACTIONAL":
-        least = LEAST_SHARE * dataset.MaximumFractionalValue
+        threshold = LEAST_SHARE * dataset.MaximumFractionalValue
     num_overlaps = 0
+    # In the order of `values`: a later structure replaces an earlier one.
     for number, value in values.items():
         for index in np.flatnonzero(numbers == number).tolist():
-            mask = _frame_pixels(dataset, index) >= least
-            num_overlaps += _paint(labels[planes[index]], mask, value)
-    return labels, num_overlaps
+            mask = _frame_pixels(dataset, index) >= threshold
+            num_overlaps += _paint(plane_labels[planes[index]], mask, value)
+    return plane_labels, num_overlaps
 
 
 def _paint(labels: np.ndarray, mask: np.ndarray, value: int) -> int:
-    """Give the pixels of a mask a label value; count those that had that of another structure."""
+    """Set the pixels of a mask to a label value, in place.
+
+    Returns:
+        How many of them had another label value before.
+    """
     num_overlaps = np.count_nonzero(mask & (labels != 0) & (labels != value))
     labels[mask] = value
     return int(num_overlaps)
 
 
 def _copy_label_map(
-    dataset: Dataset, planes: np.ndarray, values: dict[int, int], labels: np.ndarray
+    dataset: Dataset, planes: np.ndarray, values: dict[int, int], plane_labels: np.ndarray
 ) -> None:
     """Copy the frames of a SEG whose pixels hold segment numbers.
 
     Args:
         dataset: The SEG.
-        planes: Plane of each frame.
+        planes: Number of the plane of each frame, from 0.
         values: As for `read_label_file`.
-        labels: Label values (planes, rows, columns), which are set.
+        plane_labels: Label values (planes, rows, columns), which are set.
 
     Raises:
         UserError: If the pixels hold a segment that the file does not describe: it cannot be
             chosen, and its pixels would be lost.
     """
-    described = {int(segment.SegmentNumber) for segment in dataset.SegmentSequence}
-    described |= {0, dataset.get("PixelPaddingValue", 0)}
-    # One entry for each number that a pixel can hold; segments that are not asked for stay 0.
-    table = np.zeros(2**dataset.BitsAllocated, labels.dtype)
+    described_numbers = {int(segment.SegmentNumber) for segment in dataset.SegmentSequence}
+    described_numbers |= {0, dataset.get("PixelPaddingValue", 0)}
+    # Label value by segment number, for all numbers that a pixel can hold; segments that are not
+    # asked for stay 0.
+    table = np.zeros(2**dataset.BitsAllocated, plane_labels.dtype)
     table[list(values)] = list(values.values())
     for index, plane in enumerate(planes.tolist()):
         numbers = _frame_pixels(dataset, index)
-        unknown = set(np.unique(numbers).tolist()) - described
-        if unknown:
+        unknown_numbers = set(np.unique(numbers).tolist()) - described_numbers
+        if unknown_numbers:
             raise UserError(
-                f"{dataset.filename}: the pixels of the SEG hold the segment {min(unknown)}, "
-                "which it does not describe; export it again."
+                f"{dataset.filename}: the pixels of the SEG hold the segment "
+                f"{min(unknown_numbers)}, which it does not describe; export it again."
             )
-        labels[plane] = table[numbers]
+        plane_labels[plane] = table[numbers]
 
 
 def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
@@ -413,78 +455,99 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
         syntax = dataset.file_meta.TransferSyntaxUID
         pixels = PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ())
         return decode(dataset, pixels, index)
-    # Not by pydicom 3.0: it takes frames to begin at a whole byte.
+    # Frames of single bits follow each other without a gap, so that one may begin within a byte.
+    # pydicom 3.0 assumes whole bytes.
     num_pixels = shape[0] * shape[1]
     first_bit = index * num_pixels
     stop_bit = first_bit + num_pixels
     first_byte = first_bit // 8
-    stop_byte = -(-stop_bit // 8)  # rounded up
+    stop_byte = math.ceil(stop_bit / 8)
     packed = np.frombuffer(dataset.PixelData, np.uint8)[first_byte:stop_byte]
-    # Bits of the frame before may come first.
-    num_before = first_bit - 8 * first_byte
+    num_bits_before = first_bit - 8 * first_byte  # of the previous frame
     values = np.unpackbits(packed, bitorder="little")
-    return values[num_before : num_before + num_pixels].reshape(shape)
+    return values[num_bits_before : num_bits_before + num_pixels].reshape(shape)
 
 
 def _at_slice(
     frame: Frame,
-    labels: np.ndarray,
+    plane_labels: np.ndarray,
     corners: np.ndarray,
     axes: np.ndarray,
     spacing_mm: np.ndarray,
     reach_mm: float,
 ) -> np.ndarray:
-    """Look up the labels at the pixels of a slice.
+    """Look up the labels of the planes of a SEG at the pixels of a slice.
 
     Args:
         frame: The slice.
-        labels: Label values (planes, rows, columns).
+        plane_labels: Label values (planes, rows, columns).
         corners: LPS points (planes, 3) of the first pixel of each plane, sorted along the normal.
         axes: LPS unit vectors (2, 3) along a row and along a column of the planes.
         spacing_mm: Distance of rows, then of columns of the planes.
         reach_mm: Largest distance of a pixel from its plane.
+
+    Returns:
+        Label values (rows, columns) of the slice, 0 beside the planes.
     """
-    rows, columns = (np.arange(size) for size in frame.pixels.shape)
 
     def along(direction: np.ndarray) -> np.ndarray:
-        """Project the pixels on a direction, in mm: (rows or 1, columns or 1).
+        """Project the pixels of the slice on a direction, in mm: (rows or 1, columns or 1).
 
-        An axis of the slice across the direction has one number for all its pixels.
+        An axis of the slice across the direction has one number for all its pixels: most slices are
+        parallel to the planes, and the arrays stay small.
         """
-        by_column, by_row = frame.axes @ direction * frame.spacing_mm[::-1]
-        result = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
-        for step_mm, places in ((by_row, rows[:, None]), (by_column, columns[None])):
-            if abs(step_mm) * places.size > SAME_POSITION_MM:
-                result = result + step_mm * places
-        return result
+        rows, columns = (np.arange(size) for size in frame.pixels.shape)
+        # A step along a row leads to the next column.
+        column_step_mm, row_step_mm = frame.axes @ direction * frame.spacing_mm[::-1]
+        projected_mm = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
+        if abs(row_step_mm) * rows.size > SAME_POSITION_MM:
+            projected_mm = projected_mm + row_step_mm * rows[:, None]
+        if abs(column_step_mm) * columns.size > SAME_POSITION_MM:
+            projected_mm = projected_mm + column_step_mm * columns[None]
+        return projected_mm
 
-    normal = np.cross(*axes)
+    normal = np.cross(axes[0], axes[1])
     heights_mm = along(normal)
     plane_heights_mm = corners @ normal
-    # Of two planes at the same distance the upper one, also where rounding noise makes the lower
-    # one nearer.
+    # The nearest plane of each pixel. Of two at the same distance it is the upper one, also where
+    # rounding noise makes the lower one nearer.
     middles_mm = (plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2
     planes = np.searchsorted(middles_mm - 1e-6, heights_mm)
+    # Row y and column x of each pixel in its plane.
     along_row, along_column = axes
-    row_mm, column_mm = spacing_mm
-    y = nearest((along(along_column) - (corners @ along_column)[planes]) / row_mm)
-    x = nearest((along(along_row) - (corners @ along_row)[planes]) / column_mm)
-    height, width = labels.shape[1:]
+    row_distance_mm, column_distance_mm = spacing_mm
+    y_mm = along(along_column) - (corners @ along_column)[planes]
+    x_mm = along(along_row) - (corners @ along_row)[planes]
+    y = nearest(y_mm / row_distance_mm)
+    x = nearest(x_mm / column_distance_mm)
+    height, width = plane_labels.shape[1:]
     is_near = np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm
     has_y = (y >= 0) & (y < height)
     has_x = (x >= 0) & (x < width)
     # Clipped, so that all positions can be looked up; those outside are dropped below.
-    nearest_labels = labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)]
+    nearest_labels = plane_labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)]
     return np.where(is_near & has_y & has_x, nearest_labels, 0)
 
 
 def _read_contours(
-    file: LabelFile, slices: SourceSlices, values: dict[int, int], on_slices: np.ndarray
+    file: LabelFile, slices: SourceSlices, values: dict[int, int], slice_labels: np.ndarray
 ) -> list[str]:
-    """Label the pixels of slices inside the contours of an RTSTRUCT; return warnings.
+    """Label the pixels of slices inside the contours of an RTSTRUCT.
 
     A slice takes the contours of the nearest plane, at most half the distance of slices away.
     Contours of a region of interest within each other are holes.
+
+    Args:
+        file: The RTSTRUCT.
+        slices: The series.
+        values: As for `read_label_file`.
+        slice_labels: Label values (slices, rows, columns), which are set.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        UserError: If contours do not lie in planes parallel to the slices.
     """
     frames = slices.frames
     normal = normal_of(frames[0])
@@ -492,40 +555,44 @@ def _read_contours(
     slice_heights_mm = heights_of(frames, normal)
     sentences: list[str] = []
     num_overlaps = 0
-    items = _contours_of_regions(file.dataset)
+    region_contours = _contours_of_regions(file.dataset)
+    # In the order of `values`: a later structure replaces an earlier one.
     for number, value in values.items():
         name = shown(file.names[number])
-        contours, num_open = _closed_contours(items.get(number, []))
+        contours, num_open = _closed_contours(region_contours.get(number, []))
         if num_open:
             sentences.append(f"{name}: {num_open} points and open lines were left out")
         if not contours:
             sentences.append(f"{name}: it has no closed contours")
             continue
-        heights_mm = [points @ normal for points in contours]
-        spans_mm = np.array([(heights.min(), heights.max()) for heights in heights_mm])
-        if not np.ptp(spans_mm, axis=1).max() <= 2 * reach_mm:  # NaN lies nowhere
+        ranges_mm = _height_ranges(contours, normal)
+        thickness_mm = np.ptp(ranges_mm, axis=1)
+        # Negated, since a comparison with NaN is False.
+        if not thickness_mm.max() <= 2 * reach_mm:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
                 f"those of {name} lie across them; export them again on this series."
             )
-        is_on_slice = _nearest_contours(spans_mm.mean(axis=1), slice_heights_mm, reach_mm)
+        contour_heights_mm = ranges_mm.mean(axis=1)
+        is_on_slice = _nearest_contours(contour_heights_mm, slice_heights_mm, reach_mm)
         num_lost = np.count_nonzero(~is_on_slice.any(axis=0))
         if num_lost:
             sentences.append(
                 f"{name}: {num_lost} of {len(contours)} contours are beyond the slices or between "
                 "them"
             )
-        filled = np.flatnonzero(is_on_slice.any(axis=1))
-        for index in filled:
+        slices_with_contours = np.flatnonzero(is_on_slice.any(axis=1))
+        for index in slices_with_contours:
             frame = frames[index]
             polygons = []
             for contour in np.flatnonzero(is_on_slice[index]):
                 polygons.append(pixels_of(frame, contours[contour]))
             mask = fill(polygons, frame.pixels.shape)
-            num_overlaps += _paint(on_slices[index], mask, value)
+            num_overlaps += _paint(slice_labels[index], mask, value)
         num_gaps = 0
-        if filled.size:
-            num_gaps = int(np.ptp(filled)) + 1 - filled.size
+        if slices_with_contours.size:
+            num_between = int(np.ptp(slices_with_contours)) + 1
+            num_gaps = num_between - slices_with_contours.size
         if num_gaps:
             sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
     return [*sentences, *_overlap_warnings(file, num_overlaps, "regions")]
@@ -536,8 +603,8 @@ def _contours_of_regions(dataset: Dataset) -> dict[int, list[Dataset]]:
     contours: dict[int, list[Dataset]] = {}
     # Some programs store the contours of one region of interest in several items.
     for item in dataset.get("ROIContourSequence") or []:
-        of_region = contours.setdefault(int(item.ReferencedROINumber), [])
-        of_region.extend(item.get("ContourSequence") or [])
+        number = int(item.ReferencedROINumber)
+        contours.setdefault(number, []).extend(item.get("ContourSequence") or [])
     return contours
 
 
@@ -545,21 +612,30 @@ def _closed_contours(contours: list[Dataset]) -> tuple[list[np.ndarray], int]:
     """Read the closed contours among those of a region of interest.
 
     Returns:
-        Points (N, 3) in LPS of each, in mm; and how many are points or open lines.
+        LPS points (N, 3) in mm of each; and how many of the others are points or open lines.
     """
     closed = [contour for contour in contours if contour.get("ContourGeometricType") in CLOSED]
-    # A contour that is stored twice would cut itself out.
-    different: dict[bytes, np.ndarray] = {}
+    # Each once: a contour that is stored twice would be a hole in itself.
+    unique_points: dict[bytes, np.ndarray] = {}
     for points in map(_points, closed):
         if len(points) > 2:
-            different[points.tobytes()] = points
-    return list(different.values()), len(contours) - len(closed)
+            unique_points[points.tobytes()] = points
+    return list(unique_points.values()), len(contours) - len(closed)
+
+
+def _height_ranges(contours: list[np.ndarray], normal: np.ndarray) -> np.ndarray:
+    """Find the lowest and the highest position (N, 2) in mm of N contours along a normal."""
+    ranges_mm = []
+    for points in contours:
+        heights_mm = points @ normal
+        ranges_mm.append((heights_mm.min(), heights_mm.max()))
+    return np.array(ranges_mm)
 
 
 def _nearest_contours(
     contour_heights_mm: np.ndarray, slice_heights_mm: np.ndarray, reach_mm: float
 ) -> np.ndarray:
-    """Find the contours of the nearest plane to each slice.
+    """Find the contours in the plane nearest to each slice.
 
     Args:
         contour_heights_mm: Positions of the contours along the normal.
@@ -570,15 +646,15 @@ def _nearest_contours(
         Boolean (slices, contours).
     """
     distances_mm = np.abs(contour_heights_mm - slice_heights_mm[:, None])
-    # The heights of one plane are rounded decimals.
-    nearest_mm = distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
-    return distances_mm <= np.minimum(reach_mm, nearest_mm)
+    # Contours of one plane may differ by rounding of their decimals.
+    limits_mm = distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
+    return distances_mm <= np.minimum(reach_mm, limits_mm)
 
 
 def _points(contour: Dataset) -> np.ndarray:
     """Read the LPS points (N, 3) of a contour in mm."""
     value = contour.get_item("ContourData").value
-    # The bytes as they are stored: pydicom would make an object of each number.
+    # `get_item` gives the bytes as they are stored: pydicom would make an object of each number.
     if isinstance(value, bytes):
         value = value.split(b"\\")
     return np.array(value, dtype=float).reshape(-1, 3)

@@ -1,4 +1,4 @@
-"""List of the series below a folder, by patient, study and series, from headers alone."""
+"""List of the series below a folder with their properties, from headers alone."""
 
 import os
 from collections import Counter
@@ -11,7 +11,7 @@ from medseg.io.dicom.read import fault_of
 from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, slice_folders
 from medseg.wording import first_few
 
-# Place of the kernel among `PHASES`.
+# Index of the kernel in `PHASES`, and so in `Frame.phases`.
 KERNEL = [name for name, *_ in PHASES].index("kernel")
 
 
@@ -24,15 +24,15 @@ class ListedSeries:
         folder: Folder that holds all its files.
         files: Its files, with those that cannot be read and can only belong to it.
         num_bytes: Size of its files.
-        num_slices: Positions of slices; of what is no scan, its images.
-        fault: Why it is no scan, a clause; "" for a scan.
+        num_slices: Number of slice positions; where it is no stack of slices, number of images.
+        fault: Why it cannot be read as a scan, the end of a sentence; "" for a scan.
         is_unique: Whether no other patient or study has a series of this UID.
         part: Number of the part, from 1; 0 where the series is one stack.
         phase: What distinguishes the part, or "".
         kernel: Convolution kernel, or "".
         thickness_mm: Slice thickness, or None.
-        spacing_mm: Spacing (z, y, x); empty for what is no stack of slices.
-        shape: Rows and columns; empty for what is no stack of slices.
+        spacing_mm: Spacing (z, y, x); empty where it is no stack of slices.
+        shape: Rows and columns; empty where it is no stack of slices.
     """
 
     series: Series
@@ -56,11 +56,13 @@ class ListedSeries:
         choice = series.uid or series.number
         if self.part:
             choice += f"/{self.part}"
-        return choice if self.is_unique else f"{series.scope}:{choice}"
+        if self.is_unique:
+            return choice
+        return f"{series.scope}:{choice}"
 
     @property
     def num_voxels(self) -> int:
-        """Voxels of the stack; 0 for what is none."""
+        """Voxels of the stack; 0 where it is no stack of slices."""
         if not self.shape:
             return 0
         rows, columns = self.shape
@@ -89,7 +91,9 @@ def list_series(
     """
     dicom_modality = "" if modality == "other" else modality.upper()
     images = read_images(path, dicom_modality, files, is_deep=True, on_file=on_file)
+    # Files that cannot be read and do not tell their series.
     loose: list[NoSlice] = []
+    # By scope and Series Instance UID.
     by_series: dict[tuple[str, str], list[Frame | NoSlice]] = {}
     for image in images:
         if isinstance(image, NoSlice) and image.is_unreadable and not image.series.uid:
@@ -98,33 +102,38 @@ def list_series(
             key = (image.series.scope, image.series.uid)
             by_series.setdefault(key, []).append(image)
     _join_cut_files(by_series)
+    # Number of patients and studies that have a series, by its UID.
     num_scopes = Counter(uid for _, uid in by_series)
     folders = slice_folders(images)
-    # Files that cannot be read, by the series that they may be a slice of.
+    # The loose files, by the UID of the only series that they may be a slice of, or None.
     doubtful: dict[str | None, list[NoSlice]] = {}
     for image in loose:
         doubtful.setdefault(folders.owner(image.path), []).append(image)
     listed: list[ListedSeries] = []
-    for (_, uid), of_series in by_series.items():
+    for (_, uid), series_images in by_series.items():
         is_unique = num_scopes[uid] == 1
-        listed += _list_one(of_series, doubtful.get(uid, []), is_unique=is_unique)
+        listed += _list_one(series_images, doubtful.get(uid, []), is_unique=is_unique)
     listed.sort(key=_order)
     return [*listed, *map(_loose_file, loose)]
 
 
 def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> None:
-    """Put files that were cut off in their header, and lack their patient, to their series."""
-    nobody = Series().scope
+    """Move files that were cut off in their header to their series, which is changed in place.
+
+    They know the UID of their series and lack their patient and study.
+    """
+    unknown_scope = Series().scope
+    # A copy of the keys, since the loop removes some.
     for scope, uid in list(by_series):
-        if scope != nobody or not _are_unreadable(by_series[scope, uid]):
+        if scope != unknown_scope or not _are_unreadable(by_series[scope, uid]):
             continue
-        owners = [key for key in by_series if key[1] == uid and key[0] != nobody]
+        owners = [key for key in by_series if key[1] == uid and key[0] != unknown_scope]
         if len(owners) == 1:
             by_series[owners[0]] += by_series.pop((scope, uid))
 
 
 def _are_unreadable(images: Sequence[Frame | NoSlice]) -> bool:
-    """Whether none of some files can be read."""
+    """Whether none of the files of some images can be read."""
     return all(isinstance(image, NoSlice) and image.is_unreadable for image in images)
 
 
@@ -138,7 +147,7 @@ def _order(listed: ListedSeries) -> tuple[str, str, str, tuple[float, str], str,
 def _list_one(
     images: Sequence[Frame | NoSlice], doubtful: Sequence[NoSlice], *, is_unique: bool
 ) -> Iterator[ListedSeries]:
-    """Describe the stacks of one series, or why there is none.
+    """Yield the stacks of one series or, where it has none, the series as a whole with a fault.
 
     Args:
         images: What its files hold.
@@ -152,9 +161,9 @@ def _list_one(
             frames.append(image)
         else:
             others.append(image)
-    stacks, alone = find_stacks(frames)
+    stacks, single_slices = find_stacks(frames)
     damage = _damage([image for image in others if image.is_unreadable])
-    # A file of several frames gives several images.
+    # Each path once: a file of several frames gives several images.
     paths = list(dict.fromkeys(image.path for image in images))
     doubtful_paths = [image.path for image in doubtful]
     common_folder = os.path.commonpath([path.parent for path in paths])
@@ -167,26 +176,26 @@ def _list_one(
         files=(*paths, *doubtful_paths),
         num_bytes=sum(path.stat().st_size for path in paths),
         num_slices=len(images),
-        fault=damage or _reasons([*others, *alone]),
+        fault=damage or _reasons([*others, *single_slices]),
         is_unique=is_unique,
         kernel=kernel,
     )
-    # What is no volume is listed too, with the fault that says why.
     if not stacks:
         yield whole
+        return
     # A file that cannot be read may be a slice of any of its stacks.
     if not damage and doubtful:
         damage = f"it may lack {_damage(doubtful)}"
     for stack in stacks:
-        yield _of_stack(stack, whole, damage)
+        yield _list_stack(stack, whole, damage)
 
 
-def _of_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
+def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
     """Describe a stack of a series.
 
     Args:
         stack: The stack.
-        whole: The series as a whole.
+        whole: The series as a whole, whose common fields are kept.
         damage: What cannot be read of the series, or "".
     """
     first = stack.frames[0]
@@ -217,7 +226,10 @@ def _loose_file(image: NoSlice) -> ListedSeries:
 
 
 def _damage(unreadable: Sequence[NoSlice]) -> str:
-    """Name files that cannot be read; "" without one."""
+    """Name the first file that cannot be read, how many others there are, and the reason.
+
+    "" without such a file.
+    """
     if not unreadable:
         return ""
     names = first_few([f"'{image.path.name}'" for image in unreadable], 1)
@@ -225,6 +237,6 @@ def _damage(unreadable: Sequence[NoSlice]) -> str:
 
 
 def _reasons(others: Iterable[NoSlice]) -> str:
-    """List why images are no slices, each reason once."""
+    """List why images are not slices, each reason once and three at most."""
     reasons = dict.fromkeys(plain(image.reason) for image in others)
     return first_few(reasons, 3)

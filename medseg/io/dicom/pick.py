@@ -1,4 +1,4 @@
-"""Choice of a series in each study by a rule: `series_pick=`."""
+"""Choice of a series in each study by the rule of the argument `series_pick=`."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -16,26 +16,28 @@ def pick(candidates: Sequence[ListedSeries], rule: str) -> ListedSeries | None:
     Args:
         candidates: The scans.
         rule: `thinnest`: least distance of slices. `largest`: most voxels. Another text: the
-            thinnest of those whose description or kernel holds it; with `*`, `?` or `[…]` it is a
-            pattern. Capitals do not matter. Equals are decided by the number of voxels, then by
-            the lowest series number.
+            thinnest of those whose description, kernel or phase contains it; with `*`, `?` or `[…]`
+            it is a pattern. Capitals do not matter. Between equals the larger number of voxels
+            decides, then the lower series number.
 
     Returns:
-        The chosen one; None where there is none.
+        The chosen scan; None where there is none.
     """
     matching = candidates
     if rule not in (THINNEST, LARGEST):
         matching = [listed for listed in candidates if _matches(listed, rule)]
     if not matching:
         return None
-    order = _by_size if rule == LARGEST else _by_distance
-    return min(matching, key=order)
+    if rule == LARGEST:
+        return min(matching, key=_by_size)
+    return min(matching, key=_by_distance)
 
 
 def pick_each_study(scans: Sequence[ListedSeries], rule: str) -> list[ListedSeries]:
     """Choose a scan of each study by `pick`; studies where none is chosen are left out."""
     picked = []
-    for candidates in group_by(scans, lambda listed: listed.series.scope).values():
+    by_study = group_by(scans, lambda listed: listed.series.scope)
+    for candidates in by_study.values():
         chosen = pick(candidates, rule)
         if chosen is not None:
             picked.append(chosen)
@@ -43,22 +45,24 @@ def pick_each_study(scans: Sequence[ListedSeries], rule: str) -> list[ListedSeri
 
 
 def _matches(listed: ListedSeries, text: str) -> bool:
-    """Whether the description, the kernel or the phase of a scan holds a text or a pattern."""
+    """Whether the description, the kernel or the phase of a scan contains a text or a pattern."""
     pattern = f"*{text}*".lower()
     texts = (listed.series.description, listed.kernel, listed.phase)
     return any(fnmatchcase(words.lower(), pattern) for words in texts)
 
 
 def _by_distance(listed: ListedSeries) -> tuple[float, int, tuple[float, str], str, int]:
-    """Sort key: distance of slices in steps of 1 µm, as headers round; then the common order."""
-    return (round(listed.spacing_mm[0], 3), -listed.num_voxels, *_common_order(listed))
+    """Sort key: smallest distance of slices first, then most voxels, then the common order."""
+    # In steps of 1 µm: positions in headers are rounded.
+    distance_mm = round(listed.spacing_mm[0], 3)
+    return (distance_mm, -listed.num_voxels, *_common_order(listed))
 
 
 def _by_size(listed: ListedSeries) -> tuple[int, tuple[float, str], str, int]:
-    """Sort key: voxels, then the common order."""
+    """Sort key: most voxels first, then the common order."""
     return (-listed.num_voxels, *_common_order(listed))
 
 
 def _common_order(listed: ListedSeries) -> tuple[tuple[float, str], str, int]:
-    """Sort key that decides between equals."""
+    """Sort key between equals: series number, UID, part."""
     return natural(listed.series.number), listed.series.uid, listed.part

@@ -1,7 +1,8 @@
-"""Pixels of one slice: stored values, decoded where they are compressed, and converted to HU.
+"""Reader of the pixels of one slice: stored values, decoded where they are compressed, to HU.
 
 imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The
-sizes that a codestream declares are compared with the header before memory is allocated.
+sizes that a codestream declares are compared with the header before memory is allocated. For other
+modalities than CT, HU stands for their intensities.
 """
 
 import re
@@ -22,48 +23,54 @@ from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, PixelFormat, plain
 from medseg.task import AIR_HU
 
-# The largest value of a 12-bit CT. Tissue has values between air and this, so that such padding
-# counts as tissue.
+# The largest value of a 12-bit CT. Tissue has values between air and this: padding in that range is
+# not told from tissue and stays, padding above becomes air.
 DENSEST_HU = 3071
 
-# Largest distance of the padding of unsigned pixels from the end of their range.
+# A negative padding that was written as an unsigned number is nearer than this to the end of the
+# range: -2000 becomes 63536.
 MAX_PADDING = 4096
 
 MAX_INT16 = 2**15 - 1
 
-# Not `jpeg_decode`: where libjpeg-turbo refuses a code it tries another decoder, which can end the
-# process.
-# Decoders of imagecodecs by transfer syntax.
+# Decoders of imagecodecs by transfer syntax. Not `jpeg_decode`: where libjpeg-turbo refuses a code
+# it tries another decoder, which can end the process.
 DECODERS = {
     **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
     **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
     **dict.fromkeys(uid.JPEG2000TransferSyntaxes, imagecodecs.jpeg2k_decode),
 }
 
-# Some writers fill up an RLE code with zeros, each pair of which becomes a byte.
+# Most bytes by which a decoded RLE code may exceed a slice: some writers fill up a code with zeros,
+# each pair of which becomes a byte.
 MAX_SURPLUS_BYTES = 16
 
-# Some writers append bytes to the end of a code, not always zeros.
+# How near to the end of a JPEG code, without zeros, its end mark must be: some writers append bytes
+# that are not always zeros.
 JPEG_TAIL_BYTES = 10
 
-
-# Reads a file whose pixels are compressed. Where it holds several slices, a cache of one file saves
-# time.
+# Function that reads a file whose pixels are compressed. Callers may put a cache around it, since a
+# file may hold several slices.
 READ_FILE = partial(dcmread, force=True)
 
 
 def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) -> np.ndarray:
     """Read the HU (H, W) of a slice: int32 where its scale is of whole numbers, else float32.
 
+    Args:
+        frame: The slice.
+        read_file: Reads a file whose pixels are compressed.
+
     Raises:
         UserError: If the pixels are damaged, too few, or compressed in an unknown way.
     """
     try:
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
-            return to_hu(_stored_values(frame, read_file), frame)
+            stored = _stored_values(frame, read_file)
+            return to_hu(stored, frame)
     except (UserError, MemoryError, OSError):
         raise
-    except Exception as error:
+    except Exception as error:  # decoders raise any type for damaged data
         raise UserError(
             f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, "
             "cannot be decoded; it is damaged, copy or export it again."
@@ -79,11 +86,13 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
     """
     pixels = frame.pixels
     if pixels.offset is not None:
-        count = pixels.shape[0] * pixels.shape[1]
-        offset = pixels.offset + frame.index * count * pixels.dtype.itemsize
-        return np.fromfile(frame.path, pixels.dtype, count, offset=offset).reshape(pixels.shape)
+        num_pixels = pixels.shape[0] * pixels.shape[1]
+        slice_bytes = num_pixels * pixels.dtype.itemsize
+        offset = pixels.offset + frame.index * slice_bytes
+        values = np.fromfile(frame.path, pixels.dtype, num_pixels, offset=offset)
+        return values.reshape(pixels.shape)
     try:
-        get_decoder(pixels.transfer_syntax)
+        get_decoder(pixels.transfer_syntax)  # only to learn whether there is one
     except NotImplementedError:
         raise UserError(
             f"{frame.path}: its pixels are encoded as {plain(pixels.transfer_syntax.name)}, "
@@ -95,26 +104,33 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
 def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     """Decode the stored values (H, W) of one frame of a file.
 
+    Args:
+        dataset: The file.
+        pixels: Storage of its pixels.
+        index: Number of the frame, from 0.
+
     Raises:
         Exception: Whatever a decoder raises on damaged data.
     """
     syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
         return _decode_by_pydicom(dataset, syntax, index)
+    offset_table = None
     offsets = dataset.get("ExtendedOffsetTable")
     lengths = dataset.get("ExtendedOffsetTableLengths")
-    has_table = offsets is not None and lengths is not None
+    if offsets is not None and lengths is not None:
+        offset_table = (offsets, lengths)
     code = get_frame(
         dataset.PixelData,
         index,
-        extended_offsets=(offsets, lengths) if has_table else None,
+        extended_offsets=offset_table,
         number_of_frames=int(dataset.get("NumberOfFrames") or 1),
     )
     if syntax in uid.JPEG2000TransferSyntaxes:
         parameters = get_j2k_parameters(code)
     else:
-        # The decoder of JPEG invents missing pixels; that of JPEG-LS may search for them without
-        # end.
+        # A code that was cut off is refused here: the decoder of JPEG invents missing pixels, and
+        # that of JPEG-LS may search for them without end. FFD8 marks the start, FFD9 the end.
         tail = code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
         if not code.startswith(b"\xff\xd8\xff") or b"\xff\xd9" not in tail:
             raise ValueError("the code does not start or end as it should")
@@ -124,21 +140,21 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     values = np.empty(pixels.shape, dtype)
     # Raises before it decodes where the code has another shape or more than 16 bits.
     DECODERS[syntax](code, out=values)
-    # The header decides on the sign: codes without one hold the lower bits, and some have a wrong
-    # one.
-    stored = values.astype(np.int32) & ((1 << bits) - 1)
+    # The header decides on the sign, since that of some codes is wrong: take the bits as they are.
+    stored = values.astype(np.int32) & (2**bits - 1)
     if pixels.dtype.kind != "i":
         return stored
-    return np.where(stored >> (bits - 1), stored - (1 << bits), stored)
+    # Two's complement: the highest bit is the sign.
+    return np.where(stored >= 2 ** (bits - 1), stored - 2**bits, stored)
 
 
 def _decode_by_pydicom(dataset: Dataset, syntax: uid.UID, index: int) -> np.ndarray:
     """Decode one frame, such as of RLE, as `decode` does."""
-    # `to_hu` clears unused bits: scanners keep padding there. Other plugins of RLE may be
-    # installed.
     options: dict[str, Any] = {
         "raw": True,
+        # Other plugins of RLE may be installed, with other results for damaged codes.
         "decoding_plugin": "pydicom",
+        # Scanners keep padding in unused bits; `to_hu` clears them.
         "correct_unused_bits": False,
     }
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -152,36 +168,41 @@ def _decode_by_pydicom(dataset: Dataset, syntax: uid.UID, index: int) -> np.ndar
     return values
 
 
-def is_whole(frame: Frame) -> bool:
+def has_whole_hu(frame: Frame) -> bool:
     """Whether the HU of a slice are whole numbers of 32 bits."""
-    # Pixels and scale of 16 bits each have products of 32.
-    are_short = frame.pixels.dtype.itemsize <= 2
-    return are_short and all(
-        value == round(value) and abs(value) <= MAX_INT16
-        for value in (frame.slope, frame.intercept)
-    )
+    # The product of a pixel and a slope of 16 bits each has 32.
+    if frame.pixels.dtype.itemsize > 2:
+        return False
+    scale = (frame.slope, frame.intercept)
+    return all(value == round(value) and abs(value) <= MAX_INT16 for value in scale)
 
 
 def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Convert the stored values of a slice to HU.
 
-    Padding of another modality becomes 0.
+    Padding above the range of tissue becomes air; padding of another modality than CT becomes 0.
+
+    Args:
+        stored: Stored values (H, W), without corrections.
+        frame: The slice.
 
     Returns:
         HU (H, W): int32 where slope and intercept are whole numbers, else float32.
     """
     values = _with_sign(stored, frame)
-    if is_whole(frame):
+    if has_whole_hu(frame):
         hu = np.multiply(values, int(frame.slope), dtype=np.int32, casting="unsafe")
         hu += int(frame.intercept)
     else:
         hu = (values.astype(np.float64) * frame.slope + frame.intercept).astype(np.float32)
     if frame.pixels.padding:
-        padding = _with_sign(np.array(frame.pixels.padding), frame).tolist()
-        densest_hu = max(value * frame.slope for value in padding) + frame.intercept
-        # Padding below air stays: every image is clipped later.
+        padding = _with_sign(np.array(frame.pixels.padding), frame)
+        lowest, highest = int(padding.min()), int(padding.max())
+        # The slope is positive.
+        densest_hu = highest * frame.slope + frame.intercept
+        # Padding of a CT below air stays: every image is clipped later.
         if not frame.is_hu or densest_hu > DENSEST_HU:
-            hu[(values >= min(padding)) & (values <= max(padding))] = frame.air
+            hu[(values >= lowest) & (values <= highest)] = frame.air
     return hu
 
 
@@ -189,41 +210,54 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Correct the sign of stored values where writers break the standard, and clear old overlays.
 
     * Unsigned values that can only be meant as negative become signed, such as padding of -2000
-      that was written as 63536. Such values extend into unused bits, or lie at the end of the range
-      and beyond all HU. Other unused bits are overlays.
+      that was written as 63536. Such values extend into unused bits or, where all bits are used,
+      lie at the end of the range and beyond all HU. Other contents of unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
 
     Of other modalities than CT only the overlays are cleared: their values are not expected to be
     negative.
+
+    Args:
+        stored: Stored values of a slice, or its padding values; of any shape.
+        frame: The slice.
     """
     pixels = frame.pixels
-    # One beyond the largest unsigned value of the type, and of the bits that are used of it.
-    stop = 1 << 8 * pixels.dtype.itemsize
-    limit = 1 << pixels.bits_stored
+    # Numbers of values: of the type (2^16 for 16 bits), and of the bits that are used of it.
+    num_type_values = 2 ** (8 * pixels.dtype.itemsize)
+    num_used_values = 2**pixels.bits_stored
+    has_unused_bits = num_used_values < num_type_values
+    used_bits = num_used_values - 1  # a mask
     if pixels.dtype.kind == "i":
-        return _with_sign_bits(stored, frame) if limit < stop else stored
+        return _with_sign_bits(stored, frame) if has_unused_bits else stored
     if not frame.is_hu:
-        return stored & (limit - 1)
-    first_negative = max(limit // 2, stop - MAX_PADDING)
-    if limit < stop:
+        return stored & used_bits
+    # Values from this one on are meant as negative.
+    first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
+    if has_unused_bits:
         # A negative number of few bits has ones in all unused bits.
-        first_negative = stop - limit
+        first_negative = num_type_values - num_used_values
     highest = int(stored.max())
-    if highest < min(limit, first_negative):
+    if highest < min(num_used_values, first_negative):
         return stored
     # Large values that are possible HU are meant as they are.
-    if limit == stop and highest * frame.slope + frame.intercept <= MAX_INT16:
+    if not has_unused_bits and highest * frame.slope + frame.intercept <= MAX_INT16:
         return stored
-    return np.where(stored >= first_negative, stored.astype(np.int64) - stop, stored & (limit - 1))
+    negative = stored.astype(np.int64) - num_type_values
+    return np.where(stored >= first_negative, negative, stored & used_bits)
 
 
 def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
-    """Give signed values of few bits their sign, where the writer has left it out."""
+    """Give signed values the sign bits that the writer has left out.
+
+    Such values use fewer bits than their type: of 12 bits, -1 was written as 4095.
+    """
     # With an intercept near that of air, values of CT need no sign.
     if not frame.is_hu or frame.intercept <= AIR_HU / 2:
         return stored
-    limit = 1 << frame.pixels.bits_stored
-    lacks_sign = stored.min() >= 0 and limit // 2 <= int(stored.max()) < limit
+    num_used_values = 2**frame.pixels.bits_stored
+    first_negative = num_used_values // 2
+    lacks_sign = stored.min() >= 0 and first_negative <= int(stored.max()) < num_used_values
     if not lacks_sign:
         return stored
-    return np.where(stored >= limit // 2, stored.astype(np.int64) - limit, stored)
+    negative = stored.astype(np.int64) - num_used_values
+    return np.where(stored >= first_negative, negative, stored)

@@ -1,7 +1,7 @@
-"""Reader of one series: its stack of slices on a regular grid.
+"""Reader of one DICOM series: its stack of slices on a regular grid.
 
-Duplicates are dropped, gaps filled, and a tilted stack is made rectangular. The rules,
-which docs/dicom.md repeats:
+Duplicates are dropped, gaps filled, and a tilted stack is made rectangular. The rules, which
+docs/dicom.md repeats:
 
 * Slices within `JITTER_TOLERANCE_MM` of an even grid are taken as they are.
 * Other slices are interpolated linearly along the normal onto the even grid of their usual
@@ -26,23 +26,24 @@ from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
-from medseg.io.dicom.pixels import READ_FILE, is_whole, read_hu
+from medseg.io.dicom.pixels import READ_FILE, has_whole_hu, read_hu
 from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
 from medseg.io.volume import LazyVolume, grid_from_columns
 from medseg.task import AIR_HU
 from medseg.wording import first_few
 
-# Largest distance of a slice from its position on an even, straight stack. Positions are rounded
-# decimals.
+# Largest distance of a slice from its position on an even, straight stack that counts as rounding
+# of the decimals in headers.
 JITTER_TOLERANCE_MM = 0.1
 
 # Wider gaps are not interpolated: a lobe may end in between.
 MAX_GAP_MM = 10.0
 
-# Largest share of missing slices that are interpolated.
+# Largest number of missing slices that are interpolated, as a share of the present ones.
 MAX_FILLED_SHARE = 0.1
 
-# Gantries tilt by 30° at most.
+# Largest tilt of a stack that may come from a gantry. Gantries tilt by 30° at most; the rest is
+# room for imprecise headers.
 MAX_TILT_DEG = 45.0
 
 
@@ -54,9 +55,10 @@ class SourceSlices:
         path: Folder or file that the series was read from.
         frames: Slices, sorted along the normal.
         grid: The grid; its planes are parallel to the slices.
-        planes: For each plane of the grid the slice below, and the weight of the next one.
-        shifts_px: Position of the first pixel of each slice on its plane, (y, x) in pixels, each >=
-            0.
+        planes: For each plane of the grid the index of the slice at it or below it, and the weight
+            of the next slice, 0 for a plane that is a slice.
+        shifts_px: Position of the first pixel of each slice on its plane (slices, 2), (y, x) in
+            pixels, each >= 0.
         is_filled: Whether a plane lies between two slices.
         is_shifted: Whether the slices are offset sideways, as those of a tilted gantry.
         findings: What was left out, assumed or repaired.
@@ -93,13 +95,14 @@ def open_slices(
     dicom_modality = "" if modality == "other" else modality.upper()
     stack, left_out = choose_stack(path, series, dicom_modality, files)
     _check_rescale(path, stack)
-    frames, heights_mm, repairs = _without_duplicates(path, stack)
-    planes, step_mm, gap_warnings = _even(path, frames, heights_mm)
-    shifts_mm, slant, tilt_warnings = _straight(path, frames, heights_mm)
+    frames, heights_mm, duplicate_warnings = _without_duplicates(path, stack)
+    planes, step_mm, gap_warnings = _even_planes(path, frames, heights_mm)
+    shifts_mm, slant, tilt_warnings = _sideways_shifts(path, frames, heights_mm)
     first = frames[0]
+    # The grid begins at the smallest shift (y, x) of all slices.
     low_mm = shifts_mm.min(axis=0)
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
-    # Rounding noise must not add a pixel.
+    # How much larger than a slice the grid is. Rounding noise must not add a pixel.
     num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
     if (num_more_px > first.pixels.shape).any():
         raise UserError(
@@ -107,19 +110,25 @@ def open_slices(
             f"to {np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder."
         )
     shape = (len(planes), *(first.pixels.shape + num_more_px))
-    row, column = first.axes
+    # LPS unit vectors. A step along a row leads to the next column, one along a column to the next
+    # row.
+    along_row, along_column = first.axes
+    row_distance_mm, column_distance_mm = first.spacing_mm
     # Of a stack that is straight but for the rounding of decimals, the grid leans as its slices do:
     # upright, its far corners would be off.
-    along = normal_of(first) + slant[0] * column + slant[1] * row
-    row_mm, column_mm = first.spacing_mm
-    columns = np.stack([row * column_mm, column * row_mm, along * step_mm], axis=1)
-    origin = first.position_xyz_mm + low_mm[0] * column + low_mm[1] * row
-    grid = grid_from_columns(path, shape, columns, list(origin))
-    # Each sentence once, in the order of the slices.
-    sentences: dict[str, None] = {}
+    along_stack = normal_of(first) + slant[0] * along_column + slant[1] * along_row
+    steps_mm = [
+        along_row * column_distance_mm,
+        along_column * row_distance_mm,
+        along_stack * step_mm,
+    ]
+    origin = first.position_xyz_mm + low_mm[0] * along_column + low_mm[1] * along_row
+    grid = grid_from_columns(path, shape, np.stack(steps_mm, axis=1), list(origin))
+    # Each warning of the slices once, in their order.
+    slice_warnings: dict[str, None] = {}
     for frame in frames:
-        sentences.update(dict.fromkeys(frame.warnings))
-    warnings = warnings_of("reading", (*sentences, *repairs, *gap_warnings, *tilt_warnings))
+        slice_warnings.update(dict.fromkeys(frame.warnings))
+    sentences = (*slice_warnings, *duplicate_warnings, *gap_warnings, *tilt_warnings)
     return SourceSlices(
         path,
         frames,
@@ -128,34 +137,34 @@ def open_slices(
         shifts_px,
         is_filled=bool(gap_warnings),
         is_shifted=bool(tilt_warnings),
-        findings=(*left_out, *warnings),
+        findings=(*left_out, *warnings_of("reading", sentences)),
     )
 
 
 def fault_of(stack: Stack) -> str:
     """Say why a stack makes no regular volume, by its headers alone; "" for one that does.
 
-    Slices at one position count once: their pixels, which decide whether they are copies, are not
-    read.
+    Of slices at one position the first counts: their pixels, which decide whether they are copies,
+    are not read.
     """
     path = stack.frames[0].path.parent
-    is_next = np.diff(stack.heights_mm, prepend=-np.inf) > SAME_POSITION_MM
-    frames = tuple(frame for frame, is_new in zip(stack.frames, is_next, strict=True) if is_new)
-    heights_mm = stack.heights_mm[is_next]
+    is_first = np.diff(stack.heights_mm, prepend=-np.inf) > SAME_POSITION_MM
+    frames = tuple(stack.frames[index] for index in np.flatnonzero(is_first))
+    heights_mm = stack.heights_mm[is_first]
     try:
         _check_rescale(path, stack)
-        _even(path, frames, heights_mm)
-        _straight(path, frames, heights_mm)
+        _even_planes(path, frames, heights_mm)
+        _sideways_shifts(path, frames, heights_mm)
     except UserError as error:
         return str(error).removeprefix(f"{path}: ")
     return ""
 
 
 def _check_rescale(path: Path, stack: Stack) -> None:
-    """Refuse a stack of slices with and without slope and intercept.
+    """Check that all slices of a stack have slope and intercept, or none has.
 
     Raises:
-        UserError: With the first of those without.
+        UserError: If not; the message names the first slice without.
     """
     without_rescale = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without_rescale) < len(stack.frames):
@@ -174,11 +183,13 @@ def open_dicom(
     """
     slices = open_slices(path, series, modality, files)
     frames = slices.frames
-    dtype = np.dtype(np.int32 if all(map(is_whole, frames)) else np.float32)
+    dtype = np.dtype(np.float32)
+    if all(map(has_whole_hu, frames)):
+        dtype = np.dtype(np.int32)
 
-    def runs() -> Iterator[np.ndarray]:
+    def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
-            # HU stay whole numbers where the slices have them.
+            # Interpolated planes are rounded where the slices hold whole numbers.
             if image_hu.dtype != dtype:
                 image_hu = np.rint(image_hu)
             yield image_hu.astype(dtype).ravel()
@@ -187,7 +198,7 @@ def open_dicom(
         path,
         slices.grid,
         dtype,
-        runs,
+        read_chunks,
         findings=slices.findings,
         identity=frames[0].series.identity,
     )
@@ -200,20 +211,21 @@ def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:
     # Padding far below air would blur into its neighbours. Other intensities than HU may be
     # negative, and their padding is 0.
     lowest = air if frames[0].is_hu else -np.inf
-    # The slices of a multi-frame file follow each other.
-    hu = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
+    # A multi-frame file is read once for all its slices, which follow each other.
+    read_slice = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
 
     @lru_cache(maxsize=2)  # two neighbours, for the planes between them
     def placed(index: int) -> np.ndarray:
         """Read one slice and move it to its position on the grid."""
-        image_hu = np.maximum(hu(frames[index]), lowest).astype(np.float32)
+        image_hu = np.maximum(read_slice(frames[index]), lowest).astype(np.float32)
         if not slices.is_shifted:
             return image_hu
         return shifted(image_hu, slices.shifts_px[index], slices.grid.shape[1:], air)
 
     for below, weight in slices.planes:
+        # Each plane is a slice: its values stay as they are.
         if not slices.is_filled and not slices.is_shifted:
-            yield hu(frames[below])
+            yield read_slice(frames[below])
             continue
         image_hu = placed(below)
         if weight:
@@ -224,12 +236,12 @@ def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:
 def shifted(
     image_hu: np.ndarray, shift_px: np.ndarray, shape: tuple[int, ...], air: int = AIR_HU
 ) -> np.ndarray:
-    """Move a slice on a larger canvas of air by linear interpolation.
+    """Place a slice on a larger canvas of air by linear interpolation.
 
     Args:
         image_hu: Values (H, W) float32.
-        shift_px: Position of its first pixel on the canvas (y, x), each >= 0.
-        shape: Size of the canvas.
+        shift_px: Position of its first pixel on the canvas (y, x) in pixels, each >= 0.
+        shape: Size of the canvas (H, W).
         air: Value of the canvas.
 
     Example:
@@ -246,7 +258,7 @@ def _without_duplicates(
 ) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
     """Keep one slice at each position.
 
-    Of equal slices the first is kept, of those of two acquisitions that of the earlier.
+    Of equal slices the first is kept, of slices of two acquisitions that of the earlier one.
 
     Returns:
         The slices, their heights in mm, warnings.
@@ -257,7 +269,7 @@ def _without_duplicates(
     frames: list[Frame] = []
     heights_mm: list[float] = []
     copies: list[Frame] = []
-    later: list[Frame] = []
+    later_slices: list[Frame] = []
     for frame, height_mm in zip(stack.frames, stack.heights_mm.tolist(), strict=True):
         if not heights_mm or height_mm - heights_mm[-1] > SAME_POSITION_MM:
             frames.append(frame)
@@ -267,6 +279,7 @@ def _without_duplicates(
         if _is_copy(frame, previous):
             copies.append(frame)
             continue
+        # The acquisition number is the first of `PHASES`.
         acquisition, previous_acquisition = frame.phases[0], previous.phases[0]
         if acquisition == previous_acquisition:
             raise UserError(
@@ -274,36 +287,46 @@ def _without_duplicates(
                 "position and differ; remove one of them."
             )
         if natural(acquisition)[0] < natural(previous_acquisition)[0]:
-            frames[-1], heights_mm[-1] = frame, height_mm
-            frame = previous
-        later.append(frame)
+            frames[-1] = frame
+            heights_mm[-1] = height_mm
+            later_slices.append(previous)
+        else:
+            later_slices.append(frame)
     warnings = []
     if copies:
         warnings.append(f"duplicate slices were dropped: {first_few(copies, 1)}")
-    if later:
+    if later_slices:
         warnings.append(
             "two acquisitions have a slice at the same position; the earlier one was kept, "
-            f"dropped: {first_few(later, 1)}"
+            f"dropped: {first_few(later_slices, 1)}"
         )
     return tuple(frames), np.array(heights_mm), warnings
 
 
 def _is_copy(frame: Frame, previous: Frame) -> bool:
-    """Whether two slices at one height have the same position and values."""
+    """Whether two slices at one height have the same position and values; reads their pixels."""
     offset_mm = np.subtract(frame.position_xyz_mm, previous.position_xyz_mm)
     if np.abs(offset_mm).max() > SAME_POSITION_MM:
         return False
     return np.array_equal(read_hu(frame), read_hu(previous))
 
 
-def _even(
+def _even_planes(
     path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray
 ) -> tuple[list[tuple[int, float]], float, list[str]]:
     """Lay evenly spaced planes across the normal.
 
+    Args:
+        path: The series, for messages.
+        frames: Its slices, one at each position.
+        heights_mm: Their positions along the normal, ascending.
+
     Returns:
-        For each plane the frame below and the weight of the next frame; the distance of the planes
-        in mm; warnings.
+        Planes as in `SourceSlices.planes`; the distance of the planes in mm; warnings, which are
+        there exactly if a plane lies between two slices.
+
+    Raises:
+        UserError: If the slices are too uneven, or too many are missing.
     """
     length_mm = float(heights_mm[-1] - heights_mm[0])
     num_frames = len(frames)
@@ -317,7 +340,10 @@ def _even(
     num_steps = round(length_mm / usual_mm)
     num_missing = num_steps + 1 - num_frames
     is_too_near = gaps_mm.min() < 0.5 * usual_mm
-    worst = int(gaps_mm.argmin() if is_too_near else gaps_mm.argmax())
+    # Index of the gap that the messages name.
+    worst = int(gaps_mm.argmax())
+    if is_too_near:
+        worst = int(gaps_mm.argmin())
     is_too_far = gaps_mm[worst] > MAX_GAP_MM + JITTER_TOLERANCE_MM
     can_fill = 0 <= num_missing <= max(1, MAX_FILLED_SHARE * num_frames)
     if is_too_near or is_too_far or not can_fill:
@@ -328,12 +354,15 @@ def _even(
             f"{MAX_GAP_MM:g} mm and {MAX_FILLED_SHARE:.0%} of the slices: export the series again."
         )
     step_mm = length_mm / num_steps
-    planes_mm = heights_mm[0] + np.arange(num_steps + 1) * step_mm
-    nearest = np.abs(heights_mm - planes_mm[:, None]).argmin(axis=1)
-    is_slice = np.abs(heights_mm[nearest] - planes_mm) <= JITTER_TOLERANCE_MM
-    # The first and the last plane are slices: clipping changes none that is interpolated.
-    below = (np.searchsorted(heights_mm, planes_mm) - 1).clip(0, num_frames - 2)
-    weights = np.where(is_slice, 0.0, (planes_mm - heights_mm[below]) / gaps_mm[below])
+    plane_heights_mm = heights_mm[0] + np.arange(num_steps + 1) * step_mm
+    # Slice nearest to each plane; distances are (planes, slices).
+    nearest = np.abs(heights_mm - plane_heights_mm[:, None]).argmin(axis=1)
+    is_slice = np.abs(heights_mm[nearest] - plane_heights_mm) <= JITTER_TOLERANCE_MM
+    # Slice below each plane. The first and the last plane are slices: clipping changes none that is
+    # interpolated.
+    below = (np.searchsorted(heights_mm, plane_heights_mm) - 1).clip(0, num_frames - 2)
+    weights = (plane_heights_mm - heights_mm[below]) / gaps_mm[below]
+    weights = np.where(is_slice, 0.0, weights)
     indices = np.where(is_slice, nearest, below)
     planes = list(zip(indices.tolist(), weights.tolist(), strict=True))
     num_filled = int(np.count_nonzero(weights))
@@ -341,6 +370,7 @@ def _even(
         f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of "
         f"{num_steps + 1} were interpolated linearly onto an even grid of {step_mm:.2f} mm"
     )
+    # All slices lie on the even grid, and only some are missing: a simpler message.
     if num_filled == num_missing:
         warning = (
             f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} "
@@ -349,36 +379,44 @@ def _even(
     return planes, step_mm, [warning]
 
 
-def _straight(
+def _sideways_shifts(
     path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Measure the sideways offset of each slice from the first.
 
+    Args:
+        path: The series, for messages.
+        frames: Its slices.
+        heights_mm: Their positions along the normal, ascending.
+
     Returns:
         The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the
-        slant (y, x) of such a stack in mm per mm, else 0; warnings.
+        slant (y, x) of such a stack in mm per mm, else 0; warnings, which are there exactly if the
+        stack is not straight.
+
+    Raises:
+        UserError: If the stack leans more than a gantry can.
     """
-    offsets_xyz_mm = np.subtract(
-        [frame.position_xyz_mm for frame in frames], frames[0].position_xyz_mm
-    )
-    # The axes are those of a row and of a column, so x and y.
+    positions_xyz_mm = np.array([frame.position_xyz_mm for frame in frames])
+    offsets_xyz_mm = positions_xyz_mm - positions_xyz_mm[0]
+    # Unit vectors along a column (y) and along a row (x).
     axes_yx = frames[0].axes[::-1]
     shifts_mm = offsets_xyz_mm @ axes_yx.T
     rise_mm = heights_mm - heights_mm[0]
     # The line through the first slice that fits the others best, by least squares.
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
     is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
-    if np.linalg.norm(slant) <= DIRECTION_TOLERANCE and is_line:
+    tangent = np.linalg.norm(slant)  # of the angle between stack and normal
+    if tangent <= DIRECTION_TOLERANCE and is_line:
         return np.zeros_like(shifts_mm), slant, []
-    tilt_deg = math.degrees(math.atan(np.linalg.norm(slant)))
+    tilt_deg = math.degrees(math.atan(tangent))
     if tilt_deg > MAX_TILT_DEG:
         raise UserError(
             f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° "
             "away from it; such a stack is no CT of a tilted gantry (30° at most)."
         )
+    cause = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
     if is_line:
         cause = f"the gantry was tilted by {tilt_deg:.1f}°: the slices"
-    else:
-        cause = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
     warning = f"{cause} were resampled to a rectangular grid; results are on that grid"
     return shifts_mm, np.zeros(2), [warning]

@@ -27,7 +27,11 @@ from medseg.io.dicom.structures import (
 )
 from medseg.io.label_table import Structure
 
+# SNOMED CT codes of the sides in `Structure.code`.
 SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
+
+# Most characters of a code in DICOM.
+MAX_CODE = 16
 
 
 def write_segmentation(
@@ -47,9 +51,9 @@ def write_segmentation(
         slices: The source series.
         structures: Labels to write, in the order of the segments; voxels of other values are left
             out.
-        kind: `binary`: one frame for each segment and slice; `labelmap`: one frame of segment
-            numbers for each slice, which RLE makes a tenth as large; defined in 2024 and unknown to
-            older viewers.
+        kind: `binary`: one frame for each segment and slice. `labelmap`: one frame of segment
+            numbers for each slice; compressed by RLE it is a tenth as large; it was defined in 2024
+            and is unknown to older viewers.
         keep_empty_frames: Whether slices without the segment get a frame too.
 
     Raises:
@@ -65,24 +69,29 @@ def write_segmentation(
             f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
             "as one; save the labels in another format."
         )
-    positions = None
+    # highdicom reads the positions of files of one slice each itself. Of a multi-frame file, the
+    # series may be only a part of the frames.
+    plane_positions = None
     step_mm = slices.grid.spacing_mm[0]
     if is_multi_frame:
         _share_geometry(headers[0], step_mm)
-        positions = [
+        plane_positions = [
             PlanePositionSequence("PATIENT", frame.position_xyz_mm) for frame in slices.frames
         ]
     else:
         _make_parallel(headers, step_mm)
-    series = derived_series(
-        headers[0], "SEG", numbers, structures, f"{kind} {keep_empty_frames} {__version__}"
-    )
+    descriptions = []
+    for number, structure in enumerate(structures, start=1):
+        descriptions.append(_describe(number, structure))
+    # Other options give another object.
+    version = f"{kind} {keep_empty_frames} {__version__}"
+    series = derived_series(headers[0], "SEG", numbers, structures, version)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         segmentation = Segmentation(
             headers,
             numbers,
             kind.upper(),
-            [_describe(number, structure) for number, structure in enumerate(structures, start=1)],
+            descriptions,
             series_instance_uid=series.uid,
             series_number=series.number,
             sop_instance_uid=series.instance_uid,
@@ -93,7 +102,7 @@ def write_segmentation(
             device_serial_number=__version__,
             series_description=series.description,
             specific_character_set=UTF_8,
-            plane_positions=positions,
+            plane_positions=plane_positions,
             omit_empty_frames=not keep_empty_frames,
         )
         segmentation.PositionReferenceIndicator = headers[0].PositionReferenceIndicator
@@ -110,7 +119,10 @@ def write_segmentation(
 
 
 def _drop_other_frames(segmentation: Segmentation, slices: SourceSlices) -> None:
-    """Keep only references to frames of the series: highdicom refers to other phases too."""
+    """Drop references to frames of other volumes, such as phases, which highdicom adds.
+
+    The segmentation is changed in place.
+    """
     frame_numbers = {frame.index + 1 for frame in slices.frames}
     for group in segmentation.PerFrameFunctionalGroupsSequence:
         for derivation in group.DerivationImageSequence:
@@ -122,7 +134,7 @@ def _drop_other_frames(segmentation: Segmentation, slices: SourceSlices) -> None
 
 
 def _make_parallel(headers: Sequence[Dataset], step_mm: float) -> None:
-    """Give slices one orientation, and a thickness where they have none."""
+    """Set one orientation in all headers, and a slice thickness where it is missing, in place."""
     for header in headers:
         # Rounded decimals may differ between slices that are parallel.
         header.ImageOrientationPatient = headers[0].ImageOrientationPatient
@@ -130,17 +142,18 @@ def _make_parallel(headers: Sequence[Dataset], step_mm: float) -> None:
 
 
 def _share_geometry(header: Dataset, step_mm: float) -> None:
-    """Copy orientation and spacing of the first frame to the group of all frames.
+    """Copy orientation and spacing of the first frame to the group of all frames, in place.
 
     highdicom looks for them there.
     """
-    first = header.PerFrameFunctionalGroupsSequence[0]
+    first_group = header.PerFrameFunctionalGroupsSequence[0]
     if not header.get("SharedFunctionalGroupsSequence"):
         header.SharedFunctionalGroupsSequence = [Dataset()]
+    shared_group = header.SharedFunctionalGroupsSequence[0]
     for keyword in ("PlaneOrientationSequence", "PixelMeasuresSequence"):
-        if keyword in first:
-            setattr(header.SharedFunctionalGroupsSequence[0], keyword, first[keyword].value)
-    measures = header.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence[0]
+        if keyword in first_group:
+            setattr(shared_group, keyword, first_group[keyword].value)
+    measures = shared_group.PixelMeasuresSequence[0]
     measures.SliceThickness = measures.get("SliceThickness") or step_mm
 
 
@@ -150,15 +163,17 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
     A label without a SNOMED code gets a private one, which consists of its name.
     """
     name = stored_name(structure.name)
+    category = codes.SCT.Tissue
+    kind = CodedConcept(name[:MAX_CODE], "99MEDSEG", name)
     if structure.code:
+        code, meaning, *sides = structure.code
         category = codes.SCT.AnatomicalStructure
-        kind = CodedConcept(structure.code[0], "SCT", structure.code[1])
-    else:
-        category = codes.SCT.Tissue
-        kind = CodedConcept(name[:16], "99MEDSEG", name)  # a code has 16 characters at most
-    for side in structure.code[2:]:
-        kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
-    colour = CIELabColor.from_string(structure.colour) if structure.colour else None
+        kind = CodedConcept(code, "SCT", meaning)
+        for side in sides:
+            kind.SegmentedPropertyTypeModifierCodeSequence = [CodedConcept.from_code(SIDES[side])]
+    colour = None
+    if structure.colour:
+        colour = CIELabColor.from_string(structure.colour)
     segment = SegmentDescription(
         number,
         name,

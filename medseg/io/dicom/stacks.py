@@ -1,7 +1,7 @@
 """Choice of one stack of parallel slices among the files of a folder.
 
-A folder may hold several series, a series several acquisitions or phases, and some files cannot be
-read.
+A folder may hold several series and files that cannot be read; a series may hold several stacks,
+such as its acquisitions or phases.
 """
 
 import re
@@ -25,7 +25,8 @@ from medseg.wording import first_few
 
 Item = TypeVar("Item")
 
-# Slices nearer than this have one position: the thinnest CT slices are ten times as far apart.
+# Slices nearer to each other than this have the same position: the thinnest CT slices are ten times
+# as far apart.
 SAME_POSITION_MM = 0.01
 
 # Pixel spacings with a smaller relative difference are equal: headers store rounded decimals.
@@ -36,7 +37,7 @@ MAX_LISTED = 10
 
 
 def group_by(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Collect items of equal key, in their order."""
+    """Collect the items of each key; keys and items keep their order."""
     groups: dict[Any, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -71,13 +72,13 @@ class Stack:
 
     @property
     def spacing_mm(self) -> tuple[float, ...]:
-        """Mean distance of its positions, then of rows and of columns."""
+        """Spacing (z, y, x): mean distance of its positions, distance of rows and of columns."""
         step_mm = float(np.ptp(self.heights_mm)) / (self.num_positions - 1)
         return (step_mm, *self.frames[0].spacing_mm)
 
 
 class Contents(NamedTuple):
-    """What some files hold.
+    """What the files of a folder, or of a patient or study in it, hold.
 
     Attributes:
         images: Everything that was read, in the order of the files.
@@ -93,13 +94,14 @@ class Contents(NamedTuple):
 
 
 def normal_of(frame: Frame) -> np.ndarray:
-    """Compute the LPS unit vector across a slice, right-handed with its row and column."""
-    normal = np.cross(*frame.axes)
+    """Compute the LPS unit vector (3,) across a slice, right-handed with its row and column."""
+    along_row, along_column = frame.axes
+    normal = np.cross(along_row, along_column)
     return np.asarray(normal / np.linalg.norm(normal))
 
 
 def natural(value: str) -> tuple[float, str]:
-    """Sort key that puts 2 before 10, and both before text."""
+    """Sort key that puts the number 2 before 10, and both before text."""
     try:
         return float(value), value
     except ValueError:
@@ -108,11 +110,12 @@ def natural(value: str) -> tuple[float, str]:
 
 def _is_parallel(frame: Frame, other: Frame) -> bool:
     """Whether size, pixel spacing and orientation of two slices agree."""
-    return (
-        frame.pixels.shape == other.pixels.shape
-        and np.abs(frame.axes - other.axes).max() <= DIRECTION_TOLERANCE
-        and np.abs(np.divide(frame.spacing_mm, other.spacing_mm) - 1).max() <= SAME_SPACING
-    )
+    if frame.pixels.shape != other.pixels.shape:
+        return False
+    if np.abs(frame.axes - other.axes).max() > DIRECTION_TOLERANCE:
+        return False
+    spacing_ratios = np.divide(frame.spacing_mm, other.spacing_mm)
+    return bool(np.abs(spacing_ratios - 1).max() <= SAME_SPACING)
 
 
 def heights_of(frames: Sequence[Frame], normal: np.ndarray) -> np.ndarray:
@@ -121,15 +124,20 @@ def heights_of(frames: Sequence[Frame], normal: np.ndarray) -> np.ndarray:
 
 
 def num_positions(heights_mm: np.ndarray) -> int:
-    """Count the positions of sorted slices."""
-    return 1 + int((np.diff(heights_mm) > SAME_POSITION_MM).sum())
+    """Count the positions of slices that are sorted by height."""
+    steps_mm = np.diff(heights_mm)
+    return 1 + int(np.count_nonzero(steps_mm > SAME_POSITION_MM))
 
 
-def _by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
-    """Divide parallel slices that fill the same space more than once, by `PHASES` from `key` on.
+def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+    """Divide parallel slices that fill the same space more than once into stacks.
 
-    Values that follow each other along the normal (the rotations of one scan) are one stack, also
-    where they share a slice.
+    Slices with different values that follow each other along the normal (the rotations of one scan)
+    are one stack, also where they share a slice.
+
+    Args:
+        frames: The slices.
+        key: Index of the first of `PHASES` that may divide them; later ones divide the parts again.
 
     Returns:
         Pairs (what distinguishes the stack, its slices).
@@ -140,27 +148,29 @@ def _by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, Sequence
     # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
     if not may_be_volumes or not _overlap(list(groups.values())):
-        return _by_phase(frames, key + 1)
+        return _divide_by_phase(frames, key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural):
-        name = f"{PHASES[key][0]} {plain(value) or 'unknown'}"
-        for rest, part in _by_phase(groups[value], key + 1):
-            phase = f"{name}, {rest}" if rest else name
-            stacks.append((phase, part))
+        phase = f"{PHASES[key][0]} {plain(value) or 'unknown'}"
+        for further_phase, slices in _divide_by_phase(groups[value], key + 1):
+            if further_phase:
+                stacks.append((f"{phase}, {further_phase}", slices))
+            else:
+                stacks.append((phase, slices))
     return stacks
 
 
 def _overlap(groups: list[list[Frame]]) -> bool:
     """Whether two groups of parallel slices share more than one position along the normal."""
     normal = normal_of(groups[0][0])
-    heights_mm = [heights_of(group, normal) for group in groups]
-    steps_mm = np.diff(np.sort(np.concatenate(heights_mm)))
+    group_heights_mm = [heights_of(group, normal) for group in groups]
+    steps_mm = np.diff(np.sort(np.concatenate(group_heights_mm)))
     steps_mm = steps_mm[steps_mm > SAME_POSITION_MM]
     # The median: a gap between the groups must not count as their step.
     step_mm = np.median(steps_mm) if steps_mm.size else 0.0
-    ranges_mm = [(heights.min(), heights.max()) for heights in heights_mm]
-    starts_mm, stops_mm = np.array(sorted(ranges_mm)).T
-    # A long group may reach beyond the start of more than the next one.
+    ranges_mm = [(heights_mm.min(), heights_mm.max()) for heights_mm in group_heights_mm]
+    starts_mm, stops_mm = np.array(sorted(ranges_mm)).T  # by start
+    # The farthest stop of a group and all before it: a long group may overlap more than the next.
     reached_mm = np.maximum.accumulate(stops_mm)
     # Groups that share one slice overlap by 0 mm; those that share two, by a step.
     overlaps_mm = reached_mm[:-1] - starts_mm[1:]
@@ -173,21 +183,22 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     Returns:
         The stacks, and the slices that have no parallel slice at another position.
     """
-    planes = group_by(frames, lambda frame: _first_parallel(frame, frames))
-    parts: list[tuple[str, tuple[Frame, ...], np.ndarray]] = []
-    alone: list[Frame] = []
-    for plane in planes.values():
-        for phase, part in _by_phase(plane):
-            slices, heights_mm = _sorted_along_normal(part)
+    # Slices of one orientation and size, by the first of them.
+    parallel_slices = group_by(frames, lambda frame: _first_parallel(frame, frames))
+    stacks: list[Stack] = []
+    single_slices: list[Frame] = []
+    for same_orientation in parallel_slices.values():
+        for phase, phase_frames in _divide_by_phase(same_orientation):
+            slices, heights_mm = _sorted_along_normal(phase_frames)
             if num_positions(heights_mm) > 1:
-                parts.append((phase, slices, heights_mm))
+                part = len(stacks) + 1
+                stacks.append(Stack(part, phase, slices, heights_mm))
             else:
-                alone += part
-    stacks = [Stack(number, *part) for number, part in enumerate(parts, start=1)]
+                single_slices += phase_frames
     if len(stacks) == 1:
         stacks = [replace(stacks[0], part=0)]
     reason = "single slice without neighbours"
-    left_out = [NoSlice(frame.path, frame.series, reason, is_image=True) for frame in alone]
+    left_out = [NoSlice(frame.path, frame.series, reason, is_image=True) for frame in single_slices]
     return stacks, left_out
 
 
@@ -204,19 +215,21 @@ def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np
         The slices, and their positions along the normal in mm.
     """
     heights_mm = heights_of(frames, normal_of(frames[0]))
-    # Rounded, so that noise does not decide between slices of one position.
-    steps = [round(height_mm / SAME_POSITION_MM) for height_mm in heights_mm]
-    order = sorted(
-        range(len(frames)),
-        key=lambda index: (steps[index], frames[index].path, frames[index].index),
-    )
-    return tuple(frames[index] for index in order), heights_mm[order]
+
+    def sort_key(number: int) -> tuple[int, Path, int]:
+        # Rounded, so that noise does not decide between slices of one position.
+        position = round(heights_mm[number] / SAME_POSITION_MM)
+        return position, frames[number].path, frames[number].index
+
+    order = sorted(range(len(frames)), key=sort_key)
+    return tuple(frames[number] for number in order), heights_mm[order]
 
 
 def _name_pattern(path: Path) -> str:
-    """Reduce a name to what the names of slices share.
+    """Reduce the name of a slice to what the names of all slices of a folder share.
 
-    That is a suffix of DICOM, else all but their numbers, which may have letters for digits.
+    That is a suffix of DICOM, else the name with "#" for each number, whose digits may be
+    hexadecimal or followed by letters.
 
     Example:
         >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z"))
@@ -232,9 +245,9 @@ def _name_pattern(path: Path) -> str:
 
 
 def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
-    """Find files that are named like slices beside them and are no DICOM.
+    """Find files that are named like the slices beside them and are not DICOM.
 
-    Such are copies that never got a byte.
+    They may be copies that were interrupted before their first byte.
 
     Args:
         files: All DICOM files of the folders of the slices.
@@ -250,8 +263,10 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
 
 
 def refused_copy(path: Path) -> NoSlice:
-    """Describe a file that should be a slice and is no DICOM."""
-    num_bytes = path.stat().st_size if path.is_file() else 0
+    """Describe a file that should be a slice and is not DICOM."""
+    num_bytes = 0
+    if path.is_file():
+        num_bytes = path.stat().st_size
     reason = (
         "expected a slice, as its name is like those of the slices beside it, "
         f"but its {num_bytes} bytes are no DICOM; copy it again or remove it."
@@ -260,10 +275,10 @@ def refused_copy(path: Path) -> NoSlice:
 
 
 class SliceFolders:
-    """Folders that hold the slices of each volume; tells to which one a nameless file may belong.
+    """The folders of all slices, by which a file that does not tell its series gets an owner.
 
     Args:
-        slices: Series and path of each slice; a series of one slice is no volume.
+        slices: Series Instance UID and path of each slice; a series of one slice is no volume.
     """
 
     def __init__(self, slices: Iterable[tuple[str, Path]]) -> None:
@@ -272,21 +287,26 @@ class SliceFolders:
             self._folders.setdefault(uid, []).append(path.parent)
 
     def owner(self, path: Path) -> str | None:
-        """Series of a file that does not tell its own: the only volume of its folder, or of all.
+        """Find the volume that a file belongs to: the only one with slices in the file's folder.
+
+        Where the folder has none, it is the only one of all folders.
 
         Returns:
-            None where several volumes, or none, may own it: each of them goes on without it.
+            Series Instance UID; None where several volumes, or none, may own the file.
         """
         # One entry per slice, and a volume has two slices at least.
         volumes = {uid: folders for uid, folders in self._folders.items() if len(folders) > 1}
-        near = [uid for uid, folders in volumes.items() if path.parent in folders]
-        candidates = near or list(volumes)
-        return candidates[0] if len(candidates) == 1 else None
+        candidates = [uid for uid, folders in volumes.items() if path.parent in folders]
+        if not candidates:
+            candidates = list(volumes)
+        if len(candidates) != 1:
+            return None
+        return candidates[0]
 
 
 def slice_folders(images: Iterable[Frame | NoSlice]) -> SliceFolders:
-    """Note the folders of the slices among images."""
-    frames = (image for image in images if isinstance(image, Frame))
+    """Collect the folders of the slices among images."""
+    frames = [image for image in images if isinstance(image, Frame)]
     return SliceFolders((frame.series.uid, frame.path) for frame in frames)
 
 
@@ -300,30 +320,31 @@ def read_images(
 ) -> list[Frame | NoSlice]:
     """Read the headers of some files, or of all DICOM files at a path.
 
-    Files without DICOM are unreadable: all such among `files`, else those named like slices.
+    Some files that are not DICOM are among the results as unreadable: all such of `files` or,
+    without `files`, those that are named like slices.
 
     Args:
-        path: Folder, or a file of it.
+        path: Folder, or a file whose folder is read.
         modality: Modality of the slices, as DICOM names it; "" takes any.
-        files: The files to read instead of all files at the path.
+        files: The files to read instead of all files at the path; empty: all.
         is_deep: Whether the folders below are searched too.
         on_file: Called after each file.
     """
     if files:
-        dicom = [file for file in files if is_dicom_file(file)]
+        readable_files = [file for file in files if is_dicom_file(file)]
     else:
         folder = path.parent if path.is_file() else path
-        dicom = list(dicom_files(folder, is_deep=is_deep))
+        readable_files = list(dicom_files(folder, is_deep=is_deep))
     images: list[Frame | NoSlice] = []
-    for file in dicom:
+    for file in readable_files:
         images += read_frames(file, modality)
         on_file()
     if files:
-        broken = set(files) - set(dicom)
+        broken_files = set(files) - set(readable_files)
     else:
         slices = {image.path for image in images if isinstance(image, Frame)}
-        broken = set(broken_copies(set(dicom), slices))
-    return [*images, *map(refused_copy, sorted(broken))]
+        broken_files = set(broken_copies(set(readable_files), slices))
+    return [*images, *map(refused_copy, sorted(broken_files))]
 
 
 def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame | NoSlice]:
@@ -331,16 +352,17 @@ def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame
 
     All stay where that would leave no slice: the refusal then lists what there is.
     """
-    # A file whose series cannot be read may belong to any study.
-    in_scope = [
-        image for image in images if choice.is_scope_of(image.series) or not image.series.uid
-    ]
+    in_scope: list[Frame | NoSlice] = []
+    for image in images:
+        # A file whose series cannot be read may belong to any study.
+        if choice.is_scope_of(image.series) or not image.series.uid:
+            in_scope.append(image)
     has_slices = any(isinstance(image, Frame) for image in in_scope)
     return in_scope if has_slices else images
 
 
 def _sort_contents(images: list[Frame | NoSlice]) -> Contents:
-    """Build the stacks of images, and tell apart what is left."""
+    """Build the stacks of images, and sort the other images by whether they can be read."""
     frames: list[Frame] = []
     left_out: list[NoSlice] = []
     unreadable: list[NoSlice] = []
@@ -352,10 +374,11 @@ def _sort_contents(images: list[Frame | NoSlice]) -> Contents:
         else:
             left_out.append(image)
     stacks: list[Stack] = []
-    for same_series in group_by(frames, lambda frame: frame.series.uid).values():
-        series_stacks, alone = find_stacks(same_series)
+    frames_by_series = group_by(frames, lambda frame: frame.series.uid)
+    for series_frames in frames_by_series.values():
+        series_stacks, single_slices = find_stacks(series_frames)
         stacks += series_stacks
-        left_out += alone
+        left_out += single_slices
     # Messages list the stacks in this order.
     stacks.sort(key=lambda stack: (natural(stack.series.number), stack.series.uid, stack.part))
     return Contents(images, stacks, left_out, unreadable)
@@ -366,10 +389,10 @@ def choose_stack(
 ) -> tuple[Stack, list[Finding]]:
     """Read the headers of all files and find the one stack that the arguments select.
 
-    Unreadable files are refused with their series: other series stay readable beside them. A file
-    that does not tell its series belongs to the only volume of its folder; beside several it is
-    told, and each of them goes on. A series that consists of unreadable files only is left out,
-    like an object of another modality, if exactly one other series can be read.
+    Unreadable files are refused where their series is chosen; other series stay readable beside
+    them. A file that does not tell its series belongs to the only volume of its folder; beside
+    several volumes it is left out with a warning. A series that consists of unreadable files only
+    is left out, like an object of another modality, if exactly one other series can be read.
 
     Args:
         path: Folder, DICOMDIR or one file of a series, as for `open_dicom`.
@@ -394,33 +417,36 @@ def choose_stack(
     folders = slice_folders(images)
     contents = _sort_contents(_in_scope(images, choice))
     candidates = _stacks_with(contents.stacks, only_file)
-    # A series of one stack may be named as its own part 1.
-    chosen = [stack for stack in candidates if choice.is_meant(stack.series, stack.part or 1)]
+    # A series of one stack (part 0) may be named as its own part 1.
+    chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
-    # Files that cannot be read may be why there is none, and are refused first: those of the named
-    # series or, without any stack, all.
+    # Series Instance UIDs that the arguments mean.
     if chosen:
-        uids = {chosen[0].series.uid}
+        meant_uids = {chosen[0].series.uid}
     elif candidates:
-        uids = _uids_of(contents.images, choice, only_file)
+        meant_uids = _uids_of(contents.images, choice, only_file)
     else:
-        uids = _uids_of(contents.images, parse_series(None), only_file)
-    _refuse_unreadable(contents, uids, folders)
+        # Without any stack, the files of all series may say why.
+        meant_uids = _uids_of(contents.images, parse_series(None), only_file)
+    # Before the refusals below: files that cannot be read may be why there is no stack.
+    _check_readable(contents, meant_uids, folders)
     left_out = contents.left_out
     # Where nothing selects a series, all that the folder holds is of interest.
     is_selected = bool(choice.name) or only_file is not None
     if is_selected:
-        left_out = [image for image in left_out if image.series.uid in uids]
+        left_out = [image for image in left_out if image.series.uid in meant_uids]
     if not candidates:
         raise _no_stack(path, kind, left_out)
     if not chosen:
         raise _no_such_series(path, choice, candidates, contents.stacks)
     _check_patient(path, chosen[0])
-    findings = _left_out_findings(left_out, uids)
+    findings = _left_out_findings(left_out, meant_uids)
     if is_selected:
-        return chosen[0], findings + _loose_findings(contents.unreadable)
-    return chosen[0], findings + _unreadable_findings(contents.unreadable)
+        findings += _loose_findings(contents.unreadable)
+    else:
+        findings += _unreadable_findings(contents.unreadable)
+    return chosen[0], findings
 
 
 def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
@@ -438,12 +464,19 @@ def _stacks_with(stacks: list[Stack], file: Path | None) -> list[Stack]:
 def _uids_of(
     images: Sequence[Frame | NoSlice], choice: SeriesChoice, file: Path | None
 ) -> set[str]:
-    """List the series of a choice to which images belong, of one file or, with None, of all."""
-    return {
-        image.series.uid
-        for image in images
-        if file in (None, image.path) and choice.is_meant(image.series)
-    }
+    """List the Series Instance UIDs of the images that a choice selects.
+
+    Args:
+        images: The images.
+        choice: The choice.
+        file: The only file whose images count; None: all count.
+    """
+    uids = set()
+    for image in images:
+        is_counted = file is None or image.path == file
+        if is_counted and choice.selects(image.series):
+            uids.add(image.series.uid)
+    return uids
 
 
 def _several(
@@ -469,6 +502,7 @@ def _no_such_series(
 ) -> UserError:
     """Refuse a value of `series=` that names none of the candidates."""
     name = choice.name
+    # The patient or study does not match either, see `_in_scope`: the message names it too.
     if not choice.is_scope_of(candidates[0].series):
         name = choice.within(choice.scope)
     return UserError(
@@ -477,11 +511,11 @@ def _no_such_series(
     )
 
 
-def _refuse_unreadable(contents: Contents, uids: set[str], folders: SliceFolders) -> None:
-    """Refuse files that cannot be read and belong to one of these series.
+def _check_readable(contents: Contents, uids: set[str], folders: SliceFolders) -> None:
+    """Check that all files of some series can be read.
 
     Raises:
-        UserError: With the first of them.
+        UserError: If not; the message gives the reason of the first file and counts the others.
     """
     broken = []
     for image in contents.unreadable:
@@ -495,10 +529,10 @@ def _refuse_unreadable(contents: Contents, uids: set[str], folders: SliceFolders
 
 
 def _check_patient(path: Path, stack: Stack) -> None:
-    """Refuse a stack that mixes the slices of several patients.
+    """Check that all slices of a stack are of one patient.
 
     Raises:
-        UserError: With their number.
+        UserError: If there are several; the message gives their number.
     """
     # Slices without a Patient ID may be those of the only patient.
     num_patients = len({frame.series.patient for frame in stack.frames} - {""})
@@ -510,7 +544,10 @@ def _check_patient(path: Path, stack: Stack) -> None:
 
 
 def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Finding]:
-    """Tell what is left out: a warning where it may be a part of one of these series."""
+    """Make findings on the images that are left out.
+
+    They are information, and a warning where an image may be a slice of one of these series.
+    """
     # A slice of the chosen series may be missed; a topogram, a report or another series is not.
     lost_slices: list[NoSlice] = []
     unrelated: list[NoSlice] = []
@@ -552,14 +589,19 @@ def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
 def _count_reasons(images: Iterable[NoSlice]) -> str:
     """List how often each reason occurs in each series; "" without an image."""
     counts = Counter((str(image.series), image.reason) for image in images)
-    sentences = []
-    for (series, reason), count in counts.items():
-        sentences.append(f"{count} x {reason} ({series})")
-    return first_few(sentences, MAX_LISTED)
+    texts = []
+    for (series_name, reason), count in counts.items():
+        texts.append(f"{count} x {reason} ({series_name})")
+    return first_few(texts, MAX_LISTED)
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
-    """List stacks by the value that `series=` takes, and what distinguishes them."""
+    """List stacks for a message by the value that `series=` takes, and what distinguishes them.
+
+    Args:
+        stacks: The stacks to list.
+        all_stacks: Those among which the value must be unique.
+    """
     # Several stacks may be parts of one series, which counts once.
     series_by_uid = {stack.series.uid: stack.series for stack in all_stacks}
     all_series = list(series_by_uid.values())
@@ -570,15 +612,16 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
 def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     """Write the value of `series=` that names a stack, and what distinguishes it.
 
-    That is patient and date, where the folder holds several studies, the description, the number of
-    slices and the spacing (z, y, x).
+    What distinguishes it: patient and date, where the folder holds several studies, description and
+    phase, number of slices and spacing (z, y, x).
     """
     series = stack.series
     key = plain(_shortest_name(series, all_series))
     if stack.part:
         key += f"/{stack.part}"
     properties = []
-    if len({candidate.scope for candidate in all_series}) > 1:
+    all_scopes = {candidate.scope for candidate in all_series}
+    if len(all_scopes) > 1:
         properties.append(f"patient {plain(series.patient or 'unknown')}")
         properties.append(plain(written_date(series.date)))
         # In one study the key holds the number.
@@ -588,6 +631,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
         properties.append(shown(series.description))
     properties.append(stack.phase)
     spacing = " x ".join(f"{mm:.3g}" for mm in stack.spacing_mm)
+    # What is unknown is "" and left out.
     words = [
         f"series={key}",
         ", ".join(filter(None, properties)),
@@ -597,7 +641,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
 
 
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
-    """Choose the shortest value of `series=` that names one series alone.
+    """Choose the shortest value of `series=` that names one series among all.
 
     That is its number, else the number with patient and perhaps date, else its UID.
     """
@@ -613,6 +657,7 @@ def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
     if series.date:
         scopes.append(f"{series.patient}:{series.date}")
     for scope in scopes:
-        if sum(candidate.is_in(scope) for candidate in same_number) == 1:
+        num_in_scope = sum(candidate.is_in(scope) for candidate in same_number)
+        if num_in_scope == 1:
             return f"{scope}:{series.number}"
     return series.uid

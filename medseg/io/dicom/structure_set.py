@@ -26,9 +26,9 @@ from medseg.io.dicom.structures import (
 )
 from medseg.io.label_table import Structure
 
-# SOP class by which structure sets refer to a study. It is Detached Study Management, which is
-# retired and still expected.
-STUDY_COMPONENT = "1.2.840.10008.3.1.2.3.1"
+# SOP class by which structure sets refer to a study: Detached Study Management, which is retired
+# and still expected.
+DETACHED_STUDY = "1.2.840.10008.3.1.2.3.1"
 
 
 def write_structure_set(
@@ -52,10 +52,10 @@ def write_structure_set(
     """
     headers = source_headers(slices)
     numbers = labels_on_slices(labels, slices, structures)
-    # One header per file, which may hold several slices.
+    # There is one header per file, which may hold several slices.
     paths = dict.fromkeys(frame.path for frame in slices.frames)
-    header_of = dict(zip(paths, headers, strict=True))
-    references = [_reference(header_of[frame.path], frame) for frame in slices.frames]
+    header_of_path = dict(zip(paths, headers, strict=True))
+    references = [_reference(header_of_path[frame.path], frame) for frame in slices.frames]
     first = headers[0]
     series = derived_series(first, "RTSTRUCT", numbers, structures, __version__)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
@@ -72,7 +72,7 @@ def write_structure_set(
             software_versions=__version__,
             series_description=series.description,
             specific_character_set=UTF_8,
-            # Contours of more than 64 KiB have no length in the explicit encoding.
+            # The explicit encoding gives the length of a contour 16 bits; some are longer.
             transfer_syntax_uid=ImplicitVRLittleEndian,
         )
         dataset.copy_patient_and_study_information(first)
@@ -84,7 +84,9 @@ def write_structure_set(
         dataset.FrameOfReferenceUID = first.FrameOfReferenceUID
         dataset.PositionReferenceIndicator = first.PositionReferenceIndicator
         dataset.ReferencedFrameOfReferenceSequence = [_source(first, references)]
-        regions, contours, observations = [], [], []
+        regions = []
+        contours = []
+        observations = []
         # The three sequences refer to each other by these numbers.
         for number, structure in enumerate(structures, start=1):
             mask = numbers == number
@@ -99,7 +101,7 @@ def write_structure_set(
 
 
 def _item(**fields: Any) -> Dataset:
-    """Make an item of a sequence."""
+    """Make an item of a sequence with some fields."""
     item = Dataset()
     for keyword, value in fields.items():
         setattr(item, keyword, value)
@@ -107,10 +109,10 @@ def _item(**fields: Any) -> Dataset:
 
 
 def _source(header: Dataset, references: Sequence[Dataset]) -> Dataset:
-    """Refer to the source: its frame of reference with its study, series and slices."""
+    """Make a reference to the source: its frame of reference with study, series and slices."""
     series = _item(SeriesInstanceUID=header.SeriesInstanceUID, ContourImageSequence=references)
     study = _item(
-        ReferencedSOPClassUID=STUDY_COMPONENT,
+        ReferencedSOPClassUID=DETACHED_STUDY,
         ReferencedSOPInstanceUID=header.StudyInstanceUID,
         RTReferencedSeriesSequence=[series],
     )
@@ -118,7 +120,7 @@ def _source(header: Dataset, references: Sequence[Dataset]) -> Dataset:
 
 
 def _region(number: int, structure: Structure, frame_of_reference_uid: str) -> Dataset:
-    """Name a region of interest."""
+    """Make the item that names a region of interest."""
     name = stored_name(structure.name)
     item = _item(
         ROINumber=number,
@@ -131,7 +133,7 @@ def _region(number: int, structure: Structure, frame_of_reference_uid: str) -> D
 
 
 def _reference(header: Dataset, frame: Frame) -> Dataset:
-    """Refer to a slice by its file and, in a multi-frame file, its number."""
+    """Make a reference to a slice by its file and, in a multi-frame file, its number."""
     reference = _item(
         ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID
     )
@@ -147,15 +149,24 @@ def _contours(
     frames: Sequence[Frame],
     references: Sequence[Dataset],
 ) -> Dataset:
-    """Trace one region of interest on all slices."""
+    """Make the item with the contours of one region of interest on all slices.
+
+    Args:
+        number: Its number.
+        structure: Its label.
+        mask: Its pixels (slices, rows, columns).
+        frames: The slices.
+        references: Reference to each slice.
+    """
     item = _item(ReferencedROINumber=number)
     if structure.colour:
-        item.ROIDisplayColor = list(bytes.fromhex(structure.colour[1:]))
+        item.ROIDisplayColor = list(structure.rgb)
     contours = []
-    for index in np.flatnonzero(mask.any(axis=(1, 2))).tolist():
+    has_pixels = mask.any(axis=(1, 2))
+    for index in np.flatnonzero(has_pixels).tolist():
         for outline in outlines(mask[index]):
+            # Steps of 0.1 µm fit into the 16 characters that a decimal of DICOM has.
             points_xyz_mm = points_of(frames[index], outline).round(4)
-            # 0.1 µm, in the 16 characters that a decimal of DICOM has.
             decimals = [f"{value:.10g}" for value in points_xyz_mm.ravel()]
             contour = _item(
                 ContourImageSequence=[references[index]],
@@ -170,7 +181,7 @@ def _contours(
 
 
 def _observation(number: int, structure: Structure) -> Dataset:
-    """Describe a region of interest; one with a SNOMED code is an organ."""
+    """Make the item that describes a region of interest; one with a SNOMED code is an organ."""
     item = _item(
         ObservationNumber=number,
         ReferencedROINumber=number,
@@ -178,11 +189,7 @@ def _observation(number: int, structure: Structure) -> Dataset:
         ROIInterpreter="",
     )
     if structure.code:
-        item.RTROIIdentificationCodeSequence = [
-            _item(
-                CodeValue=structure.code[0],
-                CodingSchemeDesignator="SCT",
-                CodeMeaning=structure.code[1],
-            )
-        ]
+        code, meaning, *_ = structure.code
+        identification = _item(CodeValue=code, CodingSchemeDesignator="SCT", CodeMeaning=meaning)
+        item.RTROIIdentificationCodeSequence = [identification]
     return item

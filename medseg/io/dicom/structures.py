@@ -1,6 +1,7 @@
-"""Labels of a DICOM series.
+"""What the writers of SEG and RTSTRUCT and the reader of both share.
 
-Headers that a SEG or RTSTRUCT refers to, and label maps moved between the grid and the slices.
+The headers and the series of a result, and label maps moved between the grid of a series and its
+slices.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.read import SourceSlices
 from medseg.io.label_table import Structure
 
-# Fields by which an object refers to its source.
+# Fields by which an object refers to its source series.
 IDENTITY = (
     "SOPClassUID",
     "SOPInstanceUID",
@@ -27,14 +28,15 @@ IDENTITY = (
     "FrameOfReferenceUID",
 )
 
-# Name of this encoding in DICOM.
+# Name of UTF-8 in DICOM.
 UTF_8 = "ISO_IR 192"
 
-# Characters of a segment's label, of the name of a region of interest, and of a code's meaning.
+# Most characters of a segment's label, of the name of a region of interest, and of a code's
+# meaning.
 MAX_NAME = 64
 
-# Fields of patient, study and frame of reference that must be present and may be empty. Public
-# series lack some.
+# Fields of patient, study and frame of reference that must be present and may be empty (type 2 of
+# the standard). Public series lack some.
 TYPE_2 = (
     "PatientName",
     "PatientID",
@@ -48,28 +50,30 @@ TYPE_2 = (
     "PositionReferenceIndicator",
 )
 
+# Those of them that must be a date or a time, and pydicom's types of these.
+DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
+
 # What the description of a result calls it.
 KIND_NAMES = {"SEG": "segmentation", "RTSTRUCT": "structure set"}
 
 # Last digit of the series number of a result.
 KIND_NUMBERS = {"SEG": 1, "RTSTRUCT": 2}
 
+# Series numbers of results begin here, beyond those of scanners.
 FIRST_NUMBER = 90_000
-# Numbers of DICOM have 32 bits.
+# Largest series number of a source from which one of a result is made: that has a digit more, and
+# numbers of DICOM have 32 bits.
 MAX_SOURCE_NUMBER = 10**8
-
-
-# Those of them that must be a date or a time, and their types.
-DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
 
 
 class DerivedSeries(NamedTuple):
     """Series of a result, which is the same whenever the result is made again.
 
     Attributes:
-        uid: Series Instance UID, of the source series, the kind of object and the names of labels.
-        instance_uid: SOP Instance UID, also of the labels themselves: an archive keeps one copy of
-            a result that did not change, and takes another one as new.
+        uid: Series Instance UID, derived from the source series, the kind of object and the names
+            of labels.
+        instance_uid: SOP Instance UID, derived from these and the labels of all pixels: an archive
+            keeps one copy of a result that did not change, and takes a changed one as new.
         number: Series Number.
         description: Series Description.
     """
@@ -94,32 +98,35 @@ def derived_series(
     """
     identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
     content = hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
-    description = str(header.get("SeriesDescription") or "")
+    source_description = str(header.get("SeriesDescription") or "")
+    description = f"medseg {KIND_NAMES[kind]} {source_description}".strip()
+    # UIDs that are generated from equal texts are equal.
     return DerivedSeries(
         generate_uid(entropy_srcs=identity),
         generate_uid(entropy_srcs=[*identity, content, version]),
         _derived_number(header, KIND_NUMBERS[kind]),
-        f"medseg {KIND_NAMES[kind]} {description}".strip()[:MAX_NAME],
+        description[:MAX_NAME],
     )
 
 
 def _derived_number(header: Dataset, kind_number: int) -> int:
-    """Number a result after its source: 7 gives 90071 or 90072, beyond those of scanners."""
+    """Number a result after its source: 7 gives 90071 for a SEG, and 90072 for an RTSTRUCT."""
     try:
-        number = int(header.get("SeriesNumber") or 0)
+        source_number = int(header.get("SeriesNumber") or 0)
     except (TypeError, ValueError):
-        number = 0
-    is_usual = 0 <= number <= MAX_SOURCE_NUMBER
-    return FIRST_NUMBER + 10 * (number if is_usual else 0) + kind_number
+        source_number = 0
+    if source_number < 0 or source_number > MAX_SOURCE_NUMBER:
+        source_number = 0
+    return FIRST_NUMBER + 10 * source_number + kind_number
 
 
 def stored_name(name: str) -> str:
-    """Name of a label in DICOM: cut to the field, without the sign that separates values."""
+    r"""Name of a label in DICOM: without `\`, which separates values, and cut to the field."""
     return name.replace("\\", "_")[:MAX_NAME]
 
 
 def state_encoding(item: Dataset, name: str) -> None:
-    """State the encoding of a name in the item that holds it.
+    """Add the encoding of a name to the item that holds it, in place.
 
     The standard lets an item inherit it from the file, but dcmjs, the reader of OHIF, does not.
     """
@@ -153,43 +160,46 @@ def labels_on_slices(
     # Number of a structure by label value; 0 of labels that are left out.
     values = [structure.value for structure in structures]
     num_values = max(int(labels.max()), *values) + 1
-    numbers = np.zeros(num_values, np.min_scalar_type(len(structures)))
-    numbers[values] = np.arange(1, len(structures) + 1)
+    number_of_value = np.zeros(num_values, np.min_scalar_type(len(structures)))
+    number_of_value[values] = np.arange(1, len(structures) + 1)
     positions_xyz_mm = [frame.position_xyz_mm for frame in slices.frames]
-    heights = slices.grid.world_to_index_zyx(positions_xyz_mm)[:, 0]
-    rows, columns = slices.frames[0].pixels.shape
-    result = np.empty((len(slices.frames), rows, columns), numbers.dtype)
-    for index, plane in enumerate(nearest(heights)):
+    # Plane of the grid at each slice.
+    planes = nearest(slices.grid.world_to_index_zyx(positions_xyz_mm)[:, 0])
+    num_rows, num_columns = slices.frames[0].pixels.shape
+    numbers = np.empty((len(slices.frames), num_rows, num_columns), number_of_value.dtype)
+    for index, plane in enumerate(planes):
+        # Row y and column x of the grid at each pixel.
         y_shift_px, x_shift_px = slices.shifts_px[index]
-        y = nearest(np.arange(rows) + y_shift_px)
-        x = nearest(np.arange(columns) + x_shift_px)
-        result[index] = numbers[labels[plane][np.ix_(y, x)]]
-    return result
+        y = nearest(np.arange(num_rows) + y_shift_px)
+        x = nearest(np.arange(num_columns) + x_shift_px)
+        numbers[index] = number_of_value[labels[plane][np.ix_(y, x)]]
+    return numbers
 
 
-def labels_on_grid(on_slices: np.ndarray, slices: SourceSlices) -> np.ndarray:
+def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray:
     """Move labels from the slices of a series onto its grid.
 
     A plane between two slices takes the labels of the nearer one.
 
     Args:
-        on_slices: Label values (slices, rows, columns).
+        slice_labels: Label values (slices, rows, columns).
         slices: The series.
 
     Returns:
         Label values (D, H, W) on `slices.grid`, 0 beside the slices.
     """
-    labels = np.zeros(slices.grid.shape, on_slices.dtype)
+    labels = np.zeros(slices.grid.shape, slice_labels.dtype)
+    num_rows, num_columns = slice_labels.shape[1:]
     for plane, (below, weight) in enumerate(slices.planes):
         index = below + round(weight)
-        # Pixel (y, x) at each voxel of the plane; a tilted slice covers a part of it.
+        # Row y and column x of the slice at each voxel of the plane.
         y_shift_px, x_shift_px = slices.shifts_px[index]
         y = nearest(np.arange(labels.shape[1]) - y_shift_px)
         x = nearest(np.arange(labels.shape[2]) - x_shift_px)
-        height, width = on_slices.shape[1:]
-        has_y = (y >= 0) & (y < height)
-        has_x = (x >= 0) & (x < width)
-        covered = on_slices[index][np.ix_(y[has_y], x[has_x])]
+        # A shifted slice covers a part of the plane.
+        has_y = (y >= 0) & (y < num_rows)
+        has_x = (x >= 0) & (x < num_columns)
+        covered = slice_labels[index][np.ix_(y[has_y], x[has_x])]
         labels[plane][np.ix_(has_y, has_x)] = covered
     return labels
 
@@ -202,14 +212,14 @@ def nearest(positions: np.ndarray) -> np.ndarray:
 def source_headers(slices: SourceSlices) -> list[FileDataset]:
     """Read the headers that an object about a series refers to.
 
-    There is one of each file, in the order of the slices.
-
-    Fields of patient and study that are missing, or that the standard forbids, become empty.
+    There is one of each file, in the order of the slices. Fields of patient and study that are
+    missing, or that the standard forbids, become empty.
 
     Raises:
         UserError: If a field by which the object would refer to its source is missing.
     """
     headers = []
+    # Each path once: a file may hold several slices.
     for path in dict.fromkeys(frame.path for frame in slices.frames):
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             header = dcmread(path, stop_before_pixels=True, force=True)
@@ -224,7 +234,7 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
                 header.setdefault(keyword, "")
             for keyword, value_type in DATES_AND_TIMES.items():
                 try:
-                    value_type(header[keyword].value)
+                    value_type(header[keyword].value)  # only to learn whether it is valid
                 except ValueError:
                     header[keyword].value = ""
             if header.PatientSex not in ("M", "F", "O"):
@@ -235,6 +245,7 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
 
 def points_of(frame: Frame, row_column: np.ndarray) -> np.ndarray:
     """Find the LPS points (N, 3) in mm of positions (N, 2) on a slice, (row, column) in pixels."""
+    # The LPS steps (2, 3) to the next row, which is along a column, and to the next column.
     steps_mm = frame.axes[::-1] * np.array(frame.spacing_mm)[:, None]
     return np.asarray(frame.position_xyz_mm + row_column @ steps_mm)
 

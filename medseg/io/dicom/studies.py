@@ -1,4 +1,4 @@
-"""Studies below folders: patients and examinations by the headers of files, wherever these lie."""
+"""Search for the studies below folders: examinations of patients, by the headers of all files."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +10,7 @@ from medseg.io.dicom.stacks import SliceFolders, broken_copies, refused_copy
 from medseg.io.identity import Identity, written_date
 from medseg.io.inputs import dicom_files
 
+# Centre of the first pixel of a slice, LPS in mm.
 Position = tuple[float, ...]
 
 
@@ -21,9 +22,9 @@ class Study:
         patient: Patient ID, or "".
         uid: Study Instance UID, or "".
         date: Study Date as DICOM writes it, or "".
-        scope: What `series=<scope>:` takes for it.
+        scope: Value by which `series=<scope>:` chooses it, see `Series.scope`.
         series: Its series, also those that are no volume.
-        positions: Places of the slices of each volume of the requested modality, by Series
+        positions: Positions of the slices of each volume of the requested modality, by Series
             Instance UID; empty where it has none.
         files: Its files, with those that cannot be read and belong to its only volume.
     """
@@ -38,7 +39,7 @@ class Study:
 
     @property
     def identity(self) -> Identity:
-        """Patient and date; its series are several."""
+        """Patient and date, without a series."""
         return Identity(self.patient, written_date(self.date))
 
     @property
@@ -47,23 +48,26 @@ class Study:
         return bool(self.positions)
 
     def shares_series(self, other: "Study") -> bool:
-        """Whether a series of this study goes on in another folder; a copy of a series does not."""
+        """Whether a series of this study continues in another one, below another folder.
+
+        A series with the same positions there is a copy, and does not count.
+        """
         if not self.uid or self.scope != other.scope:
             return False
-        common = self.positions.keys() & other.positions.keys()
-        return any(self.positions[uid] != other.positions[uid] for uid in common)
+        common_uids = self.positions.keys() & other.positions.keys()
+        return any(self.positions[uid] != other.positions[uid] for uid in common_uids)
 
 
 @dataclass
 class _Folder:
-    """What the headers of a folder say.
+    """What the headers of the files below a folder say.
 
     Attributes:
         series: The series by UID, as the first readable slice describes them.
         files: Files by the UID of their series.
         loose: Files that cannot be read and do not tell their series.
         dicom: All DICOM files.
-        positions: Places of the slices by the UID of their series.
+        positions: Positions of the slices by the UID of their series.
     """
 
     series: dict[str, Series] = field(default_factory=dict)
@@ -82,27 +86,28 @@ def find_studies(
     """Find the studies whose files lie below folders.
 
     Localisers, reports, structures and other modalities make no volume of a study. All slices of a
-    series belong to one study, even where their headers disagree; the reader refuses such.
+    series belong to the study of the first one, even where their headers disagree; the reader of
+    the series refuses that later.
 
     Args:
         folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
         on_file: Called after each file.
-        on_loose: Called with each file that cannot be read, and that a slice of several volumes may
-            be: it belongs to no study.
+        on_loose: Called with each file that cannot be read and may be a slice of several volumes,
+            so that it belongs to no study.
 
     Returns:
         The studies of each folder, by patient and date; none of a folder that cannot be searched.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
     contents = [_read_folder(folder, dicom_modality, on_file) for folder in folders]
-    # The slices of one series may lie below several folders.
+    # The slices of one series may lie below several folders: count them over all.
     num_slices: Counter[str] = Counter()
     for folder in contents:
         for uid, positions in folder.positions.items():
             num_slices[uid] += len(positions)
-    volumes = {uid for uid, number in num_slices.items() if number > 1}
-    return [_divide(folder, volumes, on_loose) for folder in contents]
+    volume_uids = {uid for uid, number in num_slices.items() if number > 1}
+    return [_divide(folder, volume_uids, on_loose) for folder in contents]
 
 
 def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Folder:
@@ -121,38 +126,48 @@ def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Fol
 
 
 def _add(folder: _Folder, image: Frame | NoSlice) -> None:
-    """Note a slice, or a file without one, with its series."""
+    """Add a slice, or a file without one, to the series of a folder."""
     series = image.series
-    # A file that was cut off lacks its patient and study.
-    is_nobodys = series.scope == Series().scope and series.uid not in folder.series
-    if isinstance(image, NoSlice) and image.is_unreadable and is_nobodys:
+    # A file that was cut off lacks its patient and study; its series may be known from others.
+    has_no_study = series.scope == Series().scope and series.uid not in folder.series
+    if isinstance(image, NoSlice) and image.is_unreadable and has_no_study:
         folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
     files = folder.files.setdefault(series.uid, [])
-    # The frames of one file come one after another, and it is noted once.
-    if image.path not in files[-1:]:
+    # A file of several frames is added once; its frames follow one another.
+    if not files or files[-1] != image.path:
         files.append(image.path)
     if isinstance(image, Frame):
         folder.positions.setdefault(series.uid, []).append(image.position_xyz_mm)
 
 
-def _divide(folder: _Folder, volumes: set[str], on_loose: Callable[[NoSlice], None]) -> list[Study]:
-    """Divide the series of a folder by study; see `find_studies`."""
-    owned = _owned_files(folder, on_loose)
+def _divide(
+    folder: _Folder, volume_uids: set[str], on_loose: Callable[[NoSlice], None]
+) -> list[Study]:
+    """Divide the series of a folder by study.
+
+    Args:
+        folder: The folder.
+        volume_uids: Series Instance UIDs of all volumes, below any folder.
+        on_loose: As for `find_studies`.
+    """
+    owned_files = _owned_files(folder, on_loose)
     by_scope: dict[str, list[Series]] = {}
     for series in folder.series.values():
         by_scope.setdefault(series.scope, []).append(series)
-    # A volume may lie below several folders: of this one, those with slices here.
-    volume_uids = volumes & folder.positions.keys()
     studies = []
     for scope, all_series in by_scope.items():
-        volume_series = [series for series in all_series if series.uid in volume_uids]
+        volumes = []
         positions = {}
-        for series in volume_series:
-            positions[series.uid] = frozenset(folder.positions[series.uid])
-        # Series of an examination may have several dates; the first is its own.
-        first = min(volume_series or all_series, key=lambda series: series.date)
+        for series in all_series:
+            # A series without a slice in this folder is no volume of it.
+            if series.uid in volume_uids and series.uid in folder.positions:
+                volumes.append(series)
+                positions[series.uid] = frozenset(folder.positions[series.uid])
+        # Series of one study may have several dates; the earliest counts, of volumes if there are
+        # any.
+        first = min(volumes or all_series, key=lambda series: series.date)
         study = Study(
             first.patient,
             first.study,
@@ -160,39 +175,40 @@ def _divide(folder: _Folder, volumes: set[str], on_loose: Callable[[NoSlice], No
             scope,
             series=tuple(all_series),
             positions=positions,
-            files=_files_of(folder, all_series, owned),
+            files=_files_of(folder, all_series, owned_files),
         )
         studies.append(study)
     return sorted(studies, key=lambda study: (study.patient, study.date, study.uid))
 
 
 def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
-    """Give files that do not tell their series, and broken copies, to the only volume beside them.
+    """Assign files that do not tell their series, and broken copies, to the only volume near them.
 
     Returns:
-        Such files by the UID of that volume.
+        Such files by the UID of that volume; `on_loose` gets the others.
     """
     slices: list[tuple[str, Path]] = []
     for uid in folder.positions:
         slices += [(uid, path) for path in folder.files[uid]]
-    folders = SliceFolders(slices)
-    copies = broken_copies(folder.dicom, {path for _, path in slices})
-    owned: dict[str, list[Path]] = {}
-    for image in [*folder.loose, *map(refused_copy, copies)]:
-        owner = folders.owner(image.path)
+    slice_folders = SliceFolders(slices)
+    slice_paths = {path for _, path in slices}
+    copies = map(refused_copy, broken_copies(folder.dicom, slice_paths))
+    owned_files: dict[str, list[Path]] = {}
+    for image in [*folder.loose, *copies]:
+        owner = slice_folders.owner(image.path)
         if owner is None:
             on_loose(image)
         else:
-            owned.setdefault(owner, []).append(image.path)
-    return owned
+            owned_files.setdefault(owner, []).append(image.path)
+    return owned_files
 
 
 def _files_of(
-    folder: _Folder, all_series: Iterable[Series], owned: dict[str, list[Path]]
+    folder: _Folder, all_series: Iterable[Series], owned_files: dict[str, list[Path]]
 ) -> tuple[Path, ...]:
-    """List the files of series, with those that only they can own."""
+    """List the files of some series, with those of `_owned_files`."""
     files: set[Path] = set()
     for series in all_series:
         files.update(folder.files[series.uid])
-        files.update(owned.get(series.uid, []))
+        files.update(owned_files.get(series.uid, []))
     return tuple(sorted(files))
