@@ -148,6 +148,11 @@ class NnunetPlan:
     labels_resampling: ResamplingPlan | None = None
 
     @property
+    def num_image_channels(self) -> int:
+        """Channels of a prepared image: those of the scan, and one with all previous labels."""
+        return len(self.channels) + (self.previous_stage is not None)
+
+    @property
     def num_inputs(self) -> int:
         """Channels of the network's input: those of the scan, and one for each previous label."""
         return len(self.channels) + len(self.previous_values)
