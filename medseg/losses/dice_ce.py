@@ -102,7 +102,9 @@ class DiceCrossEntropyLoss(nn.Module):
             raise ValueError(f"logits need a foreground class, got {num_classes} classes")
         # Only the sums over voxels have a gradient of our own; autograd differentiates what is
         # computed from them.
-        slab_voxels = self.slab_voxels or _slab_voxels(logits)
+        slab_voxels = self.slab_voxels
+        if slab_voxels is None:
+            slab_voxels = _slab_voxels(logits)
         sums = _VoxelSums.apply(logits, target, ignore_value, self.hard_weight, slab_voxels)
         overlaps, prob_sums, ce_sums = sums  # (N, K), (N, K), (N,)
         class_voxels = [(target == k).sum((1, 2, 3)) for k in range(num_classes)]

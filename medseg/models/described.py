@@ -54,7 +54,9 @@ def make_described_network(
         network: nn.Module = bind_arguments("model", "model", network_class, all_arguments)()
         return network
 
-    in_channels = len(task.channels) + has_coarse_channel
+    in_channels = len(task.channels)
+    if has_coarse_channel:
+        in_channels += 1
     is_unet = isinstance(network_class, type) and issubclass(network_class, UNet)
     # Sorted, because a file of weights may have the arguments in another order than a
     # configuration.

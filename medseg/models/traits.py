@@ -171,7 +171,7 @@ def find_traits(
     except _UntraceableError:
         if divisor is None or blocks is None:
             raise
-        names = _matching(network, blocks)
+        names = _match_names(network, blocks)
         # Without a trace it is not known whether all weights are used: assume that some are not.
         return Traits(divisor, tuple(names), fixed_size, has_unused=True)
     if divisor is None:
@@ -181,7 +181,7 @@ def find_traits(
         _verify_divisor(network, divisor, in_channels, num_classes)
     if fixed_size:
         divisor = (1, 1, 1)
-    names = _find_blocks(network, trace) if blocks is None else _matching(network, blocks)
+    names = _find_blocks(network, trace) if blocks is None else _match_names(network, blocks)
     names.sort(key=trace.interior_bytes, reverse=True)
     outputs = outputs_of(trace.result, is_training=True)
     num_outputs = len(outputs) if isinstance(outputs, list) else 1
@@ -519,8 +519,10 @@ def _find_divisor(
     return shape, shape
 
 
-def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """List the modules that match names or patterns such as `encoder.*`, without those in others.
+def _match_names(network: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """List the modules that match names or patterns such as `encoder.*`.
+
+    A module inside another one that matches is left out.
 
     Raises:
         ValueError: If a pattern matches no module.
@@ -530,10 +532,10 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            similar_names = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise ValueError(
                 f"blocks names {pattern!r}, which is no module of the network; "
-                f"similar names are {', '.join(near) or names[0]}"
+                f"similar names are {', '.join(similar_names) or names[0]}"
             )
         chosen += matches
     # A name with such a prefix is inside a chosen module.

@@ -305,6 +305,25 @@ class NnunetModel:
             grid: Grid of the scan, in storage order.
         """
         plan = self.plan
+        shape, spacing_mm = self._transposed(grid)
+        num_tiles = math.prod(map(len, self._starts(grid)))
+        num_passes = num_tiles * self._passes_per_tile
+        num_voxels = num_passes * math.prod(plan.patch_size)
+        num_filtered_axes = len(image_axes(plan, shape, spacing_mm))
+        voxel_time = 1 + FILTER_TIME * num_filtered_axes
+        other_time = len(plan.channels) * voxel_time * math.prod(shape)
+        other_time += SUM_TIME * plan.labels.num_heads * num_voxels + PASS_TIME * num_passes
+        operations = num_voxels * self.operations_per_voxel
+        return ExpectedCost(self._logits_memory(grid), other_time, operations)
+
+    @property
+    def _passes_per_tile(self) -> int:
+        """Passes of all folds and all combinations of mirrored axes."""
+        return sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
+
+    def _logits_memory(self, grid: VoxelGrid) -> dict[str, list[StepArray]]:
+        """List the arrays of the two steps in which the logits are computed."""
+        plan = self.plan
         has_previous = self.previous is not None
         itemsize = self._sums_dtype.itemsize
         num_heads = plan.labels.num_heads
@@ -325,9 +344,8 @@ class NnunetModel:
             itemsize * (num_heads + 1) * plan.patch_size[0] * height * width,
             touched_bytes=itemsize * num_heads * touched_voxels,
         )
-        passes_per_tile = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
         segment = [image, window]
-        is_mirrored = passes_per_tile > len(self.folds)
+        is_mirrored = self._passes_per_tile > len(self.folds)
         if is_mirrored:
             # Sums of the mirrored passes of a tile, in float32.
             segment.append(StepArray(4 * num_heads * math.prod(plan.patch_size)))
@@ -337,15 +355,7 @@ class NnunetModel:
             segment.append(fold_sums)
         shape, spacing_mm = self._transposed(grid)
         preparing = preparation_bytes(plan, shape, spacing_mm, has_previous=has_previous)
-        memory = {PREPARE: [image, StepArray(preparing)], SEGMENT: segment}
-        num_tiles = math.prod(map(len, self._starts(grid)))
-        num_passes = num_tiles * passes_per_tile
-        num_voxels = num_passes * math.prod(plan.patch_size)
-        num_filtered_axes = len(image_axes(plan, shape, spacing_mm))
-        voxel_time = 1 + FILTER_TIME * num_filtered_axes
-        other_time = len(plan.channels) * voxel_time * math.prod(shape)
-        other_time += SUM_TIME * num_heads * num_voxels + PASS_TIME * num_passes
-        return ExpectedCost(memory, other_time, num_voxels * self.operations_per_voxel)
+        return {PREPARE: [image, StepArray(preparing)], SEGMENT: segment}
 
     @property
     def _logit_time(self) -> float:

@@ -158,7 +158,8 @@ class NnunetPlan:
     @property
     def num_image_channels(self) -> int:
         """Channels of a prepared image: those of the scan, and one with all previous labels."""
-        return len(self.channels) + (self.previous_stage is not None)
+        num_label_channels = 0 if self.previous_stage is None else 1
+        return len(self.channels) + num_label_channels
 
     @property
     def num_inputs(self) -> int:
@@ -511,14 +512,14 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     """
     section = configuration.get("architecture")
     if section is None:
-        name, arguments = _older_network(configuration)
+        class_name, arguments = _older_network(configuration)
     else:
         section = _mapping(section, "architecture")
-        name = str(section.get("network_class_name", "")).rsplit(".", 1)[-1]
+        class_name = str(section.get("network_class_name", "")).rsplit(".", 1)[-1]
         arguments = dict(_mapping(section.get("arch_kwargs"), "architecture.arch_kwargs"))
-    if name not in NETWORKS:
+    if class_name not in NETWORKS:
         raise PlanError(
-            f"its network is {name[:60] or 'unknown'}, but only {' and '.join(NETWORKS)} are "
+            f"its network is {class_name[:60] or 'unknown'}, but only {' and '.join(NETWORKS)} are "
             "supported"
         )
     num_levels = _integer(arguments.get("n_stages"), "n_stages", 1, MAX_LEVELS)
@@ -534,11 +535,11 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
         raise PlanError(
             f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
         )
-    _check_layers(arguments, NETWORKS[name])
+    _check_layers(arguments, NETWORKS[class_name])
     if num_axes == 2:
         # For medseg a plane is a volume of one plane.
         divisor.insert(0, 1)
-    return {"class": name, "arguments": arguments, "divisor": divisor}
+    return {"class": class_name, "arguments": arguments, "divisor": divisor}
 
 
 def _check_layers(arguments: Mapping[str, Any], blocks_key: str) -> None:
@@ -571,7 +572,7 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
     Arguments that those plans do not hold get the values that the trainer had then.
     """
-    name = str(configuration.get("UNet_class_name", ""))
+    class_name = str(configuration.get("UNet_class_name", ""))
     encoder_blocks = configuration.get("n_conv_per_stage_encoder")
     if not isinstance(encoder_blocks, list):
         raise PlanError("has neither `architecture` nor the keys of a U-Net")
@@ -585,14 +586,14 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
     num_levels = _integer(len(encoder_blocks), "n_conv_per_stage_encoder", 1, MAX_LEVELS)
     features = [min(first_features * 2**level, max_features) for level in range(num_levels)]
     dimensions = "2d" if _is_2d(configuration) else "3d"
-    return name, {
+    return class_name, {
         "n_stages": num_levels,
         "features_per_stage": features,
         "conv_op": f"torch.nn.modules.conv.Conv{dimensions}",
         "kernel_sizes": configuration.get("conv_kernel_sizes"),
         "strides": configuration.get("pool_op_kernel_sizes"),
         # An unknown class is refused later.
-        NETWORKS.get(name, "n_conv_per_stage"): encoder_blocks,
+        NETWORKS.get(class_name, "n_conv_per_stage"): encoder_blocks,
         "n_conv_per_stage_decoder": configuration.get("n_conv_per_stage_decoder"),
         "conv_bias": True,
         "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{dimensions}",

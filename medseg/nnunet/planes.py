@@ -48,15 +48,20 @@ def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: Spacin
     """
     if separate_z is False:
         return None
-    if separate_z or max(current_mm) / min(current_mm) > ANISOTROPY:
+    if separate_z or _is_anisotropic(current_mm):
         spacing_mm = current_mm
-    elif max(new_mm) / min(new_mm) > ANISOTROPY:
+    elif _is_anisotropic(new_mm):
         spacing_mm = new_mm
     else:
         return None
     coarsest = [axis for axis in range(3) if spacing_mm[axis] == max(spacing_mm)]
     # Two coarse axes, such as 0.24, 1.25 and 1.25 mm, are resampled together with the third.
     return coarsest[0] if len(coarsest) == 1 else None
+
+
+def _is_anisotropic(spacing_mm: SpacingMm) -> bool:
+    """Whether the largest spacing is more than `ANISOTROPY` times the smallest."""
+    return max(spacing_mm) / min(spacing_mm) > ANISOTROPY
 
 
 class SamePlanes:

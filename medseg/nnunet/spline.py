@@ -70,10 +70,10 @@ def axis_taps(
     else:
         position = (position + 0.5) * (num_inputs / num_outputs) - 0.5
     position += margin
-    last = num_inputs + 2 * margin - 1
+    last_input = num_inputs + 2 * margin - 1
     if order == 0:
         nearest = np.floor(position + 0.5).astype(np.int64)
-        return AxisTaps(np.clip(nearest, 0, last)[:, None], None)
+        return AxisTaps(np.clip(nearest, 0, last_input)[:, None], None)
     voxel_before = np.floor(position)
     # Distances to the voxel before the position, and to the one after it.
     before = position - voxel_before
@@ -95,7 +95,7 @@ def axis_taps(
     index = first_tap[:, None] + np.arange(order + 1)
     # Beyond the ends several taps are the outermost voxel. They are not joined, because the sum of
     # their products has other bits.
-    return AxisTaps(np.clip(index, 0, last), weight)
+    return AxisTaps(np.clip(index, 0, last_input), weight)
 
 
 class SplinePlanes:
@@ -327,13 +327,15 @@ def _filter_depth(rows: np.ndarray) -> None:
     They may be a view of a file, where a few rows bring many pages into memory. The filter lets no
     other thread release them, so it works on a copy, which is made of a few planes at a time.
     """
-    values = np.empty_like(rows)
+    copied_rows = np.empty_like(rows)
     for start in range(0, len(rows), COPIED_PLANES):
         planes = slice(start, start + COPIED_PLANES)
-        values[planes] = rows[planes]
+        copied_rows[planes] = rows[planes]
         release_pages()
-    values = spline_filter1d(values, CUBIC, 0, mode="nearest")
+    filtered_rows = spline_filter1d(copied_rows, CUBIC, 0, mode="nearest")
+    # Not needed any more: the copy would be a third array of this size.
+    del copied_rows
     for start in range(0, len(rows), COPIED_PLANES):
         planes = slice(start, start + COPIED_PLANES)
-        rows[planes] = values[planes]
+        rows[planes] = filtered_rows[planes]
         release_pages()

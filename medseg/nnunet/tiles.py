@@ -202,16 +202,14 @@ def finished_planes(
         is_2d: Whether a tile is a part of one plane.
 
     Yields:
-        Logits (K, H, W) of each plane, from the first on. They are a view of memory that is used
-        again for the next plane.
+        Logits (K, H, W) of each plane in order, in memory that a later plane uses again.
 
     Raises:
         UserError: If a sum exceeds half precision.
     """
     depth, height, width = image.shape[1:]
     window_depth = tile[0]
-    # A window of as many planes as a tile has. Plane z of the scan is stored at z modulo its depth,
-    # so nothing is moved when planes leave.
+    # Plane z of the scan is stored at z modulo this depth, so nothing is moved when planes leave.
     sums = new_tensor((window_depth, num_heads, height, width), dtype).zero_()
     weight_sums = torch.zeros((window_depth, height, width), dtype=dtype)
     # nnU-Net computes the weights of a 2D network without the axis of its single plane.

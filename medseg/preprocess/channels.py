@@ -159,12 +159,12 @@ def read_channels(
     modalities = [*modalities, *["ct"] * num_without_modality]
     # How many volumes the file has to hold: one for each channel that names it.
     num_volumes = channel_paths.count(channel_paths[0])
-    first = read_image(channel_paths[0], series, modalities[0], 0, num_volumes, files)
-    first = replace(first, array=scales[0].apply(first.array))
+    first_volume = read_image(channel_paths[0], series, modalities[0], 0, num_volumes, files)
+    first_volume = replace(first_volume, array=scales[0].apply(first_volume.array))
     if len(paths) == 1:
-        return first.array[None], first
-    channels = [first.array]
-    findings = [finding.within(names[0]) for finding in first.findings]
+        return first_volume.array[None], first_volume
+    channels = [first_volume.array]
+    findings = [finding.within(names[0]) for finding in first_volume.findings]
     for number in range(1, len(paths)):
         name = names[number]
         path = channel_paths[number]
@@ -175,7 +175,7 @@ def read_channels(
         image, coverage_warnings = place_channel(
             scales[number].apply(volume.array),
             volume.grid,
-            first.grid,
+            first_volume.grid,
             outside[number],
             name,
             f"{path}: ",
@@ -184,8 +184,8 @@ def read_channels(
         channels.append(image)
         findings += coverage_warnings
         findings += [finding.within(name) for finding in volume.findings]
-    volume = replace(first, findings=tuple(findings))
-    return np.stack(channels).astype(np.float32, copy=False), volume
+    first_volume = replace(first_volume, findings=tuple(findings))
+    return np.stack(channels).astype(np.float32, copy=False), first_volume
 
 
 def _checked_paths(names: Sequence[str], paths: Sequence[Path | None]) -> list[Path]:

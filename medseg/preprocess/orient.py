@@ -34,7 +34,9 @@ class Orientation:
 
     def _flip_slices(self) -> tuple[slice, ...]:
         """Make the index that reverses the flipped axes of an LPS array."""
-        return tuple(slice(None, None, -1) if flip else slice(None) for flip in self.flips)
+        reversed_axis = slice(None, None, -1)
+        whole_axis = slice(None)
+        return tuple(reversed_axis if flip else whole_axis for flip in self.flips)
 
 
 def orientation_of(grid: VoxelGrid) -> Orientation:

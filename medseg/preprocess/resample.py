@@ -274,16 +274,18 @@ def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab
     # between. The order decides the last bit of the sums; it depends on the scales alone, so that a
     # crop equals the same part of the whole.
     if _is_z_first(z, y):
-        parts = [_filter_planes(read(box), z) for box in _parts(slab.source, axis=1)]
-        return _filter_columns(_filter_rows(torch.cat(parts, dim=1), y), x)
-    parts = [_filter_rows(read(box), y) for box in _parts(slab.source, axis=0)]
-    values = torch.cat(parts)
+        # Parts of a few rows: to filter along z needs all planes.
+        parts = [_filter_planes(read(box), z) for box in _split_box(slab.source, axis=1)]
+        filtered_z = torch.cat(parts, dim=1)
+        return _filter_columns(_filter_rows(filtered_z, y), x)
+    parts = [_filter_rows(read(box), y) for box in _split_box(slab.source, axis=0)]
+    filtered_y = torch.cat(parts)
     if z.scale < 1.0:
-        return _filter_planes(_filter_columns(values, x), z)
-    return _filter_columns(_filter_planes(values, z), x)
+        return _filter_planes(_filter_columns(filtered_y, x), z)
+    return _filter_columns(_filter_planes(filtered_y, z), x)
 
 
-def _parts(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, slice, slice]]:
+def _split_box(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, slice, slice]]:
     """Split a box along an axis into parts of about `PART_VOXELS`."""
     sizes = [axis_range.stop - axis_range.start for axis_range in box]
     # Voxels of the box per index of this axis are math.prod(sizes) / sizes[axis].
@@ -439,8 +441,8 @@ def resample_image(
         result.fill_(outside)
 
     def read(box: tuple[slice, slice, slice]) -> Tensor:
-        values = _read(image, box)
-        return values if limits is None else values.clamp(*limits)
+        voxels = _read(image, box)
+        return voxels if limits is None else voxels.clamp(*limits)
 
     def work(slab: Slab) -> None:
         result[slab.target] = filter_slab(read, slab)
