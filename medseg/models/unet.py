@@ -262,6 +262,7 @@ class UNet(nn.Module):
         # Those of level 0, 1, … and the stride from each level to the next.
         level_kernels = kernels[num_stem_strides:]
         down_strides = strides[num_stem_strides:]
+        # The order of the parts decides which random weights each of them gets.
         self.encoder = nn.ModuleList()
         for level, channels in enumerate(widths):
             layers: OrderedDict[str, nn.Module] = OrderedDict()

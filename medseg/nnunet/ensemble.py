@@ -147,6 +147,7 @@ class NnunetEnsemble(CombinedModel):
             UserError: If a plan does not fit the scan.
         """
         assert not keep_probabilities, "`save` refuses them"
+        # The labels are set in the last step.
         result = Segmentation(np.empty(0))
         stored: list[tuple[Tensor, Planes]] = []
         for number in range(1, len(self.parts) + 1):
@@ -182,6 +183,7 @@ class NnunetEnsemble(CombinedModel):
             alone, so that of all members is the same.
         """
         member = self.parts[number - 1]
+        # It never has labels, only durations and tiling plans.
         member_result = Segmentation(np.empty(0))
         announce = self.announced(number, on_step)
         prepared = member.prepare_scan(volume, more_channels, member_result, announce)

@@ -427,6 +427,7 @@ class NnunetModel:
             UserError: If the plan does not fit the scan.
         """
         assert not keep_probabilities, "`save` refuses them"
+        # The labels are set in the last step.
         result = Segmentation(np.empty(0))
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
         seconds_before = self.watch.seconds

@@ -88,8 +88,8 @@ def prepare(
     padding = [(padded - size) // 2 for padded, size in zip(padded_shape, shape, strict=True)]
     inside = VoxelBox.of(padding, map(operator.add, padding, shape))
     depth, height, width = inside.slices()
-    # The labels of the previous stage of a cascade are one more channel.
-    num_channels = len(images) + (previous is not None)
+    # In a cascade all labels of the previous stage are one more channel.
+    num_channels = len(images) if previous is None else len(images) + 1
     image = new_tensor((num_channels, *padded_shape), torch.float32, waits=True)
     if tuple(padded_shape) != shape:
         image.zero_()
@@ -165,7 +165,7 @@ def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
-    """Find the box of the voxels that some channel has not zero; all if there are none."""
+    """Find the box of the voxels that are not zero in at least one channel; if none is, all."""
 
     def nonzero_masks() -> Iterator[np.ndarray]:
         """Yield a mask (H, W) of these voxels for each plane."""
@@ -199,7 +199,7 @@ def _needs_mask(channels: Sequence[ChannelPlan]) -> bool:
 
 
 def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
-    """Find the voxels of the crop that some channel has not zero, and the holes among them."""
+    """Find the crop's voxels that are not zero in at least one channel, and the holes in them."""
     # Of the whole scan, as in nnU-Net, which crops after it has filled the holes.
     mask = np.zeros(images[0].shape, dtype=bool)
     for image in images:
@@ -248,7 +248,8 @@ def _normalised_planes(
         if len(values):
             crop[mask] = (values - values.mean()) / max(values.std(), EPSILON)
     else:
-        mean, deviation = crop.mean(), crop.std()
+        mean = crop.mean()
+        deviation = crop.std()
         crop -= mean
         crop /= max(deviation, EPSILON)
     return list(crop)

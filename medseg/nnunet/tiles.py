@@ -71,6 +71,7 @@ def all_starts(
     y_starts = tile_starts(shape[1], tile[1], overlap)
     x_starts = tile_starts(shape[2], tile[2], overlap)
     if is_2d:
+        # Each plane has its own tiles, whatever the overlap.
         z_starts = list(range(shape[0]))
     return z_starts, y_starts, x_starts
 
