@@ -70,8 +70,8 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
         self.hard_weight = hard_weight
-        # Set by the memory accounting: a trace without data takes the slabs of the GPU it stands
-        # for. None: those of the device of the logits.
+        # None: by the device of the logits. The memory accounting sets it, because it stands for a
+        # GPU with tensors on a CPU.
         self.slab_voxels: int | None = None
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:

@@ -273,7 +273,7 @@ def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str])
         Arguments to add, by name.
     """
     added: dict[str, Any] = {}
-    # Each of them chooses an activation; MONAI refuses two.
+    # Each of these arguments already chooses an activation.
     if not {"sigmoid", "softmax", "use_softmax", "other_act"} & set(stated):
         for name in ("softmax", "use_softmax"):
             if name in parameters:

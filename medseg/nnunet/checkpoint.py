@@ -71,9 +71,9 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out further names of one tensor, since nnU-Net lists those of its encoder four times.
+    """Leave out further names of one tensor, which `check_tensors` would refuse as shared.
 
-    The sizes of the rest are comparable with that of the file, which holds each tensor once.
+    nnU-Net lists the layers of its encoder under four names.
     """
     first_names: dict[Any, tuple[str, Any]] = {}
     for name, value in weights.items():
