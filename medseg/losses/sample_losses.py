@@ -239,7 +239,8 @@ def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
     channel = target[:, None].long()
     if form == "channel":
         return channel
-    one_hot = torch.zeros((len(target), num_classes, *target.shape[1:]), device=target.device)
+    shape = (len(target), num_classes, *target.shape[1:])
+    one_hot = torch.zeros(shape, device=target.device)
     return one_hot.scatter_(1, channel, 1.0)
 
 

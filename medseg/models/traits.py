@@ -18,7 +18,6 @@ import difflib
 import fnmatch
 import inspect
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -464,8 +463,13 @@ def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_cl
     """Refuse a stated divisor if the network does not accept an odd multiple of it."""
     # About 40 voxels, and at least three multiples. Odd, because an even multiple of the divisor
     # would not show that the network requires twice the divisor.
-    odd_multiples = [max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor]
-    depth, height, width = map(operator.mul, odd_multiples, divisor)
+    lengths = []
+    for step in divisor:
+        multiple = max(3, math.ceil(40 / step))
+        if multiple % 2 == 0:
+            multiple += 1
+        lengths.append(multiple * step)
+    depth, height, width = lengths
     try:
         trace = _Trace(network, (1, in_channels, depth, height, width))
         _check_outputs(network, trace.result, (depth, height, width), num_classes)

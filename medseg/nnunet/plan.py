@@ -191,7 +191,8 @@ def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
     Raises:
         PlanError: If the plans are damaged.
     """
-    listed = _mapping(_mapping(plans, "the plans").get("configurations"), "configurations")
+    plans = _mapping(plans, "the plans")
+    listed = _mapping(plans.get("configurations"), "configurations")
     return {name: _with_inherited(listed, name, ()) for name in listed}
 
 
@@ -333,7 +334,8 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
     names: dict[str, int] = {}
     for name, value in predicted.items():
         # A list of one value is a class too.
-        number = value[0] if isinstance(value, list) and len(value) == 1 else value
+        is_list_of_one = isinstance(value, list) and len(value) == 1
+        number = value[0] if is_list_of_one else value
         names[str(name)] = _integer(number, f"labels.{name} in dataset.json", 1, MAX_HEADS)
     values = sorted(names.values())
     # The value of a class is the number of its head, so a gap would shift all later ones.
@@ -424,7 +426,8 @@ def _read_intensities(intensities: Any, channel: int) -> dict[str, float]:
         PlanError: If they are missing, or no finite numbers.
     """
     key = "foreground_intensity_properties_per_channel"
-    section = _mapping(_mapping(intensities, key).get(str(channel)), f"{key}.{channel}")
+    by_channel = _mapping(intensities, key)
+    section = _mapping(by_channel.get(str(channel)), f"{key}.{channel}")
     statistics = {}
     for name in ("mean", "std", "percentile_00_5", "percentile_99_5"):
         statistics[name] = _number(section.get(name), name, -math.inf, math.inf)
@@ -688,4 +691,5 @@ def _numbers(
 
 def _integers(section: Mapping[str, Any], key: str, count: int, low: int, high: int) -> list[int]:
     """Return the value of a key, which must be a list of `count` whole numbers in a range."""
-    return [_integer(value, key, low, high) for value in _numbers(section, key, count, low, high)]
+    numbers = _numbers(section, key, count, low, high)
+    return [_integer(number, key, low, high) for number in numbers]

@@ -99,7 +99,8 @@ def prepare(
         mask = _nonzero_mask(transposed, box)
     if previous is not None:
         assert mask is not None, "it was made above"
-        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
+        previous_crop = previous.transpose(plan.transpose)[box.slices()]
+        labels = previous_crop.astype(np.int16, order="C")
         labels[(labels == 0) & ~mask] = BEYOND
         # nnU-Net takes a voxel with a label into the statistics, even where all channels are zero.
         mask = labels != BEYOND
@@ -111,7 +112,8 @@ def prepare(
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
         target = image[-1, depth, height, width]
         resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
-    return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
+    z_padding, y_padding, x_padding = padding
+    return Prepared(image, (z_padding, y_padding, x_padding), shape, box, spacing)
 
 
 def image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:
@@ -246,12 +248,12 @@ def _normalised_planes(
         values = crop[mask]
         # The mask of a scan of zeros is empty, and has no mean.
         if len(values):
-            crop[mask] = (values - values.mean()) / max(values.std(), EPSILON)
+            deviation = max(values.std(), EPSILON)
+            crop[mask] = (values - values.mean()) / deviation
     else:
-        mean = crop.mean()
-        deviation = crop.std()
-        crop -= mean
-        crop /= max(deviation, EPSILON)
+        deviation = max(crop.std(), EPSILON)
+        crop -= crop.mean()
+        crop /= deviation
     return list(crop)
 
 

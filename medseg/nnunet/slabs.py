@@ -192,6 +192,7 @@ class _NnunetPass(SlabPass):
         z_stride = cast(Shape, module.stride)[0]
         result = Features(source.depth // z_stride, self)
         for start, stop in self.split(result.depth, z_stride * source.plane_bytes, 0):
+            # In one expression, so that the source planes are freed before the result is written.
             result.write(start, module(source.read(start * z_stride, stop * z_stride)))
         return result
 

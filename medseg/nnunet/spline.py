@@ -172,7 +172,8 @@ class SplinePlanes:
         values = planes[0]
         if len(planes) == 2:
             assert self._depth.weight is not None, "two taps have weights"
-            values = torch.lerp(planes[0], planes[1], float(self._depth.weight[plane, 1]))
+            second_weight_z = float(self._depth.weight[plane, 1])
+            values = torch.lerp(planes[0], planes[1], second_weight_z)
         for axis, (tap_indices, tap_weights) in ((1, self._columns), (0, self._rows)):
             first = values.index_select(axis, tap_indices[0])
             if tap_weights is None:

@@ -40,7 +40,8 @@ def body_box(
     Returns:
         Box inside the volume; the whole volume if nothing is denser than air.
     """
-    full = VoxelBox.full((image.shape[0], image.shape[1], image.shape[2]))
+    depth, height, width = image.shape
+    full = VoxelBox.full((depth, height, width))
     is_body = image > BODY_HU if modality == "ct" else image != 0
     box = VoxelBox.from_mask(is_body)
     if box is None:
@@ -144,7 +145,8 @@ def resample_crop(
     # the filter's reach. That is `scale` lattice voxels for a triangle, where the crop is coarser
     # (scale > 1), and at most 2 for every other filter.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
-    read_box = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
+    covered_box = lattice.box_from(crop.lattice, crop.box)
+    read_box = covered_box.expanded(reach).clipped(lattice.shape)
     part_grid = lattice.crop(read_box)
     # As in training: the cached values are clipped, so the first step clips; the cache ends with
     # the scan, so the second step repeats the slices.
@@ -186,7 +188,8 @@ def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
 def _content_slices(crop: Crop, content: VoxelBox) -> tuple[slice, slice, slice]:
     """Give the content of a crop as slices of its image, whose first voxel is 0."""
     z, y, x = crop.box.start
-    return content.intersect(crop.box).shifted((-z, -y, -x)).slices()
+    content_in_crop = content.intersect(crop.box)
+    return content_in_crop.shifted((-z, -y, -x)).slices()
 
 
 def probability_channel(

@@ -31,10 +31,11 @@ class HuScale:
             return values
         has_whole_factors = float(self.slope).is_integer() and float(self.offset).is_integer()
         is_whole = values.dtype == np.int16 and has_whole_factors
-        # With a negative slope the smallest value becomes the largest HU.
-        ends_hu = [self.slope * float(end) + self.offset for end in (values.min(), values.max())]
+        first_hu = self.slope * float(values.min()) + self.offset
+        last_hu = self.slope * float(values.max()) + self.offset
         limits = np.iinfo(np.int16)
-        fits = limits.min <= min(ends_hu) and max(ends_hu) <= limits.max
+        # With a negative slope the smallest value becomes the largest HU.
+        fits = limits.min <= min(first_hu, last_hu) and max(first_hu, last_hu) <= limits.max
         dtype = np.int16 if is_whole and fits else np.float32
         image_hu = np.empty(values.shape, dtype)
         # Plane by plane, because a float32 copy of an int16 scan takes twice its memory. Float32 is
