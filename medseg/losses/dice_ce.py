@@ -206,7 +206,7 @@ class _VoxelSums(torch.autograd.Function):
 
 
 def _hard_factor(probs: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
-    """Compute by how much `hard_weight` changes the gradient of the cross-entropy, (d, H, W).
+    """Compute the factor by which `hard_weight` changes the gradient of each voxel, (d, H, W).
 
     With p the probability of the reference class and f = -(1 + h (1 - p)²) log p, df/dlogit_k is
     (p_k - t_k) times 1 + h ((1 - p)² - 2 (1 - p) p log p). Without the weight it is p_k - t_k.
@@ -238,10 +238,10 @@ def _slabs(logits: Tensor, slab_voxels: int) -> Iterator[tuple[int, slice]]:
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities over the first axis, in the precision of the sums."""
+    """Compute log-probabilities over the first axis, in the precision of the sums."""
     return torch.log_softmax(logits.to(_sum_dtype(logits)).contiguous(), dim=0)
 
 
 def _sum_dtype(logits: Tensor) -> torch.dtype:
-    """Precision of the sums over a slab: fp32, or fp64 for fp64 logits."""
+    """Choose the precision of the sums over a slab: fp32, or fp64 for fp64 logits."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
