@@ -292,6 +292,7 @@ class NnunetModel:
         if self.previous is None:
             return logits_cost._replace(other_time=other_time)
         previous_cost = self.previous.expected(grid)
+        # Without the preparation of the first stage: that of this one takes as much at least.
         return ExpectedCost(
             {PREVIOUS: previous_cost.memory[SEGMENT], **logits_cost.memory},
             previous_cost.other_time + other_time,
