@@ -174,7 +174,7 @@ def find_traits(
         # Without a trace it is not known whether all weights are used: assume that some are not.
         return Traits(divisor, tuple(names), fixed_size, has_unused=True)
     if divisor is None:
-        # Not for the stated size alone: a network may accept others too.
+        # Even if the arguments state an only size, the network may accept others too.
         divisor, fixed_size = _find_divisor(network, trace, in_channels, shape, num_classes)
     elif fixed_size is None:
         _verify_divisor(network, divisor, in_channels, num_classes)
