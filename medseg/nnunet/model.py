@@ -584,6 +584,7 @@ class NnunetModel:
         """
         if self.device.type == "cuda":
             with autocast(self.precision, "cuda"), self.watch.running():
+                # The copy to the CPU waits for the GPU, so the watch counts all of its work.
                 logits = call_network(self.network, image.to(self.device), self.plan).cpu()
             take(logits)
             return
@@ -702,6 +703,7 @@ def load_nnunet(
     model = _load_folder(folder, f"weights={path}", device, options, precision)
     if previous is None:
         return model
+    # The labels depend on the weights of both stages.
     checkpoints = previous.checkpoints | model.checkpoints
     return replace(model, previous=previous, checkpoints=checkpoints)
 
@@ -803,6 +805,8 @@ def task_of(plan: NnunetPlan) -> Task:
     """Make the task of a plan: its labels and channels, in one stage."""
     channels = []
     for channel in plan.channels:
+        # nnU-Net names no modality, but only a CT has this scheme. Its window is the range to which
+        # nnU-Net clips.
         if channel.scheme == "CTNormalization":
             low_hu = channel.intensities["percentile_00_5"]
             high_hu = channel.intensities["percentile_99_5"]
