@@ -70,6 +70,8 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
         self.hard_weight = hard_weight
+        # None: by the device of the logits. The memory accounting sets it, because it stands for a
+        # GPU with tensors on a CPU.
         self.slab_voxels: int | None = None
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:
@@ -95,34 +97,38 @@ class DiceCrossEntropyLoss(nn.Module):
         if target.is_floating_point():
             raise ValueError(f"target must hold integers, got {target.dtype}")
         num_classes = logits.shape[1]
-        least_classes = 1 if self.include_background else 2
-        if num_classes < least_classes:
+        min_classes = 1 if self.include_background else 2
+        if num_classes < min_classes:
             raise ValueError(f"logits need a foreground class, got {num_classes} classes")
-        # One pass over the volume gives the sums of the loss; autograd differentiates the
-        # arithmetic between them.
-        slab_voxels = self.slab_voxels or _slab_voxels(logits)
-        moments = _Moments.apply(logits, target, ignore_value, self.hard_weight, slab_voxels)
-        overlaps, predicted, entropy = moments  # (N, K), (N, K), (N,)
-        class_counts = [(target == k).sum((1, 2, 3)) for k in range(num_classes)]
-        counts = torch.stack(class_counts, dim=1)  # (N, K)
-        # Ignored voxels have no class; a batch may hold no others.
-        num_voxels = target.numel() if ignore_value is None else counts.sum().clamp(min=1)
+        # Only the sums over voxels have a gradient of our own; autograd differentiates what is
+        # computed from them.
+        slab_voxels = self.slab_voxels
+        if slab_voxels is None:
+            slab_voxels = _slab_voxels(logits)
+        sums = _VoxelSums.apply(logits, target, ignore_value, self.hard_weight, slab_voxels)
+        overlaps, prob_sums, ce_sums = sums  # (N, K), (N, K), (N,)
+        class_voxels = [(target == k).sum((1, 2, 3)) for k in range(num_classes)]
+        reference_sizes = torch.stack(class_voxels, dim=1)  # (N, K), without ignored voxels
+        # At least 1, because all voxels of a batch may be ignored.
+        num_counted = reference_sizes.sum().clamp(min=1)
+        num_voxels = target.numel() if ignore_value is None else num_counted
         if self.batch_dice:
             overlaps = overlaps.sum(0, keepdim=True)
-            predicted = predicted.sum(0, keepdim=True)
-            counts = counts.sum(0, keepdim=True)
-        dice = (2 * overlaps + self.smooth) / (predicted + counts + self.smooth)
+            prob_sums = prob_sums.sum(0, keepdim=True)
+            reference_sizes = reference_sizes.sum(0, keepdim=True)
+        dice = (2 * overlaps + self.smooth) / (prob_sums + reference_sizes + self.smooth)
         if not self.include_background:
             dice = dice[:, 1:]
-        loss = self.dice_weight * (1 - dice.mean()) + self.ce_weight * entropy.sum() / num_voxels
-        return loss.to(_sum_dtype(logits))
+        dice_loss = self.dice_weight * (1 - dice.mean())
+        ce_loss = self.ce_weight * ce_sums.sum() / num_voxels
+        return (dice_loss + ce_loss).to(_sum_dtype(logits))
 
 
-class _Moments(torch.autograd.Function):
-    """Sums of each sample over its voxels, in fp64.
+class _VoxelSums(torch.autograd.Function):
+    """Sums over the voxels of each sample, in fp64, without the ignored voxels.
 
-    They are sum(p t) and sum(p) of each class, (N, K) both, and the sum of -log p of the reference
-    class, weighted by `hard_weight`, (N,).
+    They are sum(p t) and sum(p) of each class, both (N, K), and the sum of the cross-entropy
+    -log p of the reference class, (N,), in which `hard_weight` weights each voxel.
     """
 
     @staticmethod
@@ -136,33 +142,35 @@ class _Moments(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_samples, num_classes = logits.shape[:2]
         overlaps = logits.new_zeros(num_samples, num_classes, dtype=torch.float64)
-        predicted = torch.zeros_like(overlaps)
-        entropy = logits.new_zeros(num_samples, dtype=torch.float64)
+        prob_sums = torch.zeros_like(overlaps)
+        ce_sums = logits.new_zeros(num_samples, dtype=torch.float64)
         for sample, slab in _slabs(logits, slab_voxels):
-            log_probs = _log_softmax(logits[sample, :, slab])
-            labels = target[sample, slab]
+            log_probs = _log_softmax(logits[sample, :, slab])  # (K, d, H, W)
+            labels = target[sample, slab]  # (d, H, W)
             indices = labels.unsqueeze(0).long()
-            # Log-probability of the reference class, (d, H, W).
+            # `log_p` is the log-probability of the reference class, (d, H, W). The exponential is
+            # taken in place, after `log_p` has been copied out.
             if ignore_value is None:
-                reference = log_probs.gather(0, indices).squeeze(0)
+                log_p = log_probs.gather(0, indices).squeeze(0)
                 probs = log_probs.exp_()
             else:
-                # An ignored value need not be an index, so these voxels look up class 0.
+                # The ignored value may be no class, so ignored voxels look up class 0; the mask
+                # then removes them from all sums.
                 is_counted = labels != ignore_value
-                reference = log_probs.gather(0, indices * is_counted).squeeze(0) * is_counted
+                log_p = log_probs.gather(0, indices * is_counted).squeeze(0) * is_counted
                 probs = log_probs.exp_().mul_(is_counted)
             if hard_weight:
-                # An ignored voxel has 0 here, and keeps it.
-                reference = reference * (1 + hard_weight * (1 - reference.exp()) ** 2)
-            entropy[sample] -= reference.sum()
-            predicted[sample] += probs.sum((1, 2, 3))
+                # The factor 1 + h (1 - p)²; the 0 of an ignored voxel stays 0.
+                log_p = log_p * (1 + hard_weight * (1 - log_p.exp()) ** 2)
+            ce_sums[sample] -= log_p.sum()
+            prob_sums[sample] += probs.sum((1, 2, 3))
             for k in range(num_classes):
                 overlaps[sample, k] += (probs[k] * (labels == k)).sum()
         ctx.save_for_backward(logits, target)
         ctx.ignore_value = ignore_value
         ctx.hard_weight = hard_weight
         ctx.slab_voxels = slab_voxels
-        return overlaps, predicted, entropy
+        return overlaps, prob_sums, ce_sums
 
     @staticmethod
     @once_differentiable
@@ -172,28 +180,25 @@ class _Moments(torch.autograd.Function):
         for sample, slab in _slabs(logits, ctx.slab_voxels):
             probs = _log_softmax(logits[sample, :, slab]).exp_()
             labels = target[sample, slab]
-            by_overlap, by_predicted, by_entropy = (
-                by_sum[sample].to(probs.dtype) for by_sum in grads
-            )
-            # Three derivatives come in: by_predicted is a_k = dL/d(sum p_k), by_overlap is
-            # b_k = dL/d(sum p_k t_k), and by_entropy is c = dL/d(entropy).
+            # Derivatives of the loss L by the three sums of this sample: b_k = dL/d(sum p_k t_k),
+            # a_k = dL/d(sum p_k), both (K,), and c = dL/d(sum of the cross-entropy), a scalar.
             # For each voxel dL/dp_k = a_k + b_k t_k, and through the softmax
             #   dL/dlogit_k = p_k (dL/dp_k - sum_j p_j dL/dp_j) + c (p_k - t_k).
             # With r = sum_j p_j t_j b_j, of which the reference class is the only term, this is
-            #   dL/dlogit_k = p_k (c - sum_j p_j a_j - r + a_k) + t_k (r - c).
-            # With hard voxels c differs from voxel to voxel.
+            #   dL/dlogit_k = p_k (s + a_k) + t_k (r - c), where s = c - sum_j p_j a_j - r.
+            b, a, c = (grad[sample].to(probs.dtype) for grad in grads)
             if ctx.hard_weight:
-                by_entropy = by_entropy * _hard_factor(probs, labels, ctx.hard_weight)
-            of_reference = torch.zeros_like(probs[0])  # r, and from the last line on r - c
-            for_all = by_entropy - (probs * by_predicted.view(-1, 1, 1, 1)).sum(0)
+                # Now c differs from voxel to voxel, (d, H, W).
+                c = c * _hard_factor(probs, labels, ctx.hard_weight)
+            r = torch.zeros_like(probs[0])
             for k in range(len(probs)):
-                of_reference.addcmul_(probs[k] * (labels == k), by_overlap[k])
-            for_all -= of_reference
-            of_reference -= by_entropy
+                r.addcmul_(probs[k] * (labels == k), b[k])
+            s = c - (probs * a.view(-1, 1, 1, 1)).sum(0)
+            s -= r
+            # In place, to save a tensor: from here on r holds r - c.
+            r -= c
             for k in range(len(probs)):
-                grad = torch.addcmul(
-                    (labels == k) * of_reference, probs[k], for_all + by_predicted[k]
-                )
+                grad = torch.addcmul((labels == k) * r, probs[k], s + a[k])
                 if ctx.ignore_value is not None:
                     grad = grad * (labels != ctx.ignore_value)
                 grad_logits[sample, k, slab] = grad
@@ -201,38 +206,42 @@ class _Moments(torch.autograd.Function):
 
 
 def _hard_factor(probs: Tensor, labels: Tensor, hard_weight: float) -> Tensor:
-    """Factor of the gradient of the cross-entropy that is weighted by 1 + h (1 - p)², (d, H, W).
+    """Compute the factor by which `hard_weight` changes the gradient of each voxel, (d, H, W).
 
-    With f = -(1 + h (1 - p)²) log p, df/dlogit_k is (p_k - t_k) times
-    1 + h ((1 - p)² - 2 (1 - p) p log p).
+    With p the probability of the reference class and f = -(1 + h (1 - p)²) log p, df/dlogit_k is
+    (p_k - t_k) times 1 + h ((1 - p)² - 2 (1 - p) p log p). Without the weight it is p_k - t_k.
     """
     p = torch.zeros_like(probs[0])
     for k in range(len(probs)):
         p += probs[k] * (labels == k)
-    # The limit of p log p at 0 is 0.
+    # Clamped, so that p log p is 0, its limit, where p is 0.
     log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log_()
     return 1 + hard_weight * ((1 - p) ** 2 - 2 * (1 - p) * p * log_p)
 
 
 def _slab_voxels(logits: Tensor) -> int:
-    """Voxels of a slab on the device of the logits."""
+    """Choose the number of voxels of a slab for the device of the logits."""
     return SLAB_VOXELS_CPU if logits.device.type == "cpu" else SLAB_VOXELS_GPU
 
 
 def _slabs(logits: Tensor, slab_voxels: int) -> Iterator[tuple[int, slice]]:
-    """Cut logits (N, K, D, H, W) into samples and ranges of slices."""
+    """Yield samples of logits (N, K, D, H, W), each with one range of its slices after another.
+
+    A slab has as many whole slices as fit into `slab_voxels`, and one at least.
+    """
     depth = logits.shape[2]
-    step = max(1, slab_voxels // max(1, math.prod(logits.shape[3:])))
+    slice_voxels = max(1, math.prod(logits.shape[3:]))
+    step = max(1, slab_voxels // slice_voxels)
     for sample in range(logits.shape[0]):
         for start in range(0, depth, step):
             yield sample, slice(start, min(start + step, depth))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities over the first axis, in the precision of the sums."""
+    """Compute log-probabilities over the first axis, in the precision of the sums."""
     return torch.log_softmax(logits.to(_sum_dtype(logits)).contiguous(), dim=0)
 
 
 def _sum_dtype(logits: Tensor) -> torch.dtype:
-    """Precision of the sums over a slab: fp32, or fp64 for fp64 logits."""
+    """Choose the precision of the sums over a slab: fp32, or fp64 for fp64 logits."""
     return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -10,9 +10,9 @@ class PresenceLoss(nn.Module):
 
     The logit of the presence of a class is the logit of the class minus that of the background,
     averaged over the `voxels` voxels where this difference is largest; for a class that is present,
-    over at most as many voxels as it has. The loss adds no weights, so it works with every network
-    and at every size: a class that is absent is pushed below the background everywhere, not only on
-    average.
+    over at most as many voxels as it has. An absent class is so pushed below the background
+    everywhere, not only on average. The loss has no trained parameters, so it works with every
+    network and image size.
     """
 
     target_form = "indices"
@@ -21,10 +21,11 @@ class PresenceLoss(nn.Module):
         """Set the pooling.
 
         Args:
-            voxels: Voxels that decide, at least one; a smaller image takes all of its own.
+            voxels: Number of voxels that are averaged, at least one. All voxels of an image that
+                has fewer.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If `voxels` is below 1.
         """
         super().__init__()
         if voxels < 1:
@@ -41,14 +42,17 @@ class PresenceLoss(nn.Module):
         Returns:
             The mean over samples and classes, a scalar.
         """
-        most = min(self.voxels, target[0].numel())
+        max_pooled = min(self.voxels, target[0].numel())  # M in the shapes below
         differences = (logits[:, 1:] - logits[:, :1]).flatten(2)  # (N, K-1, D*H*W)
-        scores = differences.topk(most, dim=2).values  # (N, K-1, most), descending
+        largest = differences.topk(max_pooled, dim=2).values  # (N, K-1, M), descending
         classes = range(1, logits.shape[1])
-        sizes = torch.stack([(target == value).flatten(1).sum(1) for value in classes], dim=1)
+        class_voxels = [(target == k).flatten(1).sum(1) for k in classes]
+        sizes = torch.stack(class_voxels, dim=1)  # (N, K-1)
         is_present = sizes > 0
-        # A present class is averaged over as many voxels as it has, (N, K-1).
-        num_pooled = torch.where(is_present, sizes.clamp(max=most), most)
-        is_pooled = torch.arange(most, device=scores.device) < num_pooled[..., None]
-        presence = (scores * is_pooled).sum(2) / num_pooled
-        return F.binary_cross_entropy_with_logits(presence, is_present.to(presence.dtype))
+        # Otherwise a present class would be rewarded for more voxels than it has.
+        num_pooled = torch.where(is_present, sizes.clamp(max=max_pooled), max_pooled)
+        # The first `num_pooled` of the M differences of a class, which are its largest.
+        is_pooled = torch.arange(max_pooled, device=largest.device) < num_pooled[..., None]
+        presence_logits = (largest * is_pooled).sum(2) / num_pooled
+        is_present = is_present.to(presence_logits.dtype)
+        return F.binary_cross_entropy_with_logits(presence_logits, is_present)

@@ -1,6 +1,7 @@
-"""Adapter from the training step to any loss.
+"""Adapter from the training step to the losses of medseg, MONAI and torch.
 
-It has weighted terms, forms of the target, deep supervision and ignored voxels.
+It adds weighted terms, deep supervision and ignored voxels, and gives each loss the target in the
+form that it expects.
 """
 
 import math
@@ -19,15 +20,15 @@ from medseg.losses.dice_ce import DiceCrossEntropyLoss
 TARGET_FORMS = ("indices", "channel", "one_hot")
 # Losses of torch on class indices; its other losses compare tensors of one shape.
 INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-# Losses made of sums over voxels, such as both sums of Dice: with the ignored voxels left out, they
-# are the loss of the other voxels. A loss that reads the neighbours of a voxel has no such form. A
-# class of another package may claim it by the attribute `is_voxelwise`.
+# Losses of MONAI that are computed from sums over voxels, such as the two sums of Dice. Only these
+# can leave out ignored voxels; a loss that reads the neighbours of a voxel cannot. A class of
+# another package says by its attribute `is_voxelwise` that it can.
 VOXELWISE_LOSSES = (
     "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss",
     "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
 
-# Logit of a class that a network is sure of.
+# Logit of the predicted class in `check_loss`, where the others have 0: a probability near 1.
 SURE_LOGIT = 10.0
 
 
@@ -48,14 +49,14 @@ class Term(NamedTuple):
 class TrainingLoss(nn.Module):
     """Weighted sum of losses of logits (N, K, D, H, W) and integers (N, D, H, W).
 
-    With deep supervision, it is that of several outputs of a network. Half-precision logits are
-    converted to fp32 for all losses but ours, which converts slab by slab. A smaller output is
-    compared with the target at the nearest voxels.
+    With deep supervision, it is the weighted sum over several outputs of a network; a smaller
+    output is compared with the target at the nearest voxels. Half-precision logits are converted to
+    fp32, except for `DiceCrossEntropyLoss`, which converts slab by slab.
 
     Args:
         terms: Terms, one at least.
-        output_weights: Weight of each output under deep supervision, the full-size one first; None
-            halves it from one to the next. They are divided by their sum.
+        output_weights: Weight of each output under deep supervision, the full-size one first. None:
+            1, 1/2, 1/4, …. They are divided by their sum.
         ignore_value: Value of ignored voxels in the target; None if there are none.
 
     Raises:
@@ -105,26 +106,31 @@ class TrainingLoss(nn.Module):
         """
         if isinstance(logits, Tensor):
             return self._sum_of_terms(logits, target)
-        weights = self.output_weights or [0.5**number for number in range(len(logits))]
+        weights = self.output_weights
+        if weights is None:
+            weights = [0.5**level for level in range(len(logits))]
         if len(weights) != len(logits):
             raise ValueError(
                 f"loss.output_weights: expected {len(logits)} numbers, one for each output of the "
                 f"network, got {list(weights)}"
             )
-        shares = [weight / sum(weights) for weight in weights]
-        values = []
-        for share, output in zip(shares, logits, strict=True):
-            # An output of weight 0 costs no memory.
-            if share:
-                output_target = _nearest(target, output.shape[2:])
-                values.append(share * self._sum_of_terms(output, output_target))
-        return sum_all(values)
+        total = sum(weights)
+        output_losses = []
+        for weight, output in zip(weights, logits, strict=True):
+            # Skipped, because even a product with 0 would keep its activations for backward.
+            if weight == 0:
+                continue
+            output_target = _resize_labels(target, output.shape[2:])
+            output_losses.append(weight / total * self._sum_of_terms(output, output_target))
+        return sum_all(output_losses)
 
     def _sum_of_terms(self, logits: Tensor, target: Tensor) -> Tensor:
-        return sum_all(term.weight * self._value(term, logits, target) for term in self.terms)
+        """Compute the loss of one output (N, K, D, H, W) and labels of its size."""
+        return sum_all(term.weight * self._term_loss(term, logits, target) for term in self.terms)
 
-    def _value(self, term: Term, logits: Tensor, target: Tensor) -> Tensor:
-        """Compute one term of the loss."""
+    def _term_loss(self, term: Term, logits: Tensor, target: Tensor) -> Tensor:
+        """Compute one term of the loss, without its weight."""
+        # It leaves out ignored voxels and converts half precision itself.
         if isinstance(term.loss, DiceCrossEntropyLoss):
             return term.loss(logits, target, self.ignore_value)
         if logits.dtype in (torch.float16, torch.bfloat16):
@@ -132,7 +138,7 @@ class TrainingLoss(nn.Module):
         num_classes = logits.shape[1]
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, num_classes))
-        # The remaining voxels of a sample form a line; a sum over voxels does not depend on their
+        # The L counted voxels of a sample form a line; a sum over voxels does not depend on their
         # order. `nonzero` waits for a GPU, once for each sample. A mask would not, but losses of
         # other libraries take none.
         lines = []  # (K, L)
@@ -144,24 +150,24 @@ class TrainingLoss(nn.Module):
         if is_batch_loss(term.loss):
             lines = [torch.cat(lines, dim=1)]
             labels = [torch.cat(labels)]
-        values = []
+        line_losses = []
         for line, line_labels in zip(lines, labels, strict=True):
-            # A sample without voxels adds nothing, and has a gradient of zero.
+            # Without counted voxels the loss is 0, and so is its gradient, which must exist.
             if len(line_labels) == 0:
-                values.append(0.0 * logits.sum())
+                line_losses.append(0.0 * logits.sum())
             else:
-                values.append(_value_of_line(term, line, line_labels))
-        return torch.stack(values).mean()
+                line_losses.append(_loss_of_line(term, line, line_labels))
+        return torch.stack(line_losses).mean()
 
 
-def _value_of_line(term: Term, line: Tensor, labels: Tensor) -> Tensor:
-    """Compute a term of logits (K, L) and labels (L,), as a volume of one voxel by one."""
+def _loss_of_line(term: Term, line: Tensor, labels: Tensor) -> Tensor:
+    """Compute a term of logits (K, L) and labels (L,), as a volume of L × 1 × 1 voxels."""
     target = in_form(labels[None, :, None, None], term.form, len(line))
     return term.loss(line[None, :, :, None, None], target)
 
 
 def _is_voxelwise(loss: nn.Module) -> bool:
-    """Whether a loss is a sum over voxels, so that voxels can be left out."""
+    """Whether a loss is computed from sums over voxels, so that voxels can be left out."""
     if hasattr(loss, "is_voxelwise"):
         return bool(loss.is_voxelwise)
     if isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)):
@@ -169,6 +175,7 @@ def _is_voxelwise(loss: nn.Module) -> bool:
     module = type(loss).__module__
     if module.startswith("monai.losses."):
         return type(loss).__name__ in VOXELWISE_LOSSES
+    # Those of torch compare voxel by voxel. Nothing is known of other packages' losses.
     return module.startswith("torch.nn.")
 
 
@@ -177,15 +184,15 @@ def sample_losses(
 ) -> list[tuple[Tensor, int]]:
     """Compute the loss of each sample of a stack by itself.
 
-    A loss of a whole batch (batch Dice) is computed once for the stack.
+    A loss over all samples together (batch Dice) is computed once for the stack.
 
     Args:
         loss: Called as `loss(outputs, target)`.
-        outputs: Logits (N, K, D, H, W), or several with deep supervision.
+        outputs: Logits (N, K, D, H, W), or several outputs with deep supervision.
         target: (N, D, H, W), integers.
 
     Returns:
-        Losses, each with its number of samples.
+        Scalar losses, each with its number of samples; see `mean_of_samples`.
     """
     if len(target) == 1 or is_batch_loss(loss):
         return [(loss(outputs, target), len(target))]
@@ -202,22 +209,27 @@ def sample_losses(
 def is_batch_loss(loss: nn.Module) -> bool:
     """Whether a loss, or a part of it, is computed over all samples of a batch together."""
     for part in loss.modules():
-        # The names of the option here and in MONAI.
+        # `batch_dice` is the option's name in our loss, `batch` in those of MONAI.
         if getattr(part, "batch_dice", False) or getattr(part, "batch", False):
             return True
     return False
 
 
 def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Average losses by their numbers of samples; a single loss is kept bit by bit."""
+    """Average losses over all samples; a single loss is returned bit by bit.
+
+    Args:
+        losses: Losses, each with its number of samples.
+    """
     num_samples = sum(count for _, count in losses)
     return sum_all(value * (count / num_samples) for value, count in losses)
 
 
 def sum_all(values: Iterable[Tensor]) -> Tensor:
-    """Add tensors; a single one is returned unchanged."""
-    first, *rest = values
-    return sum(rest, start=first)
+    """Add one or more tensors; a single one is returned unchanged."""
+    # Without the start 0 of `sum`, which would make another tensor and node of autograd.
+    first, *others = values
+    return sum(others, start=first)
 
 
 def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
@@ -227,7 +239,8 @@ def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
     channel = target[:, None].long()
     if form == "channel":
         return channel
-    one_hot = torch.zeros((len(target), num_classes, *target.shape[1:]), device=target.device)
+    shape = (len(target), num_classes, *target.shape[1:])
+    one_hot = torch.zeros(shape, device=target.device)
     return one_hot.scatter_(1, channel, 1.0)
 
 
@@ -251,13 +264,17 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str]) -> dict[str, Any]:
     """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
 
-    The binding of arguments passes the class first, which other extension points need.
+    The class comes first because all kinds of extensions are called alike; losses do not need it.
 
     Args:
         parameters: Names of the arguments that the class takes.
         stated: Names of those that the user states.
+
+    Returns:
+        Arguments to add, by name.
     """
     added: dict[str, Any] = {}
+    # Each of these arguments already chooses an activation.
     if not {"sigmoid", "softmax", "use_softmax", "other_act"} & set(stated):
         for name in ("softmax", "use_softmax"):
             if name in parameters:
@@ -268,10 +285,11 @@ def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str])
 
 
 def check_loss(loss: nn.Module, num_classes: int) -> None:
-    """Compute a loss and its gradient on a small sample, then that of right and of wrong labels.
+    """Check on small random samples that a loss can train a network.
 
     Raises:
-        ValueError: If it fails, is no finite scalar, has no gradient, or prefers wrong labels.
+        ValueError: If it fails, is no finite scalar, has no gradient, or is larger for a right
+            prediction than for a wrong one.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, num_classes, 8, 8, 8, generator=generator).requires_grad_()
@@ -288,23 +306,23 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
         raise ValueError(
             f"a finite scalar with a gradient is expected, but it gives {value.detach()}"
         )
-    # A loss of another package takes a negative weight without a word, and would train backwards.
+    # Losses of other packages accept a negative weight, which would train backwards.
     right_logits = SURE_LOGIT * in_form(target, "one_hot", num_classes)
     wrong_logits = SURE_LOGIT * in_form((target + 1) % num_classes, "one_hot", num_classes)
     with torch.no_grad():
-        right = float(loss(right_logits, target))
-        wrong = float(loss(wrong_logits, target))
-    if right > wrong:
+        right_loss = float(loss(right_logits, target))
+        wrong_loss = float(loss(wrong_logits, target))
+    if right_loss > wrong_loss:
         raise ValueError(
-            f"it is larger for the right labels ({right:.3g}) than for wrong ones ({wrong:.3g}); "
-            "change its weights"
+            f"it is larger for the right labels ({right_loss:.3g}) than for wrong ones "
+            f"({wrong_loss:.3g}); change its weights"
         )
 
 
-def _nearest(target: Tensor, shape: Sequence[int]) -> Tensor:
-    """Take the labels (N, D, H, W) at the nearest voxels of a smaller grid."""
+def _resize_labels(target: Tensor, shape: Sequence[int]) -> Tensor:
+    """Resize labels (N, D, H, W) to a shape (D', H', W') by the nearest voxels."""
     if tuple(target.shape[1:]) == tuple(shape):
         return target
-    floats = target[:, None].float()  # torch resizes no integers
+    floats = target[:, None].float()  # torch does not resize integers
     resized = F.interpolate(floats, size=tuple(shape), mode="nearest")
     return resized[:, 0].to(target.dtype)

@@ -1,9 +1,9 @@
 """Building blocks of a UNet: norms, convolution units, blocks, space-to-depth and its inverse.
 
-Three details save memory. A convolution before a norm has no bias, because the norm shifts its
-result anyway. The activation works in place: a norm saves its input, not its output, so autograd
-needs nothing that is overwritten. Each unit therefore saves two tensors for the backward pass: the
-input of its convolution and the input of its norm.
+Each unit saves two tensors for the backward pass: the input of its convolution and the input of its
+norm. The activation needs no third one, because it works in place on the norm's output, which
+autograd does not save. A convolution before a norm has no bias, because the norm shifts its result
+anyway.
 """
 
 import itertools
@@ -16,11 +16,11 @@ from medseg.geometry.sizes import Shape
 
 BLOCKS = ("plain", "residual", "bottleneck")
 NORMS = ("instance", "group", "batch", "channel", "affine")
-NEGATIVE_SLOPE = 0.01
-POINT = (1, 1, 1)
+NEGATIVE_SLOPE = 0.01  # of the leaky ReLU
+POINT = (1, 1, 1)  # kernel, stride or cell of a single voxel
 GROUP_CHANNELS = 8
 # Torch's batch-norm kernel for channels-last tensors on CPU sums voxel by voxel in fp32. Above this
-# number of voxels the error of the mean exceeds that of bf16.
+# number of voxels of a channel the rounding error of the mean exceeds that of bf16.
 MAX_CHANNELS_LAST_VOXELS_CPU = 2**21
 
 
@@ -41,7 +41,8 @@ class InstanceNorm(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Normalise (N, C, D, H, W); each sample needs more than one voxel."""
-        if features.device.type == "cpu" and features[0, 0].numel() > MAX_CHANNELS_LAST_VOXELS_CPU:
+        num_voxels = features[0, 0].numel()
+        if features.device.type == "cpu" and num_voxels > MAX_CHANNELS_LAST_VOXELS_CPU:
             features = features.contiguous()
         normalised = [
             F.batch_norm(sample, None, None, self.weight, self.bias, training=True, eps=self.eps)
@@ -54,10 +55,10 @@ class InstanceNorm(nn.Module):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Group norm that returns the precision it was given.
+    """Group norm whose result has the precision of its input.
 
-    Autocast on CUDA computes group norm in fp32; its output would double the bytes of all following
-    activations.
+    Autocast on CUDA computes group norm in fp32, whose result would double the bytes of all
+    following activations.
     """
 
     def forward(self, features: Tensor) -> Tensor:
@@ -81,8 +82,8 @@ class ChannelNorm(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Normalise (N, C, D, H, W) to a channels-last result of the same precision."""
-        last = features.movedim(1, -1)  # a view, contiguous for channels-last features
-        normalised = F.layer_norm(last, self.weight.shape, self.weight, self.bias, self.eps)
+        by_voxel = features.movedim(1, -1)  # (N, D, H, W, C), a view
+        normalised = F.layer_norm(by_voxel, self.weight.shape, self.weight, self.bias, self.eps)
         # Autocast on CUDA computes layer norm in fp32.
         return normalised.movedim(-1, 1).to(features.dtype)
 
@@ -90,8 +91,10 @@ class ChannelNorm(nn.Module):
 def make_norm(norm: str, channels: int) -> nn.Module:
     """Make a norm with scale and shift.
 
-    Groups hold eight channels, or all of them where eight does not divide. `affine` is no module of
-    its own, see `ScaledConv3d`.
+    Args:
+        norm: One of `NORMS` but `affine`, which is part of `ScaledConv3d`. Groups hold
+            `GROUP_CHANNELS` channels, or all of them where their number is no multiple of it.
+        channels: Channels of its input and result.
 
     Raises:
         ValueError: If the name is unknown.
@@ -119,16 +122,17 @@ class Conv3d(nn.Conv3d):
     """Convolution that computes small features on a CPU in fp32, even under autocast.
 
     Features are small where an axis has two voxels or fewer, or the kernel is deeper than the
-    image. In bf16 their weight gradient in torch 2.13 (oneDNN, kernels of avx512_bf16) reads and
-    writes memory that is not its own: it differs from run to run, may be NaN, and may end the
-    process. Since the features are small, fp32 costs little.
+    features. For these, the bf16 weight gradient of torch 2.13 (oneDNN, kernels of avx512_bf16)
+    reads and writes out of bounds: it differs from run to run, may be NaN, and may end the process.
+    Since the features are small, fp32 costs little.
     """
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
-        # Slices between the first and the last that a kernel reads.
+        # Distance in slices from the first to the last that a kernel reads.
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
         is_small = min(features.shape[2:]) <= 2 or features.shape[2] <= reach
+        # Weights in half precision are of a prediction, which has no gradient.
         if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.to(self.weight.dtype))
@@ -136,11 +140,11 @@ class Conv3d(nn.Conv3d):
 
 
 class ScaledConv3d(Conv3d):
-    """Convolution with a factor for each filter and a bias (`norm=affine`).
+    """Convolution with a factor for each output channel and a bias (`norm=affine`).
 
-    They are what is left of a norm without its statistics. The factor multiplies the weights, so
-    that autograd keeps no tensor for it. As the scale of a norm, it starts at zero at the end of a
-    residual branch.
+    The two are what is left of a norm without its statistics. The factor multiplies the weights
+    instead of the result, so that autograd keeps no features for it. Like the scale of a norm, it
+    starts at zero at the end of a residual branch.
 
     Source: De and Smith, Batch normalization biases residual blocks towards the identity function
     in deep networks (2020): SkipInit.
@@ -154,7 +158,11 @@ class ScaledConv3d(Conv3d):
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]
 
     def fold_scale(self) -> None:
-        """Multiply the weights by their factors once, before the weights are rounded."""
+        """Multiply the weights by their factors for good.
+
+        A prediction does so before it rounds the weights to half precision: the product of two
+        rounded numbers would be less exact.
+        """
         with torch.no_grad():
             self.weight.copy_(self.scaled_weight)
             self.scale.fill_(1.0)
@@ -165,12 +173,14 @@ class ScaledConv3d(Conv3d):
         return self.weight * self.scale.view(-1, 1, 1, 1, 1)
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # Torch's `forward` passes the plain weight, which `scaled_weight` replaces.
         return super()._conv_forward(input, self.scaled_weight, bias)
 
 
 def replace_convolutions(network: nn.Module) -> None:
-    """Make the convolutions of any network those of this module; weights and names stay."""
+    """Turn the convolutions of any network into those of this module; weights and names stay."""
     for module in network.modules():
+        # Not subclasses, which may compute something else.
         if type(module) is nn.Conv3d:
             module.__class__ = Conv3d
 
@@ -179,7 +189,8 @@ class ConvNormAct(nn.Sequential):
     """Convolution, norm and, unless `is_last`, activation.
 
     From (N, C, D, H, W) to (N, C', D/s, H/s, W/s). The convolution has no bias, except for
-    `affine`, where it is a `ScaledConv3d` without a norm after it.
+    `affine`, where it is a `ScaledConv3d` without a norm after it. The last unit of a residual
+    branch has no activation, because the sum with the input is activated.
     """
 
     def __init__(
@@ -212,14 +223,15 @@ class ConvNormAct(nn.Sequential):
         """Factor of each channel: the scale of the norm, or of the convolution."""
         if isinstance(self[0], ScaledConv3d):
             return self[0].scale
-        return self[1].weight  # type: ignore[return-value]
+        norm = self[1]
+        return norm.weight  # type: ignore[return-value]
 
 
 class ResidualBlock(nn.Module):
-    """Add a branch of units to the input, then activate; (N, C, D, H, W) stays.
+    """Add a branch of units to the input, then activate; the shape (N, C, D, H, W) stays.
 
-    The branch ends with a scale that starts at zero, so that the block starts as the identity
-    (Goyal et al. 2017, section 5.1).
+    The branch ends with a scale that starts at zero, so that the sum starts as the input (Goyal et
+    al., Accurate, large minibatch SGD, 2017, section 5.1).
     """
 
     def __init__(self, *units: ConvNormAct) -> None:
@@ -230,15 +242,15 @@ class ResidualBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Refine features (N, C, D, H, W)."""
-        # In place on the norm's output, which autograd does not save. The input must stay: a skip
-        # or a convolution reads it.
+        # Added in place to the branch, a norm's output that autograd does not save. The input must
+        # stay unchanged: a skip or a convolution reads it again.
         return self.activation(self.branch(features).add_(features))
 
 
 def padding_of(kernel: Shape) -> Shape:
-    """Compute the padding that keeps the size.
+    """Compute the padding of each axis that keeps the size at stride 1.
 
-    A kernel of 2 with stride 2 covers the volume without padding.
+    It is 0 for an even kernel, which is used with a stride of its size and covers the volume.
     """
     z, y, x = (size // 2 if size % 2 else 0 for size in kernel)
     return z, y, x
@@ -254,8 +266,8 @@ def make_block(
             1x1x1 expand).
         channels: Channels in and out.
         norm: Name of the norm.
-        reduction: Divisor of a bottleneck's inner channels.
-        kernel: Kernel in place of 3x3x3 where an axis is coarse, (z, y, x).
+        reduction: Channels of a bottleneck divided by those inside it.
+        kernel: Kernel (z, y, x) in place of 3x3x3, such as 1x3x3 where z is coarse.
 
     Raises:
         ValueError: If a name is unknown or `reduction` does not divide the channels.
@@ -272,61 +284,66 @@ def make_block(
             raise ValueError(
                 f"reduction must divide the {channels} channels of a block, got {reduction}"
             )
-        inner = channels // reduction
+        inner_channels = channels // reduction
         return ResidualBlock(
-            ConvNormAct(channels, inner, POINT, norm=norm),
-            ConvNormAct(inner, inner, kernel, norm=norm),
-            ConvNormAct(inner, channels, POINT, norm=norm, is_last=True),
+            ConvNormAct(channels, inner_channels, POINT, norm=norm),
+            ConvNormAct(inner_channels, inner_channels, kernel, norm=norm),
+            ConvNormAct(inner_channels, channels, POINT, norm=norm, is_last=True),
         )
     raise ValueError(f"block must be one of {BLOCKS}, got {block!r}")
 
 
 def space_to_depth(image: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     """Move each cell of a×b×c voxels into channels: (N, C, aD, bH, cW) to (N, abc·C, D, H, W)."""
+    if _can_move_pairs(image, cell):
+        return _space_to_depth_in_pairs(image, cell)
     batch, channels = image.shape[:2]
     a, b, c = cell
-    depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
-    if _moves_pairs(image, cell):
-        return _cells_of_pairs(image, cell)
-    # Split each axis into (cell, position in the cell), then move the three positions behind the
-    # channels.
-    cells = image.reshape(batch, channels, depth, a, height, b, width, c)
-    return cells.permute(0, 1, 3, 5, 7, 2, 4, 6).reshape(
-        batch, channels * a * b * c, depth, height, width
-    )
+    depth, height, width = _divided_shape(image, cell)
+    # Split each axis into (cell, position in the cell).
+    split = image.reshape(batch, channels, depth, a, height, b, width, c)
+    # Move the three positions behind the channels: (N, C, a, b, c, D, H, W).
+    cells = split.permute(0, 1, 3, 5, 7, 2, 4, 6)
+    return cells.reshape(batch, channels * a * b * c, depth, height, width)
 
 
 def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
     """Invert `space_to_depth`: (N, abc·C, D, H, W) to (N, C, aD, bH, cW)."""
-    batch, channels, depth, height, width = features.shape
+    if _can_move_pairs(features, cell):
+        return _depth_to_space_in_pairs(features, cell)
+    batch, all_channels, depth, height, width = features.shape
     a, b, c = cell
-    channels //= a * b * c
-    if _moves_pairs(features, cell):
-        return _voxels_of_pairs(features, cell)
-    # Move each position in the cell behind its axis, then join the two.
+    channels = all_channels // (a * b * c)
     cells = features.reshape(batch, channels, a, b, c, depth, height, width)
-    return cells.permute(0, 1, 5, 2, 6, 3, 7, 4).reshape(
-        batch, channels, depth * a, height * b, width * c
-    )
+    # Move each position in the cell behind its axis, (N, C, D, a, H, b, W, c), then join the two.
+    split = cells.permute(0, 1, 5, 2, 6, 3, 7, 4)
+    return split.reshape(batch, channels, depth * a, height * b, width * c)
 
 
-def _moves_pairs(values: Tensor, cell: Shape) -> bool:
-    """Whether two voxels along x may move as one number of four bytes, twice as fast.
+def _divided_shape(image: Tensor, cell: Shape) -> Shape:
+    """Count the cells of an image (N, C, D, H, W) along its axes."""
+    z, y, x = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
+    return z, y, x
 
-    They may in half precision on a CPU, where no gradient and no graph is needed.
+
+def _can_move_pairs(values: Tensor, cell: Shape) -> bool:
+    """Whether two voxels along x can move as one number of four bytes, twice as fast.
+
+    They can in half precision on a CPU, where no gradient and no graph is needed.
     """
-    # In this order: the compiler leaves its graph at a question for the mode.
-    is_plain = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
-    return is_plain and values.device.type == "cpu" and values.itemsize == 2 and cell[2] == 2
+    # `is_compiling` comes first, because asking for the mode ends the compiler's graph.
+    is_eager = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+    return is_eager and values.device.type == "cpu" and values.itemsize == 2 and cell[2] == 2
 
 
-def _cells_of_pairs(image: Tensor, cell: Shape) -> Tensor:
+def _space_to_depth_in_pairs(image: Tensor, cell: Shape) -> Tensor:
     """Do `space_to_depth` in pairs; the result has the channels-last layout of convolutions."""
     batch, channels = image.shape[:2]
     a, b, c = cell
-    depth, height, width = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
+    depth, height, width = _divided_shape(image, cell)
     cells = image.new_empty((batch, depth, height, width, channels * a * b * c))
-    targets = cells.view(torch.int32).unflatten(-1, (channels, a, b))
+    # A pair is one int32, so the axis c = 2 vanishes from both views.
+    targets = cells.view(torch.int32).unflatten(-1, (channels, a, b))  # (N, D, H, W, C, a, b)
     pairs = image.contiguous().view(torch.int32)
     sources = pairs.view(batch, channels, depth, a, height, b, width)
     for channel, z, y in itertools.product(range(channels), range(a), range(b)):
@@ -334,15 +351,16 @@ def _cells_of_pairs(image: Tensor, cell: Shape) -> Tensor:
     return cells.movedim(-1, 1)
 
 
-def _voxels_of_pairs(features: Tensor, cell: Shape) -> Tensor:
+def _depth_to_space_in_pairs(features: Tensor, cell: Shape) -> Tensor:
     """Do `depth_to_space` in pairs."""
     a, b, c = cell
-    batch, _, depth, height, width = features.shape
-    channels = features.shape[1] // (a * b * c)
+    batch, all_channels, depth, height, width = features.shape
+    channels = all_channels // (a * b * c)
     voxels = features.new_empty((batch, channels, depth * a, height * b, width * c))
+    # As in `_space_to_depth_in_pairs`, from the channels-last view to the voxels.
     targets = voxels.view(torch.int32).view(batch, channels, depth, a, height, b, width)
     pairs = features.movedim(1, -1).contiguous().view(torch.int32)
-    sources = pairs.unflatten(-1, (channels, a, b))
+    sources = pairs.unflatten(-1, (channels, a, b))  # (N, D, H, W, C, a, b)
     for channel, z, y in itertools.product(range(channels), range(a), range(b)):
         targets[:, channel, :, z, :, y] = sources[..., channel, z, y]
     return voxels

@@ -1,8 +1,8 @@
-"""The two kernels of a convolution on a CPU: which one torch takes, and what memory it takes.
+"""The two kernels of a convolution on a CPU: which one torch chooses, and the memory of both.
 
-Torch computes a small convolution in fp32 as a product of matrices (it unfolds the features), and a
-larger one by oneDNN. The two round sums differently. For the few planes of a slab torch may choose
-another kernel than for all planes; `convolve_as_whole` takes the same.
+Torch computes a small fp32 convolution as a product of matrices ("unfolded": it copies the features
+into columns), and a larger one by oneDNN. The two round sums differently. For the few planes of a
+slab torch may choose another kernel than for the whole volume; `convolve_as_whole` avoids that.
 """
 
 import math
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-NONE = (0, 0, 0)  # padding
+NO_PADDING = (0, 0, 0)
 
 
 OPERATOR = "convolution_by"
-# Kept: the operator exists as long as this object. `torch.library.custom_op` would do the same, but
-# its first call imports torch's compiler, which takes 70 MiB.
+# A global, because the operator is removed with this object. Not `torch.library.custom_op`: its
+# first call imports torch's compiler, which takes 70 MiB.
 _library = torch.library.Library("medseg", "DEF")
 _library.define(
     f"{OPERATOR}(Tensor features, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
@@ -36,10 +36,10 @@ def _on_cpu(
     transposed: bool,
     unfolded: bool,
 ) -> Tensor:
-    """Convolve on a CPU by a kernel that torch would not choose for so few planes, or so many.
+    """Convolve on a CPU by a given kernel, which torch might not choose for this number of planes.
 
-    An operator of its own, because torch's operators of a kernel do not run on the meta device,
-    where the memory of a pass is counted.
+    This is an operator of its own, because torch's operators for a given kernel do not run on the
+    meta device, where the memory of a pass is counted.
 
     Args:
         features: Features (1, C, D, H, W) in fp32.
@@ -47,8 +47,8 @@ def _on_cpu(
         bias: Bias (K,).
         stride: Stride by axis.
         padding: Zeros on each side of an axis.
-        transposed: Whether the convolution is transposed; by oneDNN alone.
-        unfolded: Whether as a product of matrices; otherwise by oneDNN.
+        transposed: Whether the convolution is transposed, which only oneDNN computes here.
+        unfolded: Whether the kernel is the product of matrices; otherwise it is oneDNN's.
     """
     dilation = (1, 1, 1)
     if unfolded:
@@ -56,16 +56,17 @@ def _on_cpu(
         kernel_size = weight.shape[2:]
         return aten.slow_conv3d(features, weight, kernel_size, bias, stride, padding)
     if transposed:
-        # No output padding, one group, and no function of the result.
+        # No output padding, one group, and no function ("none") applied to the result.
         return torch.ops.mkldnn._convolution_transpose_pointwise(
-            features, weight, bias, padding, NONE, stride, dilation, 1, "none", [], None
+            features, weight, bias, padding, NO_PADDING, stride, dilation, 1, "none", [], None
         )
     return aten.mkldnn_convolution(features, weight, bias, padding, stride, dilation, 1)
 
 
 def _on_meta(*arguments: Any) -> Tensor:
-    *of_convolution, transposed, _ = arguments  # the kernels give one shape
-    return _convolve(*of_convolution, transposed=transposed)
+    """Give the shape of the result, which is the same for both kernels."""
+    features, weight, bias, stride, padding, transposed, _ = arguments
+    return _convolve(features, weight, bias, stride, padding, transposed=transposed)
 
 
 _library.impl(OPERATOR, _on_cpu, "CPU")
@@ -83,21 +84,21 @@ def convolve_as_whole(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Convolve some planes by the kernel that torch takes for all of them.
+    """Convolve some planes of a volume by the kernel that torch chooses for the whole volume.
 
     Args:
-        features: Planes (1, C, d, H, W).
+        features: Planes (1, C, d, H, W), with the neighbouring ones that the convolution reads.
         weight: See `_on_cpu`.
         bias: See `_on_cpu`.
         stride: See `_on_cpu`.
         padding: See `_on_cpu`.
-        whole_depth: Number of all planes.
+        whole_depth: Number of planes of the volume.
         transposed: See `_on_cpu`.
 
     Returns:
         Result (1, K, d', H', W').
     """
-    # Only in fp32 does torch choose by the size.
+    # Torch chooses by the size only in fp32 on a CPU, for which the meta device stands.
     chooses_by_size = (
         features.device.type in ("cpu", "meta")
         and features.dtype == torch.float32
@@ -105,11 +106,15 @@ def convolve_as_whole(
     )
     if chooses_by_size:
         whole_shape = (*features.shape[:2], whole_depth, *features.shape[3:])
-        # The choice does not depend on the padding; the whole has zeros along z that a slab lacks.
-        further = (weight, bias, stride, weight.shape[2:], (1, 1, 1), transposed, NONE, 1)
-        unfolded = is_unfolded((_stand_in(features, whole_shape), *further))
-        # With the planes beside it a slab may also be larger than the whole.
-        if is_unfolded((features, *further)) != unfolded:
+        whole = _stand_in(features, whole_shape)
+        # Arguments of `aten.convolution` after the features. The choice does not depend on the
+        # padding, of which a slab has less along z than the whole; the kernel's size suits both.
+        any_padding = weight.shape[2:]
+        dilation = (1, 1, 1)
+        arguments = (weight, bias, stride, any_padding, dilation, transposed, NO_PADDING, 1)
+        unfolded = is_unfolded((whole, *arguments))
+        # The two may differ either way: with its neighbouring planes a slab may be the larger one.
+        if is_unfolded((features, *arguments)) != unfolded:
             return convolution_by(
                 features, weight, bias, list(stride), list(padding), transposed, unfolded
             )
@@ -125,17 +130,17 @@ def _convolve(
     *,
     transposed: bool,
 ) -> Tensor:
-    """Convolve by the kernel that torch takes."""
+    """Convolve by the kernel that torch chooses."""
     if transposed:
         return F.conv_transpose3d(features, weight, bias, tuple(stride), tuple(padding))
     return F.conv3d(features, weight, bias, tuple(stride), tuple(padding))
 
 
 def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
-    """Bytes that a convolution takes on a CPU beside its input and its result.
+    """Count the bytes that a convolution takes on a CPU beside its input and its result.
 
     Args:
-        func: Operator of torch; one that is no convolution takes nothing.
+        func: Operator of torch; 0 bytes for one that is no convolution.
         args: Its arguments.
         result: Its result.
     """
@@ -146,11 +151,11 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
         transposed, unfolded = args[-2:]
     else:
         return 0
-    features = args[0]
-    # An input with gaps is copied without them first.
+    features, weight = args[:2]
+    # Input that is not contiguous is copied first.
     num_bytes = 0 if features.is_contiguous() else features.nbytes
     if unfolded:
-        num_bytes += _columns_bytes(features, args[1], result, transposed=transposed)
+        num_bytes += _columns_bytes(features, weight, result, transposed=transposed)
     else:
         # The kernels of oneDNN have a layout of their own. The copy of the input is free before the
         # result is brought back to the usual layout.
@@ -162,30 +167,35 @@ def is_unfolded(args: tuple[Any, ...]) -> bool:
     """Whether torch computes a convolution as a product of matrices, as it does small ones.
 
     Args:
-        args: Arguments of `aten.convolution`.
+        args: Arguments of `aten.convolution`; tensors may be on the meta device.
     """
-    on_cpu: list[Any] = []
+    # The choice is asked for a CPU.
+    cpu_args: list[Any] = []
     for argument in args:
         if isinstance(argument, Tensor):
             argument = _stand_in(argument, argument.shape)
-        on_cpu.append(argument)
-    # The backends without oneDNN are Slow2d, SlowTranspose3d and others.
-    backend = torch._C._select_conv_backend(*on_cpu)
+        cpu_args.append(argument)
+    # The backends without oneDNN are called Slow2d, SlowTranspose3d and so on.
+    backend = torch._C._select_conv_backend(*cpu_args)
     return bool(backend.name.startswith("Slow"))
 
 
 def _stand_in(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Make a tensor on the CPU with which torch chooses a kernel: one value stands for all."""
+    """Make a CPU tensor of a type and a shape that takes no memory: all its voxels are one."""
     return torch.empty(1, dtype=tensor.dtype).expand(shape)
 
 
 def _columns_bytes(features: Tensor, weight: Tensor, result: Tensor, *, transposed: bool) -> int:
-    """Bytes of the matrix that has a column for each voxel, with all values that a kernel takes."""
+    """Count the bytes of the matrix of columns: one per output voxel, with all values it reads."""
     kernel_size = math.prod(weight.shape[2:])
-    # Kernels of one voxel take the input as it is.
+    # For kernels of one voxel the input is the matrix already.
     if kernel_size == 1:
         return 0
-    # A transposed convolution makes the columns of its result.
-    narrow, wide = (features, result) if transposed else (result, features)
-    num_voxels = math.prod(narrow.shape[2:])
-    return features.element_size() * kernel_size * wide.shape[1] * num_voxels
+    # A transposed convolution has a column per input voxel instead, with all values it adds to.
+    if transposed:
+        num_columns = math.prod(features.shape[2:])
+        num_channels = result.shape[1]
+    else:
+        num_columns = math.prod(result.shape[2:])
+        num_channels = features.shape[1]
+    return features.element_size() * kernel_size * num_channels * num_columns

@@ -1,4 +1,4 @@
-"""Network that a configuration or the metadata of a checkpoint describes."""
+"""Construction of the network that a configuration or the metadata of a checkpoint describes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from medseg.models.unet import UNet
 from medseg.targets import TARGET, bind_arguments, import_target
 from medseg.task import Task
 
-# Traits of the networks of this process, by their description: tracing takes a second.
+# Cache of this process, because tracing takes a second: traits by the description of a network.
 _traits: dict[str, Traits] = {}
 
 
@@ -29,12 +29,13 @@ def make_described_network(
     """Make the network that a configuration or the metadata of a checkpoint describes.
 
     Args:
-        node: `_target_` and arguments beside the channels; metadata of version 0.1 name no target
-            and mean our UNet.
+        node: `_target_` and its arguments without the channels; may state `divisor` and `blocks`.
+            Metadata of version 0.1 have no target and mean our UNet.
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
         trusted: Prefixes of `trusted_targets`, of the present command.
-        has_coarse_channel: Whether its input has a channel with the probability of the region.
+        has_coarse_channel: Whether the input has a further channel, with the coarse stage's
+            probability of the region.
 
     Raises:
         UserError: If the class is not trusted, or the arguments contradict each other.
@@ -46,37 +47,42 @@ def make_described_network(
     divisor = node.pop("divisor", None)
     blocks = node.pop("blocks", None)
     del node[TARGET]
+    arguments = to_tuples(node)
 
-    def make(num_channels: int) -> nn.Module:
-        arguments = channel_arguments(network_class, to_tuples(node), num_channels, num_classes)
-        network: nn.Module = bind_arguments("model", "model", network_class, arguments)()
+    def make(in_channels: int) -> nn.Module:
+        all_arguments = channel_arguments(network_class, arguments, in_channels, num_classes)
+        network: nn.Module = bind_arguments("model", "model", network_class, all_arguments)()
         return network
 
-    channels = len(task.channels) + has_coarse_channel
+    in_channels = len(task.channels)
+    if has_coarse_channel:
+        in_channels += 1
     is_unet = isinstance(network_class, type) and issubclass(network_class, UNet)
-    # A file of weights has tuples for the lists of a configuration, and its arguments in another
-    # order: both get one key.
-    described = sorted(to_tuples(node).items())
-    key = repr((network_class, described, divisor, blocks, channels, num_classes))
+    # Sorted, because a file of weights may have the arguments in another order than a
+    # configuration.
+    sorted_arguments = sorted(arguments.items())
+    key = repr((network_class, sorted_arguments, divisor, blocks, in_channels, num_classes))
     try:
         if is_unet and divisor is None and blocks is None:
             # It states its traits itself: no further network is built to find them.
-            return StageNetwork(make, in_channels=channels)
+            return StageNetwork(make, in_channels=in_channels)
         if key not in _traits:
             _traits[key] = find_traits(
-                lambda: make(channels),
-                channels,
+                lambda: make(in_channels),
+                in_channels,
                 num_classes,
                 divisor=tuple(divisor) if divisor else None,
                 blocks=blocks,
                 fixed_size=_fixed_size(node.get("img_size")),
             )
-        return StageNetwork(make, in_channels=channels, traits=_traits[key])
+        return StageNetwork(make, in_channels=in_channels, traits=_traits[key])
     except UserError:
         raise
-    except Exception as error:  # of any class that the configuration names
+    # The configuration may name a class that raises anything.
+    except Exception as error:
         if is_out_of_memory(error):
             raise
+        # The class of a ValueError tells a user nothing.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise UserError(f"model: {kind}{first_line(error)}") from error
 
@@ -87,12 +93,13 @@ def _fixed_size(img_size: Any) -> Shape | None:
         return None
     if isinstance(img_size, int):
         return img_size, img_size, img_size
-    size: Any = tuple(img_size)  # checked by the trace
+    # `Any`, because nothing is known of its length and values; a trace fails on wrong ones.
+    size: Any = tuple(img_size)
     return size
 
 
 def to_tuples(value: Any) -> Any:
-    """Convert nested lists of a JSON file to tuples."""
+    """Convert lists to tuples, also those nested in mappings and lists."""
     if isinstance(value, dict):
         return {key: to_tuples(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -12,7 +12,9 @@ from medseg.targets import TARGET
 
 Stem = StrEnum("Stem", ["conv", "strided", "space_to_depth"])  # see `medseg.models.unet`
 Block = StrEnum("Block", ["plain", "residual", "bottleneck"])  # see `medseg.models.blocks`
-Norm = StrEnum("Norm", ["instance", "group", "batch", "channel", "affine"])  # likewise
+Norm = StrEnum(  # see `medseg.models.blocks`
+    "Norm", ["instance", "group", "batch", "channel", "affine"]
+)
 UNET = "medseg.models.unet.UNet"
 
 
@@ -35,7 +37,7 @@ class NetworkOptions:
         Knob(
             "Device by block or level, {encoder: cuda:0, decoder: cuda:1}; "
             "auto: balance all GPUs by bytes.",
-            neutral=True,  # the result of a run stays, so a resumed run may have another value
+            neutral=True,  # does not change the result of a run, so a resumed one may change it
         ),
     ] = None
     divisor: Annotated[
@@ -51,7 +53,7 @@ class NetworkOptions:
         Knob(
             "Names or patterns (encoder.*) of the blocks that can be recomputed; "
             "null: found by the traced pass.",
-            neutral=True,  # likewise
+            neutral=True,  # recomputing a block does not change the result of a run
         ),
     ] = None
 
@@ -92,7 +94,7 @@ class UNetOptions(NetworkOptions):
 
 
 def count_strides(model: Mapping[str, Any]) -> int:
-    """Count the strides of our UNet: of its downsamplings, and of a stem that halves."""
+    """Count the strides of our UNet: one per downsampling, and one of a stem that halves."""
     num_stem_strides = 0 if model["stem"] == Stem.conv else 1
     return num_stem_strides + int(model["depth"])
 
@@ -100,8 +102,8 @@ def count_strides(model: Mapping[str, Any]) -> int:
 def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
     """Yield a sentence for each contradiction between the keys of a network.
 
-    Networks other than our UNet are built on the meta device before data is read, which checks
-    their arguments.
+    Of networks other than our UNet only `device_map` is checked here. They are built on the meta
+    device before data is read, which checks their arguments.
     """
     device_map = model["device_map"]
     if device_map not in (None, "auto") and not _is_device_map(device_map):
@@ -126,7 +128,7 @@ def model_clashes(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_device_map(value: Any) -> bool:
-    """Whether a value maps names of parts to devices."""
+    """Whether a value maps names of blocks or levels to devices."""
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         return False
     return all(re.fullmatch(r"cpu|cuda:\d+", str(device)) for device in value.values())

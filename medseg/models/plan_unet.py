@@ -27,10 +27,11 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "SiLU": nn.SiLU,
 }
 PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-# Its U-Nets need torch alone. What it requires beyond, such as torchvision, may be a build for
+# Without its requirements: the U-Nets need torch alone, and pip might install a torchvision for
 # another torch than that of this machine.
 INSTALL = "pip install --no-deps dynamic_network_architectures"
-# Layers that a unit holds a second time beside the chain `all_modules`, which calls them.
+# Attributes of a unit for layers that it also holds in the chain `all_modules`, by which it calls
+# them.
 NAMED_TWICE = ("conv", "norm", "dropout", "nonlin")
 
 
@@ -42,11 +43,11 @@ def build_unet(
     *,
     deep_supervision: bool = False,
 ) -> nn.Module:
-    """Build a U-Net with the layers and the names of weights that nnU-Net has.
+    """Build a U-Net with nnU-Net's layers and names of weights.
 
     Args:
         class_name: `PlainConvUNet` or `ResidualEncoderUNet`.
-        arguments: Those of a plan; its parts are names, such as `torch.nn.LeakyReLU`.
+        arguments: Its arguments in a plan, where classes are names such as `torch.nn.LeakyReLU`.
         channels: Channels of the image.
         num_heads: Channels of the logits.
         deep_supervision: Whether the logits of all levels are returned, the finest first.
@@ -69,10 +70,15 @@ def build_unet(
 
 
 def _part(name: Any, key: str) -> type[nn.Module] | None:
-    """Find the class of a part of a network; a plan may leave one out.
+    """Find the class of a part of a network; None if the plan leaves it out.
+
+    Args:
+        name: Name of the class in the plan. It comes from a file, so it is looked up in `PARTS`
+            and never imported.
+        key: Argument of the network, for the message.
 
     Raises:
-        ValueError: If it is none of `PARTS`: the name comes from a file.
+        ValueError: If the name is none of `PARTS`.
     """
     if name is None:
         return None
@@ -86,7 +92,7 @@ def _network_class(name: str) -> type[nn.Module]:
     """Import a U-Net of `dynamic_network_architectures`.
 
     Raises:
-        UserError: If that is missing.
+        UserError: If that package is missing.
     """
     try:
         from dynamic_network_architectures.architectures import unet
@@ -101,20 +107,24 @@ def _network_class(name: str) -> type[nn.Module]:
 class PlanUNet(nn.Module):
     """Network of an nnU-Net plan that takes our images: in LPS, a window mapped to [-1, 1].
 
-    Its input is turned and scaled to what nnU-Net's preprocessing gives, and its logits are turned
-    back. Without deep supervision, or in evaluation, it returns the logits of full resolution.
+    It reorders the axes of an image and rescales its values to what nnU-Net's preprocessing gives,
+    and brings the axes of the logits back. Without deep supervision, or in evaluation, it returns
+    the logits of full resolution alone.
 
     Args:
         in_channels: Channels of the image, C.
         num_classes: Classes with the background, K.
         unet: `PlainConvUNet` or `ResidualEncoderUNet`.
         arguments: Its arguments in the plan.
-        transpose: Axis of the image that is axis a of the network.
-        flips: Axes of the image, z, y and x, that the network sees backwards.
-        scale: Factor of each channel; channels beyond its end stay as they are.
+        transpose: Axis of the image that becomes axis 0, 1 and 2 of the network.
+        flips: Whether the network sees the axes z, y and x of the image reversed.
+        scale: Factor of each channel; channels for which it has none stay as they are.
         shift: Added to each channel after that.
         deep_supervision: Whether the logits of all levels are returned in training, as nnU-Net
             trains.
+
+    Raises:
+        ValueError: If the numbers of axes or channels do not fit, or as for `build_unet`.
     """
 
     scale: Tensor
@@ -141,38 +151,39 @@ class PlanUNet(nn.Module):
             unet, arguments or {}, in_channels, num_classes, deep_supervision=deep_supervision
         )
         network.apply(network.initialize)  # type: ignore[arg-type]
-        _name_once(network)
+        _remove_second_names(network)
         self.network = network
-        # Axes of (N, C, D, H, W).
+        # Axes of (N, C, D, H, W); the first two stay.
         self._order = [0, 1, *(2 + axis for axis in transpose)]
-        self._back = [self._order.index(axis) for axis in range(5)]
-        self._flipped = [2 + axis for axis, is_flipped in enumerate(flips) if is_flipped]
-        num_plain = in_channels - len(scale)
+        self._inverse_order = [self._order.index(axis) for axis in range(5)]
+        self._flipped_axes = [2 + axis for axis, is_flipped in enumerate(flips) if is_flipped]
+        num_unscaled = in_channels - len(scale)
         shape = (1, in_channels, 1, 1, 1)
-        # Constants of the plan, and no weights.
-        scales = torch.tensor([*scale, *[1.0] * num_plain]).reshape(shape)
-        shifts = torch.tensor([*shift, *[0.0] * num_plain]).reshape(shape)
+        scales = torch.tensor([*scale, *[1.0] * num_unscaled]).reshape(shape)
+        shifts = torch.tensor([*shift, *[0.0] * num_unscaled]).reshape(shape)
+        # Not persistent: they are arguments, so files of weights need not hold them.
         self.register_buffer("scale", scales, persistent=False)
         self.register_buffer("shift", shifts, persistent=False)
 
     def forward(self, image: Tensor) -> Tensor | list[Tensor]:
         """Predict logits (N, K, D, H, W), in training with deep supervision a list of them."""
         scaled = image * self.scale + self.shift
-        turned = scaled.flip(self._flipped).permute(self._order)
-        outputs = outputs_of(self.network(turned), self.training)
+        oriented = scaled.flip(self._flipped_axes).permute(self._order)
+        outputs = outputs_of(self.network(oriented), self.training)
         if isinstance(outputs, list):
-            return [self._turned_back(output) for output in outputs]
-        return self._turned_back(outputs)
+            return [self._in_image_axes(output) for output in outputs]
+        return self._in_image_axes(outputs)
 
-    def _turned_back(self, logits: Tensor) -> Tensor:
-        """Turn the axes of logits back to those of the image."""
-        return logits.permute(self._back).flip(self._flipped)
+    def _in_image_axes(self, logits: Tensor) -> Tensor:
+        """Bring the axes of logits back to those of the image."""
+        return logits.permute(self._inverse_order).flip(self._flipped_axes)
 
 
-def _name_once(network: nn.Module) -> None:
-    """Leave one name to each layer: nnU-Net lists those of its encoder four times.
+def _remove_second_names(network: nn.Module) -> None:
+    """Leave one name to each layer, because a file of weights would hold it under all of them.
 
-    A file of weights would hold each of them.
+    In nnU-Net a layer of the encoder has four: two in its unit, and the encoder is also an
+    attribute of the decoder. Only the names are removed, not what the forward pass calls.
     """
     del network.decoder.encoder  # type: ignore[union-attr]
     for module in network.modules():

@@ -1,4 +1,4 @@
-"""Stage network: a network of any class, with what the framework knows of it."""
+"""Stage network: a network of any class, with the traits that the framework needs."""
 
 from collections.abc import Callable
 from typing import cast
@@ -12,12 +12,13 @@ from medseg.models.traits import Traits, outputs_of
 class StageNetwork(nn.Module):
     """A network of any class as the framework calls it: from an image to logits.
 
-    One network segments all regions of a fine stage: the caller mirrors right crops, so that both
-    sides look alike.
+    One network segments all regions of a fine stage: its caller mirrors the crops of the right
+    side, so that both sides look alike.
 
     Attributes:
-        traits: Divisor of the input size and names of the blocks.
+        traits: Divisor of the input size, names of the blocks and further traits.
         in_channels: Channels of the image.
+        networks: The network, in a list of one.
     """
 
     def __init__(
@@ -30,10 +31,10 @@ class StageNetwork(nn.Module):
         """Build the network.
 
         Args:
-            make_network: Function of the number of input channels that makes a network.
+            make_network: Makes a network for a number of input channels.
             in_channels: Channels of the image.
-            traits: What is known of the network; None = what it states itself, as
-                `medseg.models.unet.UNet` does.
+            traits: Traits of the network; None = those that it states itself by `divisor` and
+                `blocks()`, as `medseg.models.unet.UNet` does.
         """
         super().__init__()
         self.in_channels = in_channels
@@ -47,7 +48,7 @@ class StageNetwork(nn.Module):
 
     @property
     def network(self) -> nn.Module:
-        """The network itself."""
+        """The network that is wrapped."""
         return self.networks[0]
 
     @property
@@ -68,15 +69,15 @@ class StageNetwork(nn.Module):
         return outputs_of(self.network(image), self.training)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Name the blocks that can be recomputed."""
+        """Give the blocks that can be recomputed, by name."""
         return {name: self.network.get_submodule(name) for name in self.traits.blocks}
 
 
 class Logits(nn.Module):
-    """Network from an image (N, C, D, H, W) to logits (N, K, D, H, W) alone, for other programs.
+    """Network from an image (N, C, D, H, W) to one tensor of logits (N, K, D, H, W), for exports.
 
-    It calls the forward pass of the network's class, because that of the object may have been
-    replaced by another backend.
+    It calls the forward pass of the network's class, because another backend may have replaced that
+    of the object.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -87,6 +88,6 @@ class Logits(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         """Predict logits, without the further outputs of deep supervision."""
-        outputs = type(self.network).forward(self.network, image)
-        # Outside of training it is one tensor.
-        return cast(Tensor, outputs_of(outputs, is_training=False))
+        result = type(self.network).forward(self.network, image)
+        # Outside of training the outputs are one tensor.
+        return cast(Tensor, outputs_of(result, is_training=False))

@@ -1,10 +1,10 @@
 """Network adapter: channels, divisor, blocks and outputs of any network.
 
-They are found by tracing the network on the meta device.
-
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
-* Divisor of the input size: by the sizes of the features of a traced pass, verified by a second
-  pass.
+
+The others are found by tracing: a forward pass on the meta device, without values.
+
+* Divisor of the input size: by the sizes of the features, verified by a second trace.
 * Blocks that can be recomputed or placed on a device: modules that are called once, take tensors
   and return one tensor, have parameters, do not change their input, and keep tensors for the
   backward pass that neither their input nor their output holds.
@@ -18,7 +18,6 @@ import difflib
 import fnmatch
 import inspect
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +32,7 @@ from medseg.geometry.sizes import Shape
 
 T = TypeVar("T", bound=nn.Module)
 
+# Names of a constructor's arguments for the two numbers of channels, in order of preference.
 IN_CHANNELS = (
     "in_channels",
     "in_chans",
@@ -52,16 +52,16 @@ OUT_CHANNELS = (
     "out_ch",
     "classes",
 )
-# Sides of the cubes that a network is traced with, in voxels, until one fits.
-# The last are multiples of powers of 3, 5 and 7.
+# Sides of the cubes with which a network is traced, in voxels, until it accepts one. The last ones
+# are multiples of powers of 3, 5 and 7, for networks with such strides or windows.
 TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256, 144, 216, 324, 400, 336, 720, 560)
-# Small blocks are joined to one that keeps at most this share of the bytes that the network keeps
+# Small blocks are joined to larger ones of at most this share of the bytes that the network keeps
 # for the backward pass.
 MAX_BLOCK_SHARE = 1 / 3
 
 
 class Traits(NamedTuple):
-    """What the framework knows of a network.
+    """Properties of a network that the framework needs.
 
     Attributes:
         divisor: Required multiple of the input size, in voxels (z, y, x); 1 for a network with a
@@ -69,8 +69,8 @@ class Traits(NamedTuple):
         blocks: Names of the blocks, those that keep the most bytes for the backward pass first.
         fixed_size: The only input size of the network, (z, y, x); None = every multiple of the
             divisor.
-        has_unused: Whether weights of the network do not influence its outputs.
-        num_outputs: Outputs in training, several with deep supervision; None = unknown.
+        has_unused: Whether some weights of the network do not influence its outputs.
+        num_outputs: Number of outputs in training, several with deep supervision; None = unknown.
     """
 
     divisor: Shape
@@ -81,13 +81,14 @@ class Traits(NamedTuple):
 
     @property
     def small_size(self) -> Shape:
-        """A small input size, in voxels (D, H, W).
+        """A small input size, in voxels (D, H, W): the fixed one, or three times the divisor.
 
-        Below three multiples of the divisor, convolutions on a short axis may use another
-        precision.
+        Smaller features may be computed in another precision, see `medseg.models.blocks.Conv3d`.
         """
-        depth, height, width = self.fixed_size or (3 * step for step in self.divisor)
-        return depth, height, width
+        if self.fixed_size:
+            return self.fixed_size
+        z, y, x = self.divisor
+        return 3 * z, 3 * y, 3 * x
 
 
 def channel_arguments(
@@ -101,23 +102,26 @@ def channel_arguments(
         in_channels: Channels of the image.
         num_classes: Classes with the background.
 
+    Returns:
+        All arguments; those that are stated stay as they are.
+
     Raises:
         ValueError: If the arguments state other channels, or the class has no argument for them.
     """
     parameters = inspect.signature(network_class).parameters
-    # MONAI's networks have one class for two and three dimensions.
     added = {}
+    # MONAI's networks have one class for two and three dimensions.
     if "spatial_dims" in parameters:
         added["spatial_dims"] = 3
-    for names, number, noun in (
+    for known_names, number, noun in (
         (IN_CHANNELS, in_channels, "channels of the image"),
         (OUT_CHANNELS, num_classes, "classes"),
     ):
-        matches = [name for name in names if name in parameters]
+        matches = [name for name in known_names if name in parameters]
         if not matches:
             raise ValueError(
                 f"the constructor of {network_class.__name__} has no argument for the number of "
-                f"{noun} (one of {', '.join(names)}); wrap it in a class that has one"
+                f"{noun} (one of {', '.join(known_names)}); wrap it in a class that has one"
             )
         name = matches[0]
         if arguments.get(name, number) != number:
@@ -137,15 +141,15 @@ def find_traits(
     blocks: Sequence[str] | None = None,
     fixed_size: Shape | None = None,
 ) -> Traits:
-    """Find what the framework needs to know of a network.
+    """Find the traits of a network: as stated by the arguments or the network, else by tracing.
 
     Args:
         make_network: Makes the network; called on the meta device.
         in_channels: Channels of the image.
         num_classes: Channels of the logits.
-        divisor: Required multiple of the input size where it is stated.
-        blocks: Names or patterns of blocks where they are stated.
-        fixed_size: The only input size of the network where its arguments state one.
+        divisor: Required multiple of the input size if the configuration states it.
+        blocks: Names or patterns of blocks if the configuration states them.
+        fixed_size: The only input size of the network if its arguments state one.
 
     Raises:
         ValueError: If the network cannot be traced, returns other shapes, or a pattern matches no
@@ -153,9 +157,11 @@ def find_traits(
     """
     network = build_on_meta(make_network)
     if divisor is None:
-        stated = getattr(network, "divisor", None)
-        divisor = (stated, stated, stated) if isinstance(stated, int) else stated
-    # Only a method `blocks()` states the blocks; a list of modules may have this name too.
+        own_divisor = getattr(network, "divisor", None)
+        if isinstance(own_divisor, int):
+            own_divisor = (own_divisor, own_divisor, own_divisor)
+        divisor = own_divisor
+    # A network states its blocks by a method `blocks()`; a list of modules may have this name too.
     states_blocks = inspect.ismethod(getattr(network, "blocks", None))
     if blocks is None and divisor is not None and states_blocks:
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
@@ -164,19 +170,18 @@ def find_traits(
     except _UntraceableError:
         if divisor is None or blocks is None:
             raise
-        names = _matching(network, blocks)
+        names = _match_names(network, blocks)
         # Without a trace it is not known whether all weights are used: assume that some are not.
         return Traits(divisor, tuple(names), fixed_size, has_unused=True)
-    if divisor is not None and fixed_size is None:
-        _verify_divisor(network, divisor, in_channels, num_classes)
     if divisor is None:
-        # A network may accept other sizes than the one that its arguments state.
+        # Even if the arguments state an only size, the network may accept others too.
         divisor, fixed_size = _find_divisor(network, trace, in_channels, shape, num_classes)
+    elif fixed_size is None:
+        _verify_divisor(network, divisor, in_channels, num_classes)
     if fixed_size:
         divisor = (1, 1, 1)
-    names = _find_blocks(network, trace) if blocks is None else _matching(network, blocks)
-    # Those that save the most memory come first.
-    names.sort(key=lambda name: -trace.interior_bytes(name))
+    names = _find_blocks(network, trace) if blocks is None else _match_names(network, blocks)
+    names.sort(key=trace.interior_bytes, reverse=True)
     outputs = outputs_of(trace.result, is_training=True)
     num_outputs = len(outputs) if isinstance(outputs, list) else 1
     return Traits(divisor, tuple(names), fixed_size, trace.has_unused(), num_outputs)
@@ -185,13 +190,14 @@ def find_traits(
 def outputs_of(result: Any, is_training: bool) -> Tensor | list[Tensor]:
     """Bring the result of a network to logits (N, K, D, H, W).
 
-    In training with deep supervision, they are a list of such.
-
     Args:
         result: A tensor; a list, tuple or mapping of tensors, the first at full resolution; or
             outputs stacked along the second axis (N, S, K, D, H, W), as MONAI's DynUNet returns
             them.
-        is_training: Whether all outputs are wanted; else the first one.
+        is_training: Whether all outputs of deep supervision are returned; else the first one.
+
+    Returns:
+        Logits; in training a list of them if there are several.
     """
     if isinstance(result, Tensor):
         outputs = list(result.unbind(1)) if result.ndim == 6 else [result]
@@ -209,30 +215,39 @@ class _UntraceableError(ValueError):
 
 
 class _Trace:
-    """One forward and backward pass on the meta device: calls of modules, and what autograd keeps.
+    """One forward pass on the meta device: calls of modules, and what autograd keeps.
+
+    Modules are named as in `named_modules`; the name of the network itself is empty. Storages are
+    numbers from `_storage_id`.
 
     Attributes:
-        calls: Number of calls by name of a module.
+        network: The network.
+        result: What it returned in training mode.
+        calls: Number of calls of each module.
         takes_and_returns: Names of the modules of which some call takes tensors, leaves them
             unchanged and returns one tensor; read only of modules that are called once.
-        feature_shapes: Sizes (D, H, W) of all five-dimensional results.
-        result_bytes: Bytes of a module's result by its name.
+        feature_shapes: Sizes (D, H, W) of all five-dimensional results of modules.
+        result_bytes: Bytes of the result of each module in `takes_and_returns`.
     """
 
     def __init__(self, network: nn.Module, image_shape: Sequence[int]) -> None:
+        """Trace a network on an image (N, C, D, H, W)."""
         self.network = network
         self.calls: dict[str, int] = defaultdict(int)
         self.takes_and_returns: set[str] = set()
         self.feature_shapes: list[Shape] = []
         self.result_bytes: dict[str, int] = {}
-        self._kept: dict[str, dict[int, int]] = defaultdict(dict)  # module: storage: bytes
-        self._outside: dict[str, set[int]] = {}  # module: storages of its inputs and of its result
-        # Kept alive, because another storage may get the address of a dead one.
+        # For each module, the bytes of each storage that autograd keeps for it.
+        self._kept_bytes: dict[str, dict[int, int]] = defaultdict(dict)
+        # For each module, the storages of its inputs and its result.
+        self._outside: dict[str, set[int]] = {}
+        # Kept alive, because another storage could get the address of a freed one.
         self._storages: list[torch.UntypedStorage] = []
-        self._active: list[str] = []
-        # Of each running module: its inputs, with their number of changes in place.
-        self._versions: list[list[tuple[Tensor, int]]] = []
-        self._weights = {
+        # Stacks of the modules that are running, the innermost last: their names, and their inputs
+        # with the version that each had.
+        self._running: list[str] = []
+        self._inputs: list[list[tuple[Tensor, int]]] = []
+        self._weight_storages = {
             tensor.untyped_storage()._cdata
             for tensor in (*network.parameters(), *network.buffers())
         }
@@ -248,16 +263,16 @@ class _Trace:
                 hook.remove()
 
     def interior_bytes(self, name: str) -> int:
-        """Bytes that autograd keeps for a module beside its inputs and its result.
+        """Count the bytes that autograd keeps for a module beside its inputs and its result.
 
         They are what recomputing the module saves.
         """
         outside = self._outside.get(name, set())
-        sizes = self._kept[name]
-        return sum(size for storage, size in sizes.items() if storage not in outside)
+        kept_bytes = self._kept_bytes[name]
+        return sum(size for storage, size in kept_bytes.items() if storage not in outside)
 
     def has_unused(self) -> bool:
-        """Whether some weights receive no gradient."""
+        """Whether some weights receive no gradient in a backward pass, which this runs."""
         with torch.device("meta"):
             # The gradient of the sum of all outputs reaches each weight that they depend on.
             total = torch.zeros(())
@@ -272,20 +287,20 @@ class _Trace:
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.calls[name] += 1
-            self._active.append(name)
+            self._running.append(name)
             inputs = _tensors_in((args, kwargs))
-            # The version counts the changes in place.
-            self._versions.append([(tensor, tensor._version) for tensor in inputs])
+            # The version of a tensor counts the changes in place.
+            self._inputs.append([(tensor, tensor._version) for tensor in inputs])
 
         def leave(_: nn.Module, __: Any, ___: Any, result: Any) -> None:
-            self._active.pop()
-            inputs = self._versions.pop()
+            self._running.pop()
+            inputs = self._inputs.pop()
             is_unchanged = all(tensor._version == version for tensor, version in inputs)
             if inputs and is_unchanged and isinstance(result, Tensor):
                 self.takes_and_returns.add(name)
                 self.result_bytes[name] = result.nbytes
             outside = [tensor for tensor, _ in inputs] + _tensors_in(result)
-            self._outside[name] = {self._storage(tensor) for tensor in outside}
+            self._outside[name] = {self._storage_id(tensor) for tensor in outside}
             if isinstance(result, Tensor) and result.ndim == 5:
                 depth, height, width = result.shape[2:]
                 self.feature_shapes.append((depth, height, width))
@@ -294,18 +309,19 @@ class _Trace:
         yield module.register_forward_hook(leave, with_kwargs=True)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd keeps for all modules that are running."""
-        storage = self._storage(tensor)
+        """Count a tensor that autograd keeps for all modules that are running."""
+        storage = self._storage_id(tensor)
         # Weights are in memory anyway. A storage that is kept several times counts once.
-        if storage not in self._weights:
-            for name in self._active:
-                self._kept[name][storage] = tensor.untyped_storage().nbytes()
+        if storage not in self._weight_storages:
+            for name in self._running:
+                self._kept_bytes[name][storage] = tensor.untyped_storage().nbytes()
         return tensor
 
-    def _storage(self, tensor: Tensor) -> int:
-        """Identify the storage of a tensor."""
-        self._storages.append(tensor.untyped_storage())
-        return self._storages[-1]._cdata
+    def _storage_id(self, tensor: Tensor) -> int:
+        """Identify the storage of a tensor by its address."""
+        storage = tensor.untyped_storage()
+        self._storages.append(storage)
+        return storage._cdata
 
 
 def _tensors_in(values: Any) -> list[Tensor]:
@@ -322,6 +338,9 @@ def _first_trace(
 ) -> tuple[_Trace, Shape]:
     """Trace a network with the first size that it accepts.
 
+    Returns:
+        The trace, and the size of its input, (D, H, W).
+
     Raises:
         _OutputError: If it returns something else than logits.
         _UntraceableError: If it fails on all sizes.
@@ -335,7 +354,7 @@ def _first_trace(
             _check_outputs(network, trace.result, shape, num_classes)
         except _OutputError:
             raise
-        # Whatever a foreign network raises for a size that it does not accept.
+        # A foreign network may raise anything for a size that it does not accept.
         except Exception as error:
             errors.append(error)
             continue
@@ -356,7 +375,7 @@ def _first_trace(
 
 
 def _cube(side: int, divisor: Shape | None) -> Shape:
-    """Size of a traced cube, rounded up to a stated divisor."""
+    """Give the size of a traced cube, each axis rounded up to a multiple of a stated divisor."""
     if divisor is None:
         return side, side, side
     depth, height, width = (step * math.ceil(side / step) for step in divisor)
@@ -364,7 +383,7 @@ def _cube(side: int, divisor: Shape | None) -> Shape:
 
 
 def _first_line(error: Exception) -> str:
-    """First line of a message, at most 150 characters."""
+    """Give the first line of a message, at most 150 characters."""
     lines = str(error).splitlines()
     return lines[0][:150] if lines else ""
 
@@ -378,7 +397,7 @@ class _SizeError(ValueError):
 
 
 def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: int) -> None:
-    """Refuse a result that is neither logits nor several of them, the first as large as the input.
+    """Refuse a result that is not logits, or several of them, the first as large as the input.
 
     Args:
         network: The network, for its name.
@@ -390,17 +409,22 @@ def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: i
         _OutputError: If the result holds anything else, such as features.
         _SizeError: If the logits have another size.
     """
-    values = list(result.values()) if isinstance(result, Mapping) else result
-    parts = values if isinstance(values, (list, tuple)) else [values]
+    if isinstance(result, Mapping):
+        result_parts = list(result.values())
+    elif isinstance(result, (list, tuple)):
+        result_parts = list(result)
+    else:
+        result_parts = [result]
+    # It stays empty if the result holds anything but tensors.
     outputs: list[Tensor] = []
-    if parts and all(isinstance(part, Tensor) for part in parts):
-        logits = outputs_of(values, is_training=True)
+    if result_parts and all(isinstance(part, Tensor) for part in result_parts):
+        logits = outputs_of(result, is_training=True)
         outputs = logits if isinstance(logits, list) else [logits]
     message = (
         f"{type(network).__name__} must return logits of shape {(1, num_classes, *shape)}, but "
         f"returned {_describe_result(result)}"
     )
-    expected = (1, num_classes)
+    expected = (1, num_classes)  # of the axes N and K
     are_logits = all(output.ndim == 5 and output.shape[:2] == expected for output in outputs)
     if not outputs or not are_logits:
         raise _OutputError(
@@ -412,11 +436,12 @@ def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: i
 
 
 def _check_evaluation(network: nn.Module, image_shape: Sequence[int], num_classes: int) -> None:
-    """Check the outputs in evaluation; a network that cannot be traced there is not checked."""
+    """Check the outputs in evaluation, unless the network cannot run without values there."""
     try:
         with torch.device("meta"), torch.no_grad():
             result = network.eval()(torch.zeros(tuple(image_shape)))
-    except Exception:  # whatever a foreign network raises without values
+    # A foreign network may raise anything.
+    except Exception:
         return
     depth, height, width = image_shape[2:]
     _check_outputs(network, result, (depth, height, width), num_classes)
@@ -436,10 +461,15 @@ def _describe_result(result: Any) -> str:
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
     """Refuse a stated divisor if the network does not accept an odd multiple of it."""
-    # About 40 voxels, and at least three multiples. An even multiple would prove less: it is also
-    # one of twice the divisor.
-    multiples = [max(3, math.ceil(40 / step) // 2 * 2 + 1) for step in divisor]
-    depth, height, width = map(operator.mul, multiples, divisor)
+    # About 40 voxels, and at least three multiples. Odd, because an even multiple of the divisor
+    # would not show that the network requires twice the divisor.
+    lengths = []
+    for step in divisor:
+        multiple = max(3, math.ceil(40 / step))
+        if multiple % 2 == 0:
+            multiple += 1
+        lengths.append(multiple * step)
+    depth, height, width = lengths
     try:
         trace = _Trace(network, (1, in_channels, depth, height, width))
         _check_outputs(network, trace.result, (depth, height, width), num_classes)
@@ -456,34 +486,47 @@ def _find_divisor(
 ) -> tuple[Shape, Shape | None]:
     """Find the divisor, or that only the traced size is accepted.
 
-    The reduction of the smallest features is the divisor, unless odd multiples of it fail.
+    The divisor is the reduction of the smallest features, or a small multiple of it, with which a
+    further trace succeeds.
+
+    Args:
+        network: The network.
+        trace: Its first trace.
+        in_channels: Channels of the image.
+        shape: Input size of that trace, (D, H, W).
+        num_classes: Channels of the logits.
+
+    Returns:
+        The divisor, and the fixed size: None, or `shape` if no divisor is found.
     """
     # Without the results of global pooling, whose size is one.
     feature_shapes = [features for features in trace.feature_shapes if max(features) > 1]
-    # How many times smaller the smallest features are, axis by axis.
+    # How many times smaller than the input the smallest features are, axis by axis.
     reductions = []
     for axis, length in enumerate(shape):
-        # Modules may hide their features in functions, or in two-dimensional images.
+        # No module may return features: a network can compute them in functions or in 2D.
         smallest = min((features[axis] for features in feature_shapes), default=length)
         reductions.append(round(length / smallest))
     # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
         depth, height, width = (reduction * factor for reduction in reductions)
-        # Odd multiples that differ between the axes; a larger divisor does not divide them.
-        tried = (5 * depth, 7 * height, 5 * width)
+        # Multiples by 5 and 7, which a divisor that is twice or three times as large does not
+        # divide. They differ, because a network may accept cubes alone.
+        tried_shape = (5 * depth, 7 * height, 5 * width)
         try:
-            result = _Trace(network, (1, in_channels, *tried)).result
-            _check_outputs(network, result, tried, num_classes)
-        except Exception:  # whatever a foreign network raises for a size that it does not accept
+            result = _Trace(network, (1, in_channels, *tried_shape)).result
+            _check_outputs(network, result, tried_shape, num_classes)
+        # A foreign network may raise anything for a size that it does not accept.
+        except Exception:
             continue
         return (depth, height, width), None
     return shape, shape
 
 
-def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
+def _match_names(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     """List the modules that match names or patterns such as `encoder.*`.
 
-    Those inside another match are left out.
+    A module inside another one that matches is left out.
 
     Raises:
         ValueError: If a pattern matches no module.
@@ -493,12 +536,13 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         matches = fnmatch.filter(names, pattern)
         if not matches:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            similar_names = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise ValueError(
                 f"blocks names {pattern!r}, which is no module of the network; "
-                f"similar names are {', '.join(near) or names[0]}"
+                f"similar names are {', '.join(similar_names) or names[0]}"
             )
         chosen += matches
+    # A name with such a prefix is inside a chosen module.
     prefixes = tuple(f"{name}." for name in chosen)
     return [name for name in names if name in chosen and not name.startswith(prefixes)]
 
@@ -506,20 +550,20 @@ def _matching(network: nn.Module, patterns: Sequence[str]) -> list[str]:
 def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
     """Choose the smallest modules worth recomputing.
 
-    Two kinds of modules around them are blocks in their place, while they keep a small share of the
-    bytes: a chain of them, and a module with only one of them inside.
+    A module takes the place of the blocks inside it if it keeps a small share of the bytes, and is
+    a chain of blocks or has only one block inside.
     """
     max_bytes = MAX_BLOCK_SHARE * trace.interior_bytes("")
-    # Each module once, by its first name.
+    # `named_modules` gives a module that occurs several times only its first name.
     names = {id(module): name for name, module in network.named_modules()}
-    chosen: dict[int, list[str]] = {}
+    blocks_by_module: dict[int, list[str]] = {}
 
     def choose(module: nn.Module) -> list[str]:
         """Choose the blocks within a module, or the module itself."""
-        if id(module) in chosen:
-            return chosen[id(module)]
+        if id(module) in blocks_by_module:
+            return blocks_by_module[id(module)]
         blocks: list[str] = []
-        # A chain consists of blocks, and of modules without any.
+        # A chain is a sequence of blocks and of modules without any.
         is_chain = isinstance(module, nn.Sequential)
         for child in module.children():
             child_blocks = choose(child)
@@ -533,17 +577,19 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
         # The whole network, whose name is empty, is no block.
         if name and may_replace and _saves_memory(name, module, trace):
             blocks = [name]
-        chosen[id(module)] = blocks
+        blocks_by_module[id(module)] = blocks
         return blocks
 
+    # Without duplicates, in order: a module may occur in several others.
     return list(dict.fromkeys(choose(network)))
 
 
 def _saves_memory(name: str, module: nn.Module, trace: _Trace) -> bool:
-    """Whether a module can be recomputed, and saves memory by it."""
+    """Whether a module can be recomputed, and recomputing it saves memory."""
     if trace.calls[name] != 1 or name not in trace.takes_and_returns:
         return False
-    # A single layer keeps its input and a few statistics: recomputing it saves nothing.
+    # At least half as many bytes as the result. A single layer keeps hardly more than its input, so
+    # recomputing it saves nothing.
     if 2 * trace.interior_bytes(name) < trace.result_bytes[name]:
         return False
     has_children = next(module.children(), None) is not None
@@ -551,10 +597,10 @@ def _saves_memory(name: str, module: nn.Module, trace: _Trace) -> bool:
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Exceptions for constructors on the meta device.
+    """Special cases of functions that constructors call on the meta device.
 
-    `torch.linspace` stays on the CPU, because constructors read schedules of dropout rates from it.
-    Draws in place do nothing: torch would load its compiler for them.
+    `torch.linspace` stays on the CPU, because constructors read dropout rates from its values.
+    Random values in place are not drawn, because torch would load its compiler for that.
     """
 
     def __torch_function__(
@@ -569,12 +615,12 @@ class _WithoutValues(TorchFunctionMode):
 
 
 def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) -> T:
-    """Make a network on the meta device: without memory and values.
+    """Make a network on the meta device, where its weights have no values and take no memory.
 
     Args:
         make_network: Makes the network.
-        may_compute: Whether a constructor that reads values runs on the CPU instead, from where the
-            network is moved.
+        may_compute: Whether a constructor that fails without values may run on the CPU instead; its
+            network is then moved to the meta device.
     """
     try:
         with torch.device("meta"), _WithoutValues():
@@ -582,5 +628,6 @@ def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) ->
     except (NotImplementedError, RuntimeError):
         if not may_compute:
             raise
+        # The weights that it draws do not change the random numbers of the caller.
         with torch.random.fork_rng(devices=[]):
             return make_network().to("meta")

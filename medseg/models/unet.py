@@ -1,6 +1,6 @@
 """UNet: a 3D network whose first level works at half resolution to save memory.
 
-With the stem `conv` it works at full resolution.
+With the stem `conv` the first level works at full resolution.
 """
 
 import math
@@ -24,16 +24,18 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
-# Largest number of planes of features that a head without refinement predicts at a time: few, for
-# small blocks of memory are used again (`medseg.memory.heap`). Equal parts of more than 8 planes
-# have at least 4 each; on fewer than 3, `Conv3d` computes in fp32.
+# Largest number of planes of features of which `Head` predicts the logits at a time. It is small,
+# because the allocator reuses only small blocks of memory (`medseg.memory.heap`). It is not
+# smaller, because equal parts of more than 8 planes then have at least 4 each: on fewer than 3,
+# `Conv3d` computes in fp32.
 PART_PLANES = 8
 
 
 class Stem(nn.Module):
-    """First unit: image (N, C, D, H, W) to `width` channels.
+    """First unit: from the image to `width` channels of the first level.
 
-    They are at half resolution unless the stem is `conv`.
+    They are at half resolution unless the stem is `conv`. `strided` halves by the stride of the
+    convolution, `space_to_depth` moves the voxels of each cell into channels first.
 
     Args:
         in_channels: Channels C of the image.
@@ -50,22 +52,21 @@ class Stem(nn.Module):
         super().__init__()
         self.cell = cell if stem == "space_to_depth" else POINT
         stride = cell if stem == "strided" else POINT
-        self.unit = ConvNormAct(
-            in_channels * math.prod(self.cell), width, kernel, norm=norm, stride=stride
-        )
+        cell_channels = in_channels * math.prod(self.cell)
+        self.unit = ConvNormAct(cell_channels, width, kernel, norm=norm, stride=stride)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Make the first features of an image (N, C, D, H, W)."""
+        """Make the features of the first level of an image (N, C, D, H, W)."""
         if self.cell != POINT:
             image = space_to_depth(image, self.cell)  # (N, 8C, D/2, H/2, W/2)
         return self.unit(image)
 
 
 class Up(nn.Module):
-    """Bring the deeper features to the channels and the size of a skip and add them to it.
+    """Bring the deeper features to the channels and the size of a skip, and add the skip.
 
-    The channels are reduced at the low resolution, where that costs an eighth. Repeating voxels
-    instead of interpolating keeps the backward pass deterministic on a GPU. Adding instead of
+    The channels are reduced at the low resolution, at an eighth of the cost. Voxels are repeated,
+    because the backward pass of an interpolation is not deterministic on a GPU. Adding instead of
     concatenating halves the input of the next block.
     """
 
@@ -75,17 +76,17 @@ class Up(nn.Module):
         self.scale_factor = tuple(map(float, stride))
 
     def forward(self, features: Tensor, skip: Tensor) -> Tensor:
-        """Add features (N, 2C, D, H, W) to a skip (N, C, 2D, 2H, 2W); axes of stride 1 stay."""
+        """Add a skip (N, C, 2D, 2H, 2W) to features (N, 2C, D, H, W); axes of stride 1 stay."""
         features = self.unit(features)  # (N, C, D, H, W)
         enlarged = F.interpolate(features, scale_factor=self.scale_factor, mode="nearest")
-        # CUDA's autocast repeats voxels in fp32, which would double the memory of the sum.
+        # CUDA's autocast interpolates in fp32, which would double the memory of the sum.
         return enlarged.to(features.dtype).add_(skip)
 
 
 class Head(nn.Module):
     """Logits at the resolution of the image.
 
-    At half resolution each feature voxel predicts eight voxels.
+    Features of half resolution predict the logits of all eight voxels of their cell.
     """
 
     def __init__(self, width: int, num_classes: int, *, cell: Shape) -> None:
@@ -95,10 +96,13 @@ class Head(nn.Module):
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
 
     def forward(self, features: Tensor, image: Tensor) -> Tensor:
-        """Predict logits (N, K, D, H, W) from features; the image (N, C, D, H, W) is ignored."""
+        """Predict logits (N, K, D, H, W) from features (N, width, d, h, w).
+
+        The image is not used; it is an argument because `RefiningHead` needs it.
+        """
         if self.cell == POINT:
             return self.conv(features)
-        # The number of parts would be a constant of a compiled graph.
+        # A compiled graph would be fixed to one number of parts, so to one depth.
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return depth_to_space(self.conv(features), self.cell)
         return self._logits_by_parts(features)
@@ -106,30 +110,31 @@ class Head(nn.Module):
     def _logits_by_parts(self, features: Tensor) -> Tensor:
         """Predict the logits of a few planes at a time, with the same result.
 
-        The cells of all planes would be as large as the logits, at the peak of a prediction.
+        The result of the convolution of all planes would be as large as the logits, and here a
+        prediction needs the most memory.
         """
         shape = [size * step for size, step in zip(features.shape[2:], self.cell, strict=True)]
-        parts = features.tensor_split(math.ceil(features.shape[2] / PART_PLANES), dim=2)
+        num_parts = math.ceil(features.shape[2] / PART_PLANES)
         logits: Tensor | None = None
         start = 0
-        for part in parts:
-            cells = depth_to_space(self.conv(part), self.cell)  # (N, K, d, H, W)
+        for part in features.tensor_split(num_parts, dim=2):
+            part_logits = depth_to_space(self.conv(part), self.cell)  # (N, K, d, H, W)
             if logits is None:
-                # The format of the convolution, which autocast chooses.
-                logits = cells.new_empty((*cells.shape[:2], *shape))
-            stop = start + cells.shape[2]
-            logits[:, :, start:stop] = cells
+                # Only now is the precision known, which autocast chooses.
+                logits = part_logits.new_empty((*part_logits.shape[:2], *shape))
+            stop = start + part_logits.shape[2]
+            logits[:, :, start:stop] = part_logits
             start = stop
         assert logits is not None, "features have a plane"
         return logits
 
 
 class RefiningHead(nn.Module):
-    """Logits from a few channels at full resolution: features of half resolution and the image.
+    """Logits by a few channels at full resolution, from features of half resolution and the image.
 
-    Each feature voxel gives the channels of its eight voxels, a convolution of the image is added,
-    and a last convolution crosses the borders of the cells. There is no norm: the features come
-    from one, and the image is normalised.
+    Each feature voxel gives `refine` channels to its eight voxels. A convolution of the image is
+    added to them, and a last convolution looks across the borders of the cells. There is no norm:
+    the features come from one, and the image is normalised.
     """
 
     def __init__(
@@ -159,8 +164,9 @@ class RefiningHead(nn.Module):
             features: Features (N, width, D/2, H/2, W/2).
             image: Image (N, C, D, H, W).
         """
-        voxels = depth_to_space(self.cells(features), self.cell)  # (N, refine, D, H, W)
-        return self.conv(self.activation(voxels.add_(self.detail(image))))
+        refined = depth_to_space(self.cells(features), self.cell)  # (N, refine, D, H, W)
+        refined = self.activation(refined.add_(self.detail(image)))
+        return self.conv(refined)
 
 
 class UNet(nn.Module):
@@ -199,19 +205,19 @@ class UNet(nn.Module):
             in_channels: Channels C of the image.
             num_classes: Classes K with the background.
             width: Channels of the first level.
-            depth: Downsamplings below the stem, >= 1; a stem that halves the resolution comes on
-                top.
+            depth: Downsamplings below the stem, >= 1, not counting a stem that halves the
+                resolution.
             block: `plain`, `residual` or `bottleneck`.
             blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the
                 finest on; a decoder level has one.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
-            norm: `instance`, `group`, `batch`, or without statistics over the field of view
-                `channel` and `affine`.
-            reduction: Divisor of a bottleneck's inner channels.
+            norm: `instance`, `group`, `batch`; or `channel` or `affine`, which have no statistics
+                over the field of view.
+            reduction: Channels of a bottleneck divided by those inside it.
             max_width: Largest number of channels of a level.
-            strides: Divisors 1 or 2 of z, y and x for a stem that halves and each downsampling
-                (`level_strides`); None = 2 everywhere.
+            strides: Strides 1 or 2 of z, y and x, of a stem that halves and of each downsampling,
+                see `level_strides`; None = 2 everywhere.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -229,7 +235,7 @@ class UNet(nn.Module):
                 f"num_classes counts the background and must be at least 2, got {num_classes}"
             )
         _check_stem(stem, refine)
-        counts = _block_counts(blocks_per_level, depth + 1)
+        block_counts = _block_counts(blocks_per_level, depth + 1)
         # A stem that halves the resolution has the first of the strides.
         num_stem_strides = 0 if stem == "conv" else 1
         if strides is None:
@@ -238,8 +244,8 @@ class UNet(nn.Module):
         widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         self.in_channels = in_channels
         self.divisor: tuple[int, int, int] = total_strides(strides)
-        # Kernel of each resolution, the image's first. A kernel depends on the stride to the next
-        # resolution; after the last one all axes count as divided.
+        # Kernel of each resolution, the image's first. It depends on the stride to the next
+        # resolution; the coarsest has none, and its kernel covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         self.cell: Shape = strides[0] if num_stem_strides else POINT
         # After space-to-depth the stem sees the resolution of the first level, else the image's.
@@ -253,24 +259,26 @@ class UNet(nn.Module):
             cell=self.cell,
         )
         make = partial(make_block, block, norm=norm, reduction=reduction)
-        downs = strides[num_stem_strides:]
+        # Those of level 0, 1, … and the stride from each level to the next.
         level_kernels = kernels[num_stem_strides:]
+        down_strides = strides[num_stem_strides:]
+        # The order of the parts decides which random weights each of them gets.
         self.encoder = nn.ModuleList()
         for level, channels in enumerate(widths):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             if level > 0:
-                # 2x2x2 with stride 2 does 8/27 of the arithmetic of 3x3x3 with stride 2; the blocks
-                # mix neighbours.
-                stride = downs[level - 1]
+                # The kernel is as large as the stride. 2x2x2 has 8/27 of the arithmetic of 3x3x3,
+                # and the blocks mix neighbours anyway.
+                stride = down_strides[level - 1]
                 layers["down"] = ConvNormAct(
                     widths[level - 1], channels, stride, norm=norm, stride=stride
                 )
-            for number in range(counts[level]):
+            for number in range(block_counts[level]):
                 layers[f"block{number}"] = make(channels, kernel=level_kernels[level])
             self.encoder.append(nn.Sequential(layers))
         self.decoder = nn.ModuleList()
         for level in range(depth):
-            up = Up(widths[level + 1], widths[level], norm=norm, stride=downs[level])
+            up = Up(widths[level + 1], widths[level], norm=norm, stride=down_strides[level])
             block0 = make(widths[level], kernel=level_kernels[level])
             self.decoder.append(nn.ModuleDict({"up": up, "block0": block0}))
         self.head: Head | RefiningHead
@@ -311,7 +319,7 @@ class UNet(nn.Module):
         # The features of the deepest level are no skip.
         skips.pop()
         for level in reversed(self.decoder):
-            # Without a gradient, popping frees the skip as soon as it is used.
+            # Popped, so that a prediction frees each skip as soon as it is used.
             features = level["up"](features, skips.pop())  # type: ignore[index]
             features = level["block0"](features)  # type: ignore[index]
         return self.head(features, image)
@@ -319,8 +327,9 @@ class UNet(nn.Module):
     def blocks(self) -> dict[str, nn.Module]:
         """Name the blocks that can be recomputed, those that save the most bytes first.
 
-        They are the whole network, except a head that does not refine, which saves only its input.
-        A name begins with its level (`encoder.0`, `decoder.0`, …); level 0 is the finest.
+        They are the whole network except for a plain `Head`, where recomputing saves nothing
+        because it keeps only its input. A name begins with its level (`encoder.0`, `decoder.0`, …);
+        level 0 is the finest.
         """
         blocks: dict[str, nn.Module] = {}
         # A refining head works at full resolution and saves the most.
@@ -356,14 +365,15 @@ def _check_stem(stem: str, refine: int) -> None:
     """
     if stem not in STEMS:
         raise ValueError(f"stem must be one of {STEMS}, got {stem!r}")
-    if refine < 0 or (refine and stem == "conv"):
+    is_full_resolution = stem == "conv"
+    if refine < 0 or (refine and is_full_resolution):
         raise ValueError(
             f"refine must be 0 with the stem conv, else at least 0, got {refine} with {stem}"
         )
 
 
 def _block_counts(blocks_per_level: int | tuple[int, ...], num_levels: int) -> tuple[int, ...]:
-    """Number of blocks of each encoder level, the finest first.
+    """Give the number of blocks of each encoder level, the finest first.
 
     Raises:
         ValueError: If their number is wrong, or a level has none.
@@ -395,7 +405,8 @@ def _check_strides(strides: Strides, num_strides: int) -> None:
 def _kernel(stride: Shape) -> Shape:
     """Choose the kernel of a resolution by the stride to the next one.
 
-    Along an axis that is not divided yet its size is 1: the neighbours are too far away.
+    Along an axis of stride 1 its size is 1: the voxels are still too far apart there, see
+    `level_strides`.
     """
     z, y, x = (3 if step == 2 else 1 for step in stride)
     return z, y, x

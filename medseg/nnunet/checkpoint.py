@@ -15,27 +15,28 @@ from medseg.errors import UserError
 from medseg.weights.checks import check_tensors
 from medseg.weights.files import load_checkpoint
 
-# The logger of nnU-Net keeps NumPy numbers. None of these types executes anything when it is read.
-# The two names of `scalar` are those of NumPy 2 and of NumPy 1.
-NUMBER = np._core.multiarray.scalar  # type: ignore[attr-defined]
+# Types that a checkpoint may hold beside tensors, because the logger of nnU-Net keeps NumPy
+# numbers. None of them executes anything when it is read. A pickle names the function `scalar`
+# after the module of NumPy 2 or of NumPy 1.
+SCALAR = np._core.multiarray.scalar  # type: ignore[attr-defined]
 NUMPY_TYPES = [
-    (NUMBER, "numpy._core.multiarray.scalar"),
-    (NUMBER, "numpy.core.multiarray.scalar"),
+    (SCALAR, "numpy._core.multiarray.scalar"),
+    (SCALAR, "numpy.core.multiarray.scalar"),
     np.dtype,
     np.dtypes.Float64DType,
     np.dtypes.Float32DType,
     np.dtypes.Int64DType,
 ]
-WEIGHTS = "network_weights"
+WEIGHTS = "network_weights"  # key of the weights in a checkpoint
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a prediction needs of a checkpoint.
+    """The part of a checkpoint that a prediction needs.
 
     Attributes:
         weights: Weights by name; their bytes stay in the file until they are used.
-        mirror_axes: Axes of the transposed array along which nnU-Net mirrors; none where the
+        mirror_axes: Spatial axes of the network's input along which nnU-Net mirrors; none if the
             trainer did not mirror.
         trainer: Class name of the trainer; any is accepted.
     """
@@ -53,7 +54,7 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
         source: Key and value of the user, for messages.
 
     Raises:
-        UserError: If it is missing, damaged, holds other Python objects, or is none of nnU-Net.
+        UserError: If it is missing, damaged, holds other Python objects, or is not of nnU-Net.
     """
     content = load_checkpoint(path, source, NUMPY_TYPES, "nnU-Net")
     weights = content.get(WEIGHTS)
@@ -70,22 +71,25 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out further names of one tensor: nnU-Net's encoder is listed four times."""
-    distinct: dict[Any, tuple[str, Any]] = {}
+    """Leave out further names of one tensor, which `check_tensors` would refuse as shared.
+
+    nnU-Net lists the layers of its encoder under four names.
+    """
+    first_names: dict[Any, tuple[str, Any]] = {}
     for name, value in weights.items():
-        # One place in memory, read in one way, is one tensor.
         key: Any = name
         if isinstance(value, Tensor) and value.layout is torch.strided:
+            # The same memory, read in the same way.
             key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-        distinct.setdefault(key, (str(name), value))
-    return dict(distinct.values())
+        first_names.setdefault(key, (str(name), value))
+    return dict(first_names.values())
 
 
 def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    """Axes of `inference_allowed_mirroring_axes`, which older checkpoints lack.
+    """Read `inference_allowed_mirroring_axes`; none where an older checkpoint lacks them.
 
     Raises:
-        UserError: If they are no axes.
+        UserError: If they are not distinct axes.
     """
     axes = content.get("inference_allowed_mirroring_axes")
     if axes is None:

@@ -1,7 +1,7 @@
 """Ensemble of nnU-Net's configurations: the mean of their probabilities at the scan's resolution.
 
-As `nnUNetv2_ensemble` of results with `--save_probabilities`, but plane by plane: the logits of
-each model lie in a temporary file at the spacing of its network.
+It gives the labels of `nnUNetv2_ensemble` on results with `--save_probabilities`, but works plane
+by plane: the logits of each model lie in a temporary file at the spacing of its network.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from medseg.nnunet.model import (
     PREPARE,
     PREVIOUS,
     SEGMENT,
-    Expected,
-    Held,
+    ExpectedCost,
     NnunetModel,
+    StepArray,
 )
 from medseg.nnunet.plan import NnunetPlan
 from medseg.nnunet.planes import Planes
 from medseg.task import Task
 
-AVERAGE = "average"
-# Logits, probabilities and their sum, float32.
+AVERAGE = "average"  # the last step
+# Planes (K, H, W) of float32 in memory at a time: logits, probabilities and their sum.
 PROBABILITY_PLANES = 3
 
 
@@ -48,31 +48,31 @@ class NnunetEnsemble(CombinedModel):
     def __post_init__(self) -> None:
         first = self.parts[0]
         for member in self.parts[1:]:
-            for what, of_first, own in (
+            for property_name, first_value, member_value in (
                 ("labels", first.plan.labels, member.plan.labels),
                 ("channels", len(first.plan.channels), len(member.plan.channels)),
                 ("order of axes", first.plan.transpose, member.plan.transpose),
                 ("orientation", first.orientation, member.orientation),
             ):
-                if of_first != own:
+                if first_value != member_value:
                     raise UserError(
                         f"ensemble=true: {first.folder.path} and {member.folder.path} differ in "
-                        f"their {what}; give configurations of one data set"
+                        f"their {property_name}; give configurations of one data set"
                     )
 
     @property
     def task(self) -> Task:
-        """Labels and channels, which are the same for all."""
+        """Labels and channels, which are the same for all members."""
         return self.parts[0].task
 
     @property
     def steps(self) -> list[str]:
-        """Steps of all members with their numbers, and the mean."""
+        """Names of the steps of all members, with their numbers, and of the mean."""
         return [*super().steps, AVERAGE]
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Checksums of the configurations of all members with their numbers."""
+        """Checksums of the checkpoints of all members, below their numbers."""
         return {f"ensemble_{name}": files for name, files in super().checkpoints.items()}
 
     @property
@@ -93,34 +93,39 @@ class NnunetEnsemble(CombinedModel):
         """Memory of a pass of the largest network."""
         return max(member.usual_pass_bytes for member in self.parts)
 
-    def expected(self, grid: VoxelGrid) -> Expected:
-        """Expect the cost of a case by the header of its scan; see `NnunetModel.expected`."""
-        memory: dict[str, list[Held]] = {}
-        stored: list[Held] = []
-        cost = 0.0
+    def expected(self, grid: VoxelGrid) -> ExpectedCost:
+        """Compute the cost of a case from the header of its scan; see `NnunetModel.expected`."""
+        memory: dict[str, list[StepArray]] = {}
+        # Logits of the members before, which are kept until the mean.
+        stored: list[StepArray] = []
+        other_time = 0.0
         operations = 0.0
+        num_heads = self.plan.labels.num_heads
         for number, member in enumerate(self.parts, start=1):
-            part = member.expected_logits(grid)
+            logits_cost = member.expected_logits(grid)
             if member.previous is not None:
-                before = member.previous.expected(grid)
-                memory[self.step_name(number, PREVIOUS)] = stored + before.memory[SEGMENT]
-                cost += before.cost
-                operations += before.operations
-            logits = Held(member.logits_bytes(grid))
+                previous_cost = member.previous.expected(grid)
+                memory[self.step_name(number, PREVIOUS)] = stored + previous_cost.memory[SEGMENT]
+                other_time += previous_cost.other_time
+                operations += previous_cost.operations
+            logits = StepArray(member.logits_bytes(grid))
+            # Larger ones are a file in any case, see `NnunetModel.store_logits`.
             if logits.num_bytes > MAX_FOLDS_BYTES:
-                logits = Held(0)  # they are a file
-            memory[self.step_name(number, PREPARE)] = stored + part.memory[PREPARE]
-            memory[self.step_name(number, SEGMENT)] = [*stored, *part.memory[SEGMENT], logits]
+                logits = StepArray(0)
+            segment = logits_cost.memory[SEGMENT]
+            memory[self.step_name(number, PREPARE)] = stored + logits_cost.memory[PREPARE]
+            memory[self.step_name(number, SEGMENT)] = [*stored, *segment, logits]
             stored = [*stored, logits]
-            num_logits = self.plan.labels.num_heads * math.prod(grid.shape)
-            cost += part.cost + EXACT_TIME * num_logits
-            operations += part.operations
+            # The mean interpolates the logits of each member at all voxels of the scan.
+            num_scan_logits = num_heads * math.prod(grid.shape)
+            other_time += logits_cost.other_time + EXACT_TIME * num_scan_logits
+            operations += logits_cost.operations
         shape = self.parts[0].turned_grid(grid).shape
         _, y, x = self.plan.transpose
-        plane = 4 * self.plan.labels.num_heads * shape[y] * shape[x]
-        labels = Held(math.prod(shape), waits=grid.is_axial)
-        memory[AVERAGE] = [*stored, labels, Held(PROBABILITY_PLANES * plane)]
-        return Expected(memory, cost, operations)
+        plane_bytes = 4 * num_heads * shape[y] * shape[x]
+        labels = StepArray(math.prod(shape), waits=grid.is_axial)
+        memory[AVERAGE] = [*stored, labels, StepArray(PROBABILITY_PLANES * plane_bytes)]
+        return ExpectedCost(memory, other_time, operations)
 
     def segment(
         self,
@@ -130,12 +135,19 @@ class NnunetEnsemble(CombinedModel):
         on_step: Callable[[str], None] | None = None,
         keep_probabilities: bool = False,
     ) -> Segmentation:
-        """Segment one scan: the logits of each member in turn, then the mean; see `NnunetModel`.
+        """Segment one scan: compute the logits of each member in turn, then the labels by the mean.
+
+        Args:
+            volume: See `NnunetModel.segment`.
+            more_channels: See `NnunetModel.segment`.
+            on_step: See `NnunetModel.segment`.
+            keep_probabilities: See `NnunetModel.segment`.
 
         Raises:
             UserError: If a plan does not fit the scan.
         """
         assert not keep_probabilities, "`save` refuses them"
+        # The labels are set in the last step.
         result = Segmentation(np.empty(0))
         stored: list[tuple[Tensor, Planes]] = []
         for number in range(1, len(self.parts) + 1):
@@ -143,6 +155,7 @@ class NnunetEnsemble(CombinedModel):
             stored.append((logits, planes))
         with timed_step(result.durations_s, on_step, AVERAGE):
             result.labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
+            # The box of the last member, which is that of all.
             labels = self.parts[0].crop_of(result.labels, box, volume.grid)
             average_planes(stored, self.plan.labels.region_values, labels)
         result.measure(volume.grid, self.task)
@@ -156,30 +169,32 @@ class NnunetEnsemble(CombinedModel):
         result: Segmentation,
         on_step: Callable[[str], None] | None,
     ) -> tuple[Tensor, Planes, VoxelBox]:
-        """Run the networks of a member; nothing but its logits stays.
+        """Run the networks of a member; only its logits are kept.
 
         Args:
-            number: Its number, from 1 on.
+            number: Number of the member, from 1 on.
             volume: See `segment`.
             more_channels: See `segment`.
-            result: Receives durations, tiles and findings.
+            result: Receives durations, tiles and findings of the member.
             on_step: See `segment`.
 
         Returns:
-            Its logits, their resampling, and the crop of the scan, which is that of all members.
+            Its logits, their resampling, and the crop of the scan. The crop depends on the scan
+            alone, so that of all members is the same.
         """
         member = self.parts[number - 1]
-        part = Segmentation(np.empty(0))
+        # It never has labels, only durations and tiling plans.
+        member_result = Segmentation(np.empty(0))
         announce = self.announced(number, on_step)
-        prepared = member.prepare_scan(volume, more_channels, part, announce)
+        prepared = member.prepare_scan(volume, more_channels, member_result, announce)
         planes = member.planes_of(prepared)
         seconds_before = member.watch.seconds
-        with timed_step(part.durations_s, announce, SEGMENT):
+        with timed_step(member_result.durations_s, announce, SEGMENT):
             logits = member.store_logits(prepared)
-        part.pass_s += member.watch.seconds - seconds_before
-        part.tiling_plans[SEGMENT] = member.described_passes()
-        self.note_part(number, part, result)
-        name = member.folder.path.name
-        found = member.findings_of(volume.grid)
-        result.findings += [finding.within(name) for finding in found]
+        member_result.pass_s += member.watch.seconds - seconds_before
+        member_result.tiling_plans[SEGMENT] = member.described_passes()
+        self.note_part(number, member_result, result)
+        folder_name = member.folder.path.name
+        findings = member.findings_of(volume.grid)
+        result.findings += [finding.within(folder_name) for finding in findings]
         return logits, planes, prepared.box

@@ -1,4 +1,8 @@
-"""Model folder of nnU-Net: where its files are, in a folder or in the zip file of its export."""
+"""Model folder of nnU-Net: finds and reads its files, in a folder or in the zip of its export.
+
+A model folder is called `<trainer>__<plans>__<configuration>`, and holds `plans.json`,
+`dataset.json` and a folder `fold_<k>` with a checkpoint for each fold.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +20,18 @@ from medseg.io.scratch import scratch_folder
 from medseg.io.text import read_json
 from medseg.nnunet.plan import SUPPORTED, NnunetPlan, PlanError, configurations_of, read_plan
 
-PLANS, DATASET = "plans.json", "dataset.json"
-# Checkpoints of a fold; the first that is there is taken.
+PLANS = "plans.json"
+DATASET = "dataset.json"
+# Names of a fold's checkpoint, in order of preference.
 CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
 
 FOLD = re.compile(r"fold_(\d+|all)")
-# Files of version 1, and results of a search that only a pickle states; neither is opened.
+# Pickles, which are never opened: the plans of version 1, and the choice of a post-processing.
 VERSION_1 = "plans.pkl"
 POSTPROCESSING = "postprocessing.pkl"
-# Files of a zip file that are unpacked; the last two only tell what is there.
+# Names of the files of a zip file that are unpacked. The pickles only show what the model is.
 UNPACKED = (PLANS, DATASET, *CHECKPOINTS, VERSION_1, POSTPROCESSING)
-# How far a model folder may lie below the folder that is given: nnU-Net writes
+# Number of levels below the given folder at which a model folder is found: nnU-Net writes
 # `<results>/<data set>/<model folder>`, and its zip files hold `<data set>/<model folder>`.
 MAX_DEPTH = 2
 
@@ -36,11 +41,12 @@ class ModelFolder:
     """Files of one configuration.
 
     Attributes:
-        path: The folder.
-        plan: Its plan.
+        path: The model folder.
+        plan: Plan of its configuration.
         checkpoints: Name of each fold (`0`, …, `all`) to its checkpoint.
-        notes: What the run says about the folder, a sentence each.
-        unpacked: Keeps the files of a zip file until they are not needed any more.
+        notes: Sentences about the folder that a run reports.
+        unpacked: Temporary folder of a zip file, which is removed with this object; None without a
+            zip file.
     """
 
     path: Path
@@ -56,12 +62,14 @@ def open_model_folder(
     """Find and read the plan and the checkpoints of a model folder.
 
     Args:
-        path: `<trainer>__<plans>__<configuration>`, a folder above it, or a zip file of such.
-        folds: Names of the folds to use; None = all that have a checkpoint.
+        path: A model folder, a folder above it, or a zip file of such.
+        folds: Names of the folds to use; None = all that have a checkpoint, without `all` if there
+            are others.
         key: The key that gave the path, for messages.
 
     Raises:
-        UserError: If something is missing, damaged, not supported, or there is a choice.
+        UserError: If something is missing, damaged or not supported, or the path holds several
+            models.
     """
     source = f"{key}={path}"
     unpacked = None
@@ -78,19 +86,21 @@ def open_model_folder(
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a path is a model folder of nnU-Net, or is above one."""
+    """Whether a path is a model folder of nnU-Net, or a folder above one."""
     return bool(_folders_with(path, PLANS))
 
 
 def open_fold(path: Path, key: str) -> ModelFolder:
-    """Open a model folder with the checkpoint of one fold: the first, or the one that is named.
+    """Open a model folder with the checkpoint of one fold, by which a training begins.
+
+    It is the fold that the path names, else the first one.
 
     Args:
         path: As for `open_model_folder`, or the folder `fold_<k>` in a model folder.
         key: The key that gave the path, for messages.
 
     Raises:
-        UserError: As `open_model_folder`.
+        UserError: As `open_model_folder`, or if the network is 2D or a second stage.
     """
     match = FOLD.fullmatch(path.name)
     if match and path.is_dir():
@@ -125,20 +135,21 @@ def previous_folder(
     path = folder.path.with_name(f"{trainer_and_plans}__{name}")
     if not path.is_dir():
         cure = "copy it there"
-        # The folder of a zip file is a temporary one: nothing can be copied there.
+        # A zip file is unpacked to a temporary folder, where a user can copy nothing.
         if folder.unpacked is not None:
             cure = f"export {name} and {folder.plan.configuration} into one zip file"
         raise UserError(
             f"weights={given_path}: {folder.plan.configuration} goes on from the labels of "
             f"{name}, but {path.name} is not beside it; {cure}"
         )
+    # The temporary folder is kept as long as either stage needs it.
     return replace(open_model_folder(path, folds, "weights"), unpacked=folder.unpacked)
 
 
 def is_start(path: Path) -> bool:
-    """Whether `open_fold` may open a path: a model folder, one of its folds, or a zip file.
+    """Whether a training can start from a path by `open_fold`.
 
-    A zip file is judged by its name alone: it is opened once it is used.
+    It can from a model folder, one of its folds, or a zip file, which is judged by its name alone.
     """
     is_fold = FOLD.fullmatch(path.name) is not None and (path.parent / PLANS).is_file()
     is_zip = path.is_file() and path.suffix.lower() == ".zip"
@@ -147,39 +158,39 @@ def is_start(path: Path) -> bool:
 
 def _folders_with(top: Path, file: str) -> list[Path]:
     """List the folders that hold a file, from the top down to `MAX_DEPTH` folders below it."""
-    holders: list[Path] = []
+    folders_with_file: list[Path] = []
     level = [top]
     for _ in range(MAX_DEPTH + 1):
         next_level: list[Path] = []
         for folder in level:
             # In a folder without permission, such as `lost+found`, the functions of `os.path`
-            # answer no, where those of `Path` raise.
+            # return False, where those of `Path` raise.
             if os.path.isfile(folder / file):
-                holders.append(folder)
+                folders_with_file.append(folder)
             next_level += filter(os.path.isdir, _children(folder))
-        # The order of the file system is any.
+        # Sorted, because file systems list folders in any order.
         level = sorted(next_level)
-    return holders
+    return folders_with_file
 
 
 def _children(folder: Path) -> list[Path]:
-    """List what a folder holds; nothing where it cannot be read."""
+    """List the files and folders in a folder; none if there is no permission to read it."""
     try:
         return list(folder.iterdir())
-    except OSError:  # without permission to read it
+    except OSError:
         return []
 
 
 def _pick_folder(top: Path, path: Path, key: str) -> Path:
-    """Choose the folder of a configuration that is supported; refuse where several are.
+    """Choose the only model folder whose configuration is supported.
 
     Args:
         top: Folder to search: `path`, or the temporary folder of a zip file.
-        path: What the user gave.
-        key: The key that gave it.
+        path: Path that the user gave, for messages.
+        key: The key that gave it, for messages.
 
     Raises:
-        UserError: With the folders that there are.
+        UserError: If there is none, or several; the message lists them.
     """
     source = f"{key}={path}"
     folders = _folders_with(top, PLANS)
@@ -194,8 +205,8 @@ def _pick_folder(top: Path, path: Path, key: str) -> Path:
             f"nor the {PLANS} of nnU-Net up to {MAX_DEPTH} folders below; "
             "give the folder that holds it"
         )
-    # What is not supported is refused with its reason only where there is nothing else.
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
+    # Without a supported one, another is chosen, and is then refused with the reason.
     candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
@@ -210,23 +221,23 @@ def _without_first_stages(folders: Sequence[Path]) -> list[Path]:
     """Leave out the first stage of a cascade where its second stage lies beside it."""
     remaining = []
     for folder in folders:
-        second = folder.with_name(folder.name.replace("__3d_lowres", "__3d_cascade_fullres"))
-        # Without `__3d_lowres` in its name, a folder is no first stage.
-        if second == folder or second not in folders:
+        second_name = folder.name.replace("__3d_lowres", "__3d_cascade_fullres")
+        is_first_stage = second_name != folder.name
+        if not is_first_stage or folder.with_name(second_name) not in folders:
             remaining.append(folder)
     return remaining
 
 
 def _configuration_of(folder: Path) -> str:
-    """Last part of `<trainer>__<plans>__<configuration>`."""
+    """Read the name of a configuration from that of its folder."""
     return folder.name.rsplit("__", 1)[-1]
 
 
 def _read_plan(folder: Path, source: str) -> NnunetPlan:
-    """Read the plan of the configuration that the folder is named after.
+    """Read the plan of the configuration that a folder is named after.
 
     Raises:
-        UserError: If it is damaged, not supported, or the name of the folder names none.
+        UserError: If it is damaged or not supported, or the folder is not named after one.
     """
     if not (folder / DATASET).is_file():
         raise UserError(f"{source}: {DATASET} is missing in {folder.name}; copy the folder again")
@@ -235,8 +246,9 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
     try:
         name = _configuration_of(folder)
         supported = [listed for listed in configurations_of(plans) if listed in SUPPORTED]
-        # A folder that was renamed still tells its configuration where there is no choice.
-        if "__" not in folder.name and len(supported) == 1:
+        # Of a folder that was renamed, it is known if the plans have only one.
+        is_renamed = "__" not in folder.name
+        if is_renamed and len(supported) == 1:
             name = supported[0]
         return read_plan(plans, dataset, name)
     except PlanError as error:
@@ -244,26 +256,34 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
 
 
 def _notes(folder: Path, checkpoints: dict[str, Path]) -> tuple[str, ...]:
-    """Say what of a folder was not used, and what was taken in place of what is missing."""
+    """Report which files of a folder are not used, and which are used in place of missing ones."""
     notes: list[str] = []
-    # It lies in `crossval_results_folds_…`. What lies beside the folder belongs to other models.
+    # In `crossval_results_folds_…` below the model folder, where nnU-Net writes it.
     if _folders_with(folder, POSTPROCESSING):
         notes.append(
             f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
             "code; the labels are those before it"
         )
     final, best = CHECKPOINTS
-    folds = [name for name, file in checkpoints.items() if file.name == best]
-    if folds:
-        notes.append(f"fold {', '.join(folds)}: {best}, since {final} is missing")
+    folds_with_best = [name for name, file in checkpoints.items() if file.name == best]
+    if folds_with_best:
+        notes.append(f"fold {', '.join(folds_with_best)}: {best}, since {final} is missing")
     return tuple(notes)
 
 
 def _choose_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) -> dict[str, Path]:
-    """Choose the checkpoints of the folds that were asked for, or of all.
+    """Choose the checkpoints of the folds that were asked for, or of all folds.
+
+    Args:
+        folder: The model folder.
+        folds: See `open_model_folder`.
+        source: Key and value of the user, for messages.
+
+    Returns:
+        Name of each fold to its checkpoint.
 
     Raises:
-        UserError: If a fold that was asked for has none, or none has one.
+        UserError: If a fold that was asked for has no checkpoint, or no fold has one.
     """
     present = _find_checkpoints(folder)
     if folds is None:
@@ -272,7 +292,7 @@ def _choose_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) 
                 f"{source}: expected {CHECKPOINTS[0]} in fold_0, fold_1, … of {folder.name}, but "
                 "no fold has one; copy the folder again"
             )
-        # A network of all data is no part of a cross-validation: nnU-Net takes the folds alone.
+        # As in nnU-Net, the network of all data is not averaged with those of the folds.
         if len(present) > 1:
             present.pop("all", None)
         return present
@@ -300,7 +320,7 @@ def _find_checkpoints(folder: Path) -> dict[str, Path]:
 
 
 def _fold_order(child: Path) -> tuple[int, str]:
-    """Sort key of a fold: by its number, and `fold_all` last."""
+    """Sort key of folds: by their number, and `fold_all` after all numbers."""
     number = child.name.removeprefix("fold_")
     if number.isdecimal():
         return int(number), child.name
@@ -308,13 +328,20 @@ def _fold_order(child: Path) -> tuple[int, str]:
 
 
 def _unpack(path: Path, source: str) -> tempfile.TemporaryDirectory[str]:
-    """Unpack plans, data sets and checkpoints of a zip file into a temporary folder.
+    """Unpack the files `UNPACKED` of a zip file into a temporary folder.
 
-    The folder is removed with the object. Checksums are compared on the way; other files stay
-    packed.
+    Their checksums are compared meanwhile.
+
+    Args:
+        path: The zip file.
+        source: Key and value of the user, for messages.
+
+    Returns:
+        The temporary folder, which is removed with this object.
 
     Raises:
-        UserError: If it cannot be read, is no whole zip file, or a name leads out of it.
+        UserError: If the file cannot be read, is not a whole zip file, or holds a name that leads
+            out of the folder.
     """
     try:
         file = path.open("rb")
@@ -326,11 +353,11 @@ def _unpack(path: Path, source: str) -> tempfile.TemporaryDirectory[str]:
     try:
         with file, zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
-                # A zip file has forward slashes on every system.
-                name = PurePosixPath(member.filename)
-                if name.name not in UNPACKED:
+                # The names in a zip file have forward slashes on every system.
+                member_path = PurePosixPath(member.filename)
+                if member_path.name not in UNPACKED:
                     continue
-                if name.is_absolute() or ".." in name.parts:
+                if member_path.is_absolute() or ".." in member_path.parts:
                     raise UserError(
                         f"{source}: its part {member.filename[:100]!r} leads out of the zip file; "
                         "take another copy"

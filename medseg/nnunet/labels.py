@@ -1,7 +1,8 @@
-"""Labels from finished planes of logits: folds averaged, logits resampled, the largest head taken.
+"""Labels from finished planes of logits: averages folds, resamples logits, takes the largest head.
 
-No array of heads × scan is in memory: with one fold a plane is reduced as soon as the planes beside
-it are there; with several the logits at the network's spacing lie in a temporary file.
+The logits of all heads and voxels of the scan are never in memory. With one fold, a plane becomes
+labels as soon as the planes next to it are finished; with several, the logits at the network's
+spacing lie in a temporary file.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from medseg.nnunet.spline import ESTIMATE_ERROR, SplinePlanes
 
 # Sums of folds of more bytes are a temporary file.
 MAX_FOLDS_BYTES = 2**26
-# Logits of doubtful voxels that are computed at a time.
+# Logits of doubtful voxels that are computed exactly at a time.
 DOUBTFUL_LOGITS = 2**16
 # Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
 # a head with the terms of its sum in float64.
 PLANE_BYTES = 45
-# Step between two stored values by the larger one, with room for the difference of the two.
-STORED_STEP = 1.01
+# Neighbouring numbers of a precision differ by at most its epsilon times the larger one. The factor
+# leaves room for taking the smaller one instead.
+STEP_FACTOR = 1.01
 
 
 def mean_planes(
@@ -33,30 +35,31 @@ def mean_planes(
     """Average the planes of several folds, in the precision and the order of nnU-Net.
 
     Args:
-        folds: Planes (K, H, W) of each fold; the next fold begins when the last one has ended.
-        num_folds: How many there are.
+        folds: Planes (K, H, W) of each fold. A fold is asked for only when that before has ended,
+            because all folds use one network.
+        num_folds: Number of the folds.
         shape: Shape of all planes of a fold, (D, K, H, W).
 
     Yields:
-        The mean of each plane.
+        The mean of each plane, (K, H, W).
     """
     sums: Tensor | None = None
-    for number, planes in enumerate(folds):
-        for index, plane in enumerate(planes):
+    for fold, planes in enumerate(folds):
+        for number, plane in enumerate(planes):
             if num_folds == 1:
                 yield plane
                 continue
-            # The first plane tells the precision.
             if sums is None:
+                # Only now is the precision known.
                 with scratch_at_most(MAX_FOLDS_BYTES):
                     sums = new_tensor(shape, plane.dtype)
-            if number == 0:
-                sums[index] = plane
+            if fold == 0:
+                sums[number] = plane
                 continue
             # In the precision of the planes, and in the order of the folds, as nnU-Net adds them.
-            sums[index] += plane
-            if number == num_folds - 1:
-                yield sums[index].div_(num_folds)
+            sums[number] += plane
+            if fold == num_folds - 1:
+                yield sums[number].div_(num_folds)
 
 
 def reduce_planes(
@@ -73,25 +76,25 @@ def reduce_planes(
         region_values: Value of each head for regions; None for classes.
         labels: Receives the labels of the crop, (D, H, W); may be a view.
     """
-    # Source planes by their number: those that the present plane, or a later one, needs.
+    # Source planes by their number: those that this output plane or a later one needs.
     window: dict[int, Tensor] = {}
     num_received = 0
     for number in range(planes.num_planes):
         sources = planes.sources(number)
         first, last = min(sources), max(sources)
         while num_received <= last:
-            values = next(logits)
+            source_plane = next(logits)
             if num_received >= first:
-                # A copy: the iterator may write the next plane in its place.
-                window[num_received] = values.clone()
+                # A copy, because the iterator may write the next plane in its place.
+                window[num_received] = source_plane.clone()
             num_received += 1
-        # Later planes need no earlier sources.
-        window = {index: values for index, values in window.items() if index >= first}
+        # Sources rise from plane to plane, so earlier ones are not needed any more.
+        window = {index: plane for index, plane in window.items() if index >= first}
         inputs = [window[index] for index in sources]
         if region_values is None:
-            labels[number] = _largest(planes, number, inputs)
+            labels[number] = _largest_head(planes, number, inputs)
         else:
-            labels[number] = _painted(planes, number, inputs, region_values)
+            labels[number] = _painted_regions(planes, number, inputs, region_values)
 
 
 def average_planes(
@@ -118,23 +121,33 @@ def average_planes(
         if region_values is None:
             labels[number] = mean.argmax(axis=0)
             continue
+        # Regions may overlap: a later one covers those before.
         labels[number] = 0
         for head, value in enumerate(region_values):
             labels[number][mean[head] > 0.5] = value
 
 
 def _probabilities(logits: Tensor, planes: Planes, number: int, are_classes: bool) -> Tensor:
-    """Probabilities (K, H, W) of a plane of the scan."""
+    """Compute the probabilities (K, H, W) of plane `number` of the scan."""
     inputs = [logits[index] for index in planes.sources(number)]
     heads = range(logits.shape[1])
     resampled = torch.stack([_resampled(planes, number, inputs, head) for head in heads])
     return torch.softmax(resampled, 0) if are_classes else torch.sigmoid(resampled)
 
 
-def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
-    """Head of the largest logit of each voxel, the first of equals."""
+def _largest_head(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
+    """Find the head of the largest logit of each voxel of a plane, the first of equals.
+
+    Args:
+        planes: Resampling of the logits to the scan.
+        number: Number of the plane in the scan.
+        inputs: Its source planes of logits (K, h, w).
+
+    Returns:
+        Labels (H, W), uint8.
+    """
     if isinstance(planes, SplinePlanes) and planes.keeps_range:
-        return _largest_by_estimates(planes, number, inputs)
+        return _largest_head_by_estimates(planes, number, inputs)
     best: Tensor | None = None
     label: Tensor | None = None
     for head in range(inputs[0].shape[0]):
@@ -149,78 +162,105 @@ def _largest(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarra
     return label.numpy()
 
 
-def _largest_by_estimates(
+def _largest_head_by_estimates(
     planes: SplinePlanes, number: int, inputs: Sequence[Tensor]
 ) -> np.ndarray:
-    """Like `_largest`, but heads are interpolated exactly where an estimate leaves a doubt alone.
+    """Do as `_largest_head`, faster, with fast estimates of the logits.
 
-    It does where the two largest estimates may be stored as one value, or in the other order.
+    Exact logits are computed only where the two largest estimates are so close that the exact ones
+    may be equal or in the other order.
     """
     shape = planes.plane_shape
+    num_heads = inputs[0].shape[0]
     best = torch.full(shape, -torch.inf)
     second = torch.full(shape, -torch.inf)
     label = torch.zeros(shape, dtype=torch.uint8)
-    # One memory for all heads: new pages take more time than the comparison.
+    # Allocated once for all heads, because new pages take more time than the comparison.
     smaller = torch.empty(shape)
     is_larger = torch.empty(shape, dtype=torch.bool)
-    for head in range(inputs[0].shape[0]):
-        logit = planes.estimate(number, [values[head].float() for values in inputs])
+    for head in range(num_heads):
+        logit = planes.estimate(number, [source[head].float() for source in inputs])
+        # The second largest so far: the smaller of `best` and `logit`, if it exceeds `second`.
         torch.minimum(best, logit, out=smaller)
         torch.maximum(second, smaller, out=second)
         torch.gt(logit, best, out=is_larger)
-        # A later head has a larger number, so that a fill of masked voxels, slower, is not needed.
+        # A later head has a larger number, so the maximum is the head of `best`. To fill the masked
+        # voxels with it would be slower.
         torch.maximum(label, is_larger.view(torch.uint8) * head, out=label)
         torch.maximum(best, logit, out=best)
-    for voxels in _doubtful_voxels(best, second, inputs).split(
-        max(1, DOUBTFUL_LOGITS // inputs[0].shape[0])
-    ):
+    voxels_at_a_time = max(1, DOUBTFUL_LOGITS // num_heads)
+    for voxels in _doubtful_voxels(best, second, inputs).split(voxels_at_a_time):
         exact = _rounded(planes.resample_at(number, inputs, voxels), inputs[0].dtype)
-        # Of equal values NumPy takes the first.
+        # Of equal values `argmax` of NumPy takes the first.
         heads = exact.numpy().argmax(axis=0).astype(np.uint8)
         label.view(-1)[voxels] = torch.from_numpy(heads)
     return label.numpy()
 
 
 def _doubtful_voxels(best: Tensor, second: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Places of the voxels where another head than that of the largest estimate may win.
+    """Find the voxels where another head than that of the largest estimate may win.
 
     Args:
-        best: Largest estimate of each voxel.
-        second: The next one.
-        inputs: Source planes of the estimates.
+        best: Largest estimate of each voxel, (H, W).
+        second: Second largest estimate.
+        inputs: Source planes (K, h, w) of the estimates.
+
+    Returns:
+        Indices of the voxels in the flattened plane.
     """
-    stored = torch.finfo(inputs[0].dtype)
-    largest = max(float(values.abs().max()) for values in inputs)
-    # Two errors of estimates, and the step between the smallest stored values.
-    least = 2 * ESTIMATE_ERROR * largest + stored.eps * stored.tiny
-    margin = best.abs().mul_(STORED_STEP * stored.eps).add_(least)
+    precision = torch.finfo(inputs[0].dtype)
+    largest_input = max(float(source.abs().max()) for source in inputs)
+    # Exact logits may differ from both estimates by the error. Once rounded, they may be equal if
+    # they are one step of the precision apart; its smallest step is eps * tiny.
+    min_margin = 2 * ESTIMATE_ERROR * largest_input + precision.eps * precision.tiny
+    margin = best.abs().mul_(STEP_FACTOR * precision.eps).add_(min_margin)
     return (second >= best - margin).flatten().nonzero()[:, 0]
 
 
-def _painted(
+def _painted_regions(
     planes: Planes, number: int, inputs: Sequence[Tensor], values: Sequence[int]
 ) -> np.ndarray:
-    """Paint the regions in their order where their probability exceeds one half."""
+    """Write the value of each region, in their order, where its probability exceeds one half.
+
+    Args:
+        planes: Resampling of the logits to the scan.
+        number: Number of the plane in the scan.
+        inputs: Its source planes of logits (K, h, w).
+        values: Value of each head.
+
+    Returns:
+        Labels (H, W), uint8.
+    """
     label: Tensor | None = None
     for head, value in enumerate(values):
         logit = _resampled(planes, number, inputs, head)
         if label is None:
             label = torch.zeros(logit.shape, dtype=torch.uint8)
-        # Not `logit > 0`: the sigmoid of a tiny logit rounds to one half.
+        # Not `logit > 0`: as in nnU-Net, a tiny logit whose sigmoid rounds to one half is outside.
         label.masked_fill_(torch.sigmoid(logit) > 0.5, value)
     assert label is not None, "a network has a head"
     return label.numpy()
 
 
 def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int) -> Tensor:
-    """Logits (H, W) of one head on a plane of the scan, float32, rounded as nnU-Net stores them."""
-    plane = planes.resample(number, [values[head].double() for values in inputs])
+    """Compute the logits (H, W) of a head on a plane of the scan, rounded as nnU-Net stores them.
+
+    Args:
+        planes: Resampling of the logits to the scan.
+        number: Number of the plane in the scan.
+        inputs: Its source planes of logits (K, h, w).
+        head: The head.
+
+    Returns:
+        Logits, float32.
+    """
+    plane = planes.resample(number, [source[head].double() for source in inputs])
     return _rounded(plane, inputs[0].dtype)
 
 
 def _rounded(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits in float32, rounded to the precision of the sums where they were interpolated."""
-    # What torch interpolates stays in float32.
+    """Round logits of a spline, float64, to the precision of the sums; return them in float32."""
+    # Those that torch interpolates are float32, and nnU-Net does not round them.
     if dtype is torch.half and logits.dtype is torch.float64:
         # NumPy rounds float64 to half once; torch would round to float32 on the way.
         return torch.from_numpy(logits.numpy().astype(np.float16)).float()

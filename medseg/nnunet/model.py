@@ -1,4 +1,4 @@
-"""Model of nnU-Net: segments a scan with the networks of a folder, as its predictor does."""
+"""Model of nnU-Net: segments scans with the networks of a folder, as nnU-Net's predictor does."""
 
 from __future__ import annotations
 
@@ -49,21 +49,29 @@ from medseg.preprocess.orient import Orientation, orientation_of, ras_orientatio
 from medseg.task import Channel, Task
 from medseg.weights.files import checksum
 
-PREPARE, SEGMENT = STEPS = ("prepare", "segment")
-# Step of a cascade before them.
+STEPS = ("prepare", "segment")
+PREPARE, SEGMENT = STEPS
+# Step before them in the second stage of a cascade: the first stage segments the scan.
 PREVIOUS = "previous"
-# Networks run one at a time: their weights are replaced from fold to fold.
+# Networks run one at a time, because a model loads the weights of each fold into one network.
 _NETWORK_LOCK = threading.Lock()
-# Time of what a case takes outside of its networks, by that of a voxel of a channel, which is read,
-# checked and normalised: 15 ns on an AMD EPYC. Of such a voxel that is filtered along an axis for a
-# cubic spline; of a logit of the scan that is estimated, or interpolated exactly; of a logit of a
-# tile that is added to the sums; and of a pass of a network, however small its tile.
-FILTER_TIME, ESTIMATE_TIME, EXACT_TIME, SUM_TIME, PASS_TIME = 2.0, 0.18, 1.0, 0.18, 3000.0
-# Arrays that wait are files from this size on. The scan, its image and its labels, 600 MiB for 800
-# slices, are needed for seconds of minutes; their pages are brought back within half a second.
+# The times below are of work outside of the networks. Their unit is the time in which one voxel of
+# a channel is read, checked and normalised: 15 ns on an AMD EPYC.
+# To filter a voxel of a channel along one axis for a cubic spline.
+FILTER_TIME = 2.0
+# To interpolate a logit of the scan, by an estimate or exactly, see `medseg.nnunet.labels`.
+ESTIMATE_TIME = 0.18
+EXACT_TIME = 1.0
+# To add a logit of a tile to the sums.
+SUM_TIME = 0.18
+# To start a pass of a network, whatever the size of its tile.
+PASS_TIME = 3000.0
+# Size in bytes above which arrays that wait are files. The scan, its image and its labels, 600 MiB
+# for 800 slices, are needed for seconds of a case of minutes; their pages come back within half a
+# second.
 WAITING_BYTES = 2**25
-# Options of `inference` that change a pass of our own networks and have no meaning here.
-FIXED = ("tile_size", "half_weights")
+# Options of `inference` for a pass of our own networks, which are refused here.
+REFUSED_OPTIONS = ("tile_size", "half_weights")
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class Fold:
     Attributes:
         name: `0`, `1`, … or `all`.
         path: Its checkpoint.
-        mirror_axes: Axes along which it may be mirrored.
+        mirror_axes: Axes of a tile along which its network was trained with mirrored images.
     """
 
     name: str
@@ -81,34 +89,34 @@ class Fold:
     mirror_axes: tuple[int, ...]
 
 
-class Held(NamedTuple):
-    """Array of a step.
+class StepArray(NamedTuple):
+    """An array that a step has in memory, or in a temporary file if it is large.
 
     Attributes:
         num_bytes: Its size.
-        share: Share of it that is written before the last pass of a network: the system gives no
-            memory to the rest before.
+        written_share: Share of it that is written before the last pass of a network begins. Until
+            then the system gives no memory to the rest.
         waits: Whether it waits, see `medseg.io.scratch.scratch_above`.
-        touched: Bytes that are used at a time: where it is a file the others are not in memory.
+        touched_bytes: Bytes that are used at a time. If it is a file, only these are in memory.
     """
 
     num_bytes: int
-    share: float = 1.0
+    written_share: float = 1.0
     waits: bool = False
-    touched: float = math.inf
+    touched_bytes: float = math.inf
 
 
-class Expected(NamedTuple):
-    """Cost of a case that is known beforehand.
+class ExpectedCost(NamedTuple):
+    """Cost of a case, as far as it is known before the scan is read.
 
     Attributes:
         memory: Arrays of each step, without the scan and the passes of the network.
-        cost: Time outside of networks, by that of a voxel of a channel, see `FILTER_TIME`.
+        other_time: Time outside of the networks, in the unit of `FILTER_TIME`.
         operations: Additions and multiplications of the networks.
     """
 
-    memory: dict[str, list[Held]]
-    cost: float
+    memory: dict[str, list[StepArray]]
+    other_time: float
     operations: float
 
 
@@ -119,16 +127,16 @@ class NnunetModel:
     Attributes:
         folder: Its files and its plan.
         task: Labels and channels.
-        network: Takes the weights of each fold in turn.
+        network: The network; the weights of each fold are loaded into it in turn.
         folds: The folds whose logits are averaged.
-        options: Sums, orientation and mirroring.
+        options: Keys of `inference`, such as the sums, the orientation and the budget of a pass.
         device: Device of the network.
-        bytes_per_voxel: Memory of the network per voxel of a tile.
+        bytes_per_voxel: Memory of a pass per voxel of a tile.
         least_slab_bytes: Smallest budget with which a tile runs in slabs.
         checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
-        operations_per_voxel: Additions and multiplications of the network per voxel of a tile.
+        operations_per_voxel: Additions and multiplications of a pass per voxel of a tile.
         precision: `fp32`, `bf16` on a CPU, or `fp16` on a GPU.
-        previous: First stage of a cascade; None for others.
+        previous: First stage of a cascade; None for other models.
         watch: Counts the seconds of its passes, for the forecast of later cases.
     """
 
@@ -146,27 +154,29 @@ class NnunetModel:
     previous: NnunetModel | None = None
     watch: PassWatch = field(default_factory=PassWatch, compare=False)
 
-    # Values of voxels are what the networks were trained on: nothing is replaced before.
+    # Properties of all models, see `medseg.inference.scan_model`. The networks were trained on the
+    # values as they are stored, so nothing replaces any before.
     keeps_values = True
     has_views = False
     backend_bytes = 0
 
     @property
     def plan(self) -> NnunetPlan:
-        """Its plan."""
+        """Plan of the folder."""
         return self.folder.plan
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which arrays that wait are files; none where planes lie across those of scans.
+        """Size above which arrays that wait are files.
 
-        Each plane would bring all pages of the scan and of the labels back.
+        No array is one where the planes of the network are not slices of the scan: each plane would
+        bring all pages of the scan and of the labels back.
         """
         return WAITING_BYTES if self.plan.transpose[0] == 0 else math.inf
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`."""
+        """Names of the steps of `segment`, in their order."""
         return [PREVIOUS, *STEPS] if self.previous else list(STEPS)
 
     @property
@@ -176,33 +186,32 @@ class NnunetModel:
 
     @property
     def orientation(self) -> str:
-        """Orientation in which the network sees a scan."""
+        """Orientation in which the network sees a scan: `stored`, `RAS` or `LPS`."""
         stated = self.options.orientation
         return self.plan.orientation if stated is None else stated.value
 
     @property
     def slab_bytes(self) -> float | None:
-        """Budget of a pass in slabs; None where a tile is one pass."""
+        """Budget of a pass in slabs; None where the whole tile fits into one pass."""
         budget_bytes = self.options.budget_gib * 2**30
-        if not self.can_run_in_slabs or self._whole_bytes <= budget_bytes:
+        if not self.can_run_in_slabs or self._tile_bytes <= budget_bytes:
             return None
         return budget_bytes
 
     @cached_property
     def usual_pass_bytes(self) -> int:
-        """Memory that a pass of the network takes, counted on shapes; for the forecast."""
-        num_channels = len(self.plan.channels) + (self.plan.previous_stage is not None)
+        """Memory of a pass of the network, counted without values; for the forecast."""
         num_bytes = count_pass(
             lambda: make_network(self.plan),
-            (1, num_channels, *self.plan.patch_size),
-            self._count,
+            (1, self.plan.num_image_channels, *self.plan.patch_size),
+            self._run_counted,
             precision=self.precision,
         )
         if self.previous is not None:
             num_bytes = max(num_bytes, self.previous.usual_pass_bytes)
         return num_bytes
 
-    def _count(self, network: nn.Module, image: Tensor, tracker: MemoryTracker) -> None:
+    def _run_counted(self, network: nn.Module, image: Tensor, tracker: MemoryTracker) -> None:
         """Run a network on the meta device as `_run` does on a CPU."""
         if self.slab_bytes is None:
             call_network(network, image, self.plan)
@@ -212,10 +221,14 @@ class NnunetModel:
 
     @property
     def least_bytes(self) -> float:
-        """Smallest budget of a pass; a smaller tile would change the labels."""
+        """Smallest budget of a pass.
+
+        It does not shrink with a smaller tile, which would change the labels. A GPU has memory of
+        its own, which the budget does not bound.
+        """
         if self.device.type != "cpu":
             return 0.0
-        num_bytes = self._whole_bytes
+        num_bytes = self._tile_bytes
         if self.can_run_in_slabs:
             num_bytes = min(num_bytes, self.least_slab_bytes)
         if self.previous is not None:
@@ -224,22 +237,19 @@ class NnunetModel:
 
     @property
     def can_run_in_slabs(self) -> bool:
-        """Whether a tile may run in slabs.
-
-        A GPU has memory of its own, which the budget does not mean; a 2D network sees one plane.
-        """
+        """Whether a tile can run in slabs: on a CPU, unless it is the one plane of a 2D network."""
         return self.device.type == "cpu" and not self.plan.is_2d
 
     @property
-    def _whole_bytes(self) -> float:
+    def _tile_bytes(self) -> float:
         """Memory of a tile in one pass."""
         return self.bytes_per_voxel * math.prod(self.plan.patch_size)
 
     def within(self, budget_gib: float) -> NnunetModel:
-        """Return the same model with a bound on the memory of a pass: a larger one runs in slabs.
+        """Return the same model with a bound on the memory of a pass, above which slabs are used.
 
         Raises:
-            UserError: If it is too small for slabs.
+            UserError: If the bound is too small even for slabs.
         """
         if self.least_bytes > budget_gib * 2**30:
             raise UserError(
@@ -248,107 +258,126 @@ class NnunetModel:
                 f"needs {self.least_bytes / 2**30:.2f} GiB; raise it by the difference at least"
             )
         options = replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
-        previous = self.previous and self.previous.within(budget_gib)
+        previous = None if self.previous is None else self.previous.within(budget_gib)
         return replace(self, options=options, previous=previous)
 
     def check_budget(self, grid: VoxelGrid) -> None:
-        """A tile is the same for all scans: `within` has checked it."""
+        """Check nothing: a tile is the same for all scans, and `within` has checked its budget."""
 
-    def expected(self, grid: VoxelGrid) -> Expected:
-        """Expect the cost of a case by the header of its scan, without the crop to its voxels.
+    def expected(self, grid: VoxelGrid) -> ExpectedCost:
+        """Compute the cost of a case from the header of its scan.
+
+        It is that of the whole scan, because the crop to the nonzero voxels is not known yet.
 
         Args:
             grid: Grid of the scan, in storage order.
         """
-        expected = self.expected_logits(grid)
+        logits_cost = self.expected_logits(grid)
         depth, _, height, width = self.logits_shape(grid)
-        # Finished planes on both sides of a plane of the scan, see `reduce_planes`.
-        num_values = 2 * self.plan.labels.num_heads * height * width
-        two_planes = Held(self._dtype.itemsize * num_values)
+        num_heads = self.plan.labels.num_heads
+        # The finished planes before and after a plane of the scan, see `reduce_planes`.
+        num_values = 2 * num_heads * height * width
+        source_planes = StepArray(self._sums_dtype.itemsize * num_values)
         (_, rows, columns), _ = self._transposed(grid)
-        of_scan = Held(PLANE_BYTES * rows * columns)
-        labels = Held(math.prod(grid.shape), waits=grid.is_axial)
+        scan_plane = StepArray(PLANE_BYTES * rows * columns)
+        labels = StepArray(math.prod(grid.shape), waits=grid.is_axial)
         if self._keeps_planes(grid):
-            # No later plane is complete when the last tiles begin.
-            z_starts = self._starts(grid)[0]
-            share = z_starts[-1] / max(depth, self.plan.patch_size[0])
-            labels = labels._replace(share=share, touched=rows * columns)
-        expected.memory[SEGMENT] += [two_planes, of_scan, labels]
-        cost = expected.cost + self._logit_time * self.plan.labels.num_heads * math.prod(grid.shape)
+            # When the last tiles begin, only the planes before them are complete.
+            z_starts, _, _ = self._starts(grid)
+            written_share = z_starts[-1] / max(depth, self.plan.patch_size[0])
+            labels = labels._replace(written_share=written_share, touched_bytes=rows * columns)
+        logits_cost.memory[SEGMENT] += [source_planes, scan_plane, labels]
+        num_scan_logits = num_heads * math.prod(grid.shape)
+        other_time = logits_cost.other_time + self._logit_time * num_scan_logits
         if self.previous is None:
-            return expected._replace(cost=cost)
-        before = self.previous.expected(grid)
-        return Expected(
-            {PREVIOUS: before.memory[SEGMENT], **expected.memory},
-            before.cost + cost,
-            before.operations + expected.operations,
+            return logits_cost._replace(other_time=other_time)
+        previous_cost = self.previous.expected(grid)
+        # Without the preparation of the first stage: that of this one takes as much at least.
+        return ExpectedCost(
+            {PREVIOUS: previous_cost.memory[SEGMENT], **logits_cost.memory},
+            previous_cost.other_time + other_time,
+            previous_cost.operations + logits_cost.operations,
         )
 
-    def expected_logits(self, grid: VoxelGrid) -> Expected:
-        """Expect the cost of the logits, without their labels and without the previous stage.
+    def expected_logits(self, grid: VoxelGrid) -> ExpectedCost:
+        """Compute the cost of the logits, without their labels and without the previous stage.
 
         Args:
             grid: Grid of the scan, in storage order.
         """
         plan = self.plan
+        shape, spacing_mm = self._transposed(grid)
+        num_tiles = math.prod(map(len, self._starts(grid)))
+        num_passes = num_tiles * self._passes_per_tile
+        num_voxels = num_passes * math.prod(plan.patch_size)
+        num_filtered_axes = len(image_axes(plan, shape, spacing_mm))
+        voxel_time = 1 + FILTER_TIME * num_filtered_axes
+        other_time = len(plan.channels) * voxel_time * math.prod(shape)
+        other_time += SUM_TIME * plan.labels.num_heads * num_voxels + PASS_TIME * num_passes
+        operations = num_voxels * self.operations_per_voxel
+        return ExpectedCost(self._logits_memory(grid), other_time, operations)
+
+    @property
+    def _passes_per_tile(self) -> int:
+        """Passes of all folds and all combinations of mirrored axes."""
+        return sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
+
+    def _logits_memory(self, grid: VoxelGrid) -> dict[str, list[StepArray]]:
+        """List the arrays of the two steps in which the logits are computed."""
+        plan = self.plan
         has_previous = self.previous is not None
-        itemsize = self._dtype.itemsize
+        itemsize = self._sums_dtype.itemsize
         num_heads = plan.labels.num_heads
         depth, height, width = self._padded_shape(grid)
-        # The previous stage adds one channel of labels, which become several in the network alone.
+        # All labels of the previous stage are one channel here; the network splits it, see
+        # `network_input`.
         num_channels = len(plan.channels) + has_previous
-        # Whole rows are touched where a tile is read or added.
-        rows_of_tile = plan.patch_size[0] * plan.patch_size[1] * width
-        image = Held(
+        # A tile is read and added in whole rows of the scan, because memory comes in pages.
+        touched_voxels = plan.patch_size[0] * plan.patch_size[1] * width
+        # The image is float32.
+        image = StepArray(
             4 * num_channels * depth * height * width,
             waits=True,
-            touched=4 * num_channels * rows_of_tile,
+            touched_bytes=4 * num_channels * touched_voxels,
         )
         # Sums of the heads, and of the weights, in as many planes as a tile has.
-        window = Held(
+        window = StepArray(
             itemsize * (num_heads + 1) * plan.patch_size[0] * height * width,
-            touched=itemsize * num_heads * rows_of_tile,
+            touched_bytes=itemsize * num_heads * touched_voxels,
         )
-        starts = self._starts(grid)
-        passes = sum(2 ** len(self._mirror_axes(fold)) for fold in self.folds)
         segment = [image, window]
-        if passes > len(self.folds):
+        is_mirrored = self._passes_per_tile > len(self.folds)
+        if is_mirrored:
             # Sums of the mirrored passes of a tile, in float32.
-            segment.append(Held(4 * num_heads * math.prod(plan.patch_size)))
-        logits = Held(self.logits_bytes(grid))
-        # Larger sums of folds are a file.
-        if len(self.folds) > 1 and logits.num_bytes <= MAX_FOLDS_BYTES:
-            segment.append(logits)
+            segment.append(StepArray(4 * num_heads * math.prod(plan.patch_size)))
+        fold_sums = StepArray(self.logits_bytes(grid))
+        # Larger ones are a file.
+        if len(self.folds) > 1 and fold_sums.num_bytes <= MAX_FOLDS_BYTES:
+            segment.append(fold_sums)
         shape, spacing_mm = self._transposed(grid)
         preparing = preparation_bytes(plan, shape, spacing_mm, has_previous=has_previous)
-        memory = {PREPARE: [image, Held(preparing)], SEGMENT: segment}
-        num_passes = math.prod(map(len, starts)) * passes
-        num_voxels = num_passes * math.prod(plan.patch_size)
-        num_filtered = len(image_axes(plan, shape, spacing_mm))
-        cost = len(plan.channels) * (1 + FILTER_TIME * num_filtered) * math.prod(shape)
-        cost += SUM_TIME * num_heads * num_voxels + PASS_TIME * num_passes
-        return Expected(memory, cost, num_voxels * self.operations_per_voxel)
+        return {PREPARE: [image, StepArray(preparing)], SEGMENT: segment}
 
     @property
     def _logit_time(self) -> float:
-        """Time of a logit of the scan, see `ESTIMATE_TIME`."""
+        """Time to interpolate a logit of the scan, in the unit of `FILTER_TIME`."""
         resampling = self.plan.logits_resampling
         is_linear = resampling.function == SPLINE and resampling.order <= 1
         is_estimated = is_linear and self.plan.labels.region_values is None
         return ESTIMATE_TIME if is_estimated else EXACT_TIME
 
     def logits_shape(self, grid: VoxelGrid) -> tuple[int, int, int, int]:
-        """Shape (D, K, H, W) of the logits of a scan at the spacing of the network, uncropped."""
+        """Shape (D, K, H, W) of the logits of a whole scan at the spacing of the network."""
         shape, spacing_mm = self._transposed(grid)
         depth, height, width = resampled_shape(shape, spacing_mm, self.plan.for_scan(spacing_mm))
         return depth, self.plan.labels.num_heads, height, width
 
     def logits_bytes(self, grid: VoxelGrid) -> int:
-        """Size of the logits of a scan."""
-        return self._dtype.itemsize * math.prod(self.logits_shape(grid))
+        """Size of the logits of a scan, in the precision of the sums."""
+        return self._sums_dtype.itemsize * math.prod(self.logits_shape(grid))
 
     def _padded_shape(self, grid: VoxelGrid) -> Shape:
-        """Shape of the image of the network, a tile at least."""
+        """Shape of the network's image of a scan, at least as large as a tile."""
         depth, _, height, width = self.logits_shape(grid)
         z, y, x = self.plan.patch_size
         return max(depth, z), max(height, y), max(width, x)
@@ -363,19 +392,20 @@ class NnunetModel:
         )
 
     def _transposed(self, grid: VoxelGrid) -> tuple[Shape, SpacingMm]:
-        """Shape and spacing of a scan in the order of the network."""
+        """Shape and spacing of a scan in the network's order of axes."""
         grid = self.turned_grid(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
         return shape, (grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x])
 
     def _keeps_planes(self, grid: VoxelGrid) -> bool:
-        """Whether the planes of the network are planes of the stored scan.
+        """Whether the planes of the network are slices of the stored scan.
 
-        Else each plane of labels touches all pages of their array.
+        If they are not, each plane of labels touches all pages of their array.
         """
-        order = self._orientation_of(grid).orientation.order
-        return order[self.plan.transpose[0]] == 0
+        stored_axes = self._orientation_of(grid).orientation.order
+        first_axis = self.plan.transpose[0]
+        return stored_axes[first_axis] == 0
 
     def segment(
         self,
@@ -385,18 +415,20 @@ class NnunetModel:
         on_step: Callable[[str], None] | None = None,
         keep_probabilities: bool = False,
     ) -> Segmentation:
-        """Segment one scan: prepare it, run all tiles, reduce them to labels, restore the storage.
+        """Segment one scan: prepare it, run all tiles, and reduce their logits to stored labels.
 
         Args:
             volume: First channel.
             more_channels: The other channels, (D, H, W) each, on the grid of the first.
             on_step: Called with the name of each step when it begins.
-            keep_probabilities: Not possible: they are reduced to labels on the way.
+            keep_probabilities: Must be False: logits become labels plane by plane, and are not
+                kept.
 
         Raises:
             UserError: If the plan does not fit the scan.
         """
         assert not keep_probabilities, "`save` refuses them"
+        # The labels are set in the last step.
         result = Segmentation(np.empty(0))
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
         seconds_before = self.watch.seconds
@@ -416,12 +448,12 @@ class NnunetModel:
         result: Segmentation,
         on_step: Callable[[str], None] | None,
     ) -> Prepared:
-        """Bring a scan to the input of the network; a cascade segments it by its first stage.
+        """Bring a scan to the input of the network; in a cascade, segment it by the first stage.
 
         Args:
             volume: See `segment`.
             more_channels: See `segment`.
-            result: Receives durations and what the first stage says.
+            result: Receives the durations, and seconds and tiling plan of the first stage.
             on_step: See `segment`.
 
         Raises:
@@ -433,29 +465,35 @@ class NnunetModel:
         previous: np.ndarray | None = None
         if self.previous is not None:
             with timed_step(result.durations_s, on_step, PREVIOUS):
-                first = self.previous.segment(volume, more_channels)
-            previous = orientation.turned(first.labels)
-            result.tiling_plans[PREVIOUS] = first.tiling_plans[SEGMENT]
-            result.pass_s = first.pass_s
+                previous_result = self.previous.segment(volume, more_channels)
+            previous = orientation.turned(previous_result.labels)
+            result.tiling_plans[PREVIOUS] = previous_result.tiling_plans[SEGMENT]
+            result.pass_s = previous_result.pass_s
         with timed_step(result.durations_s, on_step, PREPARE), self._naming_the_folder():
             return prepare(images, grid.spacing_mm, self.plan, previous)
 
     def crop_of(self, stored: np.ndarray, box: VoxelBox, grid: VoxelGrid) -> np.ndarray:
-        """View of stored labels (D, H, W) in the order of the network, where the crop lies."""
-        turned = self._orientation_of(grid).turned(stored).transpose(self.plan.transpose)
-        return turned[box.slices()]
+        """Return the crop of stored labels (D, H, W) as a view in the network's order of axes.
+
+        Args:
+            stored: Labels of the whole scan, in storage order.
+            box: The crop, see `Prepared.box`.
+            grid: Grid of the scan.
+        """
+        transposed = self._orientation_of(grid).turned(stored).transpose(self.plan.transpose)
+        return transposed[box.slices()]
 
     def turned_grid(self, grid: VoxelGrid) -> VoxelGrid:
-        """Grid of a scan in the orientation of the network, not transposed."""
+        """Return the grid of a scan in the orientation of the network, not transposed."""
         return self._orientation_of(grid).reoriented(grid)
 
     def findings_of(self, grid: VoxelGrid) -> list[Finding]:
-        """Notes on the folder, and a warning on the orientation of a scan."""
+        """Return notes on the folder, and a warning if the orientation of a scan is unusual."""
         findings = information_of("model_folder", self.folder.notes)
         return findings + warnings_of("stored_orientation", self._side_warnings(grid))
 
     def planes_of(self, prepared: Prepared) -> Planes:
-        """Resampling of the logits of a prepared scan to its crop.
+        """Make the resampling of a prepared scan's logits to its crop.
 
         Raises:
             UserError: If the plan does not fit the scan.
@@ -476,7 +514,7 @@ class NnunetModel:
         depth, height, width = prepared.shape
         shape = (depth, self.plan.labels.num_heads, height, width)
         with scratch_at_most(MAX_FOLDS_BYTES):
-            stored = new_tensor(shape, self._dtype)
+            stored = new_tensor(shape, self._sums_dtype)
         with self._naming_the_folder(), _NETWORK_LOCK, tf32_as(self.precision):
             for number, plane in enumerate(self._mean_planes(prepared)):
                 stored[number] = plane
@@ -484,14 +522,20 @@ class NnunetModel:
 
     @torch.inference_mode()
     def _segment(self, prepared: Prepared, labels: np.ndarray) -> None:
-        """Set the labels of the crop of a prepared scan, transposed."""
+        """Segment a prepared scan.
+
+        Args:
+            prepared: The scan.
+            labels: Receives the labels of its crop, see `crop_of`.
+        """
         planes = self.planes_of(prepared)
         with _NETWORK_LOCK, tf32_as(self.precision):
             logits = self._mean_planes(prepared)
             reduce_planes(logits, planes, self.plan.labels.region_values, labels)
 
     def _mean_planes(self, prepared: Prepared) -> Iterator[Tensor]:
-        """Planes of logits (K, H, W), averaged over the folds."""
+        """Yield planes of logits (K, H, W), averaged over the folds."""
+        # A generator: the weights of a fold are loaded when its planes are asked for.
         folds = (self._fold_planes(fold, prepared) for fold in self.folds)
         depth, height, width = prepared.shape
         shape = (depth, self.plan.labels.num_heads, height, width)
@@ -499,10 +543,10 @@ class NnunetModel:
 
     @contextmanager
     def _naming_the_folder(self) -> Iterator[None]:
-        """Name the folder where its plan does not fit a scan.
+        """Turn a `PlanError` of the block into an error that names the folder.
 
         Raises:
-            UserError: With the folder.
+            UserError: If the plan does not fit the scan.
         """
         try:
             yield
@@ -510,9 +554,10 @@ class NnunetModel:
             raise UserError(f"weights={self.folder.path}: {error.sentence}") from error
 
     def _fold_planes(self, fold: Fold, prepared: Prepared) -> Iterator[Tensor]:
-        """Planes of logits (K, H, W) of one fold, without the padding."""
+        """Yield planes of logits (K, H, W) of one fold, without the padding."""
         checkpoint = read_checkpoint(fold.path, f"weights={self.folder.path}")
         self.network.load_state_dict(checkpoint.weights)
+        # The network has a copy; a generator would keep the weights until its last plane.
         del checkpoint
         planes = finished_planes(
             self._run,
@@ -520,7 +565,7 @@ class NnunetModel:
             self.plan.patch_size,
             self.plan.labels.num_heads,
             self._mirror_axes(fold),
-            self._dtype,
+            self._sums_dtype,
             self.options.overlap,
             is_2d=self.plan.is_2d,
         )
@@ -531,16 +576,23 @@ class NnunetModel:
                 yield plane[:, y : y + height, x : x + width]
 
     def _run(self, image: Tensor, take: Callable[[Tensor], None]) -> None:
-        """Run the network on a tile; `take` receives its logits on the CPU, see `Run`."""
+        """Run the network on a tile (1, C, d, h, w).
+
+        Args:
+            image: The tile.
+            take: Receives the logits on the CPU, see `medseg.nnunet.tiles.Run`.
+        """
         if self.device.type == "cuda":
             with autocast(self.precision, "cuda"), self.watch.running():
+                # The copy to the CPU waits for the GPU, so the watch counts all of its work.
                 logits = call_network(self.network, image.to(self.device), self.plan).cpu()
             take(logits)
             return
 
         def take_floats(planes: Tensor) -> None:
+            """Pass planes on in float32, since the sums of tiles do not take bf16."""
+            # The sums are no part of the pass, in which this is called.
             with self.watch.paused():
-                # The arrays that sum the tiles have no bf16.
                 take(planes.float())
 
         with autocast(self.precision, "cpu"), self.watch.running():
@@ -551,18 +603,20 @@ class NnunetModel:
             take_floats(call_network(self.network, image, self.plan))
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
-        """Axes of the transposed scan along which tiles are mirrored."""
+        """Axes of the transposed scan along which the tiles of a fold are mirrored."""
         if self.options.tta is False:
             return ()
-        # A 2D network counts the axes of its planes.
-        return tuple(axis + self.plan.is_2d for axis in fold.mirror_axes)
+        # Axis 0 of a 2D network's plane is axis 1 of the scan.
+        first_axis = 1 if self.plan.is_2d else 0
+        return tuple(first_axis + axis for axis in fold.mirror_axes)
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def _sums_dtype(self) -> torch.dtype:
+        """Precision of the sums of tiles and folds."""
         return torch.float32 if self.options.sums is Sums.float else torch.half
 
     def _orientation_of(self, grid: VoxelGrid) -> _Turn:
-        """How the stored array is turned for the network."""
+        """Choose how stored arrays are turned for the network."""
         if self.orientation == Seen.stored:
             return _Turn(Orientation((0, 1, 2), (False, False, False)))
         if self.orientation == Seen.LPS:
@@ -570,10 +624,13 @@ class NnunetModel:
         return _Turn(ras_orientation_of(grid))
 
     def _side_warnings(self, grid: VoxelGrid) -> list[str]:
-        """Warn where labels have sides and the stored directions are not the usual ones of a CT."""
-        usual = Orientation((0, 1, 2), (False, False, False))
-        is_usual = self.orientation != Seen.stored or orientation_of(grid) == usual
-        if is_usual or not self.task.has_sides:
+        """Warn if left and right labels depend on how the scan happens to be stored.
+
+        Only a network that sees the stored array depends on it, and a scan that is stored as usual
+        for a CT, in LPS, needs no warning.
+        """
+        is_lps = orientation_of(grid) == Orientation((0, 1, 2), (False, False, False))
+        if self.orientation != Seen.stored or is_lps or not self.task.has_sides:
             return []
         return [
             "the network sees the scan as it is stored, and its axes do not point to left, "
@@ -582,30 +639,35 @@ class NnunetModel:
         ]
 
     def described_passes(self) -> str:
-        """Say how tiles went through the networks."""
+        """Describe in words how tiles go through the networks."""
         names = ", ".join(fold.name for fold in self.folds)
-        axes = max(len(self._mirror_axes(fold)) for fold in self.folds)
-        sums = "float32" if self._dtype is torch.float32 else "half precision"
-        passes = "" if self.slab_bytes is None else ", in slabs"
+        num_axes = max(len(self._mirror_axes(fold)) for fold in self.folds)
+        sums = "float32" if self._sums_dtype is torch.float32 else "half precision"
+        slabs = "" if self.slab_bytes is None else ", in slabs"
         return (
-            f"tiles of {_times(self.plan.patch_size)}{passes}, fold {names}, "
-            f"mirrored along {axes} axes, {self.precision}, sums in {sums}, "
+            f"tiles of {_times(self.plan.patch_size)}{slabs}, fold {names}, "
+            f"mirrored along {num_axes} axes, {self.precision}, sums in {sums}, "
             f"orientation {self.orientation}"
         )
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """Turning of arrays and grids to the orientation of the network."""
+    """Turning of stored arrays and grids to the orientation of the network.
+
+    Attributes:
+        orientation: Map to that orientation: LPS, RAS, or the stored one.
+    """
 
     orientation: Orientation
 
     def turned(self, array: np.ndarray) -> np.ndarray:
-        """A view of a stored array (D, H, W)."""
+        """Turn a stored array (D, H, W); a view."""
+        # `to_lps` is named after the usual target, but applies any orientation.
         return self.orientation.to_lps(array)
 
     def reoriented(self, grid: VoxelGrid) -> VoxelGrid:
-        """The grid of such a view."""
+        """Turn the grid of a stored array."""
         return grid.reoriented(self.orientation.order, self.orientation.flips)
 
 
@@ -635,11 +697,13 @@ def load_nnunet(
     folder = open_model_folder(path, folds)
     previous = None
     if folder.plan.previous_stage is not None:
-        first = previous_folder(folder, folds, path)
-        previous = _load_folder(first, f"weights={first.path}", device, options, precision)
+        first_stage = previous_folder(folder, folds, path)
+        source = f"weights={first_stage.path}"
+        previous = _load_folder(first_stage, source, device, options, precision)
     model = _load_folder(folder, f"weights={path}", device, options, precision)
     if previous is None:
         return model
+    # The labels depend on the weights of both stages.
     checkpoints = previous.checkpoints | model.checkpoints
     return replace(model, previous=previous, checkpoints=checkpoints)
 
@@ -659,15 +723,18 @@ def _load_folder(
         device: See `load_nnunet`.
         options: See `load_nnunet`.
         precision: See `NnunetModel`.
+
+    Raises:
+        UserError: As `load_nnunet`.
     """
     try:
-        # A network may be larger than the memory: on the meta device it only has shapes, which
-        # must be those of the weights.
-        shapes = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
+        # A plan may describe a network larger than the memory. On the meta device it takes none,
+        # and its shapes are compared with those of the weights first.
+        network_on_meta = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
         folds: list[Fold] = []
         for name, file in folder.checkpoints.items():
             checkpoint = read_checkpoint(file, f"{source}: fold {name}")
-            difference = first_difference(shapes, checkpoint.weights)
+            difference = first_difference(network_on_meta, checkpoint.weights)
             if difference:
                 raise UserError(
                     f"{source}: the weights of fold {name} do not fit the network of plans.json "
@@ -678,7 +745,7 @@ def _load_folder(
         network = make_network(folder.plan).to(device).eval()
     except PlanError as error:
         raise UserError(f"{source}: {error.sentence}") from error
-    configuration = folder.plan.configuration
+    checksums = {str(file): checksum(file) for file in folder.checkpoints.values()}
     model = NnunetModel(
         folder=folder,
         task=task_of(folder.plan),
@@ -687,15 +754,13 @@ def _load_folder(
         options=options,
         device=device,
         bytes_per_voxel=_bytes_per_voxel(network, folder.plan, device),
-        least_slab_bytes=_least_slab_bytes(shapes, folder.plan),
-        checkpoints={
-            configuration: {str(file): checksum(file) for file in folder.checkpoints.values()}
-        },
-        operations_per_voxel=_operations_per_voxel(shapes, folder.plan),
+        least_slab_bytes=_least_slab_bytes(network_on_meta, folder.plan),
+        checkpoints={folder.plan.configuration: checksums},
+        operations_per_voxel=_operations_per_voxel(network_on_meta, folder.plan),
         precision=precision,
     )
     if model.least_bytes > options.budget_gib * 2**30:
-        # Rounded up: the named number must be enough.
+        # Rounded up to thousandths, so that the number in the message is enough.
         least_gib = math.ceil(model.least_bytes / 2**30 * 1000) / 1000
         raise UserError(
             f"inference.budget_gib={options.budget_gib:g} is too small for a tile of "
@@ -706,41 +771,42 @@ def _load_folder(
 
 
 def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
-    """Smallest budget of a pass in slabs; infinite for a 2D network, which has none."""
+    """Compute the smallest budget of a pass in slabs; infinite for a 2D network, without slabs."""
     if plan.is_2d:
         return math.inf
     return least_budget_bytes(network_on_meta, plan.num_inputs, plan.patch_size)
 
 
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:
-    """Count the memory of a pass in fp32 on a small tile: that of the plan may take a minute.
+    """Measure the memory of a pass in fp32 per voxel of a tile.
 
-    Its deepest level has two voxels along each axis, which an instance norm needs.
+    The tile is small, because a pass on that of the plan may take a minute. Its deepest level has
+    two voxels along each axis where the plan has, because an instance norm needs several.
     """
     depth, height, width = (
         min(size, 2 * step)
         for size, step in zip(plan.patch_size, plan.network["divisor"], strict=True)
     )
-    num_channels = len(plan.channels) + (plan.previous_stage is not None)
-    shape = (1, num_channels, depth, height, width)
+    shape = (1, plan.num_image_channels, depth, height, width)
     return forward_bytes_per_voxel(
         network, lambda image: call_network(network, image, plan), shape, device
     )
 
 
 def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
-    """Count additions and multiplications of a pass, which run on shapes alone."""
-    num_channels = len(plan.channels) + (plan.previous_stage is not None)
-    image = torch.empty((1, num_channels, *plan.patch_size), device="meta")
+    """Count additions and multiplications of a pass without values, per voxel of a tile."""
+    image = torch.empty((1, plan.num_image_channels, *plan.patch_size), device="meta")
     with meta_layers() as layers:
         call_network(network_on_meta, image, plan)
     return layers.operations / math.prod(plan.patch_size)
 
 
 def task_of(plan: NnunetPlan) -> Task:
-    """Describe labels and channels of a plan as those of a task of one stage."""
+    """Make the task of a plan: its labels and channels, in one stage."""
     channels = []
     for channel in plan.channels:
+        # nnU-Net names no modality, but only a CT has this scheme. Its window is the range to which
+        # nnU-Net clips.
         if channel.scheme == "CTNormalization":
             low_hu = channel.intensities["percentile_00_5"]
             high_hu = channel.intensities["percentile_99_5"]
@@ -756,10 +822,10 @@ def _refuse_options(options: InferenceOptions, precision: str | None, device: to
     Raises:
         UserError: With the key.
     """
-    usual = InferenceOptions()
-    for key in FIXED:
+    defaults = InferenceOptions()
+    for key in REFUSED_OPTIONS:
         value = getattr(options, key)
-        if value != getattr(usual, key):
+        if value != getattr(defaults, key):
             raise UserError(
                 f"inference.{key}={value}: a model folder of nnU-Net runs as its plan says; leave "
                 "it out"
@@ -769,8 +835,8 @@ def _refuse_options(options: InferenceOptions, precision: str | None, device: to
             f"inference.backend={options.backend}: a model folder of nnU-Net runs in torch, as "
             "nnU-Net does; leave it out"
         )
-    half = "bf16" if device.type == "cpu" else "fp16"
-    if precision not in (None, "fp32", half):
+    half_precision = "bf16" if device.type == "cpu" else "fp16"
+    if precision not in (None, "fp32", half_precision):
         raise UserError(
             f"precision={precision}: a model folder of nnU-Net runs in fp32 or bf16 on a CPU, and "
             "in fp16 or fp32 on a GPU; leave it out"
@@ -778,4 +844,5 @@ def _refuse_options(options: InferenceOptions, precision: str | None, device: to
 
 
 def _times(shape: Sequence[int]) -> str:
+    """Write a shape as 64×128×128."""
     return "×".join(map(str, shape))

@@ -1,4 +1,4 @@
-"""Network of an nnU-Net plan, built by `dynamic_network_architectures`."""
+"""Network of an nnU-Net plan: building it, running it and checking its weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from medseg.nnunet.plan import NnunetPlan, PlanError
 
 
 def make_network(plan: NnunetPlan) -> nn.Module:
-    """Build the network of a plan, without values of its own.
+    """Build the network of a plan; its weights are to be replaced by those of a checkpoint.
 
     Args:
         plan: The checked plan.
 
     Returns:
-        Maps images (N, C, d, h, w) to logits (N, K, d, h, w), a 2D one (N, C, h, w) to
+        Maps images (N, C, d, h, w) to logits (N, K, d, h, w). A 2D network maps (N, C, h, w) to
         (N, K, h, w).
 
     Raises:
@@ -35,12 +35,11 @@ def make_network(plan: NnunetPlan) -> nn.Module:
 
 
 def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
-    """Run a network on the input of its plan.
+    """Run a network on a prepared image.
 
     Args:
         network: See `make_network`.
-        image: Image (1, C, d, h, w), one plane for a 2D network; the last channel of a cascade
-            holds the labels of the previous stage, which become one channel each.
+        image: See `network_input`; d is 1 for a 2D network.
         plan: Its plan.
 
     Returns:
@@ -48,8 +47,8 @@ def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
     """
     image = network_input(image, plan)
     if plan.is_2d:
-        planes: Tensor = network(image[:, :, 0])
-        return planes[:, :, None]
+        plane_logits: Tensor = network(image[:, :, 0])
+        return plane_logits[:, :, None]
     logits: Tensor = network(image)
     return logits
 
@@ -58,7 +57,7 @@ def first_difference(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
     """Compare names and shapes of weights with those of a network.
 
     Returns:
-        What differs first, as the end of a sentence; empty where all fit.
+        The first difference as a clause for a message; empty if there is none.
     """
     expected = network.state_dict()
     for name, value in expected.items():
@@ -74,18 +73,18 @@ def first_difference(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
 
 
 def network_input(image: Tensor, plan: NnunetPlan) -> Tensor:
-    """Replace the labels of the previous stage by one channel each.
+    """Replace the labels of a previous stage by one channel of 0 and 1 for each label.
 
     Args:
-        image: Image (1, C, d, h, w); the last channel of a cascade holds these labels.
-        plan: Its plan.
+        image: Prepared image (1, C, d, h, w); in a cascade its last channel holds these labels.
+        plan: Plan of the network.
 
     Returns:
-        The image as the network takes it; the same one without a previous stage.
+        The input of the network; the image itself without a previous stage.
     """
     values = plan.previous_values
     if not values:
         return image
     labels = image[:, -1:]
-    of_labels = [(labels == value).to(image.dtype) for value in values]
-    return torch.cat([image[:, :-1], *of_labels], dim=1)
+    indicators = [(labels == value).to(image.dtype) for value in values]
+    return torch.cat([image[:, :-1], *indicators], dim=1)

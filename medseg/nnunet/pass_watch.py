@@ -1,4 +1,4 @@
-"""Seconds inside the passes of networks: each network has a speed of its own."""
+"""Stopwatch of the passes of a network, by which later cases are forecast."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class PassWatch:
-    """Seconds inside the passes of networks.
+    """Sum of the seconds inside the passes of a network.
 
     Attributes:
-        seconds: Their sum so far.
+        seconds: The sum so far.
     """
 
     def __init__(self) -> None:
@@ -19,14 +19,14 @@ class PassWatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the seconds of the block."""
+        """Count the seconds of the block, unless it raises."""
         start_s = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the seconds of the block, within one that counts."""
+        """Leave out the seconds of the block, inside a block of `running`."""
         start_s = time.perf_counter()
         yield
         self.seconds -= time.perf_counter() - start_s

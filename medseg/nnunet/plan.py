@@ -1,7 +1,7 @@
-"""Plan of one configuration of nnU-Net: what `plans.json` and `dataset.json` say, checked.
+"""Plan of one configuration of nnU-Net: the checked content of `plans.json` and `dataset.json`.
 
-Tuples per axis follow the transposed array of nnU-Net: its axis a is the stored axis
-`transpose[a]`.
+Tuples with a value for each axis follow the transposed array of nnU-Net, whose axis a is the stored
+axis `transpose[a]`.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ from medseg.io.volume import MIN_SPACING_MM
 # Names of the configurations of nnU-Net.
 SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
 
-# Limits that no plan of nnU-Net comes near: a hostile one must not keep the program busy.
+# Limits far above those of any plan of nnU-Net, so that a hostile plan cannot keep the program
+# busy. The patch is in voxels along an axis, the features are channels of a level.
 MAX_SPACING_MM = 100.0
 MAX_PATCH = 1024
 MAX_HEADS = 255
-MAX_COUNT = 4096
+MAX_FEATURES = 4096
 MAX_LEVELS = 12
 MAX_BLOCKS = 100
 MAX_KERNEL_SIZE = 31
-# Classes of networks that are built, by the last part of their names, and the argument of each that
-# counts the blocks of the encoder.
+MAX_STRIDE = 16
+# Classes of networks that are supported, by the last part of their names, and the argument of each
+# for the number of blocks of each encoder level.
 NETWORKS = {"PlainConvUNet": "n_conv_per_stage", "ResidualEncoderUNet": "n_blocks_per_stage"}
-SPLINE, TORCH, NONE = (
-    "resample_data_or_seg_to_shape",
-    "resample_torch_fornnunet",
-    "no_resampling_hack",
-)
+# nnU-Net's names of resampling functions: by splines, by torch, and none.
+SPLINE = "resample_data_or_seg_to_shape"
+TORCH = "resample_torch_fornnunet"
+NONE = "no_resampling_hack"
+# nnU-Net's names of normalisations.
 SCHEMES = (
     "CTNormalization",
     "ZScoreNormalization",
     "NoNormalization",
     "RescaleTo01Normalization",
 )
-# Reader of the plans to the orientation in which the network sees a scan.
+# Orientation in which the network sees a scan, by the reader that the plans name.
 READERS = {
     "SimpleITKIO": "stored",
     "NibabelIO": "stored",
@@ -49,11 +51,11 @@ READERS = {
 
 
 class PlanError(ValueError):
-    """A plan that is damaged or not supported; the message has no path."""
+    """A plan that is damaged or not supported; its message is the end of a sentence."""
 
     @property
     def sentence(self) -> str:
-        """The message with its file and the cure."""
+        """The whole sentence: the file, the message and the cure. The caller adds the path."""
         return (
             f"plans.json {self}; take plans.json and dataset.json as nnU-Net wrote them, or "
             "predict with nnU-Net"
@@ -66,8 +68,9 @@ class ResamplingPlan:
 
     Attributes:
         function: `SPLINE`, `TORCH` or `NONE`.
-        order: Order of the spline in plane, or along all axes.
-        separate_z: Whether the nearest voxel is taken along one axis; None decides by the spacing.
+        order: Order of the spline along all axes but a separate one.
+        separate_z: Whether one axis is separate, along which the nearest voxel is taken; None
+            decides by the spacing, see `medseg.nnunet.planes.separate_axis`.
     """
 
     function: str
@@ -83,7 +86,8 @@ class ChannelPlan:
         name: Its name in `dataset.json`.
         scheme: One of `SCHEMES`.
         is_masked: Whether a z-score is computed inside the non-zero mask.
-        intensities: Mean, standard deviation and percentiles of the training, for CT.
+        intensities: Mean, standard deviation and percentiles of the training scans, by nnU-Net's
+            names; empty unless the scheme is `CTNormalization`.
     """
 
     name: str
@@ -94,14 +98,17 @@ class ChannelPlan:
 
 @dataclass(frozen=True)
 class LabelPlan:
-    """Labels of the result.
+    """Labels of the result, and the heads of the network that predict them.
+
+    A head is a channel of the logits. The heads are classes with the background, or regions, which
+    may overlap.
 
     Attributes:
-        names: Label name to value, without background and ignore label.
-        region_values: Value of each head of a network for regions, painted in this order; None for
-            a network whose heads are classes.
+        names: Label name to value in the result, without background and ignore label.
+        region_values: If the heads are regions, the value that each head writes over those before;
+            None if they are classes.
         num_heads: Heads of the network.
-        values: Values of a label map, without the background, in rising order.
+        values: Values of the label maps of the training, without the background, in rising order.
     """
 
     names: dict[str, int]
@@ -112,24 +119,25 @@ class LabelPlan:
 
 @dataclass(frozen=True)
 class NnunetPlan:
-    """What decides how a network of nnU-Net sees a scan.
+    """Plan of a network: how a scan becomes its input, and its logits become labels.
 
     Attributes:
-        configuration: Its name.
-        spacing_mm: Spacing of the network's input, transposed; the first of a 2D network is that of
-            the scan, see `for_scan`.
+        configuration: Name of the configuration.
+        spacing_mm: Spacing of the network's input, transposed. The first number of a 2D network is
+            only a placeholder, see `for_scan`.
         patch_size: Tile in voxels, transposed; one plane of a 2D network.
-        transpose: Stored axis of each axis of the transposed array.
+        transpose: Stored axis that becomes axis 0, 1 and 2 of the transposed array.
         channels: Normalisation of each channel.
-        image_resampling: Of the images.
-        logits_resampling: Of the logits.
+        image_resampling: Resampling of the images.
+        logits_resampling: Resampling of the logits.
         labels: Labels of the result.
         network: `class`, `arguments` and `divisor` of the input size of the network.
-        orientation: `stored` or `RAS`, by the reader of the plan.
+        orientation: `stored`, `RAS` or `LPS`: how the network sees a scan.
         dataset_name: Name of the data set.
-        is_2d: Whether the network sees planes of the first axis one by one.
-        previous_stage: Configuration whose labels are further channels; None without a cascade.
-        labels_resampling: Of these labels.
+        is_2d: Whether the network sees the planes across the first axis one by one.
+        previous_stage: Configuration of the first stage of a cascade, whose labels are further
+            channels; None without a cascade.
+        labels_resampling: Resampling of the labels of that stage; None without a cascade.
     """
 
     configuration: str
@@ -148,6 +156,12 @@ class NnunetPlan:
     labels_resampling: ResamplingPlan | None = None
 
     @property
+    def num_image_channels(self) -> int:
+        """Channels of a prepared image: those of the scan, and one with all previous labels."""
+        num_label_channels = 0 if self.previous_stage is None else 1
+        return len(self.channels) + num_label_channels
+
+    @property
     def num_inputs(self) -> int:
         """Channels of the network's input: those of the scan, and one for each previous label."""
         return len(self.channels) + len(self.previous_values)
@@ -158,41 +172,53 @@ class NnunetPlan:
         return () if self.previous_stage is None else self.labels.values
 
     def for_scan(self, spacing_mm: tuple[float, float, float]) -> NnunetPlan:
-        """Return the plan for a scan of a spacing, transposed: a 2D network keeps its planes."""
+        """Return the plan for a scan of a spacing, transposed.
+
+        It differs for a 2D network, which keeps the planes of the scan: along the first axis
+        nothing is resampled.
+        """
         if not self.is_2d:
             return self
         return replace(self, spacing_mm=(spacing_mm[0], *self.spacing_mm[1:]))
 
 
 def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
-    """Resolve the inheritance of all configurations.
+    """Read all configurations of the plans, each with the keys that it inherits.
+
+    Args:
+        plans: Content of `plans.json`.
 
     Raises:
         PlanError: If the plans are damaged.
     """
-    listed = _mapping(_mapping(plans, "the plans").get("configurations"), "configurations")
-    return {name: _resolved(listed, name, ()) for name in listed}
+    plans = _mapping(plans, "the plans")
+    listed = _mapping(plans.get("configurations"), "configurations")
+    return {name: _with_inherited(listed, name, ()) for name in listed}
 
 
-def _resolved(listed: Mapping[str, Any], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
-    """Keys of a configuration with those that it inherits.
+def _with_inherited(listed: Mapping[str, Any], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+    """Add the keys that a configuration inherits to its own.
 
     Args:
         listed: All configurations as the plans list them.
         name: The configuration.
-        heirs: Configurations that inherit from it, to find a circle.
+        heirs: Configurations that inherit from it, by which a circle is found.
+
+    Raises:
+        PlanError: If the configuration, or one that it inherits from, is missing or in a circle.
     """
     if name in heirs or name not in listed:
         raise PlanError(f"configurations.{name}: inherits from itself, or is missing")
-    configuration = dict(_mapping(listed[name], f"configurations.{name}"))
-    parent = configuration.pop("inherits_from", None)
+    own_keys = dict(_mapping(listed[name], f"configurations.{name}"))
+    parent = own_keys.pop("inherits_from", None)
     if parent is None:
-        return configuration
-    return {**_resolved(listed, str(parent), (*heirs, name)), **configuration}
+        return own_keys
+    inherited = _with_inherited(listed, str(parent), (*heirs, name))
+    return {**inherited, **own_keys}
 
 
 def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
-    """Check the plan of one configuration.
+    """Read and check the plan of one configuration.
 
     Args:
         plans: Content of `plans.json`.
@@ -220,8 +246,9 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     patch_size = _integers(configuration, "patch_size", num_axes, 1, MAX_PATCH)
     network = _read_network(configuration, patch_size)
     if is_2d:
-        spacing_mm.insert(0, 1.0)
+        # A tile is one plane. The spacing across planes is that of each scan, see `for_scan`.
         patch_size.insert(0, 1)
+        spacing_mm.insert(0, 1.0)
     previous_stage = _read_previous_stage(configuration, configurations)
     labels_resampling = None
     if previous_stage is not None:
@@ -250,10 +277,10 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
 
 
 def _refuse_unsupported(configuration: Mapping[str, Any]) -> None:
-    """Refuse what medseg does not run.
+    """Refuse a preprocessing whose steps medseg does not know.
 
     Raises:
-        PlanError: With the reason.
+        PlanError: If the plan names another class than nnU-Net's own.
     """
     preprocessor = configuration.get("preprocessor_name", "DefaultPreprocessor")
     if preprocessor != "DefaultPreprocessor":
@@ -265,17 +292,17 @@ def _refuse_unsupported(configuration: Mapping[str, Any]) -> None:
 
 def _is_2d(configuration: Mapping[str, Any]) -> bool:
     """Whether a configuration has tiles of two axes."""
-    patch = configuration.get("patch_size")
-    return isinstance(patch, list) and len(patch) == 2
+    patch_size = configuration.get("patch_size")
+    return isinstance(patch_size, list) and len(patch_size) == 2
 
 
 def _read_previous_stage(
     configuration: Mapping[str, Any], configurations: Mapping[str, Any]
 ) -> str | None:
-    """Name of the configuration that a cascade goes on from.
+    """Read the name of the first stage of a cascade; None for other configurations.
 
     Raises:
-        PlanError: If there is none of the name, or it is the second stage of a cascade itself.
+        PlanError: If there is no configuration of this name, or it is itself a second stage.
     """
     name = configuration.get("previous_stage")
     if name is None:
@@ -290,8 +317,8 @@ def _read_previous_stage(
 def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
     """Read the labels of `dataset.json`.
 
-    Heads are classes in the order of their values, or regions in the order of the file, whose
-    values are those of `regions_class_order`.
+    Heads are classes in the order of their values; or they are regions in the order of the file,
+    and `regions_class_order` has the value that each region gets in the result.
 
     Raises:
         PlanError: If they are damaged, or their values leave a gap.
@@ -300,16 +327,18 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
     if labels.get("background") != 0:
         raise PlanError("labels in dataset.json: expected background: 0")
     # No head predicts the label of ignored voxels.
-    members = {name: labels[name] for name in labels if name not in ("background", "ignore")}
+    predicted = {name: labels[name] for name in labels if name not in ("background", "ignore")}
     # A label of several values is a region, which may overlap others.
-    if any(isinstance(value, list) and len(value) > 1 for value in members.values()):
-        return _read_regions(members, dataset)
+    if any(isinstance(value, list) and len(value) > 1 for value in predicted.values()):
+        return _read_regions(predicted, dataset)
     names: dict[str, int] = {}
-    for name, value in members.items():
-        number = value[0] if isinstance(value, list) and len(value) == 1 else value
+    for name, value in predicted.items():
+        # A list of one value is a class too.
+        is_list_of_one = isinstance(value, list) and len(value) == 1
+        number = value[0] if is_list_of_one else value
         names[str(name)] = _integer(number, f"labels.{name} in dataset.json", 1, MAX_HEADS)
     values = sorted(names.values())
-    # A head is found by its value: a gap would shift all later ones.
+    # The value of a class is the number of its head, so a gap would shift all later ones.
     if not values or values != list(range(1, 1 + len(values))):
         raise PlanError(
             f"labels in dataset.json: expected the values 1, 2, … without a gap, got {values}"
@@ -321,7 +350,7 @@ def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> Lab
     """Read the labels of a network whose heads are regions.
 
     Args:
-        regions: Name of each region to the values that it is made of.
+        regions: Name of each region to the values of the label maps that it is made of.
         dataset: Content of `dataset.json`.
 
     Raises:
@@ -333,15 +362,15 @@ def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> Lab
             f"regions_class_order in dataset.json: expected {len(regions)} values, one for each "
             f"region, got {order}"
         )
-    painted = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
-    if len(set(painted)) != len(painted):
+    region_values = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
+    if len(set(region_values)) != len(region_values):
         raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
-    names = dict(zip(regions, painted, strict=True))
-    return LabelPlan(names, painted, len(painted), _map_values(regions))
+    names = dict(zip(regions, region_values, strict=True))
+    return LabelPlan(names, region_values, len(region_values), _label_map_values(regions))
 
 
-def _map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
-    """Values of the label maps that regions are made of, without the background."""
+def _label_map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
+    """List the values of the label maps that regions are made of, without the background."""
     values: set[int] = set()
     for name, members in regions.items():
         for value in _flat(members):
@@ -357,8 +386,9 @@ def _read_channels(
     Raises:
         PlanError: If lists have different lengths, or a scheme is not supported.
     """
-    listed = dataset.get("channel_names", dataset.get("modality"))
-    names = [str(name) for name in _mapping(listed, "channel_names in dataset.json").values()]
+    # Older data sets call the names of the channels `modality`.
+    section = dataset.get("channel_names", dataset.get("modality"))
+    names = [str(name) for name in _mapping(section, "channel_names in dataset.json").values()]
     schemes = configuration.get("normalization_schemes")
     masked = configuration.get("use_mask_for_norm")
     for key, values in (("normalization_schemes", schemes), ("use_mask_for_norm", masked)):
@@ -366,9 +396,10 @@ def _read_channels(
             raise PlanError(
                 f"{key}: expected a list of {len(names)}, one for each channel of dataset.json"
             )
+    # For the type checker: the loop has checked both.
     assert isinstance(schemes, list)
     assert isinstance(masked, list)
-    # Version 2.0 called it by modality.
+    # The second name is that of version 2.0.
     intensities = plans.get(
         "foreground_intensity_properties_per_channel",
         plans.get("foreground_intensity_properties_by_modality", {}),
@@ -380,7 +411,7 @@ def _read_channels(
                 f"normalization_schemes: expected {', '.join(SCHEMES)}, got {str(scheme)[:60]}, "
                 "which is not supported"
             )
-        # Other schemes take their statistics from the scan.
+        # Other schemes compute their statistics from the scan.
         statistics: dict[str, float] = {}
         if scheme == "CTNormalization":
             statistics = _read_intensities(intensities, number)
@@ -389,9 +420,14 @@ def _read_channels(
 
 
 def _read_intensities(intensities: Any, channel: int) -> dict[str, float]:
-    """Read the statistics of the training for one channel."""
+    """Read the statistics of one channel over the training scans.
+
+    Raises:
+        PlanError: If they are missing, or no finite numbers.
+    """
     key = "foreground_intensity_properties_per_channel"
-    section = _mapping(_mapping(intensities, key).get(str(channel)), f"{key}.{channel}")
+    by_channel = _mapping(intensities, key)
+    section = _mapping(by_channel.get(str(channel)), f"{key}.{channel}")
     statistics = {}
     for name in ("mean", "std", "percentile_00_5", "percentile_99_5"):
         statistics[name] = _number(section.get(name), name, -math.inf, math.inf)
@@ -402,7 +438,7 @@ def _read_labels_resampling(configuration: Mapping[str, Any]) -> ResamplingPlan:
     """Read how the labels of the previous stage are resampled.
 
     Raises:
-        PlanError: As `_read_resampling`, or if torch does it.
+        PlanError: As `_read_resampling`, or if it is by torch.
     """
     resampling = _read_resampling(configuration, "resampling_fn_seg")
     if resampling.function == TORCH:
@@ -416,8 +452,12 @@ def _read_labels_resampling(configuration: Mapping[str, Any]) -> ResamplingPlan:
 def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPlan:
     """Read one of the resampling functions.
 
+    Args:
+        configuration: The configuration.
+        key: Key of the function; its arguments are below `<key>_kwargs`.
+
     Raises:
-        PlanError: If it is not known, or has an order that is not supported.
+        PlanError: If the function is not known, or has arguments that are not supported.
     """
     function = configuration.get(key)
     if function not in (SPLINE, TORCH, NONE):
@@ -427,28 +467,35 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
         )
     arguments = _mapping(configuration.get(f"{key}_kwargs", {}), f"{key}_kwargs")
     separate_z = arguments.get("force_separate_z")
-    # A missing key has another meaning in each function of nnU-Net.
+    # Where the key is missing, nnU-Net's function by splines takes False, that by torch None.
     if function == SPLINE and "force_separate_z" not in arguments:
         separate_z = False
     if separate_z not in (None, True, False):
         raise PlanError(f"{key}_kwargs.force_separate_z: expected true, false or null")
+    # Torch interpolates linearly. `order_z` is the order along the separate axis.
+    order = 1
+    order_z = 0
     if function == SPLINE:
         order = _integer(arguments.get("order", 3), f"{key}_kwargs.order", 0, 5)
         order_z = _integer(arguments.get("order_z", 0), f"{key}_kwargs.order_z", 0, 5)
-    else:
-        order, order_z = 1, 0
     if arguments.get("separate_z_anisotropy_threshold", 3) != 3:
         raise PlanError(f"{key}_kwargs.separate_z_anisotropy_threshold: only 3 is supported")
+    # Modes of the function by torch.
     modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
     if modes != ("linear", "nearest-exact"):
         raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")
-    # A cubic spline filters the whole volume first, but logits come plane by plane; labels are
-    # interpolated one by one.
-    orders = {"resampling_fn_data": (0, 1, 3), "resampling_fn_seg": (1,)}.get(key, (0, 1))
-    if order not in orders or order_z != 0:
+    if key == "resampling_fn_data":
+        supported_orders = [0, 1, 3]
+    elif key == "resampling_fn_seg":
+        # `medseg.nnunet.previous` interpolates the indicator of each label linearly.
+        supported_orders = [1]
+    else:
+        # Not 3: a cubic spline filters a whole volume first, but logits come plane by plane.
+        supported_orders = [0, 1]
+    if order not in supported_orders or order_z != 0:
         raise PlanError(
             f"{key}_kwargs: order={order} and order_z={order_z} are not supported, but "
-            f"order={', '.join(map(str, orders))} and order_z=0"
+            f"order={', '.join(map(str, supported_orders))} and order_z=0"
         )
     return ResamplingPlan(str(function), order, separate_z)
 
@@ -456,49 +503,60 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
 def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> dict[str, Any]:
     """Read class and arguments of the network, also from plans before nnU-Net 2.4.
 
+    Args:
+        configuration: The configuration.
+        patch_size: Its tile, of two or three axes.
+
     Returns:
-        `class`, `arguments` as plain values, and `divisor` of the input size.
+        `class`, `arguments` as plain values, and `divisor` of the input size along three axes.
 
     Raises:
         PlanError: If its class is not known, or a number is out of range.
     """
     section = configuration.get("architecture")
     if section is None:
-        name, arguments = _older_network(configuration)
+        class_name, arguments = _older_network(configuration)
     else:
         section = _mapping(section, "architecture")
-        name = str(section.get("network_class_name", "")).rsplit(".", 1)[-1]
+        class_name = str(section.get("network_class_name", "")).rsplit(".", 1)[-1]
         arguments = dict(_mapping(section.get("arch_kwargs"), "architecture.arch_kwargs"))
-    if name not in NETWORKS:
+    if class_name not in NETWORKS:
         raise PlanError(
-            f"its network is {name[:60] or 'unknown'}, but only {' and '.join(NETWORKS)} are "
+            f"its network is {class_name[:60] or 'unknown'}, but only {' and '.join(NETWORKS)} are "
             "supported"
         )
-    levels = _integer(arguments.get("n_stages"), "n_stages", 1, MAX_LEVELS)
-    strides = arguments.get("strides")
-    if not isinstance(strides, list) or len(strides) != levels:
-        raise PlanError(f"strides: expected a list of {levels}, one for each level")
+    num_levels = _integer(arguments.get("n_stages"), "n_stages", 1, MAX_LEVELS)
+    level_strides = arguments.get("strides")
+    if not isinstance(level_strides, list) or len(level_strides) != num_levels:
+        raise PlanError(f"strides: expected a list of {num_levels}, one for each level")
     num_axes = len(patch_size)
     divisor = []
     for axis in range(num_axes):
-        strides_of_axis = [_stride(stride, axis, num_axes) for stride in strides]
-        divisor.append(math.prod(strides_of_axis))
+        axis_strides = [_stride(stride, axis, num_axes) for stride in level_strides]
+        divisor.append(math.prod(axis_strides))
     if any(size % step for size, step in zip(patch_size, divisor, strict=True)):
         raise PlanError(
             f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
         )
-    _check_layers(arguments, NETWORKS[name])
-    # A plane of a 2D network is a volume of one plane.
-    return {"class": name, "arguments": arguments, "divisor": [1] * (3 - num_axes) + divisor}
+    _check_layers(arguments, NETWORKS[class_name])
+    if num_axes == 2:
+        # For medseg a plane is a volume of one plane.
+        divisor.insert(0, 1)
+    return {"class": class_name, "arguments": arguments, "divisor": divisor}
 
 
 def _check_layers(arguments: Mapping[str, Any], blocks_key: str) -> None:
-    """Check the numbers from which layers are built; one number counts for all levels.
+    """Check the numbers from which layers are built: a list by level, or one number for all levels.
+
+    The network is built before its weights are compared, so a hostile plan could ask for any size.
+
+    Args:
+        arguments: Arguments of the network.
+        blocks_key: The argument for the number of blocks of each encoder level.
 
     Raises:
         PlanError: If a number is out of range.
     """
-    # The network is built before its weights are compared: a hostile plan would ask for any size.
     for key in (blocks_key, "n_conv_per_stage_decoder"):
         blocks = arguments.get(key)
         if not isinstance(blocks, list):
@@ -506,39 +564,42 @@ def _check_layers(arguments: Mapping[str, Any], blocks_key: str) -> None:
         for number in blocks:
             _integer(number, key, 1, MAX_BLOCKS)
     for number in _flat(arguments.get("features_per_stage")):
-        _integer(number, "features_per_stage", 1, MAX_COUNT)
-    # A kernel has a size for each axis.
+        _integer(number, "features_per_stage", 1, MAX_FEATURES)
+    # A kernel has one size for each axis.
     for number in _flat(arguments.get("kernel_sizes")):
         _integer(number, "kernel_sizes", 1, MAX_KERNEL_SIZE)
 
 
 def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Translate the keys of plans before nnU-Net 2.4; the rest is what its trainer had then."""
-    name = str(configuration.get("UNet_class_name", ""))
-    encoder = configuration.get("n_conv_per_stage_encoder")
-    if not isinstance(encoder, list):
+    """Translate the keys of plans before nnU-Net 2.4 to the name and arguments of a network.
+
+    Arguments that those plans do not hold get the values that the trainer had then.
+    """
+    class_name = str(configuration.get("UNet_class_name", ""))
+    encoder_blocks = configuration.get("n_conv_per_stage_encoder")
+    if not isinstance(encoder_blocks, list):
         raise PlanError("has neither `architecture` nor the keys of a U-Net")
-    # Features of the first level, which double with each level up to a limit.
+    # Features double with each level up to a limit.
     first_features = _integer(
-        configuration.get("UNet_base_num_features"), "UNet_base_num_features", 1, MAX_COUNT
+        configuration.get("UNet_base_num_features"), "UNet_base_num_features", 1, MAX_FEATURES
     )
     max_features = _integer(
-        configuration.get("unet_max_num_features"), "unet_max_num_features", 1, MAX_COUNT
+        configuration.get("unet_max_num_features"), "unet_max_num_features", 1, MAX_FEATURES
     )
-    levels = _integer(len(encoder), "n_conv_per_stage_encoder", 1, MAX_LEVELS)
-    axes = "2d" if _is_2d(configuration) else "3d"
-    return name, {
-        "n_stages": levels,
-        "features_per_stage": [
-            min(first_features * 2**level, max_features) for level in range(levels)
-        ],
-        "conv_op": f"torch.nn.modules.conv.Conv{axes}",
+    num_levels = _integer(len(encoder_blocks), "n_conv_per_stage_encoder", 1, MAX_LEVELS)
+    features = [min(first_features * 2**level, max_features) for level in range(num_levels)]
+    dimensions = "2d" if _is_2d(configuration) else "3d"
+    return class_name, {
+        "n_stages": num_levels,
+        "features_per_stage": features,
+        "conv_op": f"torch.nn.modules.conv.Conv{dimensions}",
         "kernel_sizes": configuration.get("conv_kernel_sizes"),
         "strides": configuration.get("pool_op_kernel_sizes"),
-        NETWORKS.get(name, "n_conv_per_stage"): encoder,
+        # An unknown class is refused later.
+        NETWORKS.get(class_name, "n_conv_per_stage"): encoder_blocks,
         "n_conv_per_stage_decoder": configuration.get("n_conv_per_stage_decoder"),
         "conv_bias": True,
-        "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{axes}",
+        "norm_op": f"torch.nn.modules.instancenorm.InstanceNorm{dimensions}",
         "norm_op_kwargs": {"eps": 1e-05, "affine": True},
         "dropout_op": None,
         "dropout_op_kwargs": None,
@@ -548,14 +609,14 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def _stride(stride: Any, axis: int, num_axes: int) -> int:
-    """Stride of a level along an axis; a single number is that of all axes."""
+    """Read the stride of a level along an axis; a single number is that of all axes."""
     if isinstance(stride, list) and len(stride) == num_axes:
         stride = stride[axis]
-    return _integer(stride, "strides", 1, 16)
+    return _integer(stride, "strides", 1, MAX_STRIDE)
 
 
 def _flat(value: Any) -> list[Any]:
-    """List the numbers of nested lists of two levels."""
+    """List the items of a list, and of the lists in it; a single value is a list of one."""
     if not isinstance(value, list):
         return [value]
     flat: list[Any] = []
@@ -567,11 +628,19 @@ def _flat(value: Any) -> list[Any]:
     return flat
 
 
-def _read_orientation(dataset: Mapping[str, Any], of_reader: str) -> str:
-    """Orientation in which the network sees a scan: that of `dataset.json`, else of the reader."""
+def _read_orientation(dataset: Mapping[str, Any], reader_orientation: str) -> str:
+    """Read the orientation in which the network sees a scan.
+
+    Args:
+        dataset: Content of `dataset.json`, which may state it.
+        reader_orientation: Orientation by the reader of the plans, if it does not.
+
+    Raises:
+        PlanError: If another orientation is stated.
+    """
     stated = dataset.get("image_orientation")
     if stated is None:
-        return of_reader
+        return reader_orientation
     if stated not in ("stored", "RAS", "LPS"):
         raise PlanError(
             "image_orientation in dataset.json: expected stored, RAS or LPS, got "
@@ -581,7 +650,10 @@ def _read_orientation(dataset: Mapping[str, Any], of_reader: str) -> str:
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """Return a value that must be a mapping; `name` is for the message, as in those below."""
+    """Return a value that must be a mapping.
+
+    As in the functions below, `name` is for the message of the `PlanError` that is raised.
+    """
     if not isinstance(value, dict):
         raise PlanError(f"{name}: expected a mapping, got {type(value).__name__}")
     return value
@@ -589,9 +661,9 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 def _number(value: Any, name: str, low: float, high: float) -> float:
     """Return a value that must be a finite number in a range, bounds included."""
-    # To Python, true is the number 1.
+    # In Python a bool is an int.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # A whole number may be too large to be a float, so the range comes first.
+    # The range comes first: `isfinite` fails on a whole number that is too large for a float.
     if not is_number or not low <= value <= high or not math.isfinite(value):
         raise PlanError(
             f"{name}: expected a number from {low:g} to {high:g}, got {str(value)[:60]}"
@@ -600,7 +672,7 @@ def _number(value: Any, name: str, low: float, high: float) -> float:
 
 
 def _integer(value: Any, name: str, low: int, high: int) -> int:
-    """Return a value that must be a whole number in a range; 2.0 is one."""
+    """Return a value that must be a whole number in a range, bounds included; 2.0 is one."""
     number = _number(value, name, low, high)
     if number != int(number):
         raise PlanError(f"{name}: expected a whole number, got {value}")
@@ -610,7 +682,7 @@ def _integer(value: Any, name: str, low: int, high: int) -> int:
 def _numbers(
     section: Mapping[str, Any], key: str, count: int, low: float, high: float
 ) -> list[float]:
-    """Return a key that must be a list of so many numbers in a range."""
+    """Return the value of a key, which must be a list of `count` numbers in a range."""
     values = section.get(key)
     if not isinstance(values, list) or len(values) != count:
         raise PlanError(f"{key}: expected {count} numbers, got {str(values)[:60]}")
@@ -618,5 +690,6 @@ def _numbers(
 
 
 def _integers(section: Mapping[str, Any], key: str, count: int, low: int, high: int) -> list[int]:
-    """Return a key that must be a list of so many whole numbers in a range."""
-    return [_integer(value, key, low, high) for value in _numbers(section, key, count, low, high)]
+    """Return the value of a key, which must be a list of `count` whole numbers in a range."""
+    numbers = _numbers(section, key, count, low, high)
+    return [_integer(number, key, low, high) for number in numbers]

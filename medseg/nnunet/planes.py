@@ -1,4 +1,4 @@
-"""Resampling that a plan asks for: by splines, by torch or none; plane by plane."""
+"""Plane-by-plane resampling as a plan asks for it: by splines, by torch, or none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from medseg.geometry.sizes import Shape
 from medseg.nnunet.plan import NONE, TORCH, PlanError, ResamplingPlan
 from medseg.nnunet.spline import CUBIC, FILTER_MARGIN, SplinePlanes
 
-# An axis is resampled apart where the largest spacing exceeds the smallest this many times.
+# An axis is separate where the largest spacing is more than this many times the smallest.
 ANISOTROPY = 3.0
 SpacingMm = tuple[float, float, float]
 
 
 class Planes(Protocol):
-    """Planes of a resampled volume.
+    """Planes of a resampled volume, each computed from the few source planes that it needs.
 
     Attributes:
         num_planes: Number of output planes.
@@ -29,14 +29,17 @@ class Planes(Protocol):
     num_planes: int
 
     def sources(self, plane: int) -> list[int]:
-        """Source planes of an output plane, in the order in which `resample` takes them."""
+        """List the numbers of an output plane's sources, in the order that `resample` expects."""
 
     def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
-        """Compute the output plane (H, W) from its source planes (h, w)."""
+        """Compute output plane (H, W) number `plane` from its source planes (h, w)."""
 
 
 def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: SpacingMm) -> int | None:
-    """Find the axis that nnU-Net resamples apart from the other two; None where there is none.
+    """Find the axis that nnU-Net resamples separately from the other two, by the nearest voxel.
+
+    It is the coarsest axis of an anisotropic source, else of an anisotropic target; None if there
+    is no such axis.
 
     Args:
         separate_z: `force_separate_z` of the plan.
@@ -45,9 +48,9 @@ def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: Spacin
     """
     if separate_z is False:
         return None
-    if separate_z or max(current_mm) / min(current_mm) > ANISOTROPY:
+    if separate_z or _is_anisotropic(current_mm):
         spacing_mm = current_mm
-    elif max(new_mm) / min(new_mm) > ANISOTROPY:
+    elif _is_anisotropic(new_mm):
         spacing_mm = new_mm
     else:
         return None
@@ -56,48 +59,56 @@ def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: Spacin
     return coarsest[0] if len(coarsest) == 1 else None
 
 
+def _is_anisotropic(spacing_mm: SpacingMm) -> bool:
+    """Whether the largest spacing is more than `ANISOTROPY` times the smallest."""
+    return max(spacing_mm) / min(spacing_mm) > ANISOTROPY
+
+
 class SamePlanes:
-    """A volume that is not resampled."""
+    """Planes of a volume that is not resampled; see `Planes`."""
 
     def __init__(self, num_planes: int) -> None:
         self.num_planes = num_planes
 
     def sources(self, plane: int) -> list[int]:
-        """The plane itself."""
+        """List the plane itself."""
         return [plane]
 
     def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
-        """The plane as it is."""
+        """Return the plane as it is."""
         return planes[0]
 
 
 class TorchPlanes:
-    """Linear interpolation of torch in float32, with the bits of one call on the whole volume.
+    """Planes of torch's linear interpolation in float32; see `Planes`.
 
-    Torch interpolates rows inside planes inside the volume. Two planes that keep their distance
-    along z go through the same kernel; what is left is the step between them, a fused
-    multiply-add. Slices that are resampled apart are two-dimensional images to torch, which takes
-    another kernel for results with H + W <= 128: there the last bit of a value may differ.
+    They have the bits of one call of torch on the whole volume. Torch interpolates along x, then y,
+    then z. For x and y, a call on the two source planes goes through the same kernel; for z this
+    class computes torch's fused multiply-add. Slices across a separate axis are two-dimensional
+    images to torch, which takes another kernel for results with H + W <= 128: there the last bit of
+    a value may differ.
 
     Args:
         source: Shape of the volume.
         target: Shape of the result.
-        apart: Axis along which the nearest voxel is taken once the other two are interpolated; None
-            interpolates along all.
+        separate: Axis along which the nearest voxel is taken after the other two are interpolated;
+            None interpolates along all axes.
     """
 
-    def __init__(self, source: Shape, target: Shape, apart: int | None = None) -> None:
+    def __init__(self, source: Shape, target: Shape, separate: int | None = None) -> None:
         self.num_planes = target[0]
-        self._apart = apart
+        self._separate = separate
         self._nearest = np.empty(0, dtype=np.int64)
-        # An axis apart keeps its size while the other two are interpolated.
-        in_plane = list(target)
-        if apart is not None:
-            in_plane[apart] = source[apart]
-            self._nearest = nearest_exact(target[apart], source[apart])
-        self._in_plane = in_plane[1:]
+        # A separate axis keeps its size while the other two are interpolated.
+        interpolated_shape = list(target)
+        if separate is not None:
+            interpolated_shape[separate] = source[separate]
+            self._nearest = nearest_exact(target[separate], source[separate])
+        self._plane_shape = interpolated_shape[1:]
+        # Source positions of the output planes, as torch computes them: the scale in float32, then
+        # a fused multiply-add. The product of two float32 is exact in float64, so that the sum is
+        # rounded once.
         scale = np.float32(source[0]) / np.float32(target[0])
-        # Fused as well: the product is exact in float64, and the result is rounded once.
         position = (np.float64(scale) * (np.arange(target[0]) + 0.5) - 0.5).astype(np.float32)
         position = np.maximum(position, np.float32(0.0))
         self._first = np.minimum(position.astype(np.int64), source[0] - 1)
@@ -106,43 +117,51 @@ class TorchPlanes:
         self._weight = np.clip(distance, np.float32(0.0), np.float32(1.0))
 
     def sources(self, plane: int) -> list[int]:
-        """The nearest plane, or those before and after the position."""
-        if self._apart == 0:
+        """List the nearest plane of a separate axis, else those before and after the position."""
+        if self._separate == 0:
             return [int(self._nearest[plane])]
         return [int(self._first[plane]), int(self._second[plane])]
 
     def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
         """Interpolate in plane, then between the planes; float32."""
-        values = torch.stack([source.float() for source in planes])[None, None]
-        size = (len(planes), *self._in_plane)
-        interpolated = functional.interpolate(values, size, mode="trilinear")[0, 0]
-        if self._apart == 0:
+        volume = torch.stack([source.float() for source in planes])[None, None]
+        # As many planes as before, so that torch leaves z alone.
+        size = (len(planes), *self._plane_shape)
+        interpolated = functional.interpolate(volume, size, mode="trilinear")[0, 0]
+        if self._separate == 0:
             return interpolated[0]
         first, second = interpolated
         weight = self._weight[plane]
-        after = (second * float(weight)).double()
-        between = after.add_(first.double().mul_(float(np.float32(1.0) - weight))).float()
-        if self._apart is None:
+        # A fused multiply-add: the product with `second` is rounded to float32, that with `first`
+        # is exact in float64, and their sum is rounded once.
+        second_term = (second * float(weight)).double()
+        first_term = first.double().mul_(float(np.float32(1.0) - weight))
+        between = second_term.add_(first_term).float()
+        if self._separate is None:
             return between
-        return between.index_select(self._apart - 1, torch.from_numpy(self._nearest))
+        # Axis 1 or 2 of the volume is axis 0 or 1 of a plane.
+        return between.index_select(self._separate - 1, torch.from_numpy(self._nearest))
 
 
 def nearest_exact(num_outputs: int, num_inputs: int) -> np.ndarray:
-    """Source voxels of torch's `nearest-exact`; it rounds the scale and the product to float32."""
+    """Find the source voxels of torch's mode `nearest-exact`.
+
+    As in torch, the scale and the position are rounded to float32.
+    """
     scale = np.float64(np.float32(num_inputs) / np.float32(num_outputs))
     position = ((np.arange(num_outputs) + 0.5) * scale).astype(np.float32)
     return np.minimum(np.floor(position).astype(np.int64), num_inputs - 1)
 
 
 def orders_of(plan: ResamplingPlan, current_mm: SpacingMm, new_mm: SpacingMm) -> Shape:
-    """Order of the spline along each axis."""
-    apart = separate_axis(plan.separate_z, current_mm, new_mm)
-    orders = [0 if axis == apart else plan.order for axis in range(3)]
+    """Choose the order of the spline along each axis; 0 along a separate one."""
+    separate = separate_axis(plan.separate_z, current_mm, new_mm)
+    orders = [0 if axis == separate else plan.order for axis in range(3)]
     return orders[0], orders[1], orders[2]
 
 
 def filtered_axes(orders: Shape) -> list[int]:
-    """Axes along which the source must be filtered first, see `medseg.nnunet.spline.filtered`."""
+    """List the axes along which the source is filtered first, see `spline.filtered`."""
     return [axis for axis in range(3) if orders[axis] == CUBIC]
 
 
@@ -153,7 +172,9 @@ def make_planes(
     current_mm: SpacingMm,
     new_mm: SpacingMm,
 ) -> Planes:
-    """Make the planes of a plan.
+    """Make the planes of a resampled volume as a plan asks for them.
+
+    Along the axes of `filtered_axes` their source planes are coefficients of `spline.filtered`.
 
     Args:
         plan: One of the resampling functions of a plan.
@@ -172,8 +193,8 @@ def make_planes(
             f"asks for {NONE} of the logits, but they have {source} voxels and the scan {target}"
         )
     if plan.function == TORCH:
-        apart = separate_axis(plan.separate_z, current_mm, new_mm)
-        return TorchPlanes(source, target, apart)
+        separate = separate_axis(plan.separate_z, current_mm, new_mm)
+        return TorchPlanes(source, target, separate)
     orders = orders_of(plan, current_mm, new_mm)
     margins = [FILTER_MARGIN if order == CUBIC else 0 for order in orders]
     return SplinePlanes(source, target, orders, (margins[0], margins[1], margins[2]))

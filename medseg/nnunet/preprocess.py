@@ -20,34 +20,36 @@ from medseg.nnunet.planes import SpacingMm, filtered_axes, make_planes, orders_o
 from medseg.nnunet.previous import BEYOND, resample_previous
 from medseg.nnunet.spline import axis_taps, filtered, filtering_bytes
 
-# Smallest divisor of a normalisation.
+# Smallest divisor of a normalisation, as in nnU-Net.
 EPSILON = 1e-8
-# The numbers of bytes are per voxel of the scan.
-# Taken while a channel is scaled by its own statistics, by scheme: a copy in float32, and for a
+# The numbers of bytes below are per voxel of the scan.
+# Memory while a channel is scaled by its own statistics, by scheme: a copy in float32, and for a
 # standard deviation as much again.
 SCALING_BYTES = {"ZScoreNormalization": 8, "RescaleTo01Normalization": 4}
 # The same for a z-score within a mask, which copies the voxels of the mask too.
 MASKED_SCALING_BYTES = 16
-# The mask, and what is taken while its holes are filled.
+# The mask, and the memory while its holes are filled.
 MASK_BYTES = 1
 FILLING_BYTES = 5
 # Labels of a previous stage: as stored, and as int16.
-STORED_LABEL_BYTES, LABEL_BYTES = 1, 2
-# Taken while the labels beyond the mask are found.
+STORED_LABEL_BYTES = 1
+LABEL_BYTES = 2
+# Memory while the labels beyond the mask are found.
 BEYOND_BYTES = 3
+# Normalises one plane (H, W) to float32.
 Normalise = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Input of the network, and what leads its result back to the scan.
+    """Input of the network, and what is needed to bring its result back to the scan.
 
     Attributes:
-        image: Normalised image (C, D', H', W'), float32, padded to a tile at least; in a cascade
-            one more channel has the labels of the previous stage.
-        padding: Voxels that were added before each axis.
-        shape: Its shape without padding.
-        box: Crop of the transposed scan.
+        image: Normalised image (C, D', H', W'), float32, padded to at least the size of a tile; in
+            a cascade one more channel has the labels of the previous stage.
+        padding: Voxels that were added before the first one of each axis.
+        shape: Shape of the image without padding.
+        box: Crop of the transposed scan that the image shows.
         spacing_mm: Spacing of the transposed scan.
     """
 
@@ -67,7 +69,7 @@ def prepare(
     """Bring a scan to the input of a network.
 
     Args:
-        images: Channels (D, H, W) in the orientation that the network expects.
+        images: Channels (D, H, W) in the orientation that the network expects, not transposed.
         spacing_mm: Their spacing.
         plan: The plan of the network.
         previous: Labels (D, H, W) of the previous stage; None without a cascade.
@@ -82,14 +84,14 @@ def prepare(
     box = nonzero_box(transposed)
     shape = resampled_shape(box.shape, spacing, plan)
     # A scan smaller than a patch lies in the middle of one.
-    padded = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
-    padding = [(whole - size) // 2 for whole, size in zip(padded, shape, strict=True)]
+    padded_shape = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
+    padding = [(padded - size) // 2 for padded, size in zip(padded_shape, shape, strict=True)]
     inside = VoxelBox.of(padding, map(operator.add, padding, shape))
     depth, height, width = inside.slices()
-    # The labels of the previous stage of a cascade are one more channel.
-    num_channels = len(images) + (previous is not None)
-    image = new_tensor((num_channels, *padded), torch.float32, waits=True)
-    if tuple(padded) != shape:
+    # In a cascade all labels of the previous stage are one more channel.
+    num_channels = len(images) if previous is None else len(images) + 1
+    image = new_tensor((num_channels, *padded_shape), torch.float32, waits=True)
+    if tuple(padded_shape) != shape:
         image.zero_()
     mask = None
     labels = None
@@ -97,22 +99,25 @@ def prepare(
         mask = _nonzero_mask(transposed, box)
     if previous is not None:
         assert mask is not None, "it was made above"
-        labels = previous.transpose(plan.transpose)[box.slices()].astype(np.int16, order="C")
+        previous_crop = previous.transpose(plan.transpose)[box.slices()]
+        labels = previous_crop.astype(np.int16, order="C")
         labels[(labels == 0) & ~mask] = BEYOND
         # nnU-Net takes a voxel with a label into the statistics, even where all channels are zero.
         mask = labels != BEYOND
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
-        _resample(normalised, image[number, depth, height, width], box.shape, spacing, plan)
+        target = image[number, depth, height, width]
+        _resample(normalised, target, box.shape, spacing, plan)
     if labels is not None:
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
         target = image[-1, depth, height, width]
         resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
-    return Prepared(image, (padding[0], padding[1], padding[2]), shape, box, spacing)
+    z_padding, y_padding, x_padding = padding
+    return Prepared(image, (z_padding, y_padding, x_padding), shape, box, spacing)
 
 
 def image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:
-    """Axes along which an image is filtered for a cubic spline before it is resampled.
+    """List the axes along which an image is filtered for a cubic spline before it is resampled.
 
     Args:
         plan: The plan of the network.
@@ -120,8 +125,8 @@ def image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[in
         spacing_mm: Its spacing.
     """
     plan = plan.for_scan(spacing_mm)
-    is_kept = resampled_shape(shape, spacing_mm, plan) == shape
-    if is_kept or plan.image_resampling.function == TORCH:
+    is_same_shape = resampled_shape(shape, spacing_mm, plan) == shape
+    if is_same_shape or plan.image_resampling.function == TORCH:
         return []
     return filtered_axes(orders_of(plan.image_resampling, spacing_mm, plan.spacing_mm))
 
@@ -129,7 +134,7 @@ def image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[in
 def preparation_bytes(
     plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm, *, has_previous: bool
 ) -> int:
-    """Memory that `prepare` takes beside the scan and its result.
+    """Count the bytes that `prepare` takes beside the scan and its result.
 
     Args:
         plan: The plan of the network.
@@ -138,32 +143,35 @@ def preparation_bytes(
         has_previous: Whether there are labels of a previous stage.
     """
     num_voxels = math.prod(shape)
-    # A channel is scaled before it is filtered.
     scaling = num_voxels * _scaling_bytes(plan, has_previous=has_previous)
-    return max(scaling, filtering_bytes(shape, image_axes(plan, shape, spacing_mm)))
+    filtering = filtering_bytes(shape, image_axes(plan, shape, spacing_mm))
+    # A channel is filtered after it is scaled, so not both at a time.
+    return max(scaling, filtering)
 
 
 def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
-    """Bytes per voxel of the scan while a channel is scaled."""
-    per_voxel = 0
+    """Count the bytes per voxel of the scan while the channels are scaled."""
+    channel_bytes = 0
     for channel in plan.channels:
-        is_masked = channel.scheme == "ZScoreNormalization" and channel.is_masked
-        needed = MASKED_SCALING_BYTES if is_masked else SCALING_BYTES.get(channel.scheme, 0)
-        per_voxel = max(per_voxel, needed)
+        if channel.scheme == "ZScoreNormalization" and channel.is_masked:
+            channel_bytes = max(channel_bytes, MASKED_SCALING_BYTES)
+        else:
+            channel_bytes = max(channel_bytes, SCALING_BYTES.get(channel.scheme, 0))
     if has_previous:
-        # More than while the holes are filled, when only the stored labels are there.
-        labels_bytes = STORED_LABEL_BYTES + LABEL_BYTES
-        per_voxel = labels_bytes + MASK_BYTES + max(BEYOND_BYTES, per_voxel)
-    elif _needs_mask(plan.channels):
-        per_voxel = max(FILLING_BYTES, MASK_BYTES + per_voxel)
-    return per_voxel
+        # This exceeds the memory while the holes are filled, before the labels are copied.
+        label_bytes = STORED_LABEL_BYTES + LABEL_BYTES
+        return label_bytes + MASK_BYTES + max(BEYOND_BYTES, channel_bytes)
+    if _needs_mask(plan.channels):
+        return max(FILLING_BYTES, MASK_BYTES + channel_bytes)
+    return channel_bytes
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
-    """Box of the voxels that are not zero in any channel; the whole where all are zero."""
+    """Find the box of the voxels that are not zero in at least one channel; if none is, all."""
 
     def nonzero_masks() -> Iterator[np.ndarray]:
-        """Yield for each plane where it is not zero in any channel."""
+        """Yield a mask (H, W) of these voxels for each plane."""
+        # The same plane of all channels.
         for planes in zip(*images, strict=True):
             mask = planes[0] != 0
             for plane in planes[1:]:
@@ -174,10 +182,10 @@ def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
 
 
 def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Shape:
-    """Shape at the spacing of the plan."""
+    """Compute the shape of a transposed scan at the spacing of the plan."""
     if plan.image_resampling.function == NONE:
         return shape
-    # At a half, `round` takes the even number, as nnU-Net does.
+    # At a half, `round` takes the even number, as in nnU-Net.
     depth, height, width = (
         max(1, round(native_mm / target_mm * size))
         for native_mm, target_mm, size in zip(spacing_mm, plan.spacing_mm, shape, strict=True)
@@ -186,13 +194,15 @@ def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Sh
 
 
 def _needs_mask(channels: Sequence[ChannelPlan]) -> bool:
+    """Whether some channel takes its statistics inside the non-zero mask."""
     # The other schemes take the whole crop, whatever the plan says of a mask.
-    scaled = [channel for channel in channels if channel.scheme == "ZScoreNormalization"]
-    return any(channel.is_masked for channel in scaled)
+    z_scored = [channel for channel in channels if channel.scheme == "ZScoreNormalization"]
+    return any(channel.is_masked for channel in z_scored)
 
 
 def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
-    """Voxels of the crop that are not zero in any channel, with the holes among them."""
+    """Find the crop's voxels that are not zero in at least one channel, and the holes in them."""
+    # Of the whole scan, as in nnU-Net, which crops after it has filled the holes.
     mask = np.zeros(images[0].shape, dtype=bool)
     for image in images:
         mask |= image != 0
@@ -203,18 +213,31 @@ def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
 def _normalised_planes(
     image: np.ndarray, box: VoxelBox, channel: ChannelPlan, mask: np.ndarray | None
 ) -> Sequence[np.ndarray]:
-    """Normalise the crop of one channel; what needs no statistics is done when a plane is read."""
+    """Normalise the crop of one channel.
+
+    A scheme that needs no statistics of the scan is applied when a plane is read, and takes no
+    memory.
+
+    Args:
+        image: The whole transposed channel (D, H, W).
+        box: The crop.
+        channel: Normalisation of the channel.
+        mask: Voxels of the crop that count in masked statistics; None if no channel needs it.
+
+    Returns:
+        Planes (H, W) of the crop, float32.
+    """
     if channel.scheme == "CTNormalization":
         return _LazyPlanes(image[box.slices()], _ct_normalisation(channel))
     if channel.scheme == "NoNormalization":
         return _LazyPlanes(image[box.slices()], _as_float)
-    # The sums of NumPy depend on the layout in memory: the crop must be a view of a whole array
-    # that is laid out as nnU-Net's.
-    order = np.argsort([-abs(stride) for stride in image.strides])
-    stored_shape = [image.shape[axis] for axis in order]
+    # The rounding of NumPy's sums depends on the layout in memory. As in nnU-Net, the crop must be
+    # a view of a copy of the whole scan, with the axes of the copy in the order of the file.
+    stored_order = np.argsort([-abs(stride) for stride in image.strides])
+    stored_shape = [image.shape[axis] for axis in stored_order]
     stored = new_array(tuple(stored_shape), np.float32)
     # `argsort` of an order is its inverse.
-    whole = stored.transpose(np.argsort(order))
+    whole = stored.transpose(np.argsort(stored_order))
     whole[:] = image
     crop = whole[box.slices()]
     if channel.scheme == "RescaleTo01Normalization":
@@ -225,34 +248,36 @@ def _normalised_planes(
         values = crop[mask]
         # The mask of a scan of zeros is empty, and has no mean.
         if len(values):
-            crop[mask] = (values - values.mean()) / max(values.std(), EPSILON)
+            deviation = max(values.std(), EPSILON)
+            crop[mask] = (values - values.mean()) / deviation
     else:
-        mean, deviation = crop.mean(), crop.std()
-        crop -= mean
-        crop /= max(deviation, EPSILON)
+        deviation = max(crop.std(), EPSILON)
+        crop -= crop.mean()
+        crop /= deviation
     return list(crop)
 
 
 def _as_float(plane: np.ndarray) -> np.ndarray:
+    """Copy a plane to float32."""
     return plane.astype(np.float32)
 
 
 def _ct_normalisation(channel: ChannelPlan) -> Normalise:
-    """Clip to the percentiles of the training and scale by its statistics, in float32."""
-    of_training = channel.intensities
+    """Clip to the percentiles of the training scans and scale by their statistics, in float32."""
+    statistics = channel.intensities
 
     def normalise(plane: np.ndarray) -> np.ndarray:
         values = _as_float(plane)
-        np.clip(values, of_training["percentile_00_5"], of_training["percentile_99_5"], out=values)
-        values -= of_training["mean"]
-        values /= max(of_training["std"], EPSILON)
+        np.clip(values, statistics["percentile_00_5"], statistics["percentile_99_5"], out=values)
+        values -= statistics["mean"]
+        values /= max(statistics["std"], EPSILON)
         return values
 
     return normalise
 
 
 class _LazyPlanes(Sequence[np.ndarray]):
-    """Planes that are normalised each time that they are read."""
+    """Planes of an image (D, H, W) that are normalised each time that they are read."""
 
     def __init__(self, image: np.ndarray, normalise: Normalise) -> None:
         self._image = image
@@ -262,6 +287,7 @@ class _LazyPlanes(Sequence[np.ndarray]):
         return len(self._image)
 
     def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]
+        # The error ends a loop over the planes; negative numbers are not needed.
         if not 0 <= index < len(self._image):
             raise IndexError(index)
         return self._normalise(self._image[index])
@@ -279,11 +305,11 @@ def _resample(
     The result of a spline is clipped to the range of the source.
 
     Args:
-        source: Its planes.
+        source: Planes (H, W) of the normalised channel.
         target: Receives the result (D', H', W').
-        shape: Shape of the source.
-        spacing_mm: Its spacing.
-        plan: The plan of the network.
+        shape: Shape of the source, (D, H, W).
+        spacing_mm: Spacing of the source.
+        plan: The plan of the network, for the scan.
     """
     new_shape = (target.shape[0], target.shape[1], target.shape[2])
     if shape == new_shape:
@@ -294,30 +320,30 @@ def _resample(
     planes = make_planes(resampling, shape, new_shape, spacing_mm, plan.spacing_mm)
     if resampling.function == TORCH:
         for number in range(planes.num_planes):
-            parts = [torch.from_numpy(source[index]) for index in planes.sources(number)]
-            target[number] = planes.resample(number, parts)
+            inputs = [torch.from_numpy(source[index]) for index in planes.sources(number)]
+            target[number] = planes.resample(number, inputs)
         return
     orders = orders_of(resampling, spacing_mm, plan.spacing_mm)
-    # Splines overshoot at edges.
+    # Of the source before it is filtered: a spline overshoots at edges.
     limits = _Limits(source, shape, new_shape, orders)
     axes = filtered_axes(orders)
-    values = list(filtered(source, axes)) if axes else source
+    source_planes = list(filtered(source, axes)) if axes else source
     for number in range(planes.num_planes):
-        parts = []
+        inputs = []
         for index in planes.sources(number):
-            parts.append(torch.from_numpy(values[index].astype(np.float64)))
-        target[number] = limits.clip(number, planes.resample(number, parts))
+            inputs.append(torch.from_numpy(source_planes[index].astype(np.float64)))
+        target[number] = limits.clip(number, planes.resample(number, inputs))
 
 
 class _Limits:
     """Range of the values to which a resampled image is clipped.
 
-    It is the range of the volume, or of each slice where one axis is resampled apart: nnU-Net
-    resamples these slices one by one.
+    It is the range of the volume. Where one axis is separate (its order is 0), each slice across it
+    has a range of its own, because nnU-Net resamples these slices one by one.
 
     Args:
         source: Planes of the volume.
-        shape: Its shape.
+        shape: Shape of the volume.
         new_shape: Shape of the result.
         orders: Order of the spline along each axis.
     """
@@ -325,32 +351,34 @@ class _Limits:
     def __init__(
         self, source: Sequence[np.ndarray], shape: Shape, new_shape: Shape, orders: Shape
     ) -> None:
-        apart = [axis for axis in range(3) if orders[axis] == 0]
-        # A plan of order 0 has three such axes, none of which is apart.
-        self._apart = apart[0] if len(apart) == 1 else None
-        if self._apart is None or self._apart == 0:
+        nearest_axes = [axis for axis in range(3) if orders[axis] == 0]
+        # A plan of order 0 has three such axes, none of which is separate.
+        self._separate = nearest_axes[0] if len(nearest_axes) == 1 else None
+        if self._separate is None or self._separate == 0:
             low = np.array([plane.min() for plane in source])
             high = np.array([plane.max() for plane in source])
         else:
-            # A plane has the axes 1 and 2: each slice along one of them is reduced along the other.
-            across = 2 - self._apart
-            low = np.min([plane.min(axis=across) for plane in source], axis=0)
-            high = np.max([plane.max(axis=across) for plane in source], axis=0)
-        if self._apart is None:
+            # A slice across axis 1 or 2 has one line in each plane. Axis 1 of the volume is axis 0
+            # of a plane, whose lines are then reduced along its axis 1, and the other way round.
+            reduced_axis = 2 - self._separate
+            low = np.min([plane.min(axis=reduced_axis) for plane in source], axis=0)
+            high = np.max([plane.max(axis=reduced_axis) for plane in source], axis=0)
+        if self._separate is None:
             low, high = low.min(keepdims=True), high.max(keepdims=True)
         else:
-            # A new slice has the range of the source slice that it is taken from.
-            nearest = axis_taps(new_shape[self._apart], shape[self._apart], 0).index[:, 0]
+            # A new slice has the range of the source slice from which it is taken.
+            taps = axis_taps(new_shape[self._separate], shape[self._separate], 0)
+            nearest = taps.index[:, 0]
             low, high = low[nearest], high[nearest]
         self._low = torch.from_numpy(low.astype(np.float64))
         self._high = torch.from_numpy(high.astype(np.float64))
 
-    def clip(self, plane: int, values: Tensor) -> Tensor:
-        """Clip an output plane (H, W)."""
-        if self._apart is None:
-            return torch.clamp(values, self._low, self._high)
-        if self._apart == 0:
-            return torch.clamp(values, self._low[plane], self._high[plane])
-        if self._apart == 1:
-            return torch.clamp(values, self._low[:, None], self._high[:, None])
-        return torch.clamp(values, self._low, self._high)
+    def clip(self, number: int, plane: Tensor) -> Tensor:
+        """Clip output plane (H, W) `number`."""
+        if self._separate == 0:
+            return torch.clamp(plane, self._low[number], self._high[number])
+        if self._separate == 1:
+            # One range for each row.
+            return torch.clamp(plane, self._low[:, None], self._high[:, None])
+        # One range for each column, or for all voxels.
+        return torch.clamp(plane, self._low, self._high)

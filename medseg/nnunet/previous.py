@@ -1,8 +1,9 @@
-"""Labels of the previous stage of a cascade at the spacing of the second network.
+"""Labels of the previous stage of a cascade, resampled to the spacing of the second network.
 
-The indicator of each label is interpolated, and the largest wins; where several are the largest,
-the label of the nearest voxel, or the lowest of them. So `batchgenerators` 0.25 and newer resample
-label maps for nnU-Net; older versions took the last label of at least one half.
+The score of a label is its indicator (1 where a voxel has it), interpolated. The label of the
+largest score wins. Of several largest, it is the label of the nearest voxel if that is among them,
+else the lowest one. `batchgenerators` resamples label maps so for nnU-Net from version 0.25 on;
+older versions took the last label with a score of at least one half.
 """
 
 from __future__ import annotations
@@ -49,15 +50,15 @@ def resample_previous(
         return
     if resampling.function == NONE:
         raise PlanError(f"asks for {NONE} of labels of {shape} voxels for {new_shape} voxels")
-    scores = SplinePlanes(shape, new_shape, orders_of(resampling, current_mm, new_mm))
-    nearest = SplinePlanes(shape, new_shape, (0, 0, 0))
+    score_planes = SplinePlanes(shape, new_shape, orders_of(resampling, current_mm, new_mm))
+    nearest_planes = SplinePlanes(shape, new_shape, (0, 0, 0))
     values = [int(value) for value in np.unique(labels)]
     planes = [torch.from_numpy(plane) for plane in labels]
-    for number in range(scores.num_planes):
-        sources = [planes[index] for index in scores.sources(number)]
-        (source,) = nearest.sources(number)
-        of_nearest = nearest.resample(number, [planes[source]])
-        target[number] = _winners(scores, number, sources, values, of_nearest)
+    for number in range(score_planes.num_planes):
+        sources = [planes[index] for index in score_planes.sources(number)]
+        (nearest_source,) = nearest_planes.sources(number)
+        nearest_label = nearest_planes.resample(number, [planes[nearest_source]])
+        target[number] = _winners(score_planes, number, sources, values, nearest_label)
 
 
 def _winners(
@@ -65,13 +66,24 @@ def _winners(
     number: int,
     sources: Sequence[Tensor],
     values: Sequence[int],
-    of_nearest: Tensor,
+    nearest_label: Tensor,
 ) -> Tensor:
-    """Label (H', W') of the largest score of each voxel of a plane."""
+    """Find the winning label of each voxel of an output plane.
+
+    Args:
+        planes: Interpolation of the scores.
+        number: Number of the output plane.
+        sources: Its source planes (H, W) of labels.
+        values: Labels that occur in the volume, in rising order.
+        nearest_label: Label of the nearest source voxel, (H', W').
+
+    Returns:
+        Labels (H', W').
+    """
     best: Tensor | None = None
-    winner = torch.full_like(of_nearest, values[0])
-    # Whether the nearest label has the largest score so far.
-    is_nearest = of_nearest == values[0]
+    winner = torch.full_like(nearest_label, values[0])
+    # Whether the nearest label has the largest score so far, alone or with others.
+    is_nearest_best = nearest_label == values[0]
     for value in values:
         score = planes.resample(number, [(source == value).double() for source in sources])
         # Sums of weights may exceed 1 by their rounding, and scores are compared exactly.
@@ -80,14 +92,15 @@ def _winners(
             best = score
             continue
         is_better = score > best
-        is_of_nearest = of_nearest == value
         winner.masked_fill_(is_better, value)
-        is_equal_of_nearest = is_of_nearest & (score == best)
-        is_nearest = torch.where(is_better, is_of_nearest, is_nearest | is_equal_of_nearest)
+        is_nearest = nearest_label == value
+        is_nearest_equal = is_nearest & (score == best)
+        is_nearest_best = torch.where(is_better, is_nearest, is_nearest_best | is_nearest_equal)
         torch.maximum(best, score, out=best)
-    return torch.where(is_nearest, of_nearest, winner)
+    return torch.where(is_nearest_best, nearest_label, winner)
 
 
 def _shape_of(sizes: Sequence[int]) -> Shape:
+    """Return three sizes as a shape."""
     depth, height, width = sizes
     return depth, height, width

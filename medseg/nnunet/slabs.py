@@ -1,12 +1,13 @@
 """Slab execution of nnU-Net's networks, with the values of one pass.
 
-See `medseg.inference.slab_pass`. A slab of a convolution goes through the same kernel as the whole.
-Instance norm follows in a second round, one group of channels after the other: torch then takes
+See `medseg.inference.slab_pass`. A convolution runs slab by slab, by the kernel that torch takes
+for the whole. A norm follows when all slabs are done, some channels at a time: torch then computes
 the statistics of whole channels, as in one pass.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ def logits_in_slabs(
     """Run a network of `medseg.nnunet.network` on one image; the caller sets the precision.
 
     Args:
-        network: In evaluation mode.
+        network: The network in evaluation mode.
         image: Image (1, C, D, H, W), each size a multiple of the divisor.
         budget_bytes: Memory of feature maps and layers, beside the image and the weights.
         take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on.
@@ -42,24 +43,25 @@ def logits_in_slabs(
 
 
 def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape) -> float:
-    """Smallest budget with which `logits_in_slabs` runs.
+    """Compute the smallest budget with which `logits_in_slabs` runs.
 
     Args:
-        network: The network on the meta device: its layers are counted, not computed.
+        network: The network on the meta device, where its layers are counted, not computed.
         num_channels: Channels of the image.
         patch_size: Size of the image, (z, y, x).
     """
-    counted = _NnunetPass(float("inf"), META, META)
+    # An unbounded pass notes the budget that each layer would need.
+    unbounded = _NnunetPass(float("inf"), META, META)
     image = torch.empty((1, num_channels, *patch_size), device=META)
     with meta_layers():
-        counted.run(network, image, lambda _: None)
-    return counted.least_bytes
+        unbounded.run(network, image, lambda _: None)
+    return unbounded.least_bytes
 
 
 def count_in_slabs(
     network: nn.Module, image: Tensor, budget_bytes: float, tracker: MemoryTracker
 ) -> None:
-    """Run `logits_in_slabs` on the meta device, counted; what is in files counts as `HOST`.
+    """Run `logits_in_slabs` on the meta device and count its tensors; those in files as `HOST`.
 
     Args:
         network: See `logits_in_slabs`.
@@ -73,27 +75,32 @@ def count_in_slabs(
 class _Upsampled:
     """Feature map of the next deeper level, upsampled when it is read.
 
+    Args:
+        deeper: Feature map of the deeper level.
+        conv: The upsampling, whose kernel is as large as its stride: a plane depends on one plane
+            of the deeper level.
+
     Attributes:
         depth: Number of its planes.
         plane: Channels and voxels of a plane.
     """
 
     def __init__(self, deeper: Features, conv: nn.ConvTranspose3d) -> None:
-        # The kernel is as long as the stride: a plane depends on one plane of the deeper level.
-        self._step, high, wide = conv.stride
-        self.depth = deeper.depth * self._step
-        self.plane = conv.out_channels, deeper.plane[1] * high * wide
+        self._z_stride, y_stride, x_stride = conv.stride
+        deeper_area = deeper.plane[1]
+        self.depth = deeper.depth * self._z_stride
+        self.plane = conv.out_channels, deeper_area * y_stride * x_stride
         self._deeper = deeper
         self._conv = conv
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
-        low, high = max(start, 0), min(stop, self.depth)
-        first = low // self._step
-        last = -(-high // self._step)  # rounded up
+        """Compute planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
+        inner_start, inner_stop = max(start, 0), min(stop, self.depth)
+        deeper_start = inner_start // self._z_stride
+        deeper_stop = math.ceil(inner_stop / self._z_stride)
         conv = self._conv
         planes = convolve_as_whole(
-            self._deeper.read(first, last),
+            self._deeper.read(deeper_start, deeper_stop),
             conv.weight,
             conv.bias,
             conv.stride,
@@ -101,12 +108,12 @@ class _Upsampled:
             self._deeper.depth,
             transposed=True,
         )
-        # The deeper planes may begin before the first one and end after the last one.
-        num_before = first * self._step
-        planes = planes[:, :, low - num_before : high - num_before]
-        if (low, high) == (start, stop):
+        # A deeper plane at an end may give more planes than are asked for.
+        first = deeper_start * self._z_stride
+        planes = planes[:, :, inner_start - first : inner_stop - first]
+        if (inner_start, inner_stop) == (start, stop):
             return planes
-        return F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
+        return F.pad(planes, (0, 0, 0, 0, inner_start - start, stop - inner_stop))
 
 
 class _Joined:
@@ -119,12 +126,13 @@ class _Joined:
 
     def __init__(self, first: Planes, second: Planes) -> None:
         self.depth = first.depth
-        num_channels, area = first.plane
-        self.plane = num_channels + second.plane[0], area
+        first_channels, area = first.plane
+        second_channels, _ = second.plane
+        self.plane = first_channels + second_channels, area
         self._parts = first, second
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
+        """Read planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
         return torch.cat([part.read(start, stop) for part in self._parts], dim=1)
 
 
@@ -132,57 +140,64 @@ class _NnunetPass(SlabPass):
     """One execution of a network of nnU-Net in slabs."""
 
     def run(self, network: nn.Module, image: Tensor, take: Callable[[Tensor], None]) -> None:
-        """See `logits_in_slabs`."""
+        """Run the network, see `logits_in_slabs`."""
         encoder: Any = network.encoder
         decoder: Any = network.decoder
+        # The image as planes (D, C, H, W), the layout of a feature map.
         features = Features(image.shape[2], self, image[0].transpose(0, 1))
-        # Residual encoders alone have a stem.
+        # Only residual encoders have a stem.
         for block in _blocks(getattr(encoder, "stem", None)):
-            features = self._block(block, features)
+            features = self._run_block(block, features)
         skips: list[Features] = []
         for stage in encoder.stages:
             for block in _blocks(stage):
-                features = self._block(block, features)
+                features = self._run_block(block, features)
             skips.append(features)
-        skips.pop()  # the deepest level, which goes on as it is
+        # The features of the deepest level are no skip.
+        skips.pop()
         for upsampling, stage in zip(decoder.transpconvs, decoder.stages, strict=True):
             first, *others = _blocks(stage)
             joined = _Joined(_Upsampled(features, upsampling), skips.pop())
-            features = self._block(first, joined)
-            # Its parts are free before the next block takes memory.
+            features = self._run_block(first, joined)
+            # Frees the deeper features and the skip before the next block takes memory.
             del joined
             for block in others:
-                features = self._block(block, features)
+                features = self._run_block(block, features)
+        # The layers before are of the coarser outputs of deep supervision.
         head = decoder.seg_layers[-1]
         for start, stop in self.slabs(features, head):
             take(self.convolve(head, features, start, stop))
 
-    def _block(self, block: Any, source: Planes) -> Features:
+    def _run_block(self, block: Any, source: Planes) -> Features:
+        """Run a convolution with its norm and activation, or a residual block."""
         if not _is_residual(block):
-            return self._unit(block.all_modules, source)
-        # A residual encoder joins no feature maps.
-        residual = cast(Features, source)
-        for module in _modules_of_skip(block):
-            residual = self._skip(module, residual)
-        branch = self._unit(block.conv1.all_modules, source)
-        branch = self._unit(block.conv2.all_modules, branch)
+            return self._run_unit(block.all_modules, source)
+        # Only decoders join feature maps, and they have no residual blocks.
+        shortcut = cast(Features, source)
+        for module in _shortcut_modules(block):
+            shortcut = self._run_shortcut(module, shortcut)
+        branch = self._run_unit(block.conv1.all_modules, source)
+        branch = self._run_unit(block.conv2.all_modules, branch)
+        # The sum is written over the branch.
         for start, stop in self.split(branch.depth, branch.plane_bytes, 0):
-            planes = branch.read(start, stop).add_(residual.read(start, stop))
+            planes = branch.read(start, stop).add_(shortcut.read(start, stop))
             branch.write(start, block.nonlin2(planes))
         return branch
 
-    def _skip(self, module: Any, source: Features) -> Features:
-        """Run a part of the direct way of a residual block: a pooling, or a convolution."""
+    def _run_shortcut(self, module: Any, source: Features) -> Features:
+        """Run one module of the shortcut of a residual block: a pooling, or a convolution."""
         if not isinstance(module, nn.AvgPool3d):
-            return self._unit(module.all_modules, source)
-        step = cast(Shape, module.stride)[0]
-        result = Features(source.depth // step, self)
-        for start, stop in self.split(result.depth, step * source.plane_bytes, 0):
-            result.write(start, module(source.read(start * step, stop * step)))
+            return self._run_unit(module.all_modules, source)
+        # The kernel of the pooling is as large as its stride.
+        z_stride = cast(Shape, module.stride)[0]
+        result = Features(source.depth // z_stride, self)
+        for start, stop in self.split(result.depth, z_stride * source.plane_bytes, 0):
+            # In one expression, so that the source planes are freed before the result is written.
+            result.write(start, module(source.read(start * z_stride, stop * z_stride)))
         return result
 
-    def _unit(self, modules: Iterable[nn.Module], source: Planes) -> Features:
-        """Run a convolution with what follows it: a norm, or none, and an activation."""
+    def _run_unit(self, modules: Iterable[nn.Module], source: Planes) -> Features:
+        """Run a convolution and the modules after it, such as a norm and an activation."""
         conv, *functions = modules
         assert isinstance(conv, nn.Conv3d)
         result = Features(source.depth // conv.stride[0], self)
@@ -200,14 +215,19 @@ class _NnunetPass(SlabPass):
 
 
 class _CountedPass(_NnunetPass):
-    """An execution on the meta device, whose files are none."""
+    """An execution on the meta device that counts its tensors.
+
+    Args:
+        budget_bytes: See `logits_in_slabs`.
+        tracker: Counts the tensors.
+    """
 
     def __init__(self, budget_bytes: float, tracker: MemoryTracker) -> None:
         super().__init__(budget_bytes, META, META)
         self._tracker = tracker
 
     def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Make a feature map that takes no memory of the pass."""
+        """Make a tensor in place of a file; it counts as `HOST`, not as memory of the pass."""
         owner = self._tracker.now
         self._tracker.now = Owner(HOST)
         values = torch.empty(sizes, dtype=dtype, device=META)
@@ -216,7 +236,7 @@ class _CountedPass(_NnunetPass):
 
 
 def _blocks(part: nn.Module | None) -> Iterator[nn.Module]:
-    """Blocks of a stage in their order: convolutions with their norms, or residual blocks."""
+    """Yield the blocks of a stage in order: convolutions with their norms, or residual blocks."""
     if part is None:
         return
     if hasattr(part, "all_modules") or _is_residual(part):
@@ -227,11 +247,12 @@ def _blocks(part: nn.Module | None) -> Iterator[nn.Module]:
 
 
 def _is_residual(block: nn.Module) -> bool:
+    """Whether a block is residual, which alone has a second convolution."""
     return hasattr(block, "conv2")
 
 
-def _modules_of_skip(block: Any) -> list[nn.Module]:
-    """Modules of the direct way of a residual block; none where it passes its input on."""
+def _shortcut_modules(block: Any) -> list[nn.Module]:
+    """List the modules of the shortcut of a residual block; none if it is the identity."""
     return list(block.skip) if isinstance(block.skip, nn.Sequential) else []
 
 
@@ -239,15 +260,16 @@ def _applied(function: nn.Module, values: Tensor, channels: slice) -> Tensor:
     """Apply a norm or a function of each voxel to some channels (1, c, D, H, W)."""
     if not isinstance(function, (nn.InstanceNorm3d, nn.BatchNorm3d)):
         return cast(Tensor, function(values))
-    weight = _of_channels(function.weight, channels)
-    bias = _of_channels(function.bias, channels)
+    weight = _select(function.weight, channels)
+    bias = _select(function.bias, channels)
     if isinstance(function, nn.InstanceNorm3d) and not function.track_running_stats:
         return F.instance_norm(values, None, None, weight, bias, True, eps=function.eps)
-    mean = _of_channels(function.running_mean, channels)
-    variance = _of_channels(function.running_var, channels)
+    # In evaluation both norms use the statistics of the training.
+    mean = _select(function.running_mean, channels)
+    variance = _select(function.running_var, channels)
     return F.batch_norm(values, mean, variance, weight, bias, False, eps=function.eps)
 
 
-def _of_channels(values: Tensor | None, channels: slice) -> Tensor | None:
-    """Take the values of some channels from an attribute of a norm, which may have none."""
-    return None if values is None else values[channels]
+def _select(attribute: Tensor | None, channels: slice) -> Tensor | None:
+    """Select the values of some channels from an attribute of a norm; None if it has none."""
+    return None if attribute is None else attribute[channels]

@@ -1,10 +1,11 @@
 """Resampling by splines, equal to scipy's `zoom` to the last bit, but plane by plane.
 
 nnU-Net resamples with `skimage.transform.resize`, which calls `scipy.ndimage.zoom` with
-`grid_mode=True` and `mode="nearest"` on a whole volume in float64. A voxel is the sum over its taps
-in lexicographic order, each value times its weights of axis 0, 1 and 2 in this order. The same
-products in the same order give the same bits; an interpolation axis by axis does not, and its
-rounding shows where half-precision logits lie close together.
+`grid_mode=True` and `mode="nearest"` on a whole volume in float64. An output voxel is the sum over
+its taps (the source voxels near its position) in lexicographic order, each value times its weights
+along axis 0, 1 and 2, in this order. The same products in the same order give the same bits. An
+interpolation axis by axis does not, and its rounding shows where half-precision logits lie close
+together.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from medseg.io.scratch import TOUCHED_BYTES, new_array, release_pages, scratch_a
 FILTER_MARGIN = 12
 # Order of a cubic spline.
 CUBIC = 3
-# Elements of float64 that are filtered along the first axis at a time.
-FILTER_ELEMENTS = 2**22
-# Planes of which rows are copied before their pages leave the memory.
+# Values that are filtered along the first axis at a time.
+FILTER_VALUES = 2**22
+# Planes of a file whose rows are copied before their pages are released from memory.
 COPIED_PLANES = 16
 # Coefficients of more bytes are a temporary file.
 MAX_COEFFICIENTS_BYTES = 2**26
-# Error of `SplinePlanes.estimate` by the largest source value, at most: three interpolations of
-# five roundings of 2⁻²⁴ each, doubled.
+# Largest error of `SplinePlanes.estimate`, as a share of the largest source value: three
+# interpolations of five roundings of 2⁻²⁴ each, 9e-7, doubled.
 ESTIMATE_ERROR = 2e-6
 
 
@@ -42,7 +43,7 @@ class AxisTaps:
 
     Attributes:
         index: Source voxel of each tap, (outputs, taps).
-        weight: Its weight, float64, same shape; None where the only tap counts as it is.
+        weight: Weight of each tap, float64, same shape; None for a single tap of weight 1.
     """
 
     index: np.ndarray
@@ -59,22 +60,23 @@ def axis_taps(
         num_inputs: Voxels of the input, without margins.
         order: 0, 1 or 3.
         margin: Voxels at each end of the input that were added for a cubic spline.
-        by_centres: Whether the centres of the outermost voxels stay in their places, as scipy does
-            without `grid_mode`, in place of their faces.
+        by_centres: Whether input and output share the centres of their outermost voxels, as in
+            scipy without `grid_mode`; otherwise they share the outer faces.
     """
+    # Positions of the outputs, in voxels of the input with its margins.
     position = np.arange(num_outputs, dtype=np.float64)
     if by_centres:
         position *= (num_inputs - 1) / max(num_outputs - 1, 1)
     else:
         position = (position + 0.5) * (num_inputs / num_outputs) - 0.5
     position += margin
-    last = num_inputs + 2 * margin - 1
+    last_input = num_inputs + 2 * margin - 1
     if order == 0:
         nearest = np.floor(position + 0.5).astype(np.int64)
-        return AxisTaps(np.clip(nearest, 0, last)[:, None], None)
-    first = np.floor(position)
+        return AxisTaps(np.clip(nearest, 0, last_input)[:, None], None)
+    voxel_before = np.floor(position)
     # Distances to the voxel before the position, and to the one after it.
-    before = position - first
+    before = position - voxel_before
     after = 1.0 - before
     weight = np.empty((num_outputs, order + 1))
     # The formulas and the order of their terms are those of scipy's C code: the last bit counts.
@@ -84,14 +86,16 @@ def axis_taps(
         weight[:, 1] = (before * before * (before - 2.0) * 3.0 + 4.0) / 6.0
         weight[:, 2] = (after * after * (after - 2.0) * 3.0 + 4.0) / 6.0
         weight[:, 0] = after * after * after / 6.0
+    # The last weight is what the others leave of 1.
     weight[:, order] = 1.0
     for tap in range(order):
         weight[:, order] -= weight[:, tap]
-    # Two voxels around the position, or four.
-    first_tap = first.astype(np.int64) - order // 2
+    # The voxel before the position and the next one; for a cubic spline also one on each side.
+    first_tap = voxel_before.astype(np.int64) - order // 2
     index = first_tap[:, None] + np.arange(order + 1)
-    # A position beyond an outermost voxel keeps two taps there, whose products are added.
-    return AxisTaps(np.clip(index, 0, last), weight)
+    # Beyond the ends several taps are the outermost voxel. They are not joined, because the sum of
+    # their products has other bits.
+    return AxisTaps(np.clip(index, 0, last_input), weight)
 
 
 class SplinePlanes:
@@ -105,8 +109,9 @@ class SplinePlanes:
 
     Attributes:
         num_planes: Number of output planes.
-        plane_shape: Their shape, (H, W).
-        keeps_range: Whether a result lies between its taps.
+        plane_shape: Shape of an output plane, (H, W).
+        keeps_range: Whether an output lies in the range of its taps: linear interpolation does, a
+            cubic spline overshoots.
     """
 
     def __init__(
@@ -114,7 +119,6 @@ class SplinePlanes:
     ) -> None:
         self.num_planes = target[0]
         self.plane_shape = target[1:]
-        # No result of linear interpolation lies outside the range of its taps.
         self.keeps_range = max(orders) <= 1
         depth, height, width = (
             axis_taps(outputs, inputs, order, margin)
@@ -125,26 +129,28 @@ class SplinePlanes:
         self._columns = _as_tensors(width)
 
     def sources(self, plane: int) -> list[int]:
-        """Source planes of an output plane, in the order in which `resample` takes them."""
+        """List the source planes of an output plane, in the order that `resample` expects."""
         return [int(index) for index in self._depth.index[plane]]
 
     def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
         """Compute an output plane.
 
         Args:
-            plane: Its number.
+            plane: Number of the output plane.
             planes: Source planes (h, w) of `sources`, float64.
 
         Returns:
             The plane (H, W), float64.
         """
         total: Tensor | None = None
-        weights = self._depth.weight
-        for tap, values in enumerate(planes):
-            weighted = values if weights is None else values * float(weights[plane, tap])
-            for rows in _taps(weighted, 0, *self._rows):
-                for term in _taps(rows, 1, *self._columns):
-                    # Never a fused multiply-add: it would round once instead of twice.
+        depth_weights = self._depth.weight
+        for tap, source in enumerate(planes):
+            weighted = source
+            if depth_weights is not None:
+                weighted = source * float(depth_weights[plane, tap])
+            for rows in _weighted_taps(weighted, 0, *self._rows):
+                for term in _weighted_taps(rows, 1, *self._columns):
+                    # Product and sum are apart: a fused multiply-add rounds once instead of twice.
                     total = term if total is None else total.add_(term)
         assert total is not None, "each output has a tap"
         return total
@@ -152,10 +158,11 @@ class SplinePlanes:
     def estimate(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
         """Estimate an output plane of linear interpolation, in float32 and axis by axis.
 
-        Takes a tenth of the time of `resample`; see `ESTIMATE_ERROR`.
+        This takes a tenth of the time of `resample`, and errs by at most `ESTIMATE_ERROR` times the
+        largest source value.
 
         Args:
-            plane: Its number.
+            plane: Number of the output plane.
             planes: Source planes (h, w) of `sources`, float32.
 
         Returns:
@@ -165,42 +172,48 @@ class SplinePlanes:
         values = planes[0]
         if len(planes) == 2:
             assert self._depth.weight is not None, "two taps have weights"
-            values = torch.lerp(planes[0], planes[1], float(self._depth.weight[plane, 1]))
-        for axis, (index, weight) in ((1, self._columns), (0, self._rows)):
-            first = values.index_select(axis, index[0])
-            if weight is None:
+            second_weight_z = float(self._depth.weight[plane, 1])
+            values = torch.lerp(planes[0], planes[1], second_weight_z)
+        for axis, (tap_indices, tap_weights) in ((1, self._columns), (0, self._rows)):
+            first = values.index_select(axis, tap_indices[0])
+            if tap_weights is None:
                 values = first
                 continue
-            # Along the rows the weights are a column.
-            share = weight[1].float()
-            share = share[:, None] if axis == 0 else share
-            values = first.lerp_(values.index_select(axis, index[1]), share)
+            second = values.index_select(axis, tap_indices[1])
+            second_weight = tap_weights[1].float()
+            if axis == 0:
+                # One weight for each row.
+                second_weight = second_weight[:, None]
+            values = first.lerp_(second, second_weight)
         return values
 
     def resample_at(self, plane: int, planes: Sequence[Tensor], voxels: Tensor) -> Tensor:
         """Compute some voxels of an output plane for all heads, with the bits of `resample`.
 
         Args:
-            plane: Its number.
+            plane: Number of the output plane.
             planes: Source planes (K, h, w) of `sources`.
-            voxels: Places of N voxels in the flat output plane.
+            voxels: Indices of N voxels in the flattened output plane.
 
         Returns:
             Their values (K, N), float64.
         """
-        num_rows, num_columns = planes[0].shape[1:]
+        num_source_rows, num_source_columns = planes[0].shape[1:]
         width = self.plane_shape[1]
-        row_of = torch.div(voxels, width, rounding_mode="floor")
-        column_taps = list(_taps_at(voxels - row_of * width, *self._columns))
+        rows = torch.div(voxels, width, rounding_mode="floor")
+        columns = voxels - rows * width
+        column_taps = list(_taps_at(columns, *self._columns))
         total: Tensor | None = None
-        weights = self._depth.weight
-        for tap, values in enumerate(planes):
-            flat = values.reshape(-1, num_rows * num_columns)
-            of_depth = None if weights is None else float(weights[plane, tap])
-            for row, of_row in _taps_at(row_of, *self._rows):
-                for column, of_column in column_taps:
-                    term = flat.index_select(1, row * num_columns + column).double()
-                    for weight in (of_depth, of_row, of_column):
+        depth_weights = self._depth.weight
+        for tap, source in enumerate(planes):
+            flat_source = source.reshape(-1, num_source_rows * num_source_columns)
+            depth_weight = None if depth_weights is None else float(depth_weights[plane, tap])
+            for source_rows, row_weight in _taps_at(rows, *self._rows):
+                for source_columns, column_weight in column_taps:
+                    source_voxels = source_rows * num_source_columns + source_columns
+                    term = flat_source.index_select(1, source_voxels).double()
+                    # One product after the other, in this order, for the bits of `resample`.
+                    for weight in (depth_weight, row_weight, column_weight):
                         if weight is not None:
                             term.mul_(weight)
                     total = term if total is None else total.add_(term)
@@ -209,32 +222,44 @@ class SplinePlanes:
 
 
 def _as_tensors(taps: AxisTaps) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Split taps into one tensor of indices and one of weights for each tap."""
-    index = [torch.from_numpy(column.copy()) for column in taps.index.T]
+    """Split taps into tensors of one value per output: indices of each tap, and their weights."""
+    # Copies, because a column of an array is not contiguous.
+    indices = [torch.from_numpy(column.copy()) for column in taps.index.T]
     if taps.weight is None:
-        return index, None
-    return index, [torch.from_numpy(column.copy()) for column in taps.weight.T]
+        return indices, None
+    return indices, [torch.from_numpy(column.copy()) for column in taps.weight.T]
 
 
-def _taps(
-    values: Tensor, axis: int, index: Sequence[Tensor], weight: Sequence[Tensor] | None
+def _weighted_taps(
+    plane: Tensor, axis: int, indices: Sequence[Tensor], weights: Sequence[Tensor] | None
 ) -> Iterator[Tensor]:
-    """Gather the values of each tap along an axis of a plane, times its weights."""
-    # One at a time: a cubic plane has 16 of them, each as large as the plane.
-    for tap, voxels in enumerate(index):
-        gathered = values.index_select(axis, voxels)
-        if weight is not None:
-            # Along the rows the weights are a column.
-            gathered.mul_(weight[tap][:, None] if axis == 0 else weight[tap])
+    """Gather a plane (h, w) along an axis for each tap, times the weights of the tap.
+
+    It is a generator, because a cubic plane has 16 products, each as large as the plane.
+
+    Args:
+        plane: The plane.
+        axis: 0 for rows, 1 for columns.
+        indices: See `_as_tensors`.
+        weights: See `_as_tensors`.
+    """
+    for tap, sources in enumerate(indices):
+        gathered = plane.index_select(axis, sources)
+        if weights is not None and axis == 0:
+            # One weight for each row.
+            gathered.mul_(weights[tap][:, None])
+        elif weights is not None:
+            gathered.mul_(weights[tap])
         yield gathered
 
 
 def _taps_at(
-    outputs: Tensor, index: Sequence[Tensor], weight: Sequence[Tensor] | None
+    outputs: Tensor, indices: Sequence[Tensor], weights: Sequence[Tensor] | None
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Source voxel and weight of each tap for some outputs of an axis."""
-    for tap, sources in enumerate(index):
-        yield sources[outputs], None if weight is None else weight[tap][outputs]
+    """Yield for each tap its source voxels and weights, for some outputs of an axis."""
+    for tap, sources in enumerate(indices):
+        weight = None if weights is None else weights[tap][outputs]
+        yield sources[outputs], weight
 
 
 def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
@@ -245,8 +270,8 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
         axes: Axes of the spline, in rising order; others get neither margin nor filter.
 
     Returns:
-        Coefficients, float64, longer by `FILTER_MARGIN` at each end of the axes; in a temporary
-        file where it is large.
+        Coefficients (D, H, W), float64, longer by `FILTER_MARGIN` at each end of the axes; in a
+        temporary file if they are large.
     """
     z_margin, y_margin, x_margin = (FILTER_MARGIN if axis in axes else 0 for axis in range(3))
     height, width = planes[0].shape
@@ -254,16 +279,17 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
     shape = (depth + 2 * z_margin, height + 2 * y_margin, width + 2 * x_margin)
     with scratch_at_most(MAX_COEFFICIENTS_BYTES):
         coefficients = new_array(shape, np.float64)
-    in_plane = ((y_margin, y_margin), (x_margin, x_margin))
+    plane_margins = ((y_margin, y_margin), (x_margin, x_margin))
     for number, plane in enumerate(planes, start=z_margin):
-        coefficients[number] = np.pad(plane.astype(np.float64), in_plane, mode="edge")
+        coefficients[number] = np.pad(plane.astype(np.float64), plane_margins, mode="edge")
     end = z_margin + depth
     coefficients[:z_margin] = coefficients[z_margin]
     coefficients[end:] = coefficients[end - 1]
+    # The axes are filtered one after the other, in place.
     if 0 in axes:
-        rows = max(1, FILTER_ELEMENTS // (shape[0] * shape[2]))
-        for start in range(0, shape[1], rows):
-            _filter_depth(coefficients[:, start : start + rows])
+        num_rows = max(1, FILTER_VALUES // (shape[0] * shape[2]))
+        for start in range(0, shape[1], num_rows):
+            _filter_depth(coefficients[:, start : start + num_rows])
     for plane in coefficients:
         for axis in axes:
             if axis > 0:
@@ -272,7 +298,7 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
 
 
 def filtering_bytes(shape: Shape, axes: Sequence[int]) -> int:
-    """Memory of `filtered`; of a file, the pages that are in memory for a moment.
+    """Count the bytes in memory during `filtered`.
 
     Args:
         shape: Shape of the volume.
@@ -280,30 +306,37 @@ def filtering_bytes(shape: Shape, axes: Sequence[int]) -> int:
     """
     if not axes:
         return 0
-    longer = [size + 2 * FILTER_MARGIN * (axis in axes) for axis, size in enumerate(shape)]
+    padded_shape = list(shape)
+    for axis in axes:
+        padded_shape[axis] += 2 * FILTER_MARGIN
+    num_values = math.prod(padded_shape)
     itemsize = np.dtype(np.float64).itemsize
-    num_bytes = itemsize * math.prod(longer)
-    # The rows of all planes that are filtered at a time, before and after.
-    of_rows = 2 * itemsize * min(FILTER_ELEMENTS, math.prod(longer)) if 0 in axes else 0
-    if num_bytes > MAX_COEFFICIENTS_BYTES:
-        # Where rows are filtered, the pages are released.
-        return max(TOUCHED_BYTES, of_rows)
-    return num_bytes + of_rows
+    # The rows of all planes that `_filter_depth` has at a time, before and after the filter.
+    rows_bytes = 0
+    if 0 in axes:
+        rows_bytes = 2 * itemsize * min(FILTER_VALUES, num_values)
+    coefficients_bytes = itemsize * num_values
+    if coefficients_bytes > MAX_COEFFICIENTS_BYTES:
+        # A file has some pages in memory, but they are released while rows are filtered.
+        return max(TOUCHED_BYTES, rows_bytes)
+    return coefficients_bytes + rows_bytes
 
 
-def _filter_depth(part: np.ndarray) -> None:
-    """Filter rows (D, h, W) of all planes along the first axis, in place.
+def _filter_depth(rows: np.ndarray) -> None:
+    """Filter some rows (D, h, W) of all planes along the first axis, in place.
 
-    A few rows may bring a large piece of the file into memory with them, which the filter would
-    keep for all planes at a time: it lets no other thread release them.
+    They may be a view of a file, where a few rows bring many pages into memory. The filter lets no
+    other thread release them, so it works on a copy, which is made of a few planes at a time.
     """
-    values = np.empty_like(part)
-    for start in range(0, len(part), COPIED_PLANES):
+    copied_rows = np.empty_like(rows)
+    for start in range(0, len(rows), COPIED_PLANES):
         planes = slice(start, start + COPIED_PLANES)
-        values[planes] = part[planes]
+        copied_rows[planes] = rows[planes]
         release_pages()
-    values = spline_filter1d(values, CUBIC, 0, mode="nearest")
-    for start in range(0, len(part), COPIED_PLANES):
+    filtered_rows = spline_filter1d(copied_rows, CUBIC, 0, mode="nearest")
+    # Not needed any more: the copy would be a third array of this size.
+    del copied_rows
+    for start in range(0, len(rows), COPIED_PLANES):
         planes = slice(start, start + COPIED_PLANES)
-        part[planes] = values[planes]
+        rows[planes] = filtered_rows[planes]
         release_pages()

@@ -1,8 +1,8 @@
 """Sliding window of nnU-Net: its tiles, their Gaussian weights, and finished planes of logits.
 
 nnU-Net adds tiles, weights and folds in half precision, on CPUs too, in the order of its tiles. A
-sum in another order or precision gives other labels where classes are close. The order at each
-voxel survives here, but a plane leaves the sums as soon as no later tile reaches it.
+sum in another order or precision gives other labels where classes are close. The same order is kept
+here for each voxel, but a plane leaves the sums as soon as no later tile reaches it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
 from medseg.io.scratch import new_tensor
 
-# Standard deviation of the weights by the length of a tile, and the largest weight.
+# Standard deviation of the Gaussian weights as a share of the tile's length along an axis, and the
+# largest weight.
 SIGMA = 1 / 8
 LARGEST_WEIGHT = 10.0
-# Of logits (1, K, d, h, w).
+# The axis z of logits (1, K, d, h, w).
 Z_DIMENSION = 2
-# Planes of a mean over mirrored passes that are taken at a time.
+# Planes of the mean over mirrored passes that are passed on at a time.
 MEAN_PLANES = 8
 # Runs a network on an image (1, C, d, h, w), and gives the logits (1, K, d', h, w) of one range of
 # planes after the other to a function, from z = 0 on.
@@ -37,9 +38,12 @@ def tile_starts(size: int, tile: int, overlap: float = 0.5) -> list[int]:
     """Spread tiles along one axis as nnU-Net does.
 
     Args:
-        size: Voxels of the axis, as many as a tile has at least.
+        size: Voxels of the axis, at least as many as those of a tile.
         tile: Voxels of a tile.
-        overlap: Share of a tile that its neighbour covers too, at least.
+        overlap: Smallest share of a tile that the next one covers too.
+
+    Returns:
+        First voxel of each tile.
 
     Example:
         >>> tile_starts(110, 64), tile_starts(64, 64)
@@ -67,13 +71,16 @@ def all_starts(
     y_starts = tile_starts(shape[1], tile[1], overlap)
     x_starts = tile_starts(shape[2], tile[2], overlap)
     if is_2d:
+        # Each plane has its own tiles, whatever the overlap.
         z_starts = list(range(shape[0]))
     return z_starts, y_starts, x_starts
 
 
 @functools.lru_cache(maxsize=2)
 def tile_weights(tile: tuple[int, ...]) -> Tensor:
-    """Gaussian weights of the voxels of a tile, in half precision; none is zero.
+    """Compute Gaussian weights of the voxels of a tile, in half precision; none is zero.
+
+    The result is cached, so it must not be changed.
 
     Args:
         tile: Shape of a tile, of any number of axes.
@@ -82,53 +89,57 @@ def tile_weights(tile: tuple[int, ...]) -> Tensor:
         Weights of this shape, 10 in the middle.
     """
     # The Gaussian is the impulse response of SciPy's filter, as in nnU-Net.
-    peak = np.zeros(tile)
+    impulse = np.zeros(tile)
     middle = [size // 2 for size in tile]
-    peak[tuple(middle)] = 1
-    weights = gaussian_filter(peak, [size * SIGMA for size in tile], 0, mode="constant", cval=0)
+    impulse[tuple(middle)] = 1
+    weights = gaussian_filter(impulse, [size * SIGMA for size in tile], 0, mode="constant", cval=0)
     weights /= weights.max() / LARGEST_WEIGHT
-    halves = torch.from_numpy(weights).to(torch.half)
-    is_zero = halves == 0
-    # Every voxel is divided by the sum of its weights, which must not be 0 either.
-    halves[is_zero] = halves[~is_zero].min()
-    return halves
+    half_weights = torch.from_numpy(weights).to(torch.half)
+    # Sums of logits are divided by sums of weights, which must not be 0.
+    is_zero = half_weights == 0
+    half_weights[is_zero] = half_weights[~is_zero].min()
+    return half_weights
 
 
 def mirrored(
     run: Run, tile: Tensor, axes: Sequence[int], num_heads: int, take: Callable[[Tensor], None]
 ) -> None:
-    """Mean of the logits over all combinations of mirrored axes, in the order of nnU-Net.
+    """Average the logits over all combinations of mirrored axes, in the order of nnU-Net.
 
     Args:
         run: Runs the network.
         tile: One image (1, C, d, h, w).
-        axes: Spatial axes, 0 to 2.
+        axes: Spatial axes along which the tile is mirrored, 0 to 2.
         num_heads: Heads of the network, K.
-        take: Receives the mean of the next planes, as those of `run`.
+        take: Receives the mean logits (1, K, d', h, w) of one range of planes after the other.
     """
     if not axes:
         run(tile, take)
         return
     dimensions = [axis + 2 for axis in axes]
+    # No axis first, then single axes, pairs and all three.
     combinations: list[tuple[int, ...]] = [()]
-    for number in range(1, len(dimensions) + 1):
-        combinations += itertools.combinations(dimensions, number)
+    for num_flipped in range(1, len(dimensions) + 1):
+        combinations += itertools.combinations(dimensions, num_flipped)
     sums = _MirroredSums((1, num_heads, *tile.shape[2:]))
     for flipped in combinations:
         sums.begin(flipped)
         # A flip along no axis would copy the tile.
-        seen = torch.flip(tile, flipped) if flipped else tile
-        run(seen, sums.add)
-    # In parts: the sums may be a temporary file, which memory need not hold as a whole.
-    for planes in sums.logits.split(MEAN_PLANES, dim=2):
+        mirrored_tile = torch.flip(tile, flipped) if flipped else tile
+        run(mirrored_tile, sums.add)
+    # In parts, because the sums may be a temporary file, which need not be in memory as a whole.
+    for planes in sums.logits.split(MEAN_PLANES, dim=Z_DIMENSION):
         take(planes.div_(len(combinations)))
 
 
 class _MirroredSums:
-    """Sums of the logits of mirrored passes.
+    """Sums of the logits of mirrored passes, mirrored back.
+
+    Args:
+        shape: Shape of the logits of a tile, (1, K, d, h, w).
 
     Attributes:
-        logits: The sums (1, K, d, h, w).
+        logits: The sums (1, K, d, h, w); they exist once the first planes are added.
     """
 
     logits: Tensor
@@ -140,27 +151,28 @@ class _MirroredSums:
         self._start = 0
 
     def begin(self, axes: tuple[int, ...]) -> None:
-        """Begin a pass; `add` gets its planes next.
+        """Begin a pass, whose planes `add` gets next.
 
         Args:
-            axes: Axes of (1, C, d, h, w) along which its image was mirrored; none in the first
-                pass.
+            axes: Axes of (1, C, d, h, w) along which the image of the pass is mirrored; none in the
+                first pass.
         """
         self._is_first = not axes
         self._axes = axes
         self._start = 0
 
     def add(self, planes: Tensor) -> None:
-        """Add the next planes (1, K, d', h, w) of a pass where they lie in the tile."""
-        start, stop = self._start, self._start + planes.shape[2]
+        """Add the next planes (1, K, d', h, w) of a pass at their place in the tile."""
+        start = self._start
+        stop = start + planes.shape[2]
         self._start = stop
         if self._is_first:
             if start == 0:
-                # The first planes tell the precision.
+                # Only now is the precision known.
                 self.logits = new_tensor(self._shape, planes.dtype)
             self.logits[:, :, start:stop] = planes
             return
-        # The first planes of a pass that was mirrored along z are the last ones of the tile.
+        # The first planes of an image that is mirrored along z are the last ones of the tile.
         if Z_DIMENSION in self._axes:
             depth = self._shape[2]
             start, stop = depth - stop, depth - start
@@ -186,34 +198,35 @@ def finished_planes(
         tile: Shape of a tile.
         num_heads: Heads of the network, K.
         axes: Axes along which tiles are mirrored.
-        dtype: Precision of the sums: half, as nnU-Net, or float32.
+        dtype: Precision of the sums: half, as in nnU-Net, or float32.
         overlap: See `tile_starts`.
         is_2d: Whether a tile is a part of one plane.
 
     Yields:
-        Logits (K, H, W) of the planes from 0 on; a view that the next plane may overwrite.
+        Logits (K, H, W) of each plane in order, in memory that a later plane uses again.
 
     Raises:
         UserError: If a sum exceeds half precision.
     """
     depth, height, width = image.shape[1:]
-    window = tile[0]
-    # Plane z lies at z modulo the window: nothing is moved when planes leave.
-    sums = new_tensor((window, num_heads, height, width), dtype).zero_()
-    weight_sums = torch.zeros((window, height, width), dtype=dtype)
-    # The weights of a 2D network do not depend on the axis of its single plane.
+    window_depth = tile[0]
+    # Plane z of the scan is stored at z modulo this depth, so nothing is moved when planes leave.
+    sums = new_tensor((window_depth, num_heads, height, width), dtype).zero_()
+    weight_sums = torch.zeros((window_depth, height, width), dtype=dtype)
+    # nnU-Net computes the weights of a 2D network without the axis of its single plane.
     weighted_shape = tile[1:] if is_2d else tile
     weights = tile_weights(weighted_shape).reshape(tile).to(dtype)
     first_unfinished = 0
     z_starts, y_starts, x_starts = all_starts((depth, height, width), tile, overlap, is_2d=is_2d)
-    # The planes before the start of a tile are final: neither it nor a later tile reaches them. At
-    # the end of the scan, as at one more start, the rest is final.
+    # The planes before the start of a tile are final: neither it nor a later tile reaches them. The
+    # end of the scan counts as one more start, before which all planes are final.
     for z in [*z_starts, depth]:
         for plane in range(first_unfinished, z):
-            slot = plane % window
+            slot = plane % window_depth
             finished = torch.div(sums[slot], weight_sums[slot], out=sums[slot])
             _check_finite(finished)
             yield finished
+            # The slot is free for plane `plane + window_depth`.
             sums[slot] = 0
             weight_sums[slot] = 0
         first_unfinished = z
@@ -222,53 +235,66 @@ def finished_planes(
         for y, x in itertools.product(y_starts, x_starts):
             rows = slice(y, y + tile[1])
             columns = slice(x, x + tile[2])
-            part = image[:, z : z + tile[0], rows, columns]
-            target = _TileSums(sums, weights, z, (rows, columns))
-            mirrored(run, part[None].contiguous(), axes, num_heads, target.add)
+            tile_image = image[None, :, z : z + tile[0], rows, columns].contiguous()
+            tile_sums = _TileSums(sums, weights, z, (rows, columns))
+            mirrored(run, tile_image, axes, num_heads, tile_sums.add)
             _add(weight_sums, weights, z, (rows, columns))
 
 
 class _TileSums:
-    """Place of a tile in the window of sums.
+    """Part of the window of sums to which the logits of one tile are added.
 
     Args:
-        sums: The window (window, K, H, W).
+        sums: The window (d, K, H, W) of `finished_planes`.
         weights: Weights of a tile (d, h, w).
-        start: First plane of the tile.
-        at: Its rows and columns.
+        start: First plane of the tile in the scan.
+        rows_and_columns: Rows and columns of the tile in the scan.
     """
 
-    def __init__(self, sums: Tensor, weights: Tensor, start: int, at: tuple[slice, ...]) -> None:
+    def __init__(
+        self, sums: Tensor, weights: Tensor, start: int, rows_and_columns: tuple[slice, slice]
+    ) -> None:
         self._sums = sums
         self._weights = weights
         self._start = start
-        self._at = at
+        # The window has the axis of the heads before rows and columns.
+        self._place = (slice(None), *rows_and_columns)
         self._num_added = 0
 
     def add(self, planes: Tensor) -> None:
-        """Weight and add the next planes (1, K, d', h, w)."""
-        first, last = self._num_added, self._num_added + planes.shape[2]
-        self._num_added = last
-        weighted = planes[0].mul_(self._weights[first:last]).transpose(0, 1)
-        # The window has an axis of heads before rows and columns.
-        _add(self._sums, weighted, self._start + first, (slice(None), *self._at))
+        """Weight and add the next planes (1, K, d', h, w); the planes are changed."""
+        first = self._num_added
+        stop = first + planes.shape[2]
+        self._num_added = stop
+        # (d', K, h, w), as the window.
+        weighted = planes[0].mul_(self._weights[first:stop]).transpose(0, 1)
+        _add(self._sums, weighted, self._start + first, self._place)
 
 
-def _add(sums: Tensor, values: Tensor, start: int, at: tuple[slice, ...]) -> None:
-    """Add planes to the window from plane `start` on; beyond its end they go on at its start."""
-    for number, plane in enumerate(values):
-        of_plane = sums[(start + number) % len(sums)][at]
-        # As `+=` of halves and floats computes it, in a quarter of the time.
-        of_plane.copy_(of_plane.float().add_(plane))
+def _add(sums: Tensor, planes: Tensor, start: int, place: tuple[slice, ...]) -> None:
+    """Add planes to the window of sums.
+
+    Args:
+        sums: The window, which holds plane z of the scan at z modulo its length.
+        planes: The planes, one after the other.
+        start: Number of the first one in the scan.
+        place: Part of a plane of the window to which they are added.
+    """
+    for number, plane in enumerate(planes):
+        slot = (start + number) % len(sums)
+        target = sums[slot][place]
+        # The result of `target += plane` for halves and floats, in a quarter of the time.
+        target.copy_(target.float().add_(plane))
 
 
 def _check_finite(logits: Tensor) -> None:
     """Refuse infinite logits.
 
     Raises:
-        UserError: With the cure.
+        UserError: If there are some, with the option that avoids them.
     """
-    # The check of each value takes ten times as long.
+    # The largest value suffices if it is finite; to check each value takes ten times as long. NaN
+    # is not refused.
     if not torch.isfinite(logits.abs().max()) and torch.isinf(logits).any():
         raise UserError(
             "a sum of logits exceeds the range of half precision, at which nnU-Net stops too; give "

@@ -239,10 +239,10 @@ def _forecast_nnunet(
             num_bytes = limits.held(array.num_bytes, waits=array.waits)
             at_end += num_bytes
             # A part of the array may not be written before the last pass.
-            during_pass += array.share * num_bytes
+            during_pass += array.written_share * num_bytes
             if num_bytes < array.num_bytes:
                 # Pages of files are in memory for a moment.
-                touched += min(array.num_bytes, array.touched)
+                touched += min(array.num_bytes, array.touched_bytes)
         if step in model.pass_steps:
             # What the first pass has brought stays for all later steps.
             fixed = loaded_bytes + PASS_BYTES + scan_bytes
@@ -251,7 +251,7 @@ def _forecast_nnunet(
                 during_pass += model.usual_pass_bytes
         touched = min(TOUCHED_BYTES, touched)
         memory[step] = fixed + round(touched + max(at_end, during_pass))
-    return Forecast(memory, round(CASE_TIME + expected.cost), expected.operations)
+    return Forecast(memory, round(CASE_TIME + expected.other_time), expected.operations)
 
 
 def _forecast_cascade(

@@ -24,8 +24,8 @@ from medseg.preprocess.orient import orient, orientation_of
 from medseg.preprocess.resample import resample_image
 from medseg.preprocess.scale import AS_STORED, HuScale
 
-# A channel that leaves more than this share of the first uncovered is warned of.
-SHARE_TOLD = 0.01
+# A channel that leaves more than this share of the first one's voxels uncovered gets a warning.
+MAX_UNCOVERED_SHARE = 0.01
 
 
 def resample_to(
@@ -33,8 +33,8 @@ def resample_to(
 ) -> np.ndarray:
     """Resample an image to any grid.
 
-    It is antialiased along its own axes, then interpolated linearly where the grids are rotated to
-    each other.
+    Where the grids are rotated to each other, it is antialiased along its own axes, then
+    interpolated linearly.
 
     Args:
         image: Image (D, H, W) on `source`.
@@ -52,19 +52,20 @@ def resample_to(
     oriented_target = target.reoriented(back.order, back.flips)
     if np.allclose(source.direction, oriented_target.direction, rtol=0, atol=DIRECTION_TOLERANCE):
         return back.from_lps(resample_image(image, source, oriented_target, outside).numpy())
-    # A coarser target needs the filter of `resample_image` first; a finer one is left to the linear
-    # interpolation.
+    # Along an axis where the target is coarser, the linear interpolation would skip voxels, so the
+    # image first gets the target's spacing there.
     z, y, x = map(max, source.spacing_mm, oriented_target.spacing_mm)
     lattice = source.resampled((z, y, x))
     filtered = resample_image(image, source, lattice, outside).numpy()
-    # Index in the lattice of target voxels (0, 0, 0) and of the next one along each axis.
+    # Lattice index of target index i is matrix @ i + offset. The offset is where target voxel
+    # (0, 0, 0) lies; column a of the matrix is the step to the next voxel along axis a.
     corners = oriented_target.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
-    first, *steps = lattice.world_to_index_zyx(corners)
-    matrix = np.transpose(np.array(steps) - first)
+    offset, *next_voxels = lattice.world_to_index_zyx(corners)
+    matrix = np.transpose(np.array(next_voxels) - offset)
     resampled = affine_transform(
         filtered,
         matrix,
-        first,
+        offset,
         oriented_target.shape,
         order=1,
         mode="grid-constant",
@@ -79,8 +80,8 @@ def place_channel(
     target: VoxelGrid,
     fill: float,
     name: str,
-    begin: str = "",
-    first: str = "image",
+    message_start: str = "",
+    first_name: str = "image",
 ) -> tuple[np.ndarray, list[Finding]]:
     """Resample a channel to the grid of the first one.
 
@@ -90,28 +91,32 @@ def place_channel(
         target: Grid of the first channel.
         fill: Value of voxels outside the channel.
         name: Name of the channel, for messages.
-        begin: Beginning of the sentence that refuses it.
-        first: Name of the first channel in that sentence.
+        message_start: Start of the error message, such as the path of the file.
+        first_name: Name of the first channel in that message.
 
     Returns:
-        Image (D', H', W') on `target`, and a warning where it does not cover all of it.
+        Image (D', H', W') on `target`, and a warning if more than `MAX_UNCOVERED_SHARE` of the
+        target lies outside the channel.
 
     Raises:
-        UserError: If it covers nothing.
+        UserError: If it covers no voxel of the target.
     """
+    # NaN marks the voxels outside; the image itself holds none.
     image = resample_to(image, source, target, math.nan)
-    gaps = np.isnan(image)
-    share = float(gaps.mean())
-    if gaps.all():
+    is_outside = np.isnan(image)
+    outside_share = float(is_outside.mean())
+    if is_outside.all():
         raise UserError(
-            f"{begin}expected {name} to show the same patient region as {first}, but the two do "
-            "not overlap; check both."
+            f"{message_start}expected {name} to show the same patient region as {first_name}, but "
+            "the two do not overlap; check both."
         )
-    if share > 0.0:  # the image itself, where the grids agree, is not changed
-        image[gaps] = fill
-    if share <= SHARE_TOLD:
+    # Where the grids agree, `image` is the caller's array. It has no voxels outside, and is left
+    # unchanged.
+    if outside_share > 0.0:
+        image[is_outside] = fill
+    if outside_share <= MAX_UNCOVERED_SHARE:
         return image, []
-    warning = f"{share:.0%} of the scan is outside {name} and counts as {fill:g} there"
+    warning = f"{outside_share:.0%} of the scan is outside {name} and counts as {fill:g} there"
     return image, warnings_of("reading", [warning])
 
 
@@ -132,14 +137,13 @@ def read_channels(
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         files: DICOM files of the first channel, as for `read_image`.
-        scales: HU scale of each channel; the channels beyond its end, and all of an empty one, are
-            taken as stored.
-        modalities: Modality of each channel, `ct`, `mr` or `other`; DICOM series of another one are
-            refused. Those beyond its end: `ct`.
+        scales: HU scale of each channel. Channels for which it has none are taken as stored.
+        modalities: Modality of each channel, `ct`, `mr` or `other`; a DICOM series of another
+            modality is refused. Channels for which it has none are `ct`.
 
     Returns:
-        Channels (C, D, H, W) in the storage order of the first: its type where there is only one,
-        else float32; and the first channel with the findings on all.
+        Channels (C, D, H, W) in the storage order of the first, and the first channel as a volume
+        with the findings on all. A single channel keeps its type; several are float32.
 
     Raises:
         UserError: If a channel is missing, cannot be read, or lies outside the field of view of the
@@ -149,43 +153,46 @@ def read_channels(
 
     names = ["image", *(f"image_{number}" for number in range(1, len(paths)))]
     channel_paths = _checked_paths(names, paths)
-    scales = [*scales, *[AS_STORED] * (len(paths) - len(scales))]
-    modalities = [*modalities, *["ct"] * (len(paths) - len(modalities))]
-    # A path that occurs several times is a file with several volumes.
+    num_unscaled = len(paths) - len(scales)
+    scales = [*scales, *[AS_STORED] * num_unscaled]
+    num_without_modality = len(paths) - len(modalities)
+    modalities = [*modalities, *["ct"] * num_without_modality]
+    # How many volumes the file has to hold: one for each channel that names it.
     num_volumes = channel_paths.count(channel_paths[0])
-    first = read_image(channel_paths[0], series, modalities[0], 0, num_volumes, files)
-    first = replace(first, array=scales[0].apply(first.array))
+    first_volume = read_image(channel_paths[0], series, modalities[0], 0, num_volumes, files)
+    first_volume = replace(first_volume, array=scales[0].apply(first_volume.array))
     if len(paths) == 1:
-        return first.array[None], first
-    channels = [first.array]
-    findings = [finding.within(names[0]) for finding in first.findings]
+        return first_volume.array[None], first_volume
+    channels = [first_volume.array]
+    findings = [finding.within(names[0]) for finding in first_volume.findings]
     for number in range(1, len(paths)):
         name = names[number]
         path = channel_paths[number]
-        index = channel_paths[:number].count(path)
+        # The volume of a 4D file: earlier channels have taken those before it.
+        volume_index = channel_paths[:number].count(path)
         num_volumes = channel_paths.count(path)
-        volume = read_image(path, None, modalities[number], index, num_volumes, ())
-        image, uncovered = place_channel(
+        volume = read_image(path, None, modalities[number], volume_index, num_volumes, ())
+        image, coverage_warnings = place_channel(
             scales[number].apply(volume.array),
             volume.grid,
-            first.grid,
+            first_volume.grid,
             outside[number],
             name,
             f"{path}: ",
             str(paths[0]),
         )
         channels.append(image)
-        findings += uncovered
+        findings += coverage_warnings
         findings += [finding.within(name) for finding in volume.findings]
-    volume = replace(first, findings=tuple(findings))
-    return np.stack(channels).astype(np.float32, copy=False), volume
+    first_volume = replace(first_volume, findings=tuple(findings))
+    return np.stack(channels).astype(np.float32, copy=False), first_volume
 
 
 def _checked_paths(names: Sequence[str], paths: Sequence[Path | None]) -> list[Path]:
-    """Refuse a case without a file for each channel.
+    """Return the paths if there is one for each channel.
 
     Raises:
-        UserError: With the names of those that are missing.
+        UserError: With the names of the missing channels.
     """
     present = [path for path in paths if path is not None]
     if len(present) == len(paths):

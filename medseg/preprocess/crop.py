@@ -1,8 +1,8 @@
 """Crops of a volume; a crop may reach outside the volume.
 
-Along z a scan ends inside the body. Beyond that end the last slice is repeated, since air there
-would look like a border of an organ. In plane a scan ends beside the body; beyond that end there is
-air.
+Along z a scan ends inside the body, so the first and the last slice are repeated beyond it: air
+there would look like the border of an organ. In plane a scan ends beside the body, so there is air
+beyond it.
 """
 
 import math
@@ -24,34 +24,35 @@ BODY_MARGIN_MM = 10.0
 def body_box(
     image: np.ndarray, spacing_mm: tuple[float, float, float], modality: str = "ct"
 ) -> VoxelBox:
-    """Find the box of the body, with a margin.
+    """Find the box of the body, with a margin of `BODY_MARGIN_MM`.
 
-    It holds all voxels of a CT denser than air, with table and clothes; of other modalities the
-    nonzero ones.
+    It holds all voxels of a CT denser than air, which include table and clothes, and all nonzero
+    voxels of another modality.
 
-    A field of view of 700 mm for a chest of 400 mm is two thirds air, which costs memory and shifts
-    the network's norms.
+    A field of view of 700 mm around a chest of 400 mm is two thirds air, which costs memory and
+    shifts the statistics of the network's norms.
 
     Args:
-        image: Volume (D, H, W), of a CT in HU.
+        image: Volume (D, H, W); in HU if it is a CT.
         spacing_mm: Its spacing, (z, y, x).
-        modality: `ct`, or any other.
+        modality: `ct` or another one.
 
     Returns:
         Box inside the volume; the whole volume if nothing is denser than air.
     """
-    full = VoxelBox.full((image.shape[0], image.shape[1], image.shape[2]))
+    depth, height, width = image.shape
+    full = VoxelBox.full((depth, height, width))
     is_body = image > BODY_HU if modality == "ct" else image != 0
     box = VoxelBox.from_mask(is_body)
     if box is None:
         return full
     # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
-    z, y, x = (math.ceil(BODY_MARGIN_MM / spacing - 1e-6) for spacing in spacing_mm)
+    z, y, x = (math.ceil(BODY_MARGIN_MM / mm_per_voxel - 1e-6) for mm_per_voxel in spacing_mm)
     return box.expanded((z, y, x)).intersect(full)
 
 
 def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
-    """Cut a box out of a volume that it may leave.
+    """Cut a box out of a volume; the box may reach outside.
 
     The first and the last slice are repeated beyond the ends; one value fills the rest.
 
@@ -67,18 +68,18 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     depth = array.shape[0]
     z, y, x = box.start
     z_stop, y_stop, x_stop = box.stop
-    # Slices of the volume that are read: those in the box. Where there is none, the nearest: the
-    # first slice of the volume for a box that ends before it, the last for one beyond it.
-    first = min(max(z, 0), depth - 1)
-    stop = max(min(z_stop, depth), first + 1)
-    inner = VoxelBox((first, y, x), (stop, y_stop, x_stop)).clipped(array.shape)
+    # Slices of the volume to read: those in the box. If the box has none, the nearest one: the
+    # first slice for a box that ends before the volume, the last for one that begins behind it.
+    first_read = min(max(z, 0), depth - 1)
+    stop_read = max(min(z_stop, depth), first_read + 1)
+    inner = VoxelBox((first_read, y, x), (stop_read, y_stop, x_stop)).clipped(array.shape)
     if inner.is_empty:
         return crop
-    rows, columns = inner.shifted((0, -y, -x)).slices()[1:]
+    _, rows, columns = inner.shifted((0, -y, -x)).slices()
     planes = array[inner.slices()]
-    # Slices of the crop where they lie. The nearest slice lies at the end of a crop before the
-    # volume, and at the start of a crop beyond it. Those before and after repeat the nearest.
-    crop_start = min(max(first - z, 0), box.shape[0] - 1)
+    # Their place in the crop. That of a nearest slice outside the box is clamped to the last slice
+    # of a crop before the volume, and to the first of a crop behind it.
+    crop_start = min(max(first_read - z, 0), box.shape[0] - 1)
     crop_stop = crop_start + len(planes)
     crop[crop_start:crop_stop, rows, columns] = planes
     crop[:crop_start, rows, columns] = planes[0]
@@ -89,9 +90,10 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
 def view_or_resample(
     image: Tensor, grid: VoxelGrid, crop: Crop, outside: float, resampling: str = ANTIALIASED
 ) -> Tensor:
-    """Take a crop out of a volume (D, H, W).
+    """Take a crop out of a volume (D, H, W) that lies on `grid`.
 
-    It is a view if the crop is on the volume's grid and inside, else resampled.
+    It is a view if the crop is on the volume's grid and inside, else a resampled copy, see
+    `resample_image`.
     """
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
@@ -108,17 +110,18 @@ def resample_crop(
     *,
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Resample a volume to a crop, as training does, whose cache holds the volume on the lattice.
+    """Resample a volume to a crop as training does, which caches the volume on the lattice.
 
-    A crop on the lattice is resampled from the volume. Any other is resampled from the lattice:
-    two steps where the lattice is not the volume's own grid.
+    A crop on the lattice is resampled from the volume, in one step. A crop on another grid takes
+    two: the volume is resampled to the lattice, and that to the crop. One step is left where the
+    lattice is the volume's own grid.
 
     Args:
         image: Volume (D, H, W).
         source: Its grid.
         lattice: The stage's lattice of the volume, see `medseg.geometry.grid_rule`.
-        crop: Crop on the lattice, or on another grid with its axes; some of it lies inside the
-            lattice.
+        crop: Crop on the lattice, or on another grid with the same axes; at least a part of it lies
+            inside the lattice.
         outside: Value beyond the edges of the slices; beyond the ends the first and the last slice
             are repeated.
         resampling: The filter, see `medseg.preprocess.resample`.
@@ -142,32 +145,32 @@ def resample_crop(
     # the filter's reach. That is `scale` lattice voxels for a triangle, where the crop is coarser
     # (scale > 1), and at most 2 for every other filter.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
-    near = lattice.box_from(crop.lattice, crop.box).expanded(reach).clipped(lattice.shape)
-    # The cache holds clipped values, and nothing beyond the ends of the scan: values are clipped in
-    # the first step, slices are repeated in the second.
-    part = resample_image(
-        image, source, lattice.crop(near), outside, resampling=resampling, limits=limits
-    )
+    covered_box = lattice.box_from(crop.lattice, crop.box)
+    read_box = covered_box.expanded(reach).clipped(lattice.shape)
+    part_grid = lattice.crop(read_box)
+    # As in training: the cached values are clipped, so the first step clips; the cache ends with
+    # the scan, so the second step repeats the slices.
+    part = resample_image(image, source, part_grid, outside, resampling=resampling, limits=limits)
     return resample_image(
-        part, lattice.crop(near), crop.grid, outside, resampling=resampling, slices_go_on=True
+        part, part_grid, crop.grid, outside, resampling=resampling, slices_go_on=True
     )
 
 
 def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
-    """Set the voxels of a crop (D, H, W) beyond its content to one value.
+    """Set the voxels of a crop (D, H, W) beyond its content to one value, in a copy.
 
-    An image whose crop has no content box, or nothing beyond it, is returned as it is.
+    An image whose crop has no content box, or nothing beyond it, is returned itself.
     """
     if crop.content is None or crop.content.contains(crop.box):
         return image
-    in_crop = _content_slices(crop, crop.content)
+    content = _content_slices(crop, crop.content)
     erased = image.new_full(image.shape, outside)
-    erased[in_crop] = image[in_crop]
+    erased[content] = image[content]
     return erased
 
 
 def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
-    """Do as `erase_outside`, in place, without a second crop in memory; returns the image."""
+    """Do as `erase_outside` in place, without a second crop in memory; return the image."""
     if crop.content is None or crop.content.contains(crop.box):
         return image
     z, y, x = _content_slices(crop, crop.content)
@@ -183,9 +186,10 @@ def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
 
 
 def _content_slices(crop: Crop, content: VoxelBox) -> tuple[slice, slice, slice]:
-    """Slices of the content of a crop, in voxels of the crop, which begins at 0."""
+    """Give the content of a crop as slices of its image, whose first voxel is 0."""
     z, y, x = crop.box.start
-    return content.intersect(crop.box).shifted((-z, -y, -x)).slices()
+    content_in_crop = content.intersect(crop.box)
+    return content_in_crop.shifted((-z, -y, -x)).slices()
 
 
 def probability_channel(
@@ -194,7 +198,7 @@ def probability_channel(
     crop: Crop,
     values: Sequence[int],
 ) -> Tensor:
-    """Make the input channel that shows a network what an earlier stage says about a region.
+    """Make the input channel that shows a network where an earlier stage found a region.
 
     Args:
         probs: Probabilities of the background and all labels (K, d, h, w) on a coarser grid.
@@ -203,20 +207,20 @@ def probability_channel(
         values: Label values of the region.
 
     Returns:
-        Channel (D, H, W), float32, from -1 (probability 0) to 1; -1 beyond the grid in plane.
+        Channel (D, H, W), float32: the probability of the region, from -1 (probability 0) to 1. It
+        is -1 beyond the grid in plane and beyond the content of the crop.
     """
-    planes = probs[list(values)]
-    total = torch.as_tensor(planes).to(torch.float32).sum(0)
-    part = resample_image(total, grid, crop.grid, 0.0, slices_go_on=True)
-    return erase_outside_(part, crop, 0.0).mul_(2.0).sub_(1.0)
+    label_probs = torch.as_tensor(probs[list(values)]).to(torch.float32)
+    region_probs = label_probs.sum(0)
+    crop_probs = resample_image(region_probs, grid, crop.grid, 0.0, slices_go_on=True)
+    return erase_outside_(crop_probs, crop, 0.0).mul_(2.0).sub_(1.0)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
-    """Pad (…, D, H, W) at the end of each axis to a shape (D', H', W').
+    """Pad (…, D, H, W) at the end of each axis to a shape (D', H', W'), none smaller.
 
-    The last slice is repeated; one value fills the rest.
-
-    An image of that shape is returned as it is.
+    The last slice is repeated along z; rows and columns are filled with one value. An image of that
+    shape is returned itself.
     """
     depth, height, width = image.shape[-3:]
     if (depth, height, width) == tuple(shape):
@@ -225,5 +229,6 @@ def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
     padded[..., :depth, :height, :width] = image
     padded[..., :depth, height:, :] = outside
     padded[..., :depth, :height, width:] = outside
+    # Last, so that the repeated slice has its padding.
     padded[..., depth:, :, :] = padded[..., depth - 1 : depth, :, :]
     return padded

@@ -9,14 +9,14 @@ Spacing = tuple[float, float, float]
 
 
 class Effect:
-    """A random change of a sample that has been read.
+    """A random change of a sample after it is read.
 
-    An effect draws from the generator that it is given and from nothing else, so that a sample is a
-    function of its number.
+    An effect takes random numbers only from the generator that it is given, so that a sample is
+    determined by its number.
 
     Attributes:
-        is_spatial: Whether it moves voxels or cuts the field of view, so that every channel follows
-            it; else it is one of the scanner.
+        is_spatial: Whether it moves voxels or cuts the field of view, which concerns all channels
+            alike. Otherwise it changes intensities, as a scanner does.
     """
 
     is_spatial: ClassVar[bool] = False
@@ -30,7 +30,8 @@ class Effect:
             image: (C, D, H, W) float32; may be overwritten.
             labels: (D, H, W) uint8; may be overwritten.
             rng: Generator of this sample.
-            spacing_mm: Voxel spacing, (z, y, x); lengths apply to world coordinates, not to voxels.
+            spacing_mm: Voxel spacing, (z, y, x), by which an effect turns its lengths in mm into
+                voxels.
 
         Returns:
             New image and labels, same shapes.

@@ -1,11 +1,9 @@
-"""Constant fill of a CT outside the field of view, such as the 0 of a resampler.
+"""Constant fill of a CT outside the field of view, such as the 0 of a resampler: becomes air.
 
-Air takes its place.
-
-A network takes 0 HU around a patient for water, and finds no organ full of air. Values below air
-are clipped wherever an image is resampled (`HU_LIMITS`); here are the others. The noise of a
-scanner never makes an area of one value, so such an area at the border of a slice was not measured,
-whatever its outline: outside a circle, outside a turned volume, or beyond the last slice.
+To a network, 0 HU around a patient is water, and it misses organs full of air. Fills below air need
+nothing here: they are clipped wherever an image is resampled (`HU_LIMITS`). A scanner's noise never
+makes an area of one value, so such an area at the border of a slice was not measured, whatever its
+outline: outside a circle, outside a rotated volume, or beyond the last slice.
 """
 
 from collections import Counter
@@ -14,20 +12,22 @@ import numpy as np
 
 from medseg.preprocess.intensity import AIR_HU, BODY_HU
 
-# Air may be constant, where a scanner or a program clips it; what is filled in is denser than any
-# air.
+# Air may be constant too, where a scanner or a program clips it. Only values denser than any air
+# count as fill.
 DENSEST_AIR_HU = -950
-# The lowest values of an image may be its air, clipped to a narrower range.
+# Values up to this far above the lowest of an image may be its air, clipped to a narrower range.
 CLIP_REACH_HU = 25
-# Share of the pairs of neighbours along the border of a slice that hold one value: measured tissue
-# stays below 0.03, and a gap at one of four sides has 0.25.
-BORDER_SHARE = 0.2
-# Share of neighbours in tissue that are equal: in scans 0.02 to 0.3, in an image without noise
-# nearly 1. Such an image may show tissue of one value at its border.
+# A fill makes up at least this share of the pairs of neighbours along the border of a slice.
+# Measured tissue stays below 0.03, and a gap along one of the four sides has 0.25.
+MIN_BORDER_SHARE = 0.2
+# Largest share of neighbours in tissue that are equal: in scans it is 0.02 to 0.3, in an image
+# without noise nearly 1. Such an image may show tissue of one value at its border.
 MAX_EQUAL_SHARE = 0.5
+# Slices and least pairs of neighbours by which the noise is judged.
 NOISE_SLICES = 16
 MIN_PAIRS = 1000
-# Smaller pieces at the border may be voxels of tissue that have the value by chance.
+# Pixels of the smallest piece that is replaced. Smaller ones may be tissue that has the value by
+# chance.
 MIN_PIECE = 20
 
 
@@ -42,16 +42,17 @@ def find_fill(image_hu: np.ndarray) -> float | None:
         tissue.
     """
     border_values = [_border_value(plane) for plane in image_hu]
-    values = Counter(value for value in border_values if value is not None)
-    if not values:
+    votes = Counter(value for value in border_values if value is not None)
+    if not votes:
         return None
-    fill = values.most_common(1)[0][0]
-    # Of the values that are not padding below air.
-    lowest = min(
-        float(np.min(plane, where=plane > AIR_HU - CLIP_REACH_HU, initial=fill))
-        for plane in image_hu
-    )
-    if fill <= lowest + CLIP_REACH_HU or not _is_noisy(image_hu, fill):
+    fill = votes.most_common(1)[0][0]
+    # The lowest value of the image, without padding below air.
+    lowest = fill
+    for plane in image_hu:
+        is_measured = plane > AIR_HU - CLIP_REACH_HU
+        lowest = float(np.min(plane, where=is_measured, initial=lowest))
+    may_be_air = fill <= lowest + CLIP_REACH_HU
+    if may_be_air or not _is_noisy(image_hu, fill):
         return None
     return fill
 
@@ -61,26 +62,27 @@ def replace_fill(image_hu: np.ndarray, fill: float) -> float:
 
     Args:
         image_hu: CT (D, H, W) in HU.
-        fill: Its fill, see `find_fill`.
+        fill: Value of its fill, from `find_fill`.
 
     Returns:
         Share of the voxels that were replaced.
     """
     from scipy import ndimage  # here, so that opening the cache does not load it
 
-    num_voxels = 0
+    num_replaced = 0
     for plane in image_hu:
-        pieces, num_pieces = ndimage.label(plane == fill)
+        pieces, num_pieces = ndimage.label(plane == fill)  # piece number of each pixel; 0: none
         if not num_pieces:
             continue
-        is_outside = np.bincount(pieces.ravel(), minlength=num_pieces + 1) >= MIN_PIECE
-        at_border = np.zeros(num_pieces + 1, dtype=bool)
-        at_border[_border(pieces)] = True
-        at_border[0] = False
-        outside = (is_outside & at_border)[pieces]
-        plane[outside] = AIR_HU
-        num_voxels += int(np.count_nonzero(outside))
-    return num_voxels / image_hu.size
+        # By piece number, of which 0 is all that is not fill.
+        is_large = np.bincount(pieces.ravel(), minlength=num_pieces + 1) >= MIN_PIECE
+        is_at_border = np.zeros(num_pieces + 1, dtype=bool)
+        is_at_border[_border(pieces)] = True
+        is_at_border[0] = False
+        is_replaced = (is_large & is_at_border)[pieces]  # (H, W)
+        plane[is_replaced] = AIR_HU
+        num_replaced += int(np.count_nonzero(is_replaced))
+    return num_replaced / image_hu.size
 
 
 def _border(plane: np.ndarray) -> np.ndarray:
@@ -92,24 +94,29 @@ def _border_value(plane: np.ndarray) -> float | None:
     """Find the value denser than air that runs along a part of the border of a plane.
 
     Returns:
-        The value; None where there is none.
+        The value; None where none holds `MIN_BORDER_SHARE` of the pairs of neighbours.
     """
     border = _border(plane)
-    runs = border[1:][border[1:] == border[:-1]]
-    runs = runs[runs > DENSEST_AIR_HU]
-    if len(runs) < BORDER_SHARE * len(border):
+    is_equal = border[1:] == border[:-1]
+    repeated = border[1:][is_equal]  # the value of each pair of equal neighbours
+    repeated = repeated[repeated > DENSEST_AIR_HU]
+    min_count = MIN_BORDER_SHARE * len(border)
+    # Most slices end here, before the sort of `unique`.
+    if len(repeated) < min_count:
         return None
-    values, counts = np.unique(runs, return_counts=True)
-    most = int(counts.argmax())
-    if counts[most] < BORDER_SHARE * len(border):
+    values, counts = np.unique(repeated, return_counts=True)
+    most_common = int(counts.argmax())
+    if counts[most_common] < min_count:
         return None
-    return float(values[most])
+    return float(values[most_common])
 
 
 def _is_noisy(image_hu: np.ndarray, fill: float) -> bool:
-    """Whether neighbours in the tissue of an image differ, in a sample of its slices."""
-    num_equal = num_pairs = 0
-    for plane in image_hu[:: max(1, len(image_hu) // NOISE_SLICES)]:
+    """Whether most neighbours in the tissue of an image differ, in a sample of its slices."""
+    num_equal = 0
+    num_pairs = 0
+    step = max(1, len(image_hu) // NOISE_SLICES)
+    for plane in image_hu[::step]:
         is_tissue = (plane > BODY_HU) & (plane != fill)
         is_pair = is_tissue[:, 1:] & is_tissue[:, :-1]
         is_equal = plane[:, 1:] == plane[:, :-1]

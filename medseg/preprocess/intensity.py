@@ -5,7 +5,7 @@ is computed once per case, on the oriented scan before resampling, and applied t
 `normalise`:
 
 * `window(window_hu)`: a fixed range of HU to [-1, 1]; the same for all cases.
-* `zscore(image, modality)`: mean 0 and standard deviation 1 over the foreground, as MONAI's
+* `zscore(image, modality)`: mean 0 and standard deviation 1 over the foreground, like MONAI's
   `NormalizeIntensity(nonzero=True)` and nnU-Net's `ZScoreNormalization` with `use_mask_for_norm`.
 * `percentile(image, modality)`: the range from the 0.5th to the 99.5th percentile of the foreground
   (nnU-Net uses these percentiles for CT) is mapped to [-1, 1].
@@ -15,6 +15,7 @@ other modalities it is all voxels that are not 0, as in MONAI and nnU-Net, where
 background. Without any such voxel the whole image counts.
 """
 
+import math
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -26,21 +27,21 @@ from medseg.task import AIR_HU
 
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 
-MAX_HU = 3071  # 12 bits above air; higher values are metal
-# What counts as HU: scanners pad with -2048 or -3024, which a filter would mix into the skin.
-# Training and prediction clip to it while they resample, slab by slab: a clipped scan would be a
-# second one.
+MAX_HU = 3071  # 12 bits, counted from air; higher values are metal
+# Range to which images are clipped before a filter: scanners pad with -2048 or -3024, which a
+# filter would mix into the skin. Training and prediction clip while they resample, slab by slab,
+# because a clipped copy would take the memory of a second scan.
 HU_LIMITS = (AIR_HU, MAX_HU)
-# Air in a normalised image, the lower end of the window; fills what lies outside of a volume.
+# Air in an image that `window` has normalised; fills what lies outside a volume.
 AIR = -1.0
 
 
-# Half way between air and soft tissue. The half unit makes images in whole HU and unrounded ones
-# agree.
+# Half way between air and soft tissue. The half unit is no whole HU, so that images agree whether
+# or not their values are rounded.
 BODY_HU = -500.5
 
 PERCENTILES = (0.5, 99.5)
-# Largest number of voxels for the percentiles; of more only every second, third … is used.
+# Number of values above which the percentiles use only every second, third, … one.
 MAX_VALUES = 2**24
 
 
@@ -48,10 +49,10 @@ class Intensity(NamedTuple):
     """A clipped linear map: `(min(max(value, low), high) - low) * factor + offset`.
 
     Attributes:
-        low: Values below count as this.
-        high: Values above count as this.
-        factor: Factor after `low` has been subtracted.
-        offset: Added last; the result for `low` and below.
+        low: Lower end of the clipped range, as stored (HU for a CT).
+        high: Upper end of the clipped range.
+        factor: Slope of the map.
+        offset: Result for `low` and below.
     """
 
     low: float
@@ -73,9 +74,7 @@ def window(window_hu: tuple[float, float]) -> Intensity:
 
 
 def foreground(image: np.ndarray, modality: str) -> np.ndarray:
-    """Take the values of the body for `ct`, else those that are not 0.
-
-    Where there are none it takes all values.
+    """Take the values of the body for `ct`, else those that are not 0; all if there are none.
 
     Args:
         image: Image of any shape.
@@ -84,7 +83,8 @@ def foreground(image: np.ndarray, modality: str) -> np.ndarray:
     Returns:
         Flat array of the values in their order.
     """
-    values = image[image > BODY_HU if modality == "ct" else image != 0]
+    is_foreground = image > BODY_HU if modality == "ct" else image != 0
+    values = image[is_foreground]
     return values if values.size else image.ravel()
 
 
@@ -100,6 +100,7 @@ def zscore(image: np.ndarray, modality: str) -> Intensity:
     values = foreground(image, modality)
     mean = float(np.mean(values, dtype=np.float64))
     std = float(np.std(values, dtype=np.float64))
+    # The range of the whole image, so nothing is clipped.
     low, high = float(image.min()), float(image.max())
     factor = 1.0 / std if std > 0 else 0.0
     return Intensity(low, high, factor, (low - mean) * factor)
@@ -115,7 +116,7 @@ def percentile(image: np.ndarray, modality: str) -> Intensity:
         modality: As for `foreground`.
     """
     values = foreground(image, modality)
-    step = -(-values.size // MAX_VALUES)  # rounded up
+    step = math.ceil(values.size / MAX_VALUES)
     low, high = map(float, np.percentile(values[::step], PERCENTILES))
     factor = 2.0 / (high - low) if high > low else 0.0
     return Intensity(low, high, factor, AIR)
@@ -130,11 +131,12 @@ def intensity_of(
         image: Whole image (D, H, W) of the case.
         modality: As for `foreground`.
         kind: `window`, `zscore` or `percentile`.
-        window_hu: Range of HU; None with another kind than `window`.
+        window_hu: Range of HU; None unless the kind is `window`.
     """
     if window_hu is not None:
         return window(window_hu)
-    return {"zscore": zscore, "percentile": percentile}[kind](image, modality)
+    function_by_kind = {"zscore": zscore, "percentile": percentile}
+    return function_by_kind[kind](image, modality)
 
 
 def normalise(image: ImageT, intensity: Intensity) -> ImageT:
@@ -153,22 +155,21 @@ def normalise(image: ImageT, intensity: Intensity) -> ImageT:
         result = new_tensor(tuple(image.shape), torch.float32, image.device).copy_(image)
     else:
         result = np.array(image, dtype=np.float32)
-    # A tensor made of an array shares its memory.
+    # A tensor shares the memory of its array, so this changes `result`.
     _map_in_place(torch.as_tensor(result), intensity)
     return result
 
 
 def normalise_(image: Tensor, intensity: Intensity) -> Tensor:
-    """Apply a map to an image of one channel in place; (D, H, W), float32.
-
-    Plane by plane: four operations on a plane find it in the cache of the processor.
-    """
+    """Apply a map to an image of one channel (D, H, W), float32, in place; return the image."""
+    # Plane by plane, because a plane stays in the cache of the processor for all four operations.
     for plane in image:
         _map_in_place(plane, intensity)
     return image
 
 
 def _map_in_place(values: Tensor, intensity: Intensity) -> None:
+    """Apply a map to float32 values in place."""
     low, high, factor, offset = intensity
     values.clamp_(low, high).sub_(low).mul_(factor).add_(offset)
 

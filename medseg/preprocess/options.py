@@ -22,14 +22,13 @@ SpacingStrategy = StrEnum(  # see docs/spacing.md
     ],
 )
 SpacingDraw = StrEnum("SpacingDraw", ["even", "tail"])  # see `medseg.data.crops`
-Fill = StrEnum("Fill", ["widen", "pad"])
-Resampling = StrEnum(
-    "Resampling", ["antialiased", "linear", "cubic"]
-)  # see `medseg.preprocess.resample`
+Fill = StrEnum("Fill", ["widen", "pad"])  # how a crop of fixed_resolution becomes a cube
+# See `medseg.preprocess.resample`.
+Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])
 
 # Strategies whose target spacing is averaged over the training cases, and the name of that average.
 FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
-# Strategies that have no target spacing without the key.
+# Strategies that require the key `target_spacing_mm`.
 TARGET_NEEDED = (
     SpacingStrategy.isotropic,
     SpacingStrategy.anisotropic,
@@ -37,7 +36,7 @@ TARGET_NEEDED = (
 )
 # Strategies that use one spacing for all axes.
 ONE_SPACING = (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution)
-# Keys that belong to one strategy.
+# Keys that one strategy requires and all others refuse, and that strategy.
 OWN_SPACING_KEYS = {
     "size": SpacingStrategy.fixed_size,
     "range_mm": SpacingStrategy.multi_scale,
@@ -97,7 +96,7 @@ class SpacingOptions:
         """Yield a sentence for each contradiction between the keys of a spacing.
 
         Args:
-            key: Name of the group, such as `spacing`.
+            key: Where the user wrote the spacing, such as `spacing`.
         """
         name = self.strategy.value
         target_mm = list(self.target_spacing_mm or ())
@@ -123,7 +122,7 @@ class SpacingOptions:
             yield from self._range_clashes(key, self.range_mm, target_mm)
 
     def _native_clashes(self, key: str, target_mm: list[float]) -> Iterator[str]:
-        """Refuse what a strategy that resamples nothing does not use."""
+        """Name the keys that have no effect because `native` resamples nothing."""
         if target_mm:
             yield (
                 f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing "
@@ -136,7 +135,7 @@ class SpacingOptions:
             )
 
     def _owner_clashes(self, key: str) -> Iterator[str]:
-        """Refuse keys that belong to another strategy, and missing keys of this one."""
+        """Name keys that belong to another strategy, and missing keys of this one."""
         for own_key, owner in OWN_SPACING_KEYS.items():
             has_value = getattr(self, own_key) is not None
             if has_value and self.strategy is not owner:
@@ -148,6 +147,7 @@ class SpacingOptions:
                 yield f"{key}.{own_key}: {key}.strategy={owner.value} needs a value"
 
     def _range_clashes(self, key: str, range_mm: Pair, target_mm: list[float]) -> Iterator[str]:
+        """Check the range of `multi_scale` and the spacing of the cache that it is drawn from."""
         low_mm, high_mm = range_mm
         if low_mm >= high_mm:
             yield f"{key}.range_mm: expected two increasing numbers, but got {[low_mm, high_mm]}"

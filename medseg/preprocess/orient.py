@@ -16,24 +16,27 @@ class Orientation:
     """Map from storage order to LPS order: transpose, then flip.
 
     Attributes:
-        order: New axis a (z, y, x) is the stored axis `order[a]`.
-        flips: Whether new axis a is reversed.
+        order: Stored axis that becomes the new axis z, y and x.
+        flips: Whether the new axis z, y and x is reversed.
     """
 
     order: tuple[int, int, int]
     flips: tuple[bool, bool, bool]
 
     def to_lps(self, array: np.ndarray) -> np.ndarray:
-        """Turn a stored array (…) of three axes to (z, y, x) in LPS; a view, nothing is copied."""
-        return array.transpose(self.order)[self._steps()]
+        """Bring an array of three stored axes to (z, y, x) in LPS; a view, nothing is copied."""
+        return array.transpose(self.order)[self._flip_slices()]
 
     def from_lps(self, array: np.ndarray) -> np.ndarray:
         """Undo `to_lps`; a view, nothing is copied."""
-        back = tuple(int(axis) for axis in np.argsort(self.order))
-        return array[self._steps()].transpose(back)
+        inverse_order = tuple(int(axis) for axis in np.argsort(self.order))
+        return array[self._flip_slices()].transpose(inverse_order)
 
-    def _steps(self) -> tuple[slice, ...]:
-        return tuple(slice(None, None, -1) if flip else slice(None) for flip in self.flips)
+    def _flip_slices(self) -> tuple[slice, ...]:
+        """Make the index that reverses the flipped axes of an LPS array."""
+        reversed_axis = slice(None, None, -1)
+        whole_axis = slice(None)
+        return tuple(reversed_axis if flip else whole_axis for flip in self.flips)
 
 
 def orientation_of(grid: VoxelGrid) -> Orientation:
@@ -50,15 +53,17 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
         Orientation whose result has array axis z towards Superior, y towards Posterior and x
         towards Left.
     """
-    # Rows and columns of a direction count x, y, z; array axes count z, y, x.
+    # Rows and columns of a direction are ordered x, y, z; reversed, they are ordered as array axes,
+    # z, y, x. Then cosines[a, b] is that of world axis a and stored axis b.
     cosines = np.asarray(grid.direction)[::-1, ::-1]
 
     def nearness(order: tuple[int, ...]) -> float:
-        """Sum the cosines between the new axes and the stored ones that would take their place."""
+        """Sum the absolute cosines between new axes and the stored axes that become them."""
         total = sum(abs(cosines[axis, stored]) for axis, stored in enumerate(order))
         # Rounded: noise must not decide between orders that are equally near.
         return round(total, 6)
 
+    # Of equal orders `max` takes the first, and `permutations` begins with the stored order.
     z, y, x = max(permutations(range(3)), key=nearness)
     # An axis that runs against the new one is reversed.
     flip_z = bool(cosines[0, z] < 0)
@@ -68,20 +73,20 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
 
 
 def ras_orientation_of(grid: VoxelGrid) -> Orientation:
-    """Find what brings a grid nearest to RAS: y towards Anterior and x towards Right."""
+    """Find the orientation nearest to RAS: as LPS, but y towards Anterior and x towards Right."""
     to_lps = orientation_of(grid)
     flip_z, flip_y, flip_x = to_lps.flips
     return Orientation(to_lps.order, (flip_z, not flip_y, not flip_x))
 
 
 def oriented_grid(grid: VoxelGrid) -> VoxelGrid:
-    """The grid that a scan has once it is oriented."""
+    """Compute the grid that a scan has once `orient` has turned it."""
     orientation = orientation_of(grid)
     return grid.reoriented(orientation.order, orientation.flips)
 
 
 def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, Orientation]:
-    """Bring a volume into LPS order, in which everything is computed.
+    """Bring a volume into LPS order, in which training and prediction compute.
 
     Args:
         array: Volume in storage order, (D, H, W).

@@ -41,21 +41,22 @@ from torch import Tensor
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.scratch import new_tensor
 
-ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS = ("antialiased", "linear", "cubic")
+RESAMPLINGS = ("antialiased", "linear", "cubic")
+ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS
 
 # Voxels of one slab once its first axis is filtered: 1 MB as float32. They fit into the cache of
 # the processor, and the allocator reuses blocks of this size, which the system need not clear.
 SLAB_VOXELS = 2**18
-# Planes of the target in a slab, where several planes of the source become one: neighbouring slabs
-# read the same planes at their border.
+# Least planes of the target in a slab where z gets coarser: neighbouring slabs both read the source
+# planes at their border, which would double the work of thin slabs.
 MIN_COARSE_PLANES = 4
 # Source voxels that are read and filtered along the first axis at a time.
 PART_VOXELS = 2**19
 # Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
 MAX_THREADS = 4
-# Rounding noise of two grids' float64 arithmetic, in source voxels; positions are rounded to it.
+# Decimals to which source positions, in voxels, are rounded; the others are rounding noise.
 POSITION_DECIMALS = 9
-# Tolerance by which rounding may move a voxel out of the field of view, in source voxels.
+# Distance in source voxels by which rounding may move a voxel out of the field of view.
 EDGE_TOLERANCE = 1e-6
 # A label must win by more than the rounding of float32 sums, or ties would depend on the direction
 # of an axis.
@@ -64,13 +65,13 @@ TIE_TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class AxisTaps:
-    """The filter along one axis.
+    """The filter along one axis: each output voxel is a weighted sum of source voxels, its taps.
 
     Attributes:
         start: First output voxel inside the source's field of view.
         index: Source voxel of each tap, (num outputs inside, num taps), clamped to the source.
-        weight: Its weight, same shape, float32; each row sums to 1.
-        scale: Source voxels per output voxel.
+        weight: Weight of each tap, same shape, float32; each row sums to 1.
+        scale: Source voxels per output voxel; above 1 where the axis gets coarser.
     """
 
     start: int
@@ -79,15 +80,19 @@ class AxisTaps:
     scale: float
 
     def part(self, start: int, stop: int) -> tuple[slice, slice, AxisTaps]:
-        """Cut out the outputs start … stop - 1 of those inside.
+        """Cut out a range of the outputs; 0 is the first one inside, `self.start`.
 
         Returns:
-            Range of the source, range of the target, and taps that count from the source range.
+            Range of the source that they read, their range in the target, and their taps, whose
+            source voxels count from the start of the source range.
         """
-        index, first_output = self.index[start:stop], self.start + start
-        first, last = int(index.min()), int(index.max()) + 1
-        taps = AxisTaps(first_output, index - first, self.weight[start:stop], self.scale)
-        return slice(first, last), slice(first_output, first_output + len(index)), taps
+        index = self.index[start:stop]
+        first_input = int(index.min())
+        inputs = slice(first_input, int(index.max()) + 1)
+        first_output = self.start + start
+        outputs = slice(first_output, first_output + len(index))
+        taps = AxisTaps(first_output, index - first_input, self.weight[start:stop], self.scale)
+        return inputs, outputs, taps
 
 
 def axis_taps(
@@ -102,9 +107,8 @@ def axis_taps(
     """Compute the taps of one axis.
 
     The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are
-    clamped to them. A widened triangle on a discrete lattice does not keep a linear ramp by itself,
-    so its weights are tilted until their first moment vanishes; they stay non-negative. Those of
-    the cubic are below zero beyond its two inner voxels.
+    clamped to them. The weights of a widened triangle are tilted, see `_tilted`; they stay
+    non-negative. Those of the cubic are below zero beyond its two inner voxels.
 
     Args:
         num_outputs: Voxels of the target along this axis.
@@ -117,35 +121,35 @@ def axis_taps(
     Returns:
         Taps of the outputs inside the field of view; none if the target lies outside.
     """
-    number = np.arange(num_outputs)
-    if goes_on:
-        # Outputs beyond the field of view repeat the first or the last voxel of the target's
-        # lattice inside it. `low` is above `high` where no voxel lies inside: no taps follow.
-        low = math.ceil((-0.5 - EDGE_TOLERANCE - offset) / scale)
-        high = math.floor((num_inputs - 0.5 + EDGE_TOLERANCE - offset) / scale)
-        number = np.clip(number, low, max(low, high))
-    position = np.round(scale * number + offset, POSITION_DECIMALS)
-    # The field of view reaches to the outer faces of the outermost voxels, half a voxel beyond
-    # their centres.
+    # The field of view as source positions: to the outer faces of the outermost voxels.
     lowest = -0.5 - EDGE_TOLERANCE
     highest = num_inputs - 0.5 + EDGE_TOLERANCE
+    output = np.arange(num_outputs)
+    if goes_on:
+        # Outputs beyond the field of view repeat the first or the last output inside it, which need
+        # not belong to the target. Where no output fits inside, `first_inside` is above
+        # `last_inside` and lies outside, so that no taps follow.
+        first_inside = math.ceil((lowest - offset) / scale)
+        last_inside = math.floor((highest - offset) / scale)
+        output = np.clip(output, first_inside, max(first_inside, last_inside))
+    position = np.round(scale * output + offset, POSITION_DECIMALS)
     inside = np.flatnonzero((position >= lowest) & (position <= highest))
     start = int(inside[0]) if inside.size else 0
-    position = position[inside, None]
+    position = position[inside, None]  # (outputs inside, 1)
     is_coarser = scale > 1.0 + EDGE_TOLERANCE
     is_cubic = resampling == CUBIC and not is_coarser
     is_widened = resampling != LINEAR and is_coarser
-    # Reach of the kernel in source voxels.
+    # Reach of the kernel to each side, in source voxels.
     if is_cubic:
         radius = 2.0
     elif is_widened:
         radius = scale
     else:
         radius = 1.0
-    # All source voxels that the kernel may reach, in rows of one length for all outputs.
-    first = np.ceil(position - radius).astype(np.int64)
-    num_reached = int(np.floor(2 * radius)) + 1
-    index = first + np.arange(num_reached)
+    # All source voxels that the kernel may reach, as many for each output: (outputs inside, taps).
+    first_input = np.ceil(position - radius).astype(np.int64)
+    num_taps = int(np.floor(2 * radius)) + 1
+    index = first_input + np.arange(num_taps)
     distance = index - position
     if is_cubic:
         weight = _cubic(np.abs(distance))
@@ -154,35 +158,43 @@ def axis_taps(
     if is_widened:
         weight = _tilted(weight, distance)
     weight /= weight.sum(1, keepdims=True)
-    # An axis that stays has one tap, which needs no sum, see `_neighbours`.
+    # Taps without weight in all outputs are dropped. One tap remains for an axis that keeps its
+    # lattice, which then needs no sum, see `_neighbours`. 1e-9 is far below float32's precision.
     is_used = (np.abs(weight) > 1e-9).any(0)
-    # Positions beyond the outermost centres take the outermost values.
+    # Clamped only now: the kernel reached beyond the source by the distances of above.
     index = np.clip(index[:, is_used], 0, num_inputs - 1)
     return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
 
 
 def _tilted(weight: np.ndarray, distance: np.ndarray) -> np.ndarray:
-    """Tilt the weights of each output, (outputs, taps), until their first moment vanishes."""
+    """Tilt the weights of each output, (outputs, taps), until their first moment vanishes.
+
+    Sampled at the source voxels, a widened triangle is not symmetric about its position, and would
+    shift a linear ramp. With the weights w (1 + t d) and t = -sum(w d) / sum(w d²), the sum of
+    weight times distance is 0.
+    """
     first_moment = (weight * distance).sum(1, keepdims=True)
     second_moment = (weight * distance**2).sum(1, keepdims=True)
+    # 1e-12 only avoids 0 / 0.
     tilt = -first_moment / np.maximum(second_moment, 1e-12)
     return np.maximum(0.0, weight * (1.0 + tilt * distance))
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
-    """Keys' kernel at distances from 0 to 2 and a little beyond, where it is 0."""
+    """Keys' kernel with a = -1/2, at distances >= 0 in source voxels; it is 0 from 2 on."""
     inner = (1.5 * distance - 2.5) * distance**2 + 1.0
     outer = ((-0.5 * distance + 2.5) * distance - 4.0) * distance + 2.0
-    return np.where(distance < 1.0, inner, np.where(distance < 2.0, outer, 0.0))
+    outer = np.where(distance < 2.0, outer, 0.0)
+    return np.where(distance < 1.0, inner, outer)
 
 
 class Slab(NamedTuple):
-    """One piece of work along z.
+    """One piece of work: some planes of the target, with all rows and columns.
 
     Attributes:
-        source: Box to read.
-        target: Box to write.
-        taps: Filter between them, of z, y and x.
+        source: Box of the source to read.
+        target: Box of the target to write.
+        taps: Filters of z, y and x, which count source voxels from the start of the source box.
     """
 
     source: tuple[slice, slice, slice]
@@ -197,10 +209,10 @@ def plan_slabs(
     resampling: str = ANTIALIASED,
     slices_go_on: bool = False,
 ) -> Iterator[Slab]:
-    """Split the work along z.
+    """Split the work along z; arguments as for `resample_image`.
 
     A slab has about `SLAB_VOXELS` once its first axis is filtered, and reads only what the target
-    needs.
+    needs. There is none if the target lies outside the source.
     """
     axes = []
     for axis, (scale, offset) in enumerate(target.axis_map_to(source)):
@@ -213,24 +225,24 @@ def plan_slabs(
             goes_on=slices_go_on and axis == 0,
         )
         axes.append(taps_of_axis)
-    if any(len(axis.index) == 0 for axis in axes):
+    if any(len(taps.index) == 0 for taps in axes):
         return
     z, y, x = axes
-    # A slab has all rows and columns, but a part of the planes.
-    source_z, _, _ = z.part(0, len(z.index))
+    all_source_z, _, _ = z.part(0, len(z.index))
     source_y, target_y, taps_y = y.part(0, len(y.index))
     source_x, target_x, taps_x = x.part(0, len(x.index))
-    planes, rows, columns = (
-        source_range.stop - source_range.start for source_range in (source_z, source_y, source_x)
-    )
+    num_planes = all_source_z.stop - all_source_z.start
+    num_rows = source_y.stop - source_y.start
+    num_columns = source_x.stop - source_x.start
+    # Planes of the target in a slab. Once its first axis is filtered, a slab has the planes of the
+    # target and all rows of the source, or all planes of the source and the rows of the target.
     if _is_z_first(z, y):
-        step = SLAB_VOXELS // (rows * columns)
+        step = SLAB_VOXELS // (num_rows * num_columns)
     else:
-        # As many source planes as fit into a slab, counted in planes of the target.
-        num_fitting = SLAB_VOXELS / (len(y.index) * columns)
-        step = round(num_fitting * len(z.index) / planes)
-    least_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
-    step = max(step, least_step)
+        source_step = SLAB_VOXELS / (len(y.index) * num_columns)
+        step = round(source_step * len(z.index) / num_planes)
+    min_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
+    step = max(step, min_step)
     for start in range(0, len(z.index), step):
         source_z, target_z, taps_z = z.part(start, start + step)
         yield Slab(
@@ -241,7 +253,7 @@ def plan_slabs(
 
 
 def _is_z_first(z: AxisTaps, y: AxisTaps) -> bool:
-    """Whether z is filtered before y and x: the axis that shrinks most comes first."""
+    """Whether z is filtered before y and x: of the two, the axis that shrinks more comes first."""
     return z.scale > y.scale
 
 
@@ -258,21 +270,25 @@ def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab
         Target voxels, (D', H', W'), float32; may be a view.
     """
     z, y, x = slab.taps
-    # The axis that shrinks most comes first, and few planes become many last. The order must depend
-    # on the scales alone, since it decides the last bit.
+    # The axis that shrinks most comes first and one that grows last, so that few voxels are in
+    # between. The order decides the last bit of the sums; it depends on the scales alone, so that a
+    # crop equals the same part of the whole.
     if _is_z_first(z, y):
-        parts = [_filter_planes(read(box), z) for box in _parts(slab.source, axis=1)]
-        return _filter_columns(_filter_rows(torch.cat(parts, dim=1), y), x)
-    parts = [_filter_rows(read(box), y) for box in _parts(slab.source, axis=0)]
-    values = torch.cat(parts)
+        # Parts of a few rows: to filter along z needs all planes.
+        parts = [_filter_planes(read(box), z) for box in _split_box(slab.source, axis=1)]
+        filtered_z = torch.cat(parts, dim=1)
+        return _filter_columns(_filter_rows(filtered_z, y), x)
+    parts = [_filter_rows(read(box), y) for box in _split_box(slab.source, axis=0)]
+    filtered_y = torch.cat(parts)
     if z.scale < 1.0:
-        return _filter_planes(_filter_columns(values, x), z)
-    return _filter_columns(_filter_planes(values, z), x)
+        return _filter_planes(_filter_columns(filtered_y, x), z)
+    return _filter_columns(_filter_planes(filtered_y, z), x)
 
 
-def _parts(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, slice, slice]]:
+def _split_box(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, slice, slice]]:
     """Split a box along an axis into parts of about `PART_VOXELS`."""
-    sizes = [along.stop - along.start for along in box]
+    sizes = [axis_range.stop - axis_range.start for axis_range in box]
+    # Voxels of the box per index of this axis are math.prod(sizes) / sizes[axis].
     step = max(1, PART_VOXELS * sizes[axis] // math.prod(sizes))
     for start in range(box[axis].start, box[axis].stop, step):
         part = list(box)
@@ -282,25 +298,25 @@ def _parts(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, 
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along D: as rows of one batch, a plane each."""
+    """Filter (D, H, W) along D: each plane is one row of a batch of one."""
     _, height, width = slab.shape
     filtered = _filter_rows(slab.flatten(1)[None], taps)
     return filtered.view(-1, height, width)
 
 
 def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along W: as rows of its transpose."""
+    """Filter (D, H, W) along W: its columns are the rows of the transpose."""
     neighbours = _neighbours(taps)
     if neighbours is not None:
         return slab[..., neighbours]
     depth, height, _ = slab.shape
-    columns = slab.flatten(0, 1).t().contiguous()
-    filtered = _filter_rows(columns[None], taps)[0]
+    columns = slab.flatten(0, 1).t().contiguous()  # (W, D*H)
+    filtered = _filter_rows(columns[None], taps)[0]  # (W', D*H)
     return filtered.t().contiguous().view(depth, height, -1)
 
 
 def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (B, R, C) along R; an axis that only selects neighbouring voxels is a view."""
+    """Filter (B, R, C) along R; a view where the filter only selects neighbouring voxels."""
     neighbours = _neighbours(taps)
     if neighbours is not None:
         return rows[:, neighbours]
@@ -308,34 +324,40 @@ def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
     num_outputs, num_taps = taps.index.shape
     index = torch.from_numpy(taps.index).to(rows.device)
     weight = torch.from_numpy(taps.weight).to(rows.device)
-    # All rows of all batches are one table, and each output is a bag of weighted rows of it.
+    # For `embedding_bag` all rows of all batches are one table, (B*R, C), and each output is a bag:
+    # a weighted sum of some rows of the table. Rows of batch b begin at b * R.
+    table = rows.reshape(batch * num_rows, num_columns)
     first_rows = num_rows * torch.arange(batch, device=rows.device)[:, None, None]
     bags = (index + first_rows).reshape(-1, num_taps)
     weights = weight.expand(batch, -1, -1).reshape(-1, num_taps)
-    table = rows.reshape(batch * num_rows, num_columns)
     sums = functional.embedding_bag(bags, table, per_sample_weights=weights, mode="sum")
     return sums.view(batch, num_outputs, -1)
 
 
 def _neighbours(taps: AxisTaps) -> slice | None:
-    """Find the range of an axis that only selects neighbouring voxels, else None."""
+    """Find the source range that a filter only copies, one voxel for each output.
+
+    Returns:
+        The range; None where the filter sums or repeats voxels.
+    """
     num_outputs, num_taps = taps.index.shape
-    first = int(taps.index[0, 0])
-    is_selection = num_taps == 1 and (np.diff(taps.index[:, 0]) == 1).all()
-    return slice(first, first + num_outputs) if is_selection else None
+    if num_taps > 1 or not (np.diff(taps.index[:, 0]) == 1).all():
+        return None
+    first_input = int(taps.index[0, 0])
+    return slice(first_input, first_input + num_outputs)
 
 
 def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.device) -> None:
-    """Work on the slabs with the threads that torch has here, at most `MAX_THREADS`.
+    """Work on the slabs with as many threads as torch uses, at most `MAX_THREADS`.
 
-    Each slab is computed by one thread.
+    Each slab is computed by one thread. Slabs on a GPU are computed one after the other.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(slabs) == 1 or device.type != "cpu":
         for slab in slabs:
             work(slab)
         return
-    # The mode of this thread; others start without it.
+    # The inference mode belongs to a thread, so the workers have to enter it again.
     is_inference = torch.is_inference_mode_enabled()
 
     def work_alone(slab: Slab) -> None:
@@ -346,17 +368,22 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
         with ThreadPoolExecutor(
             min(num_threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
         ) as pool:
-            list(pool.map(work_alone, slabs))  # raises the first error
+            # Without reading its results, `map` would hide an error.
+            list(pool.map(work_alone, slabs))
     finally:
-        torch.set_num_threads(num_threads)  # the workers have set the number for later threads too
+        # What a worker sets holds for all threads that start later.
+        torch.set_num_threads(num_threads)
 
 
 def _read(
     image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read one box of a volume, contiguous, on the volume's device.
+    """Read one box of a volume, contiguous, on the volume's device; no more of a memory map.
 
-    A memory map is read only there.
+    Args:
+        image: Volume (D, H, W).
+        box: The box.
+        dtype: Type of the result, float32 or uint8.
     """
     if isinstance(image, Tensor):
         return image[box].to(dtype).contiguous()
@@ -365,6 +392,7 @@ def _read(
 
 
 def _check_shape(shape: tuple[int, ...], source: VoxelGrid) -> None:
+    """Refuse an array that does not have the shape of its grid."""
     if tuple(shape) != source.shape:
         raise ValueError(f"the array has shape {tuple(shape)}, its grid {source.shape}")
 
@@ -407,12 +435,14 @@ def resample_image(
     device = image.device if isinstance(image, Tensor) else torch.device("cpu")
     slabs = list(plan_slabs(source, target, resampling=resampling, slices_go_on=slices_go_on))
     result = new_tensor(target.shape, torch.float32, device)
-    if sum(result[slab.target].numel() for slab in slabs) < result.numel():
+    # The slabs do not overlap. If they do not cover the target, all of it is filled first.
+    num_written = sum(result[slab.target].numel() for slab in slabs)
+    if num_written < result.numel():
         result.fill_(outside)
 
     def read(box: tuple[slice, slice, slice]) -> Tensor:
-        values = _read(image, box)
-        return values if limits is None else values.clamp(*limits)
+        voxels = _read(image, box)
+        return voxels if limits is None else voxels.clamp(*limits)
 
     def work(slab: Slab) -> None:
         result[slab.target] = filter_slab(read, slab)
@@ -455,45 +485,51 @@ def resample_labels(
     result = torch.zeros(target.shape, dtype=torch.uint8, device=device)
 
     def work(slab: Slab) -> None:
-        # Bytes are read as they are; wider values as numbers that the filter takes.
+        # Wider integers are read as float32, which holds labels exactly; bytes need no conversion.
         dtype = torch.uint8 if labels.itemsize == 1 else torch.float32
-        values = _read(labels, slab.source, dtype)
-        present = _present_classes(values, num_classes)
+        slab_labels = _read(labels, slab.source, dtype)
+        present = _present_classes(slab_labels, num_classes)
+        # The result is background already.
         if present:
-            result[slab.target] = _heaviest_class(values, present, slab)
+            result[slab.target] = _heaviest_class(slab_labels, present, slab)
 
     _share_slabs(list(plan_slabs(source, target, slices_go_on=slices_go_on)), work, device)
     return result
 
 
-def _present_classes(values: Tensor, num_classes: int) -> list[int]:
-    """List the classes of a slab without the background."""
-    if values.dtype == torch.uint8:
+def _present_classes(slab_labels: Tensor, num_classes: int) -> list[int]:
+    """List the classes of a slab without the background, in increasing order."""
+    if slab_labels.dtype == torch.uint8:
         # Counting bytes is faster than `unique`, which sorts.
-        counts = torch.bincount(values.flatten(), minlength=num_classes)[:num_classes].tolist()
-        return [value for value in range(1, num_classes) if counts[value]]
-    return [value for value in range(1, num_classes) if (values == value).any()]
+        counts = torch.bincount(slab_labels.flatten(), minlength=num_classes).tolist()
+        return [label for label in range(1, num_classes) if counts[label]]
+    return [label for label in range(1, num_classes) if (slab_labels == label).any()]
 
 
-def _heaviest_class(values: Tensor, present: list[int], slab: Slab) -> Tensor:
+def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tensor:
     """Pick the class with the largest filtered mask; (D', H', W') uint8.
 
-    The background and the classes that are present compete. `values` (D, H, W) are the source of
-    the slab.
+    Args:
+        slab_labels: Labels (D, H, W) of the slab's source box.
+        present: Classes that occur in it but the background, which competes too.
+        slab: The slab.
     """
-    depth, height, width = values.shape
+    # `slab_labels` holds the source box alone, so it is read from its own start.
+    depth, height, width = slab_labels.shape
     slab = slab._replace(source=(slice(0, depth), slice(0, height), slice(0, width)))
 
-    def weight_of(value: int) -> Tensor:
-        return filter_slab(lambda box: (values[box] == value).to(torch.float32), slab)
+    def weight_of(label: int) -> Tensor:
+        return filter_slab(lambda box: (slab_labels[box] == label).to(torch.float32), slab)
 
     best = weight_of(present[0])
+    # The weights of all classes sum to 1 in each voxel.
     background = 1.0 - best
     winner = torch.full_like(best, present[0], dtype=torch.uint8)
-    for value in present[1:]:
-        weight = weight_of(value)
+    for label in present[1:]:
+        weight = weight_of(label)
         background -= weight
         is_heavier = weight > best + TIE_TOLERANCE
-        winner.masked_fill_(is_heavier, value)
+        winner.masked_fill_(is_heavier, label)
         best = torch.maximum(best, weight)
+    # The background wins ties, and among the others the smaller label does.
     return winner.masked_fill_(background >= best - TIE_TOLERANCE, 0)

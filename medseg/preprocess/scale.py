@@ -13,36 +13,38 @@ class HuScale:
     after reading.
 
     Attributes:
-        slope: Factor.
-        offset: Added after it.
+        slope: HU per unit of the file's values.
+        offset: HU of the file's value 0.
     """
 
     slope: float = 1.0
     offset: float = 0.0
 
     def apply(self, values: np.ndarray) -> np.ndarray:
-        """Rescale an image.
+        """Rescale an image (D, H, W).
 
         Returns:
-            int16 if that is exact and fits, else float32; the input itself if nothing changes.
+            Image in HU: int16 if that is exact and fits, else float32. The input itself if nothing
+            changes.
         """
         if self == AS_STORED:
             return values
         has_whole_factors = float(self.slope).is_integer() and float(self.offset).is_integer()
         is_whole = values.dtype == np.int16 and has_whole_factors
-        # A negative slope exchanges the ends.
-        ends = [self.slope * float(end) + self.offset for end in (values.min(), values.max())]
+        first_hu = self.slope * float(values.min()) + self.offset
+        last_hu = self.slope * float(values.max()) + self.offset
         limits = np.iinfo(np.int16)
-        fits = limits.min <= min(ends) and max(ends) <= limits.max
+        # With a negative slope the smallest value becomes the largest HU.
+        fits = limits.min <= min(first_hu, last_hu) and max(first_hu, last_hu) <= limits.max
         dtype = np.int16 if is_whole and fits else np.float32
         image_hu = np.empty(values.shape, dtype)
-        # Plane by plane: a float32 copy of the whole takes two more scans. Whole numbers below 2^24
-        # are exact in float32.
+        # Plane by plane, because a float32 copy of an int16 scan takes twice its memory. Float32 is
+        # exact here: whole numbers below 2^24.
         slope, offset = np.float32(self.slope), np.float32(self.offset)
         for scaled, plane in zip(image_hu, values, strict=True):
             scaled[...] = plane.astype(np.float32) * slope + offset
         return image_hu
 
 
-# Scale of files whose values are HU already, as in nearly all.
+# Scale of files whose values are HU already, as those of nearly all scans.
 AS_STORED = HuScale()

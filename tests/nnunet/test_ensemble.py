@@ -80,7 +80,7 @@ def test_the_forecast_has_all_steps_and_the_largest_pass() -> None:
     arrays = ensemble.expected(grid).memory
     assert [array.num_bytes for array in arrays["average"][:3]] == sizes
     assert [array.num_bytes for array in arrays["prepare_3"][:2]] == sizes[:2]
-    assert all(array.share == 1.0 for array in arrays["segment_3"])
+    assert all(array.written_share == 1.0 for array in arrays["segment_3"])
     result = ensemble.segment(*scan_of("ensemble")[:2])
     assert 0 < result.pass_s < sum(result.durations_s.values())
 

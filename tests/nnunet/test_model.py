@@ -35,7 +35,7 @@ from medseg.io.scratch import TOUCHED_BYTES, new_array, scratch_above
 from medseg.io.volume import Volume
 from medseg.io.write import write_labels
 from medseg.nnunet import model as model_of_nnunet
-from medseg.nnunet.model import WAITING_BYTES, Held, NnunetModel, load_nnunet
+from medseg.nnunet.model import WAITING_BYTES, NnunetModel, StepArray, load_nnunet
 from medseg.nnunet.preprocess import preparation_bytes, prepare
 from medseg.prediction.forecast import PASS_BYTES, READING_BYTES, forecast
 from medseg.prediction.options import PredictConfig
@@ -350,7 +350,7 @@ def test_the_forecast_counts_the_pass_also_where_arrays_are_files() -> None:
     in_slabs = model.within(1.5 * model.least_slab_bytes / 2**30)
     # Of a few small files all pages may be in memory.
     arrays = model.expected(volume.grid).memory["segment"]
-    touched = sum(min(array.num_bytes, array.touched) for array in arrays)
+    touched = sum(min(array.num_bytes, array.touched_bytes) for array in arrays)
     kernels = PASS_BYTES - READING_BYTES
     files = forecast(model, volume.grid, 0, array_bytes=0.0).memory
     assert files["segment"] - files["read"] == touched + kernels + model.usual_pass_bytes
@@ -382,10 +382,10 @@ def test_the_forecast_counts_the_labels_that_are_written_before_the_last_pass() 
     assert model.logits_shape(grid) == (40, 4, 30, 30)
     arrays = model.expected(grid).memory["segment"]
     # Tiles of 8 planes begin at 0, 4, …, 32.
-    assert arrays[-1] == Held(36_000, 32 / 40, waits=True, touched=900)
-    assert all(array.share == 1.0 for array in arrays[:-1])
+    assert arrays[-1] == StepArray(36_000, 32 / 40, waits=True, touched_bytes=900)
+    assert all(array.written_share == 1.0 for array in arrays[:-1])
     transposed = load("anisotropic").expected(grid).memory["segment"]
-    assert transposed[-1] == Held(36_000, waits=True)
+    assert transposed[-1] == StepArray(36_000, waits=True)
     labels = forecast(model, grid, 0).memory["segment"] - forecast(model, grid, 0).memory["read"]
     others = sum(array.num_bytes for array in arrays[:-1])
     kernels = PASS_BYTES - READING_BYTES
