@@ -17,8 +17,8 @@ from medseg.report.differences import (
     FORMATS,
     Difference,
     describe_patients,
+    format_difference,
     paired_difference,
-    write_difference,
 )
 from medseg.wording import first_few
 
@@ -285,7 +285,7 @@ def _write_differences(
     for region, metric, difference in compared:
         if metric == "dice":
             progress(
-                f"{region}: Dice {write_difference(difference)} to the baseline, "
+                f"{region}: Dice {format_difference(difference)} to the baseline, "
                 f"{difference.cases} cases of {difference.patients} patients "
                 f"({difference.better} cases better, {difference.worse} worse), "
                 f"p = {difference.wilcoxon_p:.2g} (Wilcoxon)"

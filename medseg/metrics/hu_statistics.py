@@ -15,7 +15,7 @@ HU_FIGURES = ("mean_hu", *(f"p{percent}_hu" for percent in PERCENTILES), "share_
 """Names of the figures that only a scan in HU has, in the order of the tables."""
 
 EMPHYSEMA_HU = -950
-"""Voxels of the lungs below this value count as emphysema; the share of them is reported.
+"""In an organ full of air, voxels below this value count as emphysema.
 
 Source: Gevenois et al., Am J Respir Crit Care Med 1995;152:653.
 """

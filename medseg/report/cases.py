@@ -128,7 +128,7 @@ def render_cases(
         method=METHOD,
         pairing=pairing,
         missing=MISSING,
-        write_score=_write_score,
+        format_score=_format_score,
     )
 
 
@@ -266,13 +266,13 @@ def _errors(row: Row) -> dict[str, float]:
     }
 
 
-def _write_score(name: str, value: float) -> str:
+def _format_score(name: str, value: float) -> str:
     """Format a score by its unit.
 
     Example:
-        >>> [_write_score("dice", 0.98765), _write_score("hd95_mm", 2.345)]
+        >>> [_format_score("dice", 0.98765), _format_score("hd95_mm", 2.345)]
         ['0.9877', '2.3']
-        >>> _write_score("hd95_mm", math.inf)
+        >>> _format_score("hd95_mm", math.inf)
         'none'
     """
     if not math.isfinite(value):

@@ -282,7 +282,7 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
         UserError: If a result is missing, as it then is in every trial.
     """
     run = read_run(job_dir, job_dir.parent)
-    results = {metric.key: metric.of(run) for metric in METRICS}
+    results = {metric.key: metric.read(run) for metric in METRICS}
     values = []
     for objective in objectives:
         value = results[objective.value]
