@@ -327,10 +327,10 @@ def task_values(
     is_in_range = labels.min() >= 0 and labels.max() < size
     if is_in_range and is_known[labels].all():
         return table[labels]
-    unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
-    known = ", ".join(map(str, sorted(label_values))) or "no value"
+    unknown_values = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
+    named_values = ", ".join(map(str, sorted(label_values))) or "no value"
     raise UserError(
-        f"the reference {path.name} holds the value {unknown[0]}, which data.label_values "
-        f"does not name (it names {known}); "
+        f"the reference {path.name} holds the value {unknown_values[0]}, which data.label_values "
+        f"does not name (it names {named_values}); "
         "add it, also if it is background"
     )

@@ -170,7 +170,8 @@ def evaluate_folder(
             f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
             "name each prediction after its case."
         )
-    # Before anything of an earlier evaluation is removed.
+    # Before anything of an earlier evaluation is removed. The `summary.csv` of `predict`, which
+    # begins with other columns, is not replaced.
     check_writable(output)
     refuse_table(
         output / "summary.csv",

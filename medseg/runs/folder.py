@@ -33,7 +33,7 @@ VERSIONS_FILE = "versions.json"
 LOCK_FILE = ".lock"
 # How long the ranks of a killed run may take to end, in s.
 LOCK_WAIT_S = 35.0
-# Class of a learning rate schedule that ends to its argument with the number of steps.
+# Learning rate schedules with an end: class to its argument with the number of steps.
 LENGTH_KEYS = {
     "OneCycleLR": "total_steps",
     "PolynomialLR": "total_iters",
@@ -141,7 +141,7 @@ def _take_over(run_dir: Path) -> bool:
 
 def note_abandoned(run_dir: Path) -> None:
     """Write the `summary.json` of a start that ended before its run began; a run writes its own."""
-    # A lock: another process trains the run.
+    # Where the folder is locked, another process trains the run.
     if (run_dir / SUMMARY_FILE).exists() or is_locked(run_dir / LOCK_FILE):
         return
     with suppress(UserError):  # the disk is full
@@ -217,7 +217,7 @@ def changed_config(
 
 
 def _name_of(override: str) -> str:
-    """Dotted name of the key or group that an argument sets, without Hydra's marks `+`, `~`, `@`.
+    """Dotted name of the key or group that an argument sets, without `+`, `~` and `@<package>`.
 
     Example:
         >>> [_name_of(override) for override in ("+data.seed=1", "augment/noise@augment=none")]
@@ -237,7 +237,8 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """Find the run that `resume=auto` resumes.
 
     It has the signature of the configuration, and lies in the configured folder, or else is the
-    newest of those beside it that have not finished. A run whose loss was not finite cannot go on.
+    newest of those beside it that have not finished. A run whose loss was not finite is left out,
+    since it would fail again.
 
     Args:
         config: Checked configuration; its paths are made absolute.

@@ -82,7 +82,7 @@ def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
         job = read_file(path, _read_job)
         if job is not None:
             jobs[path.parent] = job
-    # A folder may hold several attempts at one number: these are in the order of their names.
+    # Folders of the same number, see `run_job`, are in the order of their names.
     folders = sorted(jobs, key=lambda folder: (jobs[folder].number, str(folder)))
     return {folder: jobs[folder] for folder in folders}
 
@@ -210,7 +210,8 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
     launcher_pid = os.getppid()
 
     def is_orphan() -> bool:
-        # With the basic launcher the parent is the user's shell, which may end.
+        # With the basic launcher there is no worker process: the parent is any that started the
+        # command, and may end.
         if _is_basic_launcher(HydraConfig.get()):
             return False
         return os.getppid() != launcher_pid
@@ -231,7 +232,7 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
         # After each job, since no process knows which job is the last one to end.
         compare(sweep_dir)
     if is_orphan():
-        os._exit(code)  # returning would wait for the launcher that has died
+        os._exit(code)  # no launcher is left to receive the code
     return code
 
 

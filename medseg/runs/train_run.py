@@ -60,7 +60,7 @@ def run_rank(config: TrainConfig) -> int:
             say(f"another process is running {run_dir}")
             return EXIT_USER_ERROR
         try:
-            # Nothing can be saved before the trainer runs.
+            # Until the trainer runs there is nothing to save: a request ends the process at once.
             STOP.end_at_once()
             if rank() == 0:
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
@@ -125,8 +125,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     if rank() == 0:
         say(describe_run(config, network))
 
-    # Steps between two lines: by default 20 lines in a short run, and one every 50 steps in a long
-    # one.
+    # Steps between two lines of the history: by default a twentieth of the run, at most 50.
     history_every = config.history_every or max(1, min(50, config.steps // 20))
     history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
     checkpoints = Checkpoints(
@@ -165,14 +164,14 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         raise
 
     # Without validation cases there is no best one.
-    result = run_dir / "checkpoints" / "best.ckpt"
-    if not result.is_file():
-        result = last_checkpoint
-    summary = _summarise(config, trainer, history, network, checkpoints.best_score, result)
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    if not checkpoint.is_file():
+        checkpoint = last_checkpoint
+    summary = _summarise(config, trainer, history, network, checkpoints.best_score, checkpoint)
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
-        print(f"checkpoint: {result}")
-        print(f"next: {next_command(config, result)}")
+        print(f"checkpoint: {checkpoint}")
+        print(f"next: {next_command(config, checkpoint)}")
         print(f"run folder: {run_dir}", flush=True)
     return summary
 
@@ -272,7 +271,7 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     if not isinstance(policy, str):
         policy = tuple(policy)  # names of blocks
     recomputed_blocks = select_blocks(blocks, policy)
-    # Text to whether it is in the line.
+    # Name of each switch to whether it is on.
     switches = {
         "offload": memory.offload,
         "channels_last": memory.channels_last,
