@@ -51,8 +51,6 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     source, content = _find_source(values)
     if source is None or not content:
         return list(arguments)
-    # For the commands that this one starts, perhaps in another folder.
-    os.environ[SOURCE_VARIABLE] = str(source.absolute())
     store = ConfigStore.instance().store
     if task and task != IMPORTED and not has_task_file:
         label_values = {"data": content.get("data") or {}}
@@ -61,6 +59,8 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
         if VALUES in arguments:
             return list(arguments)
         return [VALUES, *arguments]
+    # For the commands that this one starts, perhaps in another folder.
+    os.environ[SOURCE_VARIABLE] = str(source.absolute())
     store(IMPORTED, OmegaConf.create(content), "task", "_global_")
     if has_task_file:
         # In its place: of two arguments of one group, Hydra takes the later one.

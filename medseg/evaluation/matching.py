@@ -1,4 +1,7 @@
-"""Matching of predictions and references: pairs by name, with the label values of the task."""
+"""Matching of predictions and references by the name of their case, with the task's label values.
+
+The key of a case is its name in a form that does not depend on the file system; see `_key`.
+"""
 
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -40,9 +43,10 @@ class Prediction(NamedTuple):
     """Files of the prediction of a case.
 
     Attributes:
-        paths: Its label maps, of which one is allowed; where only masks were saved, the path that
-            the label map would have.
-        masks: Where only masks were saved, label to its mask in the order of their values.
+        paths: Its label maps; `read_pair` refuses more than one. Where only masks were saved, the
+            path that the label map would have.
+        masks: Where only masks were saved, label to its mask in the order of their values; else
+            empty.
     """
 
     paths: Sequence[Path]
@@ -67,8 +71,10 @@ def find_predictions(pred_dir: Path) -> dict[str, Prediction]:
     predictions = {key: Prediction(paths) for key, paths in _label_maps(pred_dir).items()}
     for report, masks in _masks_by_report(pred_dir).items():
         key = _key(report.stem)
+        # A label map has the same labels as the masks beside it.
         if key not in predictions:
-            predictions[key] = Prediction([report.with_name(f"{report.stem}.nii.gz")], masks)
+            label_map = report.with_name(f"{report.stem}.nii.gz")
+            predictions[key] = Prediction([label_map], masks)
     if not predictions:
         raise UserError(
             f"pred={pred_dir} holds no label map ({', '.join(SUFFIXES)}); give predict's folder."
@@ -92,7 +98,7 @@ def find_references(
     Raises:
         UserError: If there is none, or two files of a folder belong to one case.
     """
-    # A folder of label maps is meant where there are any; else the table in it.
+    # A folder that holds no label map is that of a data set: its case table is meant.
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)
     if ref.is_dir():
@@ -104,15 +110,15 @@ def find_references(
     if not ref.exists():
         raise UserError(f"ref={ref} does not exist; give a case table or a folder of label maps.")
     references = {}
-    names: dict[str, str] = {}
+    keys = set()
     for case in read_case_table(ref, labels_column):
         key = _key(case.name)
-        if key in names:
+        if key in keys:
             raise UserError(
                 f"{ref}: two cases are called {case.name}, with a letter as one character and as "
                 "two (Unicode NFC and NFD); rename one of them."
             )
-        names[key] = case.name
+        keys.add(key)
         if split in (None, case.split):
             references[key] = Reference(case.name, case.labels, case)
     if not references:
@@ -120,7 +126,7 @@ def find_references(
             f"{ref} has no case with split={split}; give another split, "
             "or fill in the column split of the table."
         )
-    return references, set(names) - set(references)
+    return references, keys - set(references)
 
 
 def _references_in_folder(folder: Path) -> dict[str, Reference]:
@@ -145,7 +151,8 @@ def read_pair(
     """Read prediction and reference as label maps in the values of the task.
 
     Returns:
-        Both maps, oriented, (D, H, W), where ignored voxels are 0, and their grid.
+        Label maps of the prediction and the reference, oriented, (D, H, W), where voxels that the
+        reference ignores are 0; and their grid.
 
     Raises:
         UserError: If a file cannot be read, the grids differ, or a value has no meaning.
@@ -159,17 +166,17 @@ def read_pair(
         pred_volume = _merge_masks(prediction.masks)
     else:
         pred_volume = read_labels(prediction.path)
-    # A reference in DICOM refers to its scan.
+    # A reference in DICOM is read on the grid of its scan.
     image = None
     series = None
     if reference.case is not None:
         image = reference.case.image
         series = reference.case.series
     modality = task.channels[0].modality
-    target_volume, values = read_reference(
+    target_volume, names_by_value = read_reference(
         reference.labels, label_values, image, series, modality, kept=task.values
     )
-    # Both are oriented first: the same voxels may be stored in another order.
+    # Oriented before the grids are compared: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
     check_grid(
@@ -185,7 +192,7 @@ def read_pair(
             f"{pred.max()}, expected 0 to {len(task.labels)} (task {task.name}); "
             "evaluate label maps of this task"
         )
-    target = task_values(target, reference.labels, task, values)
+    target = task_values(target, reference.labels, task, names_by_value)
     if task.ignore_label is not None:
         # Background in both maps, so that the scores leave ignored voxels out.
         is_ignored = target == task.ignore_label
@@ -197,7 +204,18 @@ def read_pair(
 def check_grid(
     owner: str, grid: VoxelGrid, other_owner: str, other: VoxelGrid, cure: str = ""
 ) -> None:
-    """Refuse two grids that differ by more than the tolerance of the audit."""
+    """Refuse two grids that differ by more than the tolerance of the audit.
+
+    Args:
+        owner: What the grid belongs to, in the genitive, for the message.
+        grid: A grid.
+        other_owner: The same of the other grid.
+        other: The other grid.
+        cure: End of the message: what to do.
+
+    Raises:
+        UserError: If they differ.
+    """
     if not grid.is_close(other, GRID_TOLERANCE_MM):
         raise UserError(
             f"the {owner} grid ({_describe(grid)}) is not the {other_owner} "
@@ -212,12 +230,12 @@ def _describe(grid: VoxelGrid) -> str:
 
 
 def _key(name: str) -> str:
-    """Name to match by: some systems store ü in a file's name as u and dots."""
+    """Name to match by: some file systems store ü as two characters, u and the dots (NFD)."""
     return unicodedata.normalize("NFC", name)
 
 
 def _merge_masks(masks: Mapping[str, Path]) -> Volume:
-    """Merge the masks of a prediction to its label map; the n-th label has the value n.
+    """Merge the masks of a prediction to its label map; the mask number n has the value n.
 
     Raises:
         UserError: If a mask cannot be read, or their grids differ.
@@ -226,6 +244,7 @@ def _merge_masks(masks: Mapping[str, Path]) -> Volume:
     for value, path in enumerate(masks.values(), start=1):
         mask = read_labels(path)
         if merged is None:
+            # Grid and metadata of the first mask.
             merged = replace(mask, array=np.zeros(mask.array.shape, dtype=np.uint8))
         check_grid(f"mask {path.name}'s", mask.grid, "other masks'", merged.grid)
         merged.array[mask.array > 0] = value
@@ -234,37 +253,45 @@ def _merge_masks(masks: Mapping[str, Path]) -> Volume:
 
 
 def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
-    """Map each report of `predict` that has masks to these masks, by label."""
+    """Find the masks that `predict` saved: report to label to mask.
+
+    A report is included if any of its masks exists; a mask that lacks is noticed when it is read.
+    """
     masks_by_report = {}
     for report in sorted(folder.glob("*.json")):
-        start = report.with_suffix("")
+        stem = report.with_suffix("")
         masks = {}
         for label in labels_of_report(report):
-            masks[label] = label_file(start, label, "masks")
+            masks[label] = label_file(stem, label, "masks")
         if any(path.is_file() and not _is_case(path) for path in masks.values()):
             masks_by_report[report] = masks
     return masks_by_report
 
 
 def _files_of_labels(folder: Path) -> set[Path]:
-    """Find the files of single labels that `predict` saved beside its label maps."""
+    """Name the files of single labels, such as masks, that `predict` may have saved in a folder."""
     files = set()
     for report in folder.glob("*.json"):
+        stem = report.with_suffix("")
         for label in labels_of_report(report):
             for kind in LABEL_ENDINGS:
-                file = label_file(report.with_suffix(""), label, kind)
+                file = label_file(stem, label, kind)
                 if not _is_case(file):
                     files.add(file)
     return files
 
 
 def _is_case(file: Path) -> bool:
-    """Whether a file that is named like the file of a label is a case of its own, with a report."""
+    """Whether a file with the name of a label's mask is the label map of a case, with a report.
+
+    `a.left.nii.gz` is the mask of the label `left` of the case `a`, or the label map of a case
+    `a.left`.
+    """
     return file.with_name(f"{case_name(file)}.json").exists()
 
 
 def _label_maps(folder: Path) -> dict[str, list[Path]]:
-    """Label maps of a folder, by the key of their case; not the masks that `predict` saves."""
+    """Find the label maps of a folder, by the key of their case; without masks of `predict`."""
     paths_by_key: dict[str, list[Path]] = {}
     files_of_labels = _files_of_labels(folder)
     for path in volume_files(folder):
@@ -280,20 +307,30 @@ def task_values(
 
     Labels that the task does not have become 0.
 
+    Args:
+        labels: Values of the file, integers, (D, H, W).
+        path: The file, for the message.
+        task: Values of the labels.
+        label_values: Value in the file to the name of the label.
+
     Raises:
         UserError: If the file holds a value without a name.
     """
-    # Value in the file to value of the task; 0 is background.
-    table = np.zeros(max([0, *label_values]) + 1, dtype=np.uint8)
+    # Lookup tables, indexed by the value in the file: the value of the task, and whether the file
+    # value has a meaning. 0 is background.
+    size = max([0, *label_values]) + 1
+    table = np.zeros(size, dtype=np.uint8)
     table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]
-    is_known = np.zeros(len(table), dtype=bool)
+    is_known = np.zeros(size, dtype=bool)
     is_known[[0, *label_values]] = True
-    if labels.min() < 0 or labels.max() >= len(table) or not is_known[labels].all():
-        unknown = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
-        known = ", ".join(map(str, sorted(label_values))) or "no value"
-        raise UserError(
-            f"the reference {path.name} holds the value {unknown[0]}, which data.label_values "
-            f"does not name (it names {known}); "
-            "add it, also if it is background"
-        )
-    return table[labels]
+    # The range is checked first: a value outside is no index of a table.
+    is_in_range = labels.min() >= 0 and labels.max() < size
+    if is_in_range and is_known[labels].all():
+        return table[labels]
+    unknown_values = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
+    named_values = ", ".join(map(str, sorted(label_values))) or "no value"
+    raise UserError(
+        f"the reference {path.name} holds the value {unknown_values[0]}, which data.label_values "
+        f"does not name (it names {named_values}); "
+        "add it, also if it is background"
+    )

@@ -1,4 +1,4 @@
-"""Pictures of scored cases: an overlay for each, viewers of the worst."""
+"""Pictures of scored cases: an overlay of each case, and viewers of the worst cases."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 from medseg.data.case_table import Case
 from medseg.evaluation.matching import Prediction, Reference, check_grid, read_pair
-from medseg.evaluation.reports import read_words, scan_of
+from medseg.evaluation.reports import read_case_report, scan_of
 from medseg.findings import sentences_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image
@@ -25,7 +25,18 @@ Row = Mapping[str, Any]
 def draw_overlay(
     scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, folder: Path
 ) -> list[str]:
-    """Draw a case on its scan; returns the warnings of the reader of the scan.
+    """Draw prediction and reference of a case on its scan, `<folder>/<case>.png`.
+
+    Args:
+        scan: Case with the file of the scan.
+        pred: Label map of the prediction, oriented, (D, H, W).
+        target: The same of the reference.
+        grid: Grid of both.
+        task: Labels and channels.
+        folder: Folder of the overlays.
+
+    Returns:
+        Warnings about the scan.
 
     Raises:
         UserError: If the scan cannot be read or has another grid.
@@ -45,15 +56,15 @@ def draw_overlay(
 
 
 def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, list[str]]:
-    """Read the first channel of a scan, oriented, with the warnings of its reader.
+    """Read the first channel of a scan, oriented, (D, H, W), and the warnings about it.
 
     Raises:
         UserError: If it cannot be read or has another grid.
     """
-    # A 4D file is named once for each of its channels.
-    num_volumes = scan.images(len(task.channels)).count(scan.image)
+    # `images` names the file of each channel, so a 4D file several times.
+    num_channels = scan.images(len(task.channels)).count(scan.image)
     volume = read_image(
-        scan.image, scan.series, task.channels[0].modality, channel=0, num_channels=num_volumes
+        scan.image, scan.series, task.channels[0].modality, channel=0, num_channels=num_channels
     )
     image, image_grid, _ = orient(scan.hu.apply(volume.array), volume.grid)
     check_grid("image's", image_grid, "labels'", grid)
@@ -71,33 +82,35 @@ def write_viewers(
 ) -> dict[str, Path]:
     """Write the viewers of the worst cases.
 
-    These are read again: they are known only after all cases have been scored.
+    Their files are read again: only after all cases have been scored it is known which they are.
 
     Args:
         rows: Scores.
         pairs: Case to its prediction and reference.
         task: Labels and channels.
         label_values: Value in the reference files to name of the label.
-        overlays: Folder of the overlays; a case without one has no image.
+        overlays: Folder of the overlays; a case without an overlay gets no viewer, since its scan
+            is not known or cannot be read.
         folder: Folder of the viewers.
         num_viewers: Largest number of viewers.
 
     Returns:
         Case to its viewer.
     """
-    drawn = [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()]
+    drawn_cases = [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()]
     viewers = {}
-    for name in drawn[:num_viewers]:
+    for name in drawn_cases[:num_viewers]:
         prediction, reference = pairs[name]
         scan = scan_of(reference, prediction.path, task)
         assert scan is not None, "its overlay was drawn"
         pred, target, grid = read_pair(prediction, reference, task, label_values)
         image, _ = _read_image(scan, grid, task)
-        # Statistics of HU are for CT only.
+        # Values of other modalities are no HU.
         image_hu = image if task.is_ct else None
         statistics = scan_statistics(image_hu, pred, grid, task.labels)
         volumes = pack_case(image, pred, grid, target, task)
         viewer = folder / f"{name}{SUFFIX}"
-        write_case_viewer(viewer, volumes, statistics, read_words(prediction.path), task)
+        report = read_case_report(prediction.path)
+        write_case_viewer(viewer, volumes, statistics, report, task)
         viewers[name] = viewer
     return viewers

@@ -17,15 +17,16 @@ from medseg.report.differences import (
     FORMATS,
     Difference,
     describe_patients,
+    format_difference,
     paired_difference,
-    write_difference,
 )
 from medseg.wording import first_few
 
-# Metric to 1 where more is better, or -1 where less is.
+# Metric to 1 where more is better, or -1 where less is better.
 DIRECTION_OF_METRIC = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
+# Region, or trust, of the rows that count every region or trust.
 ALL = "all"
-# Decimals of `metrics.csv`: more of them would make a difference out of two equal results.
+# Decimals of `metrics.csv`: with more of them, two equal results would differ by rounding errors.
 TABLE_DIGITS = 6
 
 Row = Mapping[str, Any]
@@ -76,7 +77,7 @@ def compare_rows(
 
     Args:
         rows: `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
-        baseline: The same of the baseline; only pairs of case and region that both have count.
+        baseline: The same of the baseline; a case and region that only one of them has is left out.
         patients: Case to its patient, whose cases count together.
 
     Returns:
@@ -84,6 +85,7 @@ def compare_rows(
     """
     baseline_rows = {(row["case"], row["region"]): row for row in baseline}
     scored_rows = {(row["case"], row["region"]): row for row in rows}
+    # A row of this evaluation, and that of the baseline.
     pairs: list[tuple[Row, Row]] = []
     pairs_by_region: dict[str, list[tuple[Row, Row]]] = {}
     for key, row in scored_rows.items():
@@ -92,6 +94,7 @@ def compare_rows(
             pairs.append(pair)
             pairs_by_region.setdefault(row["region"], []).append(pair)
     groups = list(pairs_by_region.items())
+    # Appended to a list, as a region may have the name `ALL` itself.
     if len(groups) > 1:
         groups.append((ALL, pairs))
     compared = []
@@ -107,7 +110,7 @@ def compare_rows(
 def _finite_means(
     pairs: Sequence[tuple[Row, Row]], metric: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Mean scores of each case on both sides, over the pairs whose scores are both finite."""
+    """Compute the mean score of each case on both sides, over the pairs of two finite scores."""
     rows = []
     baseline_rows = []
     for row, baseline_row in pairs:
@@ -118,7 +121,7 @@ def _finite_means(
 
 
 def _case_means(rows: Sequence[Row], metric: str) -> dict[str, float]:
-    """Mean score of each case over its regions."""
+    """Compute the mean score of each case over its rows, which are of different regions."""
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["case"], []).append(row[metric])
@@ -130,12 +133,18 @@ def _describe_pairs(
     baseline: Sequence[Row],
     patients: Mapping[str, str],
 ) -> list[str]:
-    """Say how the patients of the differences count, and which cases one side alone has."""
+    """Say how the patients of the differences count, and which cases only one side has.
+
+    Args:
+        rows: Scores of this evaluation.
+        baseline: Scores of the baseline.
+        patients: Case to its patient; empty where the references name none.
+    """
     scored_cases = _cases_of(rows)
     baseline_cases = _cases_of(baseline)
     common_cases = [case for case in scored_cases if case in baseline_cases]
     sentences = [describe_patients(common_cases, patients)]
-    # A case table names a patient of every case.
+    # A case table names the patient of every case, so the references are a folder.
     if not patients:
         sentences.append(
             "a folder of references names no patients; ref=<case table> does, by its column patient"
@@ -151,7 +160,7 @@ def _describe_pairs(
 
 
 def _cases_of(rows: Sequence[Row]) -> list[str]:
-    """Names of the cases of rows, in their order."""
+    """Names of the cases of rows, each once, in the order of the rows."""
     cases = [row["case"] for row in rows]
     return list(dict.fromkeys(cases))
 
@@ -177,7 +186,7 @@ def write_page(
 
     Args:
         rows: Scores, at least one row.
-        statistics: Statistics over all trusts.
+        statistics: Rows of `summarise` over all trusts.
         viewers: Case to its viewer with the reference.
         prediction_viewers: Case to the viewer that `predict` wrote beside the label map.
         bounds: Case to the bound on Dice that its prediction states for each region.
@@ -185,16 +194,16 @@ def write_page(
         num_pictures: Largest number of overlays inside the page.
         progress: Takes each line for the console.
         overlays: Folder of the pictures `<case>.png`, or None.
-        notes: Heading to its lines.
-        costs: Pairs of a name and a figure.
-        baseline: Folder of the baseline, or None.
-        baseline_rows: Its scores.
+        notes: Heading to the lines below it.
+        costs: Name and formatted value of each mean cost.
+        baseline: Output folder of the evaluation to compare with, or None.
+        baseline_rows: Its scores, from `read_baseline`; empty without one.
         patients: Case to its patient, where the references name patients.
 
     Raises:
         UserError: If the baseline has no finite score of a case and region that is scored here.
     """
-    # The baseline was read from a table of rounded scores.
+    # The scores of the baseline come from a table, where they are rounded too.
     rows = [{**row, **_rounded_scores(row)} for row in rows]
     compared = compare_rows(rows, baseline_rows, patients)
     pairing_sentences: list[str] = []
@@ -218,6 +227,7 @@ def write_page(
         )
     baseline_dices = {}
     for row in baseline_rows:
+        # A table that was edited by hand may hold anything that is a number.
         if math.isfinite(row["dice"]):
             baseline_dices[row["case"], row["region"]] = row["dice"]
     page = render_cases(
@@ -249,7 +259,7 @@ def _why_not_compared(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> str:
 
 
 def _picture_of(case: str, overlays: Path | None) -> Path | None:
-    """Find the overlay of a case."""
+    """Find the overlay of a case; None where it was not drawn."""
     if overlays is None:
         return None
     picture = overlays / f"{case}.png"
@@ -266,7 +276,7 @@ def _write_differences(
     output: Path,
     progress: Callable[[str], None],
 ) -> None:
-    """Write `differences.csv`, and a line for the Dice of each region."""
+    """Write `differences.csv`, and report the difference of the Dice of each region."""
     table = []
     for region, metric, difference in compared:
         table.append({"region": region, "metric": metric, **difference._asdict()})
@@ -275,7 +285,7 @@ def _write_differences(
     for region, metric, difference in compared:
         if metric == "dice":
             progress(
-                f"{region}: Dice {write_difference(difference)} to the baseline, "
+                f"{region}: Dice {format_difference(difference)} to the baseline, "
                 f"{difference.cases} cases of {difference.patients} patients "
                 f"({difference.better} cases better, {difference.worse} worse), "
                 f"p = {difference.wilcoxon_p:.2g} (Wilcoxon)"

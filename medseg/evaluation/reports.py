@@ -17,10 +17,10 @@ from medseg.preprocess.scale import HuScale
 from medseg.report.case_viewer import CaseReport
 from medseg.task import Task
 
-# Costs of a prediction: seconds from file to file, area under its memory over time, most memory of
-# its process.
+# Costs of a prediction: seconds from reading the scan to the written files, the integral of its
+# memory over this time in GB·s, and the largest memory of its process in GB.
 COSTS = ("total_s", "memory_gb_s", "peak_gb")
-# Errors of a report that is missing, damaged, or of another program.
+# Exceptions of reading a report that is missing, damaged, or of another program.
 _NO_REPORT = (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
@@ -35,7 +35,8 @@ def read_cost(prediction: Path) -> dict[str, float]:
         ]
     except _NO_REPORT:
         return {}
-    # An infinite cost in a report would end the evaluation after all scores.
+    # `summary.json` cannot hold a number that is not finite: the evaluation would end after all
+    # cases have been scored.
     if not all(map(math.isfinite, costs)):
         return {}
     return dict(zip(COSTS, costs, strict=True))
@@ -54,10 +55,11 @@ def check_labels(prediction: Path, task: Task) -> None:
     except _NO_REPORT:
         return
     task_names = list(task.labels)
-    common = set(names) & set(task_names)
-    have_same_values = all(names.index(name) == task_names.index(name) for name in common)
-    # Without a common name, an equal number of labels in other words may be meant.
-    may_be_same_labels = bool(common) or len(names) == len(task_names)
+    common_names = set(names) & set(task_names)
+    # Label values follow the order of the names, from 1.
+    have_same_values = all(names.index(name) == task_names.index(name) for name in common_names)
+    # Without a common name, the same labels may have other names, as in another language.
+    may_be_same_labels = bool(common_names) or len(names) == len(task_names)
     if not have_same_values or not may_be_same_labels:
         raise UserError(
             f"the prediction {prediction.name} has the labels {', '.join(names)}, but the task "
@@ -66,8 +68,12 @@ def check_labels(prediction: Path, task: Task) -> None:
         )
 
 
-def read_words(prediction: Path) -> CaseReport:
-    """Read what a viewer shows of the report of a prediction; empty without such a report."""
+def read_case_report(prediction: Path) -> CaseReport:
+    """Read what a viewer shows of the report of a prediction; empty without such a report.
+
+    Args:
+        prediction: Its label map.
+    """
     try:
         report = read_json(beside(prediction, ".json"))
         place_xyz_mm = report["most_disputed_xyz_mm"]
@@ -87,13 +93,15 @@ def read_words(prediction: Path) -> CaseReport:
 
 
 def information_in_report(report: Mapping[str, Any]) -> list[str]:
-    """List the findings of a report that ask for nothing; reports of older versions have none."""
-    findings = report.get("findings", [])
-    return [
-        str(finding["sentence"])
-        for finding in findings
-        if finding["severity"] == Severity.information
-    ]
+    """List the findings of a report that ask for no action.
+
+    Reports of older versions have no findings.
+    """
+    sentences = []
+    for finding in report.get("findings", []):
+        if finding["severity"] == Severity.information:
+            sentences.append(str(finding["sentence"]))
+    return sentences
 
 
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
@@ -110,7 +118,16 @@ def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
 
 
 def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
-    """Find the scan of a case: its row of the table, or else what the prediction's report names."""
+    """Find the scan of a case: its row of the table, or else what the prediction's report names.
+
+    Args:
+        reference: Reference of the case.
+        prediction: Label map of the case.
+        task: Its channels: a report names one file, so scans of several come from a table only.
+
+    Returns:
+        A case with the file of the scan; None where it is not known, or is gone.
+    """
     if reference.case is not None or len(task.channels) > 1:
         return reference.case
     try:
@@ -125,7 +142,7 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
         )
     except _NO_REPORT:
         return None
-    # It may have been moved since.
+    # The scan may have been moved since its prediction.
     return scan if scan.image.exists() else None
 
 

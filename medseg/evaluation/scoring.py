@@ -26,7 +26,14 @@ from medseg.evaluation.report_page import (
     read_baseline,
     write_page,
 )
-from medseg.evaluation.reports import COSTS, beside, check_labels, read_cost, read_words, scan_of
+from medseg.evaluation.reports import (
+    COSTS,
+    beside,
+    check_labels,
+    read_case_report,
+    read_cost,
+    scan_of,
+)
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import StatedBound
 from medseg.io.atomic import check_writable, replace_text
@@ -38,13 +45,14 @@ from medseg.report.plots import score_plot
 from medseg.task import LabelValues, Region, Task
 from medseg.wording import first_few
 
+# Those of `score_region`, in the order of the tables.
 METRICS = (*DIRECTION_OF_METRIC, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
 """Function of prediction, reference and voxel spacing in mm, such as a `CaseMetric`.
 
-Both label maps are tensors (D, H, W) of 0 and 1.
+Both masks are tensors (D, H, W) of 0 and 1.
 """
-# Column of `summary.csv` to the function of the finite scores.
+# Column of `summary.csv` to the function that computes it from the finite scores.
 FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,
     "std": np.std,
@@ -52,7 +60,9 @@ FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
     "min": np.min,
     "max": np.max,
 }
+# Columns of `summary.csv`.
 COLUMNS = ("region", "trust", "metric", "number", "infinite", *FIGURES, "worst_case")
+# Columns of the table on the console: key of a row to heading.
 _HEADINGS = {
     "region": "region",
     "trust": "trust",
@@ -66,6 +76,7 @@ _HEADINGS = {
     "infinite": "inf",
     "worst_case": "worst case",
 }
+# Largest value of a label map with 16 bits.
 MAX_FILE_VALUE = 65535
 Row = Mapping[str, Any]
 
@@ -83,7 +94,7 @@ class EvaluationSummary:
         without_reference: Cases that have a prediction only.
         warnings: Further messages to the user.
         statistics: Per region and over all, per trust and over all; see `summarise`.
-        costs: Scored case to its `COSTS`, where the report beside the prediction has them.
+        costs: Scored case to its `COSTS` by name, where the report beside the prediction has them.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -152,14 +163,15 @@ def evaluate_folder(
     references, other_split_keys = find_references(ref, labels_column, split)
     labelled = _with_labels(references)
     _check_trusts(labelled.values())
-    summary, common = _pair(predictions, labelled, other_split_keys, regions, task)
-    if not common:
+    summary, common_keys = _pair_cases(predictions, labelled, other_split_keys, regions, task)
+    if not common_keys:
         raise UserError(
             f"none of the {len(predictions)} predictions in {pred_dir} has a reference in {ref} "
             f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
             "name each prediction after its case."
         )
-    # Before anything of an earlier evaluation is removed.
+    # Before anything of an earlier evaluation is removed. The `summary.csv` of `predict`, which
+    # begins with other columns, is not replaced.
     check_writable(output)
     refuse_table(
         output / "summary.csv",
@@ -168,8 +180,8 @@ def evaluate_folder(
     )
     _remove_old_results(output, labelled.values())
     overlays = output / "overlays" if pictures else None
-    for number, key in enumerate(common, start=1):
-        line = _score_case(
+    for number, key in enumerate(common_keys, start=1):
+        result_text = _score_case(
             summary,
             predictions[key],
             references[key],
@@ -179,21 +191,24 @@ def evaluate_folder(
             overlays,
             metrics,
         )
-        progress(f"[{number}/{len(common)}] {references[key].name}: {line}")
+        progress(f"[{number}/{len(common_keys)}] {references[key].name}: {result_text}")
     summary.statistics = summarise(summary.rows)
-    _write(summary, output)
+    _write_tables(summary, output)
     if pictures and summary.rows:
         score_plot(summary.rows, output / "scores.png")
-    _report(summary, progress)
+    _print_result(summary, progress)
     if summary.rows:
-        pairs = {references[key].name: (predictions[key], references[key]) for key in common}
+        pairs = {}
+        for key in common_keys:
+            reference = references[key]
+            pairs[reference.name] = predictions[key], reference
         viewers = {}
-        # Now that all scores are known: the worst cases get one.
+        # Only after all cases have been scored it is known which are the worst.
         if overlays is not None:
             viewers = write_viewers(
                 summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
             )
-        prediction_viewers, bounds = _stated_by_predictions(pairs)
+        prediction_viewers, bounds = _viewers_and_bounds(pairs)
         write_page(
             summary.rows,
             _over_all_trusts(summary.statistics),
@@ -239,7 +254,7 @@ def _say_missing(names: Sequence[str], num_references: int, ref: Path) -> str:
     )
 
 
-def _pair(
+def _pair_cases(
     predictions: Mapping[str, Prediction],
     references: Mapping[str, Reference],
     other_split_keys: Collection[str],
@@ -256,16 +271,17 @@ def _pair(
         task: All regions.
 
     Returns:
-        A summary with what is left out, and the keys of the pairs.
+        A summary with what is left out, and the keys of the cases with both.
     """
     summary = EvaluationSummary()
-    common = []
+    common_keys = []
     for key, reference in references.items():
         if key in predictions:
-            common.append(key)
+            common_keys.append(key)
         else:
             summary.without_prediction.append(reference.name)
     for key, prediction in predictions.items():
+        # `predict` may have been run on the cases of all splits.
         if key not in references and key not in other_split_keys:
             summary.without_reference.append(case_name(prediction.path))
     for region in scored_regions(task):
@@ -273,7 +289,7 @@ def _pair(
             summary.warnings.append(
                 f"{region.name} is not scored: data.label_values does not name all its labels"
             )
-    return summary, common
+    return summary, common_keys
 
 
 def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:
@@ -296,14 +312,17 @@ def _check_trusts(references: Iterable[Reference]) -> None:
             )
 
 
-def _stated_by_predictions(
+def _viewers_and_bounds(
     pairs: Mapping[str, tuple[Prediction, Reference]],
 ) -> tuple[dict[str, Path], dict[str, Mapping[str, StatedBound]]]:
-    """Find the viewers that `predict` wrote, and the bounds on Dice that it states, by case."""
+    """Find the viewers that `predict` wrote, and the bounds on Dice that it states, by case.
+
+    The bounds of a case are by region.
+    """
     viewers = {}
     bounds: dict[str, Mapping[str, StatedBound]] = {}
     for name, (prediction, _) in pairs.items():
-        bounds[name] = read_words(prediction.path).dice_at_least
+        bounds[name] = read_case_report(prediction.path).dice_at_least
         viewer = beside(prediction.path, SUFFIX)
         if viewer.is_file():
             viewers[name] = viewer
@@ -357,16 +376,18 @@ def _holds_evaluation(folder: Path) -> bool:
 
 def scored_regions(task: Task) -> tuple[Region, ...]:
     """Regions of a task; where it has none, a region of each label."""
-    return task.regions or tuple(Region(name, (name,)) for name in task.labels)
+    if task.regions:
+        return task.regions
+    return tuple(Region(name, (name,)) for name in task.labels)
 
 
 def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
-    """Regions of `scored_regions` whose labels the reference files have.
+    """Select the regions whose labels the reference files name, all of them.
 
     Raises:
         UserError: If there is none, or a value cannot be one of a label map.
     """
-    # Of a region with labels that the references lack, every score would be too low.
+    # Where the references lack some labels of a region, every score of it would be too low.
     names = set(label_values.values())
     regions = [region for region in scored_regions(task) if names.issuperset(region.labels)]
     if not regions:
@@ -375,7 +396,7 @@ def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
             f"the labels of at least one region of the task {task.name} "
             f"({', '.join(task.labels)}); correct the names."
         )
-    # Other keys are names of structures, of DICOM or of binary masks.
+    # Keys that are no integers name structures in DICOM files or folders of binary masks.
     values = [value for value in label_values if isinstance(value, int)]
     if values and (min(values) < 0 or max(values) > MAX_FILE_VALUE):
         raise UserError(
@@ -400,7 +421,7 @@ def _score_case(
     The case is drawn where its image is known.
 
     Returns:
-        The result of the case in one line.
+        The result of the case for the console: its Dice by region, or why it failed.
     """
     try:
         check_labels(prediction.path, task)
@@ -408,10 +429,10 @@ def _score_case(
     except (UserError, OSError, ValueError) as error:
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
-    trust: Mapping[str, str] = {}
+    trust_by_region: Mapping[str, str] = {}
     # Only a case table says how far a reference can be trusted.
     if reference.case is not None:
-        trust = reference.case.trust
+        trust_by_region = reference.case.trust
     dices = []
     for region in regions:
         values = task.region_values(region)
@@ -425,7 +446,7 @@ def _score_case(
         row = {
             "case": reference.name,
             "region": region.name,
-            "trust": trust.get(region.name, ""),
+            "trust": trust_by_region.get(region.name, ""),
             **scores,
         }
         summary.rows.append(row)
@@ -443,10 +464,10 @@ def _score_case(
 def _draw(
     scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, overlays: Path
 ) -> list[str]:
-    """Draw the overlay of a case; returns the warnings, with its name."""
+    """Draw the overlay of a case; returns the warnings, with the name of the case."""
     try:
         warnings = draw_overlay(scan, pred, target, grid, task, overlays)
-    # The scores are there: a scan that cannot be read costs the picture alone.
+    # A scan that cannot be read costs the picture only: the scores do not need it.
     except (UserError, OSError, ValueError) as error:
         return [f"{scan.name}: no picture, {error}"]
     return [f"{scan.name}: {warning}" for warning in warnings]
@@ -465,7 +486,7 @@ def _further_scores(
     """
     if not metrics:
         return {}, []
-    import torch  # takes seconds, and our own scores do without it
+    import torch  # the import takes seconds, and `score_region` needs no torch
 
     pred = torch.from_numpy(pred_mask.astype(np.uint8))
     target = torch.from_numpy(target_mask.astype(np.uint8))
@@ -482,17 +503,19 @@ def _further_scores(
     return scores, failures
 
 
-def _write(summary: EvaluationSummary, output: Path) -> None:
-    """Write the tables and the document."""
-    names = _metrics_of(summary.rows)
-    metric_formats = dict.fromkeys(names, f".{TABLE_DIGITS}f")
-    columns = ("case", "region", "trust", *names)
+def _write_tables(summary: EvaluationSummary, output: Path) -> None:
+    """Write `metrics.csv`, `summary.csv`, `costs.csv` and `summary.json`."""
+    metrics = _metrics_of(summary.rows)
+    metric_formats = dict.fromkeys(metrics, f".{TABLE_DIGITS}f")
+    columns = ("case", "region", "trust", *metrics)
     write_csv(output / "metrics.csv", summary.rows, columns, metric_formats)
     figure_formats = dict.fromkeys(FIGURES, ".6f")
     write_csv(output / "summary.csv", summary.statistics, COLUMNS, figure_formats)
     costs = [{"case": case, **cost} for case, cost in summary.costs.items()]
     write_csv(output / "costs.csv", costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
-    document = {"cases": len({row["case"] for row in summary.rows}), **asdict(summary)}
+    scored_cases = {row["case"] for row in summary.rows}
+    document = {"cases": len(scored_cases), **asdict(summary)}
+    # `metrics.csv` has them, with infinite distances, which JSON cannot hold.
     del document["rows"]
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     replace_text(output / "summary.json", f"{text}\n")
@@ -510,8 +533,8 @@ def _mean_costs(summary: EvaluationSummary) -> list[tuple[str, str]]:
     return costs
 
 
-def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None:
-    """Print the warnings and a compact table."""
+def _print_result(summary: EvaluationSummary, progress: Callable[[str], None]) -> None:
+    """Print the warnings, the main statistics, the costs and the failures."""
     for text in summary.warnings:
         progress(f"warning: {text}")
     if summary.without_reference:
@@ -522,16 +545,16 @@ def _report(summary: EvaluationSummary, progress: Callable[[str], None]) -> None
     for line in console_table(summary.statistics):
         progress(line)
     if summary.costs:
-        mean = {}
-        most = {}
+        means = {}
+        maxima = {}
         for name in COSTS:
             values = [cost[name] for cost in summary.costs.values()]
-            mean[name] = np.mean(values)
-            most[name] = max(values)
+            means[name] = np.mean(values)
+            maxima[name] = max(values)
         progress(
-            f"a case took {mean['total_s']:.1f} s (at most {most['total_s']:.1f}), "
-            f"{mean['memory_gb_s']:.1f} GB·s of memory "
-            f"(at most {most['memory_gb_s']:.1f}), {most['peak_gb']:.2f} GB at the peak"
+            f"a case took {means['total_s']:.1f} s (at most {maxima['total_s']:.1f}), "
+            f"{means['memory_gb_s']:.1f} GB·s of memory "
+            f"(at most {maxima['memory_gb_s']:.1f}), {maxima['peak_gb']:.2f} GB at the peak"
         )
     if summary.failed:
         progress(f"{len(summary.failed)} failed: {first_few(list(summary.failed))}")
@@ -545,14 +568,14 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             empty list gives no statistics.
 
     Returns:
-        Rows with the keys `COLUMNS`: `number` of scores; `infinite`, those of them without a finite
-            value, which the following figures leave out; `std` is divided by the number, not by one
-            less; the figures are None where every score is infinite. `worst_case` has the worst
+        Rows with the keys `COLUMNS`: `number` of scores; `infinite`, how many of them are not
+            finite, which the following figures leave out; `std` is divided by the number, not by
+            one less; the figures are None where no score is finite. `worst_case` has the worst
             score (an infinite distance counts); it is empty for volumes, which have no better or
             worse, and for further metrics, whose direction is not known.
     """
     metrics = _metrics_of(rows)
-    # None is every region, or every trust: a region may have the name `ALL`.
+    # None stands for every region or trust, since a region may have the name `ALL`.
     regions = [*dict.fromkeys(row["region"] for row in rows), None]
     trusts = [None, *sorted({row["trust"] for row in rows} - {""})]
     statistics = []
@@ -568,34 +591,44 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Names of the metrics in rows: `METRICS`, then further ones."""
+    """Names of the metrics in rows: `METRICS`, then further ones, which all rows have."""
     names = list(METRICS)
-    for key in rows[0] if rows else ():
-        if key not in ("case", "region", "trust", *METRICS):
-            names.append(key)
+    if rows:
+        for key in rows[0]:
+            if key not in ("case", "region", "trust", *METRICS):
+                names.append(key)
     return names
 
 
 def console_table(statistics: Sequence[Row]) -> list[str]:
-    """Lay the main figures of each group out in aligned columns; no statistics give no line."""
+    """Lay the main figures of each group out in aligned columns; no statistics give no line.
+
+    Args:
+        statistics: From `summarise`.
+
+    Returns:
+        Lines of a table with a row for each group of a region and a trust.
+    """
+    # Of each group, metric to its statistics.
     groups: list[dict[str, Row]] = []
     for row in statistics:
-        # The metrics of a group follow each other.
+        # `summarise` lists the metrics of a group one after the other.
         if row["metric"] == METRICS[0]:
             groups.append({})
         groups[-1][row["metric"]] = row
     if not groups:
         return []
-    # A trust that all references have has the figures of all.
+    # Where all references have one trust, its row would repeat that of all.
     has_trusts = _differ_in_trust([group["dice"] for group in groups])
     rows = []
     for group in groups:
         if group["dice"]["trust"] != ALL and not has_trusts:
             continue
-        # Number, deviation, minimum and worst case are those of Dice.
+        # Number, standard deviation, minimum and worst case are those of Dice.
         table_row = dict(group["dice"])
         for metric in METRICS:
             table_row[metric] = group[metric]["mean"]
+        # Only distances can be infinite.
         table_row["infinite"] = group["hd95_mm"]["infinite"]
         rows.append(table_row)
     formats = dict.fromkeys(("dice", "std", "min", "nsd_1mm", "nsd_2mm"), ".4f")
@@ -607,7 +640,7 @@ def _differ_in_trust(statistics: Sequence[Row]) -> bool:
     """Whether a trust has fewer scores than its region; rows of one metric, from `summarise`."""
     num_scores = 0
     for row in statistics:
-        # The first group of each region, those of its trusts follow.
+        # In each region the group of all trusts comes first.
         if row["trust"] == ALL:
             num_scores = row["number"]
         elif row["number"] < num_scores:
@@ -616,21 +649,21 @@ def _differ_in_trust(statistics: Sequence[Row]) -> bool:
 
 
 def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> dict[str, Any]:
-    """Statistics of one metric over one group of at least one row."""
-    values = [float(row[metric]) for row in group]
-    finite = np.array([value for value in values if math.isfinite(value)])
+    """Compute the row of `summary.csv` of one metric over one group of at least one row."""
+    scores = [float(row[metric]) for row in group]
+    finite_scores = np.array([score for score in scores if math.isfinite(score)])
     statistics = {
         "region": region,
         "trust": trust,
         "metric": metric,
-        "number": len(values),
-        "infinite": len(values) - len(finite),
+        "number": len(scores),
+        "infinite": len(scores) - len(finite_scores),
     }
     for name, function in FIGURES.items():
-        statistics[name] = float(function(finite)) if len(finite) else None
-    # Of a distance, more is worse, and an infinite one is the worst.
-    worst = max(values) if metric == "hd95_mm" else min(values)
+        statistics[name] = float(function(finite_scores)) if len(finite_scores) else None
     statistics["worst_case"] = ""
     if metric in DIRECTION_OF_METRIC:
-        statistics["worst_case"] = group[values.index(worst)]["case"]
+        # A larger distance is worse, and an infinite one is the worst.
+        worst_score = max(scores) if metric == "hd95_mm" else min(scores)
+        statistics["worst_case"] = group[scores.index(worst_score)]["case"]
     return statistics

@@ -11,9 +11,9 @@ from torch import Tensor
 class CaseMetric:
     """Score of one case by an object of MONAI or torchmetrics.
 
-    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one;
-    another gets the integers (1, D, H, W). The score is the mean over classes, without those that
-    have none (NaN).
+    A metric of MONAI gets one-hot maps (1, K, D, H, W), and the voxel spacing where it takes one; a
+    metric of torchmetrics gets label maps (1, D, H, W). The score is the mean over the classes that
+    have one; a class that neither map contains may be NaN.
 
     Args:
         metric: Object with `reset`; a call returns the score of a batch.
@@ -27,9 +27,9 @@ class CaseMetric:
         self.takes_spacing = False
         # MONAI's method that scores a batch. A metric of distances takes the spacing there, among
         # `**kwargs`; torchmetrics has no such method.
-        compute = getattr(metric, "_compute_tensor", None)
-        if compute is not None:
-            parameters = inspect.signature(compute).parameters.values()
+        score_batch = getattr(metric, "_compute_tensor", None)
+        if score_batch is not None:
+            parameters = inspect.signature(score_batch).parameters.values()
             kinds = [parameter.kind for parameter in parameters]
             self.takes_spacing = inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -41,23 +41,24 @@ class CaseMetric:
         Args:
             pred_labels: Integers in [0, K), (D, H, W).
             target_labels: The same of the reference.
-            spacing_mm: Voxel spacing, (z, y, x).
+            spacing_mm: Voxel spacing in mm, (z, y, x).
 
         Returns:
             The score; NaN where no class has one.
         """
         try:
-            value = self._value(pred_labels, target_labels, spacing_mm)
+            raw_scores = self._call_metric(pred_labels, target_labels, spacing_mm)
         finally:
-            # What it has collected of a case must not count for the next one.
+            # Metrics accumulate over calls: the state of this case must not count for the next.
             self.metric.reset()
-        scores = torch.as_tensor(value, dtype=torch.float64)
+        # One number, or one for each class.
+        scores = torch.as_tensor(raw_scores, dtype=torch.float64)
         if not self.is_monai and type(self.metric).__name__ == "MeanIoU":
-            # Torchmetrics gives -1 to a class that both lack.
+            # Torchmetrics gives -1 to a class that neither map contains.
             scores = scores.masked_fill(scores < 0, torch.nan)
         return float(scores.nanmean())
 
-    def _value(
+    def _call_metric(
         self, pred_labels: Tensor, target_labels: Tensor, spacing_mm: tuple[float, float, float]
     ) -> Any:
         """Call the metric with the arguments that its library takes."""
@@ -75,15 +76,21 @@ class CaseMetric:
 def default_arguments(
     _: type, parameters: Iterable[str], stated: Iterable[str], num_classes: int
 ) -> dict[str, Any]:
-    """Choose what a metric of torchmetrics needs for integers, unless the user says otherwise.
+    """Choose the arguments that make a metric of torchmetrics accept label maps.
 
     Args:
+        _: Class of the metric, which the defaults of losses and transforms depend on.
         parameters: Names of the arguments that the class takes.
-        stated: Names of those that the user states.
+        stated: Names of the arguments that the user states, which stay as they are.
         num_classes: Classes with the background.
+
+    Returns:
+        Arguments to add to the stated ones.
     """
+    # `input_format="index"`: labels instead of one-hot maps.
+    defaults = {"num_classes": num_classes, "input_format": "index"}
     added: dict[str, Any] = {}
-    for name, value in (("num_classes", num_classes), ("input_format", "index")):
+    for name, value in defaults.items():
         if name in parameters and name not in stated:
             added[name] = value
     return added
@@ -93,12 +100,14 @@ def check_metric(metric: CaseMetric) -> None:
     """Try a metric on a small case that contains all classes.
 
     Raises:
-        ValueError: If that fails.
+        ValueError: If the metric raises any exception.
     """
-    labels = torch.arange(8**3).reshape(8, 8, 8).remainder(metric.num_classes).to(torch.uint8)
+    # The classes take turns along the voxels.
+    labels = torch.arange(8**3).remainder(metric.num_classes)
+    labels = labels.reshape(8, 8, 8).to(torch.uint8)
     try:
         metric(labels, labels, (1.0, 1.0, 1.0))
-    except Exception as error:
+    except Exception as error:  # code of others, which may raise anything
         raise ValueError(
             f"it cannot score label maps of a case ({type(error).__name__}: {error})"
         ) from error

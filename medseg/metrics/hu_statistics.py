@@ -12,18 +12,19 @@ PERCENTILES = (5, 15, 50, 95)
 """Percentiles in the tables; the 15th is that of densitometry in chest CT."""
 
 HU_FIGURES = ("mean_hu", *(f"p{percent}_hu" for percent in PERCENTILES), "share_below_minus_950_hu")
-"""Names of the figures in HU."""
+"""Names of the figures that only a scan in HU has, in the order of the tables."""
 
 EMPHYSEMA_HU = -950
-"""Voxels of an organ full of air below it count as emphysema.
+"""In an organ full of air, voxels below this value count as emphysema.
 
 Source: Gevenois et al., Am J Respir Crit Care Med 1995;152:653.
 """
 
-# Range of the histograms. Values outside, such as those of metal, count as the nearest bound in
-# percentiles; the mean is that of the values as they are.
+# Range of the histograms, one bin for each whole HU. In percentiles a value outside, such as that
+# of metal, counts as the nearest bound; the mean is that of the values as they are.
 LOW_HU, HIGH_HU = -2048, 4095
-# Voxels of one slab: about 20 bytes each stay within the cache of the processor.
+# Voxels that are counted at once: about 20 bytes for each, 5 MB in all, stay within the cache of
+# the processor.
 SLAB_VOXELS = 2**18
 
 
@@ -42,7 +43,9 @@ class ScanStatistics(NamedTuple):
 def scan_statistics(
     image_hu: np.ndarray | None, labels: np.ndarray, grid: VoxelGrid, values: Mapping[str, int]
 ) -> ScanStatistics:
-    """Measure volume in ml, mean HU, percentiles in whole HU and share below −950 HU.
+    """Measure volume in ml, mean HU, percentiles in whole HU and the share below −950 HU.
+
+    It goes through the scan in slabs of axial planes, so that large scans need little memory.
 
     Args:
         image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures
@@ -60,19 +63,20 @@ def scan_statistics(
     num_planes = max(1, SLAB_VOXELS // max(1, labels[0].size))
     for start in range(0, len(labels), num_planes):
         planes = slice(start, start + num_planes)
-        is_label = labels[planes] > 0
-        slab_labels = labels[planes][is_label]
+        # Most voxels are background: without them each label is searched for in fewer voxels.
+        is_labelled = labels[planes] > 0
+        slab_labels = labels[planes][is_labelled]
         if image_hu is not None:
-            slab_hu = image_hu[planes][is_label]
-        for number, value in enumerate(values.values()):
+            slab_hu = image_hu[planes][is_labelled]
+        for row, value in enumerate(values.values()):
             is_value = slab_labels == value
             if image_hu is None:
-                # Without HU the voxels are only counted, in any bin.
-                histograms[number, 0] += np.count_nonzero(is_value)
+                # Without HU only the number of voxels is used: all of them go into one bin.
+                histograms[row, 0] += np.count_nonzero(is_value)
             elif is_value.any():
                 label_hu = slab_hu[is_value]
-                sums_hu[number] += label_hu.sum(dtype=np.float64)
-                histograms[number] += _count_values(label_hu)
+                sums_hu[row] += label_hu.sum(dtype=np.float64)
+                histograms[row] += _count_values(label_hu)
     is_hu = image_hu is not None
     ml = voxel_ml(grid)
     by_label = {
@@ -84,7 +88,7 @@ def scan_statistics(
 
 
 def _count_values(values_hu: np.ndarray) -> np.ndarray:
-    """Count values rounded to whole HU, from `LOW_HU` to `HIGH_HU`."""
+    """Make a histogram of values rounded to whole HU; the first bin is that of `LOW_HU`."""
     clipped_hu = np.clip(values_hu, LOW_HU, HIGH_HU)
     if clipped_hu.dtype.kind == "f":
         clipped_hu = np.rint(clipped_hu)
@@ -95,15 +99,23 @@ def _count_values(values_hu: np.ndarray) -> np.ndarray:
 def _figures(
     histogram: np.ndarray, sum_hu: float, ml_per_voxel: float, is_hu: bool
 ) -> dict[str, float | None]:
-    """Figures of some voxels, from their histogram, the sum of their values and a voxel's size."""
+    """Compute `ml` and `HU_FIGURES` of the voxels of a label.
+
+    Args:
+        histogram: Number of voxels of each whole HU from `LOW_HU`; without HU, in any bin.
+        sum_hu: Sum of their values.
+        ml_per_voxel: Volume of a voxel.
+        is_hu: Whether the values are HU; the figures in HU are None otherwise.
+    """
     num_voxels = int(histogram.sum())
     volume: dict[str, float | None] = {"ml": round(ml_per_voxel * num_voxels, 2)}
     if not is_hu or num_voxels == 0:
         return volume | dict.fromkeys(HU_FIGURES)
-    # A percentile is the smallest value with so many voxels at or below it.
+    # Nearest-rank method: a percentile is the smallest value with so many voxels at or below it.
     ranks = [math.ceil(percent / 100 * num_voxels) for percent in PERCENTILES]
-    percentiles = (LOW_HU + np.searchsorted(np.cumsum(histogram), ranks)).tolist()
-    mean = round(float(sum_hu) / num_voxels, 2)
-    share = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum()) / num_voxels
-    figures = [mean, *percentiles, round(share, 4)]
+    bins = np.searchsorted(np.cumsum(histogram), ranks)
+    percentiles_hu = (LOW_HU + bins).tolist()
+    mean_hu = round(float(sum_hu) / num_voxels, 2)
+    num_below = int(histogram[: EMPHYSEMA_HU - LOW_HU].sum())
+    figures = [mean_hu, *percentiles_hu, round(num_below / num_voxels, 4)]
     return volume | dict(zip(HU_FIGURES, figures, strict=True))

@@ -26,10 +26,10 @@ if TYPE_CHECKING:  # scoring files needs no torch, whose import takes seconds
 
 Mask: TypeAlias = "np.ndarray | torch.Tensor"
 SurfaceDistances = tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Distances and areas of the elements of both surfaces: of the prediction, then of the reference.
+"""Pairs (distances, areas) of the elements of both surfaces: of the prediction, of the reference.
 
-A distance is that to the nearest element of the other surface, in mm, sorted, infinite where the
-other mask is empty. The areas of the same elements are in mm².
+Distances, in mm and ascending, are those to the nearest element of the other surface; they are
+infinite where the other mask is empty. Areas, in mm², follow the order of the distances.
 """
 
 
@@ -60,10 +60,10 @@ def dice(pred_mask: Mask, target_mask: Mask) -> float:
 
 def _count(mask: Mask) -> int:
     """Count set voxels."""
-    # A tensor on a GPU is summed there.
+    # NumPy cannot read the memory of a GPU. Arrays do not have `is_cuda`.
     if getattr(mask, "is_cuda", False):
         return int(mask.sum())
-    # An eighth of the time of a sum.
+    # `count_nonzero` takes an eighth of the time of a sum.
     return int(np.count_nonzero(mask))
 
 
@@ -131,11 +131,13 @@ def _normals_table() -> np.ndarray:
     """Absolute normals of the pieces of the 256 neighbourhoods, in faces of the unit cube.
 
     Returns:
-        (256, 4, 3): neighbourhood, piece and axis (z, y, x).
+        (256, 4, 3): neighbourhood, piece and axis (z, y, x); read-only, as every call returns it.
+        Rows of pieces that a neighbourhood does not have are 0.
     """
     table = np.zeros((256, 4, 3))
     for inside, normals in _PIECES:
         bits = [inside >> bit & 1 for bit in range(8)]
+        # C order of (z, y, x) is the order of the bits.
         corners = np.array(bits).reshape(2, 2, 2)
         pieces = np.zeros((4, 3))
         pieces[: len(normals)] = np.array(normals) / 8
@@ -144,7 +146,8 @@ def _normals_table() -> np.ndarray:
             for flips in itertools.product((1, -1), repeat=3):
                 moved = corners.transpose(order)[:: flips[0], :: flips[1], :: flips[2]]
                 code = int((moved.reshape(-1) << np.arange(8)).sum())
-                # Moves that lead to the same code agree in their areas: overwriting is harmless.
+                # Flips do not change absolute normals. Moves that lead to the same code agree in
+                # their areas: overwriting is harmless.
                 table[code] = pieces[:, order]
                 # Inside and outside swapped: the same surface.
                 table[255 - code] = pieces[:, order]
@@ -163,11 +166,14 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
         corner is inside).
     """
     z_mm, y_mm, x_mm = spacing_mm
+    # Face of a voxel across each axis.
     face_areas_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
-    # The area of a piece is the length of its normal, whose part along an axis is the area of the
-    # piece's shadow in the plane across it: each scales with the face of a voxel in that plane.
+    # The component of a normal along an axis is the area of the piece projected onto the plane
+    # across that axis, so it scales with the face of a voxel in that plane.
     normals_mm2 = _normals_table() * face_areas_mm2
-    areas_mm2: np.ndarray = np.linalg.norm(normals_mm2, axis=-1).sum(axis=-1)
+    # The area of a piece is the length of its normal.
+    piece_areas_mm2 = np.linalg.norm(normals_mm2, axis=-1)
+    areas_mm2: np.ndarray = piece_areas_mm2.sum(axis=-1)
     return areas_mm2
 
 
@@ -194,7 +200,7 @@ def surface_distances(
             "two masks (D, H, W) of one shape are needed, got "
             f"{pred_mask.shape} and {target_mask.shape}"
         )
-    # Outside of both masks there is no surface.
+    # Outside of both masks there is no surface: the joint box takes less time and memory.
     box = VoxelBox.from_mask(pred_mask | target_mask)
     if box is None:
         return (np.empty(0), np.empty(0)), (np.empty(0), np.empty(0))
@@ -216,6 +222,7 @@ def _surface(
         in C order.
     """
     codes = _surface_codes(mask)
+    # 0: all voxels around the corner are outside; 255: all are inside.
     is_element = (codes != 0) & (codes != 255)
     return is_element, area_table_mm2(spacing_mm)[codes[is_element]]
 
@@ -226,7 +233,14 @@ def _sorted_distances(
     areas_mm2: np.ndarray,
     spacing_mm: tuple[float, float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted distances of the elements of one surface from another, and their areas."""
+    """Sort the elements of one surface by their distance from another; returns it and the areas.
+
+    Args:
+        elements: Which corners are elements of the surface, (D+1, H+1, W+1).
+        other_elements: The same of the other surface.
+        areas_mm2: Area of each element of the surface, in C order.
+        spacing_mm: Voxel spacing in mm, (z, y, x).
+    """
     distances_mm = _distances_mm(elements, other_elements, spacing_mm)
     order = np.argsort(distances_mm)
     return distances_mm[order], areas_mm2[order]
@@ -308,6 +322,7 @@ def _surface_codes(mask: np.ndarray) -> np.ndarray:
 
     (D+1, H+1, W+1) for a mask (D, H, W); bit 4*z + 2*y + x is set where that voxel is inside.
     """
+    # One voxel outside on each side: corners on the edge of the volume have eight voxels too.
     padded = np.pad(np.asarray(mask, dtype=np.uint8), 1)
     shape = tuple(length - 1 for length in padded.shape)
     codes = np.zeros(shape, dtype=np.uint8)
@@ -319,32 +334,39 @@ def _surface_codes(mask: np.ndarray) -> np.ndarray:
 def _distances_mm(
     elements: np.ndarray, other_elements: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> np.ndarray:
-    """Distance from each set voxel of one array, in C order, to the nearest of another.
+    """Distance from each element of one surface, in C order, to the nearest element of another.
 
-    It is infinite if the other is empty.
+    It is infinite if the other surface is empty.
     """
+    num_elements = np.count_nonzero(elements)
     if not other_elements.any():
-        return np.full(np.count_nonzero(elements), np.inf)
+        return np.full(num_elements, np.inf)
     # A k-d tree is several times faster for two similar organs, but many times slower where a
     # prediction is noise or far from the reference. The transform returns indices only: its
     # distance map would take more memory.
-    nearest = distance_transform_edt(
+    nearest_indices = distance_transform_edt(
         ~other_elements, sampling=spacing_mm, return_distances=False, return_indices=True
     )
-    squared_mm2 = np.zeros(np.count_nonzero(elements))
+    squared_mm2 = np.zeros(num_elements)
     indices = np.nonzero(elements)
-    for index, nearest_index, step_mm in zip(indices, nearest, spacing_mm, strict=True):
-        # `nearest_index` has, of each voxel, the index along this axis of its nearest element.
-        squared_mm2 += ((index - nearest_index[elements]) * step_mm) ** 2
+    # Pythagoras, one axis after the other.
+    for index, nearest_index, step_mm in zip(indices, nearest_indices, spacing_mm, strict=True):
+        # `nearest_index` holds for each corner the index along this axis of its nearest element.
+        offset_mm = (index - nearest_index[elements]) * step_mm
+        squared_mm2 += offset_mm**2
     distances_mm: np.ndarray = np.sqrt(squared_mm2)
     return distances_mm
 
 
 def _weighted_quantile(sorted_values: np.ndarray, weights: np.ndarray, quantile: float) -> float:
-    """Smallest value that covers the given share of the weight; 0 where there is no value."""
+    """Smallest value such that it and all lower ones have a share of the weight.
+
+    It is 0 where there is no value. `quantile` is the share, in (0, 1].
+    """
     if len(sorted_values) == 0:
         return 0.0
     share = np.cumsum(weights) / weights.sum()
     index = int(np.searchsorted(share, quantile))
     # By rounding the last share may lie below 1, and so below the quantile.
-    return float(sorted_values[min(index, len(sorted_values) - 1)])
+    index = min(index, len(sorted_values) - 1)
+    return float(sorted_values[index])

@@ -1,4 +1,4 @@
-"""Pictures of the audit of a data set: two slices of every case, its labels and findings."""
+"""Pictures of the audit of a data set: two slices of every case with labels, and its findings."""
 
 import math
 import textwrap
@@ -11,6 +11,7 @@ import numpy as np
 from medseg.report.overlay import TEXT, Canvas, colour_of, grey_range
 from medseg.report.plots import shortened, write_png
 
+# Largest number of rows and of columns of a slice; larger slices are thinned.
 MAX_SLICE_PX = 256
 
 # Layout of a page: cases in columns, each with a title, its slices, and lines of findings.
@@ -22,8 +23,8 @@ _TITLE_PX = 38
 _LINE_PX = 14
 _GAP_PX = 10
 _HEADER_PX = 50
-# From the worst to the least severe.
-_MARKS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
+# Severity of a finding to its colour, the worst first.
+_SEVERITY_COLOURS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
 # Letters of 8 points that fit into the width of a case, and lines below its slices.
 _LINE_LENGTH = 74
 _MAX_LINES = 7
@@ -50,7 +51,7 @@ class CaseView(NamedTuple):
 
     Attributes:
         title: Name of the case.
-        subtitle: Its grid and volumes.
+        subtitle: Text about its grid and volumes.
         slices: Slices from left to right; empty for a case that could not be read.
         findings: Pairs of severity (`error`, `warning`, `information`) and text.
     """
@@ -64,12 +65,14 @@ class CaseView(NamedTuple):
 def cut_slices(
     image_hu: np.ndarray, labels: np.ndarray | None, spacing_mm: tuple[float, float, float]
 ) -> tuple[Slice, Slice]:
-    """Take the coronal and the axial slice with most label; without labels those in the middle.
+    """Copy the coronal and the axial slice with the largest labelled area.
+
+    Without labels these are the slices in the middle.
 
     Args:
         image_hu: Oriented image, (D, H, W); of a memory map only two slices are read.
         labels: Label map of the same shape, or None.
-        spacing_mm: Voxel spacing, (z, y, x).
+        spacing_mm: Voxel spacing in mm, (z, y, x).
     """
     coronal = _cut_slice("coronal", 1, image_hu, labels, spacing_mm)
     axial = _cut_slice("axial", 0, image_hu, labels, spacing_mm)
@@ -83,20 +86,22 @@ def _cut_slice(
     labels: np.ndarray | None,
     spacing_mm: tuple[float, float, float],
 ) -> Slice:
-    """Take the slice of an axis with most label, or the middle one, every few pixels."""
+    """Copy the slice across an axis with the largest labelled area, thinned to `MAX_SLICE_PX`."""
     index = image_hu.shape[axis] // 2
     if labels is not None:
-        areas = np.count_nonzero(labels, axis=tuple({0, 1, 2} - {axis}))
-        if areas.any():
-            index = int(np.argmax(areas))
+        other_axes = tuple({0, 1, 2} - {axis})
+        num_voxels = np.count_nonzero(labels, axis=other_axes)
+        if num_voxels.any():
+            index = int(np.argmax(num_voxels))
+    # Every so many voxels along each axis; one place along that of the slice.
     strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
-    place: list[int | slice] = [slice(None, None, stride) for stride in strides]
-    place[axis] = index
-    at = tuple(place)
-    rows_mm, columns_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
-    # Copies: a view would keep the volume.
-    label_slice = None if labels is None else np.array(labels[at])
-    return Slice(plane, np.array(image_hu[at]), label_slice, (rows_mm, columns_mm))
+    indices: list[int | slice] = [slice(None, None, stride) for stride in strides]
+    indices[axis] = index
+    cut = tuple(indices)
+    row_mm, column_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
+    # Copies: a view would keep the volume in memory.
+    label_slice = None if labels is None else np.array(labels[cut])
+    return Slice(plane, np.array(image_hu[cut]), label_slice, (row_mm, column_mm))
 
 
 def audit_pictures(
@@ -111,7 +116,7 @@ def audit_pictures(
 
     Args:
         cases: The cases, at least one, in the order of drawing.
-        path: PNG file to write; further ones of an earlier call are removed.
+        path: PNG file to write; pictures of an earlier call that had more are removed.
         title: Line at the top.
         label_names: Label value to name; only these values are drawn, in this order of colours.
         window_hu: Values that are drawn black and white; None takes percentiles of each slice.
@@ -122,7 +127,8 @@ def audit_pictures(
     num_pages = math.ceil(len(cases) / _CASES_PER_PAGE)
     paths = []
     for number in range(1, 1 + num_pages):
-        page = cases[(number - 1) * _CASES_PER_PAGE : number * _CASES_PER_PAGE]
+        end = number * _CASES_PER_PAGE
+        page = cases[end - _CASES_PER_PAGE : end]
         page_title = title
         if num_pages > 1:
             page_title += f" · {number} of {num_pages}"
@@ -130,14 +136,14 @@ def audit_pictures(
         _draw_page(page, paths[-1], page_title, label_names, window_hu)
     # Pages of an earlier audit with more cases are removed: they would seem to belong to this one.
     number = num_pages + 1
-    while (old := _path_of_page(path, number)).exists():
-        old.unlink()
+    while (old_path := _path_of_page(path, number)).exists():
+        old_path.unlink()
         number += 1
     return paths
 
 
 def _path_of_page(path: Path, number: int) -> Path:
-    """Path of the n-th picture, from 1."""
+    """Path of a picture by its number, from 1."""
     if number == 1:
         return path
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
@@ -152,59 +158,63 @@ def _draw_page(
 ) -> None:
     """Draw one picture: a header, and rows of cases.
 
-    A row is as high as its longest findings.
+    A row is as high as the case in it with the most lines of findings needs.
     """
-    lines_by_case = [_wrapped(case.findings) for case in cases]
+    lines_by_case = [_finding_lines(case.findings) for case in cases]
     num_columns = min(_COLUMNS, len(cases))
     # The upper edge of each row of cases, and the lower edge of the last one.
-    tops = [_HEADER_PX]
+    tops_px = [_HEADER_PX]
     for first in range(0, len(cases), num_columns):
         lines_in_row = lines_by_case[first : first + num_columns]
         num_lines = max(map(len, lines_in_row))
         row_px = _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
-        tops.append(tops[-1] + row_px)
-    canvas = Canvas(num_columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops[-1])
+        tops_px.append(tops_px[-1] + row_px)
+    canvas = Canvas(num_columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops_px[-1])
     canvas.write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
     _write_legend(canvas, list(label_names.values()))
     for number, (case, lines) in enumerate(zip(cases, lines_by_case, strict=True)):
         row, column = divmod(number, num_columns)
-        left = _GAP_PX + column * (_CASE_PX + _GAP_PX)
-        top = tops[row]
-        _write_heading(canvas, left, top, case)
-        _draw_slices(canvas, left, top + _TITLE_PX, case.slices, list(label_names), window_hu)
-        first_line = top + _TITLE_PX + _SLICES_PX + _GAP_PX
+        left_px = _GAP_PX + column * (_CASE_PX + _GAP_PX)
+        top_px = tops_px[row]
+        _write_heading(canvas, left_px, top_px, case)
+        slices_px = top_px + _TITLE_PX
+        _draw_slices(canvas, left_px, slices_px, case.slices, list(label_names), window_hu)
+        lines_px = slices_px + _SLICES_PX + _GAP_PX
         for line, (colour, text) in enumerate(lines):
-            canvas.write(left, first_line + line * _LINE_PX, text, color=colour, fontsize=8)
+            canvas.write(left_px, lines_px + line * _LINE_PX, text, color=colour, fontsize=8)
     write_png(canvas.figure, path)
 
 
 def _write_legend(canvas: Canvas, names: Sequence[str]) -> None:
-    """Write the names of the labels in their colours, from right to left."""
-    right = canvas.width_px
+    """Write the names of the labels in their colours, aligned at the right end of the header."""
+    # From the last name to the first one, each to the left of the one before.
+    left_px = canvas.width_px
     for number in reversed(range(len(names))):
-        # About the width of a letter in bold type of 10 points.
-        right -= 7.5 * len(names[number]) + 2 * _GAP_PX
+        # A letter in bold type of 10 points is about 7.5 pixels wide.
+        left_px -= 7.5 * len(names[number]) + 2 * _GAP_PX
         text = names[number].replace("_", " ")
-        canvas.write(right, 17, text, color=colour_of(number), fontsize=10, fontweight="bold")
+        canvas.write(left_px, 17, text, color=colour_of(number), fontsize=10, fontweight="bold")
 
 
-def _write_heading(canvas: Canvas, left: float, top: float, case: CaseView) -> None:
+def _write_heading(canvas: Canvas, left_px: float, top_px: float, case: CaseView) -> None:
     """Write name and grid of a case, with a mark for its worst finding."""
     severities = [severity for severity, _ in case.findings]
-    worst = min(severities, key=list(_MARKS).index, default="information")
+    worst = min(severities, key=list(_SEVERITY_COLOURS).index, default="information")
     if worst == "information":
-        canvas.write(left, top, "✓", color=TEXT, fontsize=11)
+        canvas.write(left_px, top_px, "✓", color=TEXT, fontsize=11)
     else:
-        canvas.write(left, top, "●", color=_MARKS[worst], fontsize=11)
-    canvas.write(left + 16, top, shortened(case.title, 46), fontsize=11, fontweight="bold")
+        canvas.write(left_px, top_px, "●", color=_SEVERITY_COLOURS[worst], fontsize=11)
+    title = shortened(case.title, 46)
+    canvas.write(left_px + 16, top_px, title, fontsize=11, fontweight="bold")
     subtitle = shortened(case.subtitle, 74)
-    canvas.write(left + 16, top + 18, subtitle, color=_MARKS["information"], fontsize=8)
+    grey = _SEVERITY_COLOURS["information"]
+    canvas.write(left_px + 16, top_px + 18, subtitle, color=grey, fontsize=8)
 
 
 def _draw_slices(
     canvas: Canvas,
-    left: float,
-    top: float,
+    left_px: float,
+    top_px: float,
     slices: Sequence[Slice],
     values: list[int],
     window_hu: tuple[float, float] | None,
@@ -215,15 +225,18 @@ def _draw_slices(
     """
     if not slices:  # the case could not be read
         return
+    # Height and width of each slice.
     sizes_mm = [np.multiply(cut.image_hu.shape, cut.spacing_mm) for cut in slices]
     width_mm = sum(size_mm[1] for size_mm in sizes_mm)
     height_mm = max(size_mm[0] for size_mm in sizes_mm)
     px_per_mm = min((_CASE_PX - _GAP_PX) / width_mm, _SLICES_PX / height_mm)
+    middle_px = top_px + _SLICES_PX / 2
     for cut, size_mm in zip(slices, sizes_mm, strict=True):
-        height, width = np.maximum(1.0, size_mm * px_per_mm)
-        middle = top + _SLICES_PX / 2
+        # At least a pixel: a volume of one slice is drawn too.
+        height_px, width_px = np.maximum(1.0, size_mm * px_per_mm)
+        upper_px = middle_px - height_px / 2
         axes = canvas.draw_slice(
-            (left, middle - height / 2, left + width, middle + height / 2),
+            (left_px, upper_px, left_px + width_px, upper_px + height_px),
             cut.image_hu,
             values,
             grey_range(cut.image_hu, window_hu),
@@ -232,15 +245,16 @@ def _draw_slices(
             width_pt=1.0,
         )
         axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")
-        left += width + _GAP_PX
+        left_px += width_px + _GAP_PX
 
 
-def _wrapped(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def _finding_lines(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     """Wrap findings into lines, (colour, text); a last line stands for those that do not fit."""
     lines: list[tuple[str, str]] = []
     for severity, text in findings:
-        wrapped = textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="   ")
-        lines += [(_MARKS[severity], line) for line in wrapped]
+        wrapped_texts = textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="   ")
+        lines += [(_SEVERITY_COLOURS[severity], line) for line in wrapped_texts]
     if len(lines) <= _MAX_LINES:
         return lines
-    return [*lines[: _MAX_LINES - 1], (_MARKS["information"], "… more in audit.csv")]
+    last_line = (_SEVERITY_COLOURS["information"], "… more in audit.csv")
+    return [*lines[: _MAX_LINES - 1], last_line]

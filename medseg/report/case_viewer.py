@@ -1,4 +1,7 @@
-"""Viewer of a case: scan, label map, differences to a reference, and its report as text."""
+"""Viewer of a case: its content from the arrays, the statistics and the report of a prediction.
+
+`medseg.report.viewer` writes the page.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -17,9 +20,10 @@ from medseg.preprocess.orient import orient, orientation_of
 from medseg.report.overlay import colour_of
 from medseg.task import Task
 
-if TYPE_CHECKING:  # Jinja2 takes 10 MiB
+if TYPE_CHECKING:  # it imports Jinja2, which takes 10 MiB of memory
     from medseg.report.viewer import ViewerVolumes
 
+# The viewer of a case is called `<case>.html`.
 SUFFIX = ".html"
 
 
@@ -28,8 +32,8 @@ class PackedCase(NamedTuple):
 
     Attributes:
         volumes: Reduced scan, labels and differences.
-        worst_xyz_mm: Centre of the axial slice with the most differences to the reference, in LPS;
-            None without a difference.
+        worst_xyz_mm: Centre of the differences to the reference in the axial slice with the most of
+            them, (x, y, z) in LPS; None without a difference.
         dice: Label name to its Dice coefficient with the reference; empty without one.
     """
 
@@ -79,15 +83,16 @@ def pack_case(
     # Voxels of the prediction, of the reference and of both, by label value.
     counts = np.zeros((3, num_values), dtype=np.int64)
     worst_xyz_mm = None
-    most = 0
+    most_different = 0
     # Slice by slice: masks of the whole volume would take much memory.
     for index, (pred_slice, target_slice) in enumerate(zip(pred, target, strict=True)):
         is_equal = pred_slice == target_slice
         for row, values in enumerate((pred_slice, target_slice, pred_slice[is_equal])):
+            # Values above those of the task, such as that of ignored voxels, are cut off.
             counts[row] += np.bincount(values.ravel(), minlength=num_values)[:num_values]
         num_different = pred_slice.size - int(np.count_nonzero(is_equal))
-        if num_different > most:
-            most = num_different
+        if num_different > most_different:
+            most_different = num_different
             ys, xs = np.nonzero(~is_equal)
             centre = [index, float(ys.mean()), float(xs.mean())]
             worst_xyz_mm = lps_grid.index_to_world_xyz_mm(centre).tolist()
@@ -95,7 +100,7 @@ def pack_case(
 
 
 def _dice_by_label(counts: np.ndarray, task: Task) -> dict[str, float]:
-    """Dice coefficient of each label that the prediction or the reference has.
+    """Compute the Dice coefficient of each label that the prediction or the reference has.
 
     Args:
         counts: Voxels of the prediction, of the reference and of both, by label value; (3, values).
@@ -122,7 +127,7 @@ def write_case_viewer(
         path: HTML file.
         packed: Volumes and differences.
         statistics: Figures of the labels.
-        report: Words of the prediction.
+        report: Report of the prediction.
         task: Labels and window.
 
     Raises:
@@ -135,7 +140,7 @@ def write_case_viewer(
         rows[value] = written_figures(statistics.labels.get(name, {}))
         if name in packed.dice:
             rows[value]["Dice"] = f"{packed.dice[name]:.3f}"
-    # A label without voxels has no figures in HU, so the rows differ in their headings.
+    # The headings of all rows, each once: a label without voxels has no figures in HU.
     columns = list(dict.fromkeys(chain(*rows.values())))
     places: dict[str, Sequence[float]] = {}
     if packed.worst_xyz_mm is not None:
@@ -147,18 +152,18 @@ def write_case_viewer(
     for value, row in rows.items():
         cells[value] = [row.get(heading, "") for heading in columns]
     words = ViewerWords(
-        path.name.removesuffix(SUFFIX),
-        report.status,
-        report.warnings,
-        report.information,
-        columns,
-        cells,
-        report.agreements,
-        USUAL_AGREEMENT,
-        describe_bounds(report.dice_at_least),
-        places,
-        [total.get(heading, "") for heading in columns],
-        str(report.identity),
+        title=path.name.removesuffix(SUFFIX),
+        status=report.status,
+        warnings=report.warnings,
+        information=report.information,
+        columns=columns,
+        rows=cells,
+        agreements=report.agreements,
+        usual_agreement=USUAL_AGREEMENT,
+        dice_at_least=describe_bounds(report.dice_at_least),
+        places=places,
+        total=[total.get(heading, "") for heading in columns],
+        identity=str(report.identity),
     )
     write_viewer(
         path,
@@ -171,7 +176,7 @@ def write_case_viewer(
 
 
 def structures_of(task: Task) -> list[Structure]:
-    """Describe the labels of a task; those without a colour get one of the palette."""
+    """Describe the labels of a task; a label without a colour gets one of the palette."""
     structures = []
     for number, (name, value) in enumerate(task.labels.items()):
         colour = task.colours.get(name) or colour_of(number)
@@ -182,12 +187,13 @@ def structures_of(task: Task) -> list[Structure]:
 def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     """Format the figures of a label for readers, by heading.
 
-    Those in HU appear only where there are any.
+    Args:
+        figures: From `ScanStatistics`; figures in HU that are None get no heading.
     """
-    written = {"ml": f"{figures.get('ml') or 0:.0f}"}
+    texts = {"ml": f"{figures.get('ml') or 0:.0f}"}
     if figures.get("mean_hu") is not None:
         share = figures["share_below_minus_950_hu"] or 0
-        written["mean HU"] = f"{figures['mean_hu']:.0f}"
-        written["5 … 95 % HU"] = f"{figures['p5_hu']} … {figures['p95_hu']}"
-        written["< −950 HU"] = f"{100 * share:.1f} %"
-    return written
+        texts["mean HU"] = f"{figures['mean_hu']:.0f}"
+        texts["5 … 95 % HU"] = f"{figures['p5_hu']} … {figures['p95_hu']}"
+        texts["< −950 HU"] = f"{100 * share:.1f} %"
+    return texts

@@ -16,7 +16,9 @@ from medseg.report.compare import MISSING
 from medseg.report.differences import METHOD, Difference
 from medseg.report.html import data_uri, render_page
 
+# Colours of the style sheet; with more regions they repeat.
 _NUM_HUES = 8
+# Score to its title, in the order of the columns.
 _TITLES = {
     "dice": "Dice",
     "nsd_1mm": "NSD 1 mm",
@@ -25,7 +27,7 @@ _TITLES = {
     "volume_pred_ml": "ml",
     "volume_ref_ml": "reference ml",
 }
-# Keys of a row of the page that the charts draw.
+# Keys of a row that the charts use.
 _POINT_KEYS = (
     "case",
     "region",
@@ -45,12 +47,11 @@ class Files(NamedTuple):
     """Files of a case.
 
     Attributes:
-        picture: Overlay, or None.
-        picture_link: Address of the overlay relative to the page.
+        picture: PNG file of the overlay, or None.
+        picture_link: Address of the overlay relative to the page, or "".
         viewer_link: Address of the viewer with the reference relative to the page, or "".
-        prediction_link: Address of the viewer that the prediction wrote, or "".
-        dice_at_least: Region to the sentence about the lower bound on its Dice that the prediction
-            states.
+        prediction_link: Address of the viewer that `predict` wrote, or "".
+        dice_at_least: Region to the text of the lower bound on its Dice that the prediction states.
     """
 
     picture: Path | None
@@ -82,17 +83,17 @@ def render_cases(
         rows: Scores of each case and region: `case`, `region`, `trust`, the scores of
             `medseg.metrics.scores.score_region` and further metrics.
         statistics: Statistics of each region and metric over all trusts.
-        files: Case to its picture and viewer.
+        files: Case to its picture and viewers.
         title: Heading.
-        folder: Folder of the predictions, as shown to the reader.
+        folder: Folder of the evaluation, as shown to the reader.
         num_pictures: Largest number of overlays inside the page, the worst cases first.
         say: Takes a sentence about a picture that could not be read.
-        notes: Heading to its lines: failures, warnings, cases without a partner; empty ones are
-            left out.
+        notes: Heading to the lines below it: failures, warnings, cases without a partner; a heading
+            without lines is left out.
         costs: Pairs of a name and a figure for the top of the page.
-        baseline: Name of the baseline; "" where there is none, and the next two are empty.
+        baseline: Name of the baseline; "" where there is none, and the next three are empty.
         baseline_dices: Case and region to the Dice of the baseline.
-        compared: Region, metric and its difference to the baseline.
+        compared: Region, metric and difference to the baseline.
         pairing: Sentences about the cases and patients of the differences.
 
     Returns:
@@ -100,8 +101,8 @@ def render_cases(
     """
     regions = list(dict.fromkeys(row["region"] for row in rows))
     anchors = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
-    page_rows = _page_rows(sorted(rows, key=_rank), regions, anchors, baseline_dices)
-    # The charts are data in the page: what they do not draw would only make it larger.
+    page_rows = _page_rows(sorted(rows, key=_badness), regions, anchors, baseline_dices)
+    # The points are part of the page: keys that no chart uses would only make it larger.
     points = []
     for row in page_rows:
         points.append({key: row[key] for key in _POINT_KEYS})
@@ -128,12 +129,12 @@ def render_cases(
         method=METHOD,
         pairing=pairing,
         missing=MISSING,
-        write_score=_write_score,
+        format_score=_format_score,
     )
 
 
 def _mean_dices(statistics: Sequence[Row]) -> list[tuple[str, str]]:
-    """Figures for the top of the page: the mean Dice of each region."""
+    """List the mean Dice of each region, as pairs of a name and a figure."""
     tiles = []
     for row in statistics:
         if row["metric"] == "dice":
@@ -148,13 +149,16 @@ def _page_cases(
     num_pictures: int,
     say: Callable[[str], None],
 ) -> list[tuple[str, str, str, Files]]:
-    """List each case with its anchor, its picture ("" without one) and its files, the worst first.
+    """List the cases of the page, the worst first.
 
     Args:
         anchors: Case to its anchor in the page, the worst case first.
-        files: Case to its picture and viewer.
+        files: Case to its picture and viewers.
         num_pictures: Largest number of pictures.
         say: Takes a sentence about a picture that could not be read.
+
+    Returns:
+        Name, anchor, picture as a data URI ("" without one) and files of each case.
     """
     cases = []
     for number, (case, anchor) in enumerate(anchors.items()):
@@ -167,14 +171,14 @@ def _page_cases(
 
 
 def _difference_rows(compared: Sequence[tuple[str, str, Difference]]) -> list[dict[str, Any]]:
-    """Rows of the table of differences to the baseline: one for each region and metric."""
+    """Make the rows of the table of differences, one for each region and metric."""
     rows = []
     for region, metric, difference in compared:
         rows.append(
             {
                 "name": region.replace("_", " "),
                 "metric": _TITLES[metric],
-                "setting": None,
+                "setting": None,  # no colour, unlike in the page of runs
                 "digits": 2 if metric == "hd95_mm" else 4,
                 **difference._asdict(),
             }
@@ -183,7 +187,7 @@ def _difference_rows(compared: Sequence[tuple[str, str, Difference]]) -> list[di
 
 
 def _titles(row: Row) -> dict[str, str]:
-    """Titles of the scores of a row: ours, then further metrics under their own name."""
+    """Map the scores of a row to their titles: `_TITLES`, then further metrics by their name."""
     titles = dict(_TITLES)
     for name in row:
         if name not in ("case", "region", "trust"):
@@ -197,8 +201,8 @@ def _difference_charts(
     """Chart the differences of the Dice to the baseline, by region and by case.
 
     Args:
-        compared: Region, metric and its difference.
-        points: Scores of each case and region, with `delta`, the difference of the Dice.
+        compared: Region, metric and difference to the baseline.
+        points: Data points of the charts; `delta` is the difference of the Dice.
     """
     rows = []
     for region, metric, difference in compared:
@@ -219,14 +223,14 @@ def _difference_charts(
 
 
 def worst_first(rows: Sequence[Row]) -> list[str]:
-    """List the cases in the order of the page: by lowest Dice, then by the distance there."""
-    cases = [row["case"] for row in sorted(rows, key=_rank)]
-    # A case has a row per region: its worst one gives it its place.
+    """List the cases in the order of the page: by their lowest Dice, then by the HD95 there."""
+    cases = [row["case"] for row in sorted(rows, key=_badness)]
+    # A case has a row for each region: the first of them, the worst, decides its place.
     return list(dict.fromkeys(cases))
 
 
-def _rank(row: Row) -> tuple[float, float]:
-    """Sort key of a row: lower is worse."""
+def _badness(row: Row) -> tuple[float, float]:
+    """Sort key of a row that puts the worst first."""
     return row["dice"], -row["hd95_mm"]
 
 
@@ -236,7 +240,14 @@ def _page_rows(
     anchors: Mapping[str, str],
     baseline_dices: Mapping[tuple[str, str], float],
 ) -> list[dict[str, Any]]:
-    """Add number, link, colour, difference to the baseline and volumes of errors to each row."""
+    """Add to each row its number, link, colour, difference to the baseline and volume errors.
+
+    Args:
+        rows: Scores, in the order of the page.
+        regions: All regions, in the order of their colours.
+        anchors: Case to its anchor in the page.
+        baseline_dices: Case and region to the Dice of the baseline.
+    """
     page_rows = []
     for number, row in enumerate(rows):
         delta = None
@@ -250,33 +261,34 @@ def _page_rows(
             "colour": f"var(--hue-{regions.index(row['region']) % _NUM_HUES})",
             "error_ml": row["volume_pred_ml"] - row["volume_ref_ml"],
             "delta": delta,
-            **_errors(row),
+            **_error_volumes_ml(row),
         }
         page_rows.append(page_row)
     return page_rows
 
 
-def _errors(row: Row) -> dict[str, float]:
-    """Missed and extra volume in ml, which follow from the Dice and both volumes."""
+def _error_volumes_ml(row: Row) -> dict[str, float]:
+    """Compute the missed and the extra volume, which follow from the Dice and both volumes."""
     # Dice = 2 · common / (prediction + reference).
     common_ml = row["dice"] * (row["volume_pred_ml"] + row["volume_ref_ml"]) / 2
+    # The Dice is rounded: the difference may be a little below 0.
     return {
         "missed_ml": max(0.0, row["volume_ref_ml"] - common_ml),
         "extra_ml": max(0.0, row["volume_pred_ml"] - common_ml),
     }
 
 
-def _write_score(name: str, value: float) -> str:
-    """Format a score by its unit.
+def _format_score(name: str, value: float) -> str:
+    """Format a score: mm and ml with one decimal, any other score with four.
 
     Example:
-        >>> [_write_score("dice", 0.98765), _write_score("hd95_mm", 2.345)]
+        >>> [_format_score("dice", 0.98765), _format_score("hd95_mm", 2.345)]
         ['0.9877', '2.3']
-        >>> _write_score("hd95_mm", math.inf)
+        >>> _format_score("hd95_mm", math.inf)
         'none'
     """
     if not math.isfinite(value):
         return "none"
-    # The distance in the name of an NSD is its tolerance.
-    is_share = name.startswith("nsd") or not name.endswith(("_mm", "_ml"))
-    return f"{value:.4f}" if is_share else f"{value:.1f}"
+    # The mm in the name of an NSD are its tolerance, not its unit.
+    has_unit = name.endswith(("_mm", "_ml")) and not name.startswith("nsd")
+    return f"{value:.1f}" if has_unit else f"{value:.4f}"

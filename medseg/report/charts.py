@@ -1,6 +1,7 @@
 """Charts of the pages as Vega-Lite specifications.
 
-They are plain dictionaries that the page's script draws as SVG in the page's colours.
+They are plain dictionaries that the page's script draws as SVG. Colours are variables of the
+page's style sheet: `--s<number>` of a setting, `--hue-<number>` of a region.
 """
 
 import math
@@ -26,16 +27,20 @@ _HEIGHT_PX = 260
 _SMALL_HEIGHT_PX = 200
 # With fewer results a chart per key shows nothing that the table does not.
 _MIN_RESULTS = 4
+# Charts of keys that a page shows.
 _MAX_KEYS = 9
 # Points of a curve; a longer history is thinned evenly and keeps its end.
 _MAX_POINTS = 200
+# Ticks of the logarithmic axis of a Dice.
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
 # A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice.
 _LEAST_ERROR = 0.0005
 # An axis is logarithmic where its largest value is at least so many times the smallest.
 _LOG_RATIO = 8.0
+# Ends of the keys of learning rates.
 _RATE_NAMES = ("lr", "learning_rate")
 
+# Dictionaries of a specification: data points, layers or fields of a tooltip.
 Rows = list[dict[str, Any]]
 
 
@@ -49,7 +54,7 @@ class Chart(NamedTuple):
 def curves(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice and training loss over the optimiser steps.
 
-    The line of an unfinished run is broken.
+    The line of an unfinished run is dashed.
     """
     charts = []
     for column, heading in (("val_dice", "Validation Dice"), ("loss", "Training loss")):
@@ -57,8 +62,10 @@ def curves(comparison: Comparison) -> list[Chart]:
         num_lines = 0
         for index, run in enumerate(comparison.runs):
             points = _thinned(run.curve(column))
-            rows += [{**_run(comparison, index), "x": x, **_dice(y)} for x, y in points]
-            num_lines += bool(points)
+            if points:
+                num_lines += 1
+            for step, value in points:
+                rows.append({**_run_fields(comparison, index), "x": step, **_y_fields(value)})
         if not rows:
             continue
         description = f"{heading} over the optimiser steps of {num_lines} runs"
@@ -69,7 +76,12 @@ def curves(comparison: Comparison) -> list[Chart]:
 
 
 def _curve_layers(heading: str) -> Rows:
-    """Lines of the runs, and the point under the pointer with its values."""
+    """Make the layers of a chart of curves: lines of the runs, and the point under the pointer.
+
+    Args:
+        heading: Name of the values, for the tooltip.
+    """
+    # Lengths of dash and gap in pixels: a whole line, or a dashed one.
     dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
     tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
     # The pointer, or a finger, takes the nearest point.
@@ -82,7 +94,8 @@ def _curve_layers(heading: str) -> Rows:
             "clear": "pointerout",
         },
     }
-    is_near = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
+    # Other points are invisible.
+    opacity = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
     return [
         {
             "mark": {"type": "line", "strokeWidth": 1.6},
@@ -91,28 +104,31 @@ def _curve_layers(heading: str) -> Rows:
         {
             "mark": {"type": "point", "filled": True, "size": 70},
             "params": [near],
-            "encoding": {"opacity": is_near, "tooltip": tooltip},
+            "encoding": {"opacity": opacity, "tooltip": tooltip},
         },
     ]
 
 
 def costs(comparison: Comparison) -> list[Chart]:
-    """Draw validation Dice over memory and over time, where several settings have a result."""
+    """Draw validation Dice over peak memory and over seconds per step.
+
+    A chart is left out where fewer than two settings have a result.
+    """
     axes = (
         (PEAK, "Dice for memory", "peak memory in GiB"),
         (STEP, "Dice for time", "seconds per step"),
     )
     charts = []
     for metric, heading, title in axes:
-        values = [metric.of(run) for run in comparison.runs]
+        values = [metric.read(run) for run in comparison.runs]
         charts += _dice_chart(comparison, heading, title, values)
     return charts
 
 
 def by_key(comparison: Comparison) -> list[Chart]:
-    """Draw validation Dice over each key that differs.
+    """Draw validation Dice over each key that differs between settings.
 
-    There are none where only one differs, or few runs have a result.
+    There are no charts where only one key differs, or few runs have a result.
     """
     num_results = sum(len(setting.metrics.get(VAL_DICE.key, ())) for setting in comparison.settings)
     charts = []
@@ -127,27 +143,43 @@ def by_key(comparison: Comparison) -> list[Chart]:
 def progress(comparison: Comparison, study: Study) -> list[Chart]:
     """Draw the first objective of each finished trial, and the best so far as a line.
 
-    The trials are in their order.
+    Args:
+        comparison: The trials, in the order of their numbers.
+        study: The search.
+
+    Returns:
+        One chart; none where fewer than two trials have finished.
     """
     key, direction = next(iter(study["objectives"].items()))
     metric = next(metric for metric in METRICS if metric.key == key)
+    # Index of a run to its result.
     results: dict[int, float] = {}
     for index, run in enumerate(comparison.runs):
-        value = metric.of(run)
-        # The folder of a trial has its number as name.
-        if run.status == FINISHED and run.name.isdigit() and value is not None:
+        value = metric.read(run)
+        # The folder of a trial has its number as name. Not `isdigit`, which is true for `²`, of
+        # which `int` makes no number.
+        is_trial = run.name.isdecimal()
+        if is_trial and run.status == FINISHED and value is not None:
             results[index] = value
     if len(results) < 2:
         return []
     # Running maximum or minimum in the order of the trials.
-    best_of = np.maximum if direction == "maximize" else np.minimum
-    bests = best_of.accumulate(list(results.values())).tolist()
+    better_of = np.maximum if direction == "maximize" else np.minimum
+    bests = better_of.accumulate(list(results.values())).tolist()
     rows = []
     for (index, value), best in zip(results.items(), bests, strict=True):
-        place = {"x": int(comparison.runs[index].name), **_dice(value), "best": _dice(best)}
-        rows.append({**_run(comparison, index), **place})
+        number = int(comparison.runs[index].name)
+        rows.append(
+            {
+                **_run_fields(comparison, index),
+                "x": number,
+                **_y_fields(value),
+                "best": _y_fields(best),
+            }
+        )
     x = _axis("trial", rows, "x", is_count=True)
     y = _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE)
+    # The same axis; `best.y` or `best.error` is the field inside of `best`.
     best_so_far = {**y, "field": f"best.{y['field']}"}
     layers: Rows = [
         {
@@ -173,17 +205,21 @@ def differences(rows: Rows, title: str) -> list[Chart]:
 
     Args:
         rows: `name`, `difference`, `ci95_low`, `ci95_high` (None where there is no interval),
-            `setting`, `colour`.
+            `cases`, `setting` and `colour`.
         title: Title of the horizontal axis.
+
+    Returns:
+        One chart; none without a row.
     """
     if not rows:
         return []
-    # A line for each key of a setting: a long name in one line is cut where it differs from the
-    # others.
+    # A line for each key in the name of a setting: a long name in one line would be cut, perhaps
+    # where it differs from the others.
     axis = {"labelLimit": 130, "labelExpr": "split(datum.label, ', ')", "grid": False}
     y = {"field": "name", "type": "nominal", "sort": None, "title": None, "axis": axis}
-    # Lines of 14 pixels.
-    row_px = 16 + 14 * max(row["name"].count(", ") + 1 for row in rows)
+    # Height of a row: lines of 14 pixels each, and a gap.
+    num_lines = max(row["name"].count(", ") + 1 for row in rows)
+    row_px = 16 + 14 * num_lines
     x = {"field": "difference", "type": "quantitative", "title": title, "axis": {"tickCount": 4}}
     tooltip = _tooltip(
         name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases"
@@ -203,6 +239,7 @@ def differences(rows: Rows, title: str) -> list[Chart]:
         "encoding": {**_SETTING_LOOK, "x": x, "y": y, "tooltip": tooltip},
     }
     layers = [zero, means]
+    # The difference of a single patient has no interval.
     if any(row["ci95_low"] is not None for row in rows):
         layers = [zero, intervals, means]
     description = f"{title} of {len(rows)} rows, with 95 % intervals"
@@ -213,15 +250,16 @@ def dice_by_region(rows: Rows) -> Chart:
     """Draw the Dice of each case by region, with boxes around the middle halves.
 
     Args:
-        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, its
-            number for the filters.
+        rows: `case`, `region`, `dice`, `link` to the case in the page, `colour`, and `row`, the
+            number of the row for the filters.
     """
+    # Index of a row to the offset of its point: neighbours in the Dice do not overlap.
     order = sorted(range(len(rows)), key=lambda index: rows[index]["dice"])
     offsets = dict(zip(order, rank_offsets(len(rows)).tolist(), strict=True))
     points: Rows = []
     for index, row in enumerate(rows):
         name = row["region"].replace("_", " ")
-        points.append({**row, **_dice(row["dice"]), "offset": offsets[index], "name": name})
+        points.append({**row, **_y_fields(row["dice"]), "offset": offsets[index], "name": name})
     # Regions in the order of their first row.
     names = list(dict.fromkeys(point["name"] for point in points))
     x = {
@@ -232,6 +270,7 @@ def dice_by_region(rows: Rows) -> Chart:
         "axis": {"labelAngle": 0 if len(names) < 5 else -35},
     }
     y = _axis("Dice", points, "y", is_dice=True)
+    # The domain is wider than the offsets in [0, 1): the points stay in the middle of their place.
     offset = {"field": "offset", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}}
     box = {
         "type": "boxplot",
@@ -258,13 +297,13 @@ def volume_errors(rows: Rows) -> Chart:
     points = [{**row, "x": row["volume_ref_ml"], "y": row["error_ml"]} for row in rows]
     x = _axis("reference volume in ml", points, "x")
     y = _axis("prediction minus reference in ml", points, "y")
-    # Over- and underestimation are seen as such only beside zero.
+    # Whether a volume is over- or underestimated is seen only beside zero.
     y["scale"] = {"zero": True}
     tooltip = _tooltip(
         case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml"
     )
     description = f"Volume error of {len(rows)} results over the reference volume"
-    return _chart("Volume error", description, points, _errors_about_zero(x, y, tooltip))
+    return _chart("Volume error", description, points, _points_and_zero(x, y, tooltip))
 
 
 def case_differences(rows: Rows) -> Chart:
@@ -289,11 +328,11 @@ def case_differences(rows: Rows) -> Chart:
     }
     tooltip = _tooltip(case="case", region="region", delta="difference", dice="Dice")
     description = f"Difference of the Dice to the baseline of {len(rows)} results"
-    return _chart("Difference by case", description, points, _errors_about_zero(x, y, tooltip))
+    return _chart("Difference by case", description, points, _points_and_zero(x, y, tooltip))
 
 
-def _errors_about_zero(x: dict[str, Any], y: dict[str, Any], tooltip: Rows) -> Rows:
-    """Points of cases, and a line at zero."""
+def _points_and_zero(x: dict[str, Any], y: dict[str, Any], tooltip: Rows) -> Rows:
+    """Make the layers of a chart of cases: a horizontal line at zero, and points."""
     return [
         {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
         {"mark": _DOT, "encoding": {"x": x, "y": y, **_case_look(tooltip)}},
@@ -301,11 +340,14 @@ def _errors_about_zero(x: dict[str, Any], y: dict[str, Any], tooltip: Rows) -> R
 
 
 def _case_look(tooltip: Rows) -> dict[str, Any]:
-    """Colour, link and tooltip of the point of a case."""
+    """Encode colour, link and tooltip of the point of a case."""
     return {"color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}
 
 
+# Without a scale, the field has colours instead of categories.
 _COLOUR = {"field": "colour", "type": "nominal", "scale": None}
+# Colour, link and opacity of a setting. The page's script sets `lit` to the number of the setting
+# under the pointer, and the other settings fade.
 _SETTING_LOOK = {
     "color": _COLOUR,
     "href": {"field": "link"},
@@ -314,6 +356,7 @@ _SETTING_LOOK = {
         "value": 0.12,
     },
 }
+# Mark of a point.
 _DOT = {
     "type": "point",
     "filled": True,
@@ -322,6 +365,7 @@ _DOT = {
     "stroke": "var(--card)",
     "strokeWidth": 1,
 }
+# Mark of the line at zero.
 _ZERO = {"type": "rule", "color": "var(--quiet)", "strokeDash": [4, 3]}
 
 
@@ -334,16 +378,25 @@ def _chart(
     y: Mapping[str, Any] | None = None,
     height: int = _HEIGHT_PX,
 ) -> Chart:
-    """Build a drawing as wide as its place.
+    """Build a chart as wide as its place in the page.
 
-    The legend and the filters of the page set its parameters `lit` and `shown`.
+    The page's script sets its parameters: `lit` by the legend, `shown` by the filters.
+
+    Args:
+        heading: Heading above the chart.
+        description: What the chart shows, for screen readers.
+        rows: Data points of all layers, at least one.
+        layers: Marks and encodings, from the lowest layer to the highest.
+        x: Horizontal axis of all layers; None where each layer has its own.
+        y: Vertical axis of all layers, with `x`.
+        height: Height in pixels.
     """
-    shared: dict[str, Any] = {}
+    common: dict[str, Any] = {}
     if x:
-        shared["encoding"] = {"x": x, "y": y, **_SETTING_LOOK}
-    # Cases have filters, which the page's script writes into `shown`.
+        common["encoding"] = {"x": x, "y": y, **_SETTING_LOOK}
+    # Only pages of cases have filters: `shown` has the numbers of the rows that pass.
     if "row" in rows[0]:
-        shared["transform"] = [{"filter": "shown === null || indexof(shown, datum.row) >= 0"}]
+        common["transform"] = [{"filter": "shown === null || indexof(shown, datum.row) >= 0"}]
     spec = {
         "description": description,
         "width": "container",
@@ -351,31 +404,36 @@ def _chart(
         "autosize": {"type": "fit-x", "contains": "padding"},
         "data": {"values": rows},
         "params": [{"name": "lit", "value": None}, {"name": "shown", "value": None}],
-        **shared,
+        **common,
         "layer": layers,
     }
     return Chart(heading, spec)
 
 
 def _tooltip(**titles: str) -> Rows:
-    """Fields with their titles under the pointer; numbers with four digits."""
-    texts = ("run", "label", "case", "region", "name", "x")
+    """Make the fields of a tooltip; numbers have four digits.
+
+    Args:
+        titles: Field of a data point to its title.
+    """
+    # `x` is a number of steps, or a value of a key as it was typed.
+    text_fields = ("run", "label", "case", "region", "name", "x")
     fields: Rows = []
     for field, title in titles.items():
         entry = {"field": field, "title": title}
-        if field not in texts:
+        if field not in text_fields:
             entry["format"] = ".4~g"
         fields.append(entry)
     return fields
 
 
-def _dice(value: float) -> dict[str, float]:
-    """Value of a vertical axis, and its distance from 1 for the axis of a Dice."""
+def _y_fields(value: float) -> dict[str, float]:
+    """Make the fields of a vertical axis: the value, and its distance from 1 for a Dice near 1."""
     return {"y": value, "error": max(1 - value, _LEAST_ERROR)}
 
 
-def _run(comparison: Comparison, index: int) -> dict[str, Any]:
-    """Fields of a run that every point of it has."""
+def _run_fields(comparison: Comparison, index: int) -> dict[str, Any]:
+    """Make the fields that every data point of a run has."""
     run = comparison.runs[index]
     setting = comparison.setting_of[index]
     return {
@@ -388,12 +446,16 @@ def _run(comparison: Comparison, index: int) -> dict[str, Any]:
     }
 
 
-def _thinned(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Finite points of a curve, at most `_MAX_POINTS`."""
+def _thinned(curve: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Select at most `_MAX_POINTS` finite points of a curve, evenly, with the first and the last.
+
+    Args:
+        curve: Points (x, y).
+    """
     # JSON has no NaN.
-    finite = [point for point in line if all(map(math.isfinite, point))]
-    places = np.linspace(0, len(finite) - 1, min(len(finite), _MAX_POINTS))
-    return [finite[round(place)] for place in places]
+    points = [point for point in curve if all(map(math.isfinite, point))]
+    indices = np.linspace(0, len(points) - 1, min(len(points), _MAX_POINTS))
+    return [points[round(index)] for index in indices]
 
 
 def _axis(
@@ -405,18 +467,21 @@ def _axis(
     is_rate: bool = False,
     is_count: bool = False,
 ) -> dict[str, Any]:
-    """Choose scale and ticks of an axis.
+    """Choose field, scale and ticks of an axis.
 
     There are axes for names, a Dice near 1, values of several magnitudes, and whole numbers.
 
     Args:
         title: Title of the axis.
-        rows: Points; those of a Dice have `error`.
-        name: Field of the rows.
+        rows: Data points; those of a Dice have `error` too.
+        name: Field of the data points.
         is_dice: Whether the values are Dice scores; near 1, 0.98 then stands as far from 0.99 as
             0.90 from 0.95.
         is_rate: Whether the values are learning rates, which always get a logarithmic axis.
         is_count: Whether the axis stays linear, since it counts steps or trials.
+
+    Returns:
+        Specification of the axis, an encoding of Vega-Lite.
     """
     values = [row[name] for row in rows]
     # The padding keeps the outer points off the frame.
@@ -427,16 +492,18 @@ def _axis(
         "scale": {"zero": False, "padding": 8},
     }
     if isinstance(values[0], str):
-        is_short = sum(map(len, set(values))) < 40
-        labels = {"labelAngle": 0 if is_short else -35, "labelLimit": 110}
+        # So many letters fit side by side; more are turned.
+        num_letters = sum(map(len, set(values)))
+        labels = {"labelAngle": 0 if num_letters < 40 else -35, "labelLimit": 110}
         return {**axis, "type": "nominal", "sort": None, "scale": {}, "axis": labels}
     low = min(values)
     high = max(values)
     # Below 0.9 a linear axis shows the differences well.
     if is_dice and high > 0.9:
         return {**axis, "field": "error", **_dice_scale(low, high)}
-    is_linear = is_dice or is_count or not low > 0  # NaN too
-    if not is_linear and (is_rate or high >= _LOG_RATIO * low):
+    # Not `low <= 0`: a NaN, which is not greater than 0 either, must not get to the logarithm.
+    must_be_linear = is_dice or is_count or not low > 0
+    if not must_be_linear and (is_rate or high >= _LOG_RATIO * low):
         return {**axis, **_log_scale(low, high)}
     if all(float(value).is_integer() for value in values):
         return {**axis, "axis": {"tickMinStep": 1, "tickCount": 5, "format": ",~f"}}
@@ -445,16 +512,17 @@ def _axis(
 
 def _dice_scale(low: float, high: float) -> dict[str, Any]:
     """Choose a logarithmic scale of 1 - Dice and its ticks, for scores from `low` to `high`."""
-    # The axis ends at ticks around the scores.
-    lowest = max((tick for tick in _DICE_TICKS if tick <= low), default=0.0)
-    highest = min((tick for tick in _DICE_TICKS if tick >= high), default=1.0)
-    ticks = [tick for tick in (*_DICE_TICKS, 1.0) if lowest <= tick <= highest]
+    # The axis ends at the ticks next to the scores.
+    lowest_tick = max((tick for tick in _DICE_TICKS if tick <= low), default=0.0)
+    highest_tick = min((tick for tick in _DICE_TICKS if tick >= high), default=1.0)
+    ticks = [tick for tick in (*_DICE_TICKS, 1.0) if lowest_tick <= tick <= highest_tick]
     # From the larger error to the smaller one: a better Dice is up.
-    domain = [1 - lowest, max(1 - highest, _LEAST_ERROR)]
+    domain = [1 - lowest_tick, max(1 - highest_tick, _LEAST_ERROR)]
     return {
         "scale": {"type": "log", "domain": domain, "nice": False},
         "axis": {
             "values": [max(1 - tick, _LEAST_ERROR) for tick in ticks],
+            # The label is the Dice; a Dice of 1 is drawn at `_LEAST_ERROR`.
             "labelExpr": f"datum.value > {_LEAST_ERROR} ? format(1 - datum.value, '.4~f') : '1'",
         },
     }
@@ -463,19 +531,19 @@ def _dice_scale(low: float, high: float) -> dict[str, Any]:
 def _log_scale(lowest: float, highest: float) -> dict[str, Any]:
     """Choose a logarithmic scale and its ticks for values from `lowest` to `highest`, both > 0."""
     ratio = highest / lowest
-    # Ticks within a decade: the more decades, the fewer.
+    # First digits of the ticks in each decade: the more decades, the fewer.
     if ratio < 30:
-        steps: tuple[int, ...] = (1, 2, 5)
+        digits: tuple[int, ...] = (1, 2, 5)
     elif ratio < 1e4:
-        steps = (1, 3)
+        digits = (1, 3)
     else:
-        steps = (1,)
+        digits = (1,)
     first_decade = math.floor(math.log10(lowest))
     last_decade = math.ceil(math.log10(highest))
     ticks: list[float] = []
     for decade in range(first_decade, last_decade + 1):
-        # Not `step * 10**decade`, which would be 0.30000000000000004.
-        ticks += [float(f"{step}e{decade}") for step in steps]
+        # Not `digit * 10**decade`: for 3 and -1 that would be 0.30000000000000004.
+        ticks += [float(f"{digit}e{decade}") for digit in digits]
     # Room beside the outer points.
     low = lowest / 1.25
     high = highest * 1.25
@@ -490,10 +558,15 @@ def _log_scale(lowest: float, highest: float) -> dict[str, Any]:
 
 
 def _finished_points(comparison: Comparison, values: Sequence[Any]) -> dict[int, tuple[Any, float]]:
-    """Map the index of each finished run with both figures to its value and its Dice."""
+    """Map the index of each finished run with a value and a validation Dice to both.
+
+    Args:
+        comparison: All runs.
+        values: Value of each run, a number or a text; None where it has none.
+    """
     points: dict[int, tuple[Any, float]] = {}
     for index, (run, value) in enumerate(zip(comparison.runs, values, strict=True)):
-        dice = VAL_DICE.of(run)
+        dice = VAL_DICE.read(run)
         if run.status == FINISHED and value is not None and dice is not None:
             points[index] = (value, dice)
     return points
@@ -508,22 +581,31 @@ def _dice_chart(
 ) -> list[Chart]:
     """Draw validation Dice over one value per run.
 
-    There is nothing to draw where the settings or values of the finished runs do not differ.
+    Args:
+        comparison: All runs.
+        heading: Heading above the chart.
+        title: Title of the horizontal axis; a dotted key, or the name of a metric.
+        values: Value of each run, a number or a text; None where it has none.
+        height: Height in pixels.
+
+    Returns:
+        One chart; none where the settings or values of the finished runs do not differ.
     """
     points = _finished_points(comparison, values)
     num_settings = len({comparison.setting_of[index].number for index in points})
     num_values = len({value for value, _ in points.values()})
     if num_settings < 2 or num_values < 2:
         return []
-    # Names that are no numbers have one place each, in the order of their appearance.
+    # Values of keys are texts. Where one of them is no number, all are names, which have one place
+    # each in the order of their appearance.
     with suppress(ValueError):
         numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
         if all(abs(number) <= LARGEST for number, _ in numbers.values()):
             points = numbers
     rows: Rows = []
     for index, (value, dice) in points.items():
-        rows.append({**_run(comparison, index), "x": value, **_dice(dice)})
-    # Such as `optimizer.lr`.
+        rows.append({**_run_fields(comparison, index), "x": value, **_y_fields(dice)})
+    # The last part of a key such as `optimizer.lr`.
     is_rate = title.rpartition(".")[2].endswith(_RATE_NAMES)
     tooltip = _tooltip(run="run", label="setting", x=title, y="validation Dice")
     layers: Rows = [{"mark": _DOT, "encoding": {"tooltip": tooltip}}]

@@ -1,4 +1,7 @@
-"""Comparison of runs: metrics, differing keys, settings, the best one, a baseline's differences."""
+"""Comparison of runs: differing keys, settings, metrics, the best setting, a baseline.
+
+A setting is a group of runs whose configurations are equal but for `REPEAT_KEYS`, such as the seed.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +19,16 @@ from medseg.report.differences import (
 from medseg.wording import first_few
 
 FINISHED = "finished"
-# No result yet: neither a success nor a failure.
+# Statuses of runs that are neither a success nor a failure yet.
 OPEN = frozenset({"running", "interrupted", "unfinished"})
-# Ended on purpose by a search.
+# Status of a run that a search has ended early, since its results were poor.
 PRUNED = "pruned"
 # Runs that differ in nothing else are repeats of one setting: their standard deviation says how
 # much a difference is worth.
 REPEAT_KEYS = ("seed", "data.fold")
+# Text of a key or a figure that a run does not have.
 MISSING = "–"
-# Settings that a sentence names.
+# Largest number of settings that a sentence names.
 MAX_NAMED = 5
 # No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would
 # overflow.
@@ -76,11 +80,11 @@ class Run:
         folder: The run folder.
         status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file
             gives a status.
-        message: Why it did not finish, or "".
+        message: Why the run did not finish, or "".
         settings: Resolved configuration, flat, without the keys that only name folders. A run that
             never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
-        overrides: Arguments that made a job of a multirun.
+        overrides: Arguments of a job of a multirun, by key; empty for other runs.
         summary: `summary.json`.
         history: Lines of `history.csv` without their empty cells.
         pictures: Overlays of validation cases at the last step that has any.
@@ -103,7 +107,7 @@ class Run:
         """List the points (optimiser step, value) of a column of the history."""
         points = []
         for line in self.history:
-            # An empty cell is no point: losses and validations have lines of their own.
+            # Losses and validations have lines of their own, in which the other cells are empty.
             if column in line and "step" in line:
                 points.append((line["step"], line[column]))
         return points
@@ -114,18 +118,18 @@ class Metric(NamedTuple):
 
     Attributes:
         key: Column of `report.csv`.
-        title: Heading of a column.
-        what: One sentence for the heading's tooltip.
-        of: Reads it from a run; None where the run does not have it.
-        write: Formats a value for people.
+        title: Heading of a column in the page.
+        description: One sentence for the heading's tooltip.
+        read: Function of a run that returns its value; None where the run does not have it.
+        format: Function of a value that returns its text in the page.
         better: 1 when more is better, -1 when less is, 0 when neither.
     """
 
     key: str
     title: str
-    what: str
-    of: Callable[[Run], float | None]
-    write: Callable[[float], str]
+    description: str
+    read: Callable[[Run], float | None]
+    format: Callable[[float], str]
     better: int
 
 
@@ -136,14 +140,14 @@ class Metric(NamedTuple):
 Study = Mapping[str, Any]
 
 
-def write_duration(duration_s: float) -> str:
+def format_duration(duration_s: float) -> str:
     """Format seconds in the units that people use.
 
     Example:
-        >>> [write_duration(s) for s in (0.4, 59.6, 60, 3599, 7260, 200000)]
+        >>> [format_duration(s) for s in (0.4, 59.6, 60, 3599, 7260, 200000)]
         ['0.4 s', '1 min', '1 min', '1 h', '2 h 1 min', '55 h 33 min']
     """
-    # By the rounded value: 59.6 s is a minute.
+    # Decided by the rounded value: 59.6 s is a minute.
     if round(duration_s) < 60:
         return f"{duration_s:.1f} s" if duration_s < 10 else f"{duration_s:.0f} s"
     hours, minutes = divmod(round(duration_s / 60), 60)
@@ -154,14 +158,14 @@ def write_duration(duration_s: float) -> str:
     return f"{hours} h {minutes} min"
 
 
-def write_count(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a large count with three digits.
 
     Example:
-        >>> [write_count(n) for n in (950, 12_300, 999_900, 1_450_000)]
+        >>> [format_count(n) for n in (950, 12_300, 999_900, 1_450_000)]
         ['950', '12.3 k', '1 M', '1.45 M']
     """
-    # By the value that is shown: 999,900 is a million.
+    # Decided by the value that is shown: 999,900 is a million.
     rounded = float(f"{number:.3g}")
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if rounded >= size:
@@ -172,24 +176,27 @@ def write_count(number: float) -> str:
 def _reader(
     key: str | None, column: str | None = None, pick: Callable[[Sequence[float]], float] = max
 ) -> Callable[[Run], float | None]:
-    """Make a reader of a finite number in the summary.
+    """Make a reader of a finite number in the summary of a run.
 
-    Where it is absent, `pick` takes one value of a column of the history.
+    Where the summary lacks the number, it is computed from a column of the history.
 
     Args:
         key: Key of the summary; None reads the history only.
         column: Column of the history; None reads the summary only.
-        pick: Chooses or computes one of the values of the column.
+        pick: Function of the values of the column that returns the number.
+
+    Returns:
+        Function of a run that returns the number, or None where the run has none.
     """
 
     def read(run: Run) -> float | None:
-        value = None if key is None else run.summary.get(key)
+        summary_value = None if key is None else run.summary.get(key)
         # Python counts True as a number.
-        if isinstance(value, bool):
-            value = None
+        if isinstance(summary_value, bool):
+            summary_value = None
         # NaN is not <= anything.
-        if isinstance(value, int | float) and abs(value) <= LARGEST:
-            return float(value)
+        if isinstance(summary_value, int | float) and abs(summary_value) <= LARGEST:
+            return float(summary_value)
         if column is None:
             return None
         values = [value for _, value in run.curve(column)]
@@ -199,67 +206,68 @@ def _reader(
 
 
 def _val_dice_worst(run: Run) -> float | None:
-    """Dice of the worst case in the line of the best mean."""
+    """Read the Dice of the worst case at the step of the best mean; None without a validation."""
     lines = [line for line in run.history if "val_dice" in line and "val_dice_worst" in line]
     if not lines:
         return None
-    return max(lines, key=lambda line: line["val_dice"])["val_dice_worst"]
+    best_line = max(lines, key=lambda line: line["val_dice"])
+    return best_line["val_dice_worst"]
 
 
 VAL_DICE = Metric(
     key="val_dice",
     title="Val Dice",
-    what="Best mean Dice over the validation cases",
-    of=_reader("val_dice_best", "val_dice"),
-    write="{:.4f}".format,
+    description="Best mean Dice over the validation cases",
+    read=_reader("val_dice_best", "val_dice"),
+    format="{:.4f}".format,
     better=1,
 )
 PEAK = Metric(
     key="peak_gib",
     title="Peak GiB",
-    what="Peak memory: that of the GPU if there is one, else resident memory",
-    of=_reader("peak_gib", "peak_gib"),
-    write="{:.2f}".format,
+    description="Peak memory: that of the GPU if there is one, else resident memory",
+    read=_reader("peak_gib", "peak_gib"),
+    format="{:.2f}".format,
     better=-1,
 )
 STEP = Metric(
     key="seconds_per_step",
     title="s/step",
-    what="Median seconds per optimiser step, validation left out",
-    of=_reader(None, "seconds_per_step", median),
-    write="{:.3g}".format,
+    description="Median seconds per optimiser step, validation left out",
+    read=_reader(None, "seconds_per_step", median),
+    format="{:.3g}".format,
     better=-1,
 )
 VAL_DICE_WORST = Metric(
     key="val_dice_worst",
     title="Worst case",
-    what="Dice of the worst validation case, at the step of the best mean",
-    of=_val_dice_worst,
-    write="{:.4f}".format,
+    description="Dice of the worst validation case, at the step of the best mean",
+    read=_val_dice_worst,
+    format="{:.4f}".format,
     better=1,
 )
 STEPS = Metric(
     key="steps",
     title="Steps",
-    what="Optimiser steps made",
-    of=_reader("steps", "step"),
-    write="{:.0f}".format,
+    description="Optimiser steps made",
+    read=_reader("steps", "step"),
+    format="{:.0f}".format,
     better=0,
 )
 TRAIN_TIME = Metric(
     key="train_s",
     title="Time",
-    what="Training and validation together",
-    of=_reader("train_s"),
-    write=write_duration,
+    description="Training and validation together",
+    read=_reader("train_s"),
+    format=format_duration,
     better=-1,
 )
 NUM_PARAMETERS = Metric(
     key="num_parameters",
     title="Weights",
-    what="Number of parameters of the network",
-    of=_reader("num_parameters"),
-    write=write_count,
+    description="Number of parameters of the network",
+    read=_reader("num_parameters"),
+    format=format_count,
     better=0,
 )
 METRICS = (VAL_DICE, VAL_DICE_WORST, STEPS, STEP, TRAIN_TIME, PEAK, NUM_PARAMETERS)
@@ -270,27 +278,26 @@ class Column(NamedTuple):
 
     Attributes:
         key: Dotted key, or the name of a configuration group (`memory`).
-        values: One per run, as text.
-        also: Keys with the same differences: interpolations of this one, or keys that the chosen
-            group sets.
+        values: Value in each run, as text.
+        repeated_keys: Keys without a column, as this one tells their values: interpolations of this
+            key, or keys that the chosen group sets.
     """
 
     key: str
     values: tuple[str, ...]
-    also: tuple[str, ...] = ()
+    repeated_keys: tuple[str, ...] = ()
 
 
 class Setting(NamedTuple):
     """Runs that differ in nothing but `REPEAT_KEYS`.
 
     Attributes:
-        number: Place in the order of first appearance, from 0; its colour.
-        runs: Its runs.
-        label: Its values for a legend.
-        values: Its text in each column but those of `REPEAT_KEYS`.
-        metrics: Metric key to the values of its finished runs; metrics without a value are left
-            out.
-        is_complete: Whether all its runs have finished; only then can it be the best.
+        number: Place in the order of first appearance, from 0, which also decides its colour.
+        runs: The runs.
+        label: Text of keys and values for a legend.
+        values: Text in each of `Comparison.setting_columns`.
+        metrics: Metric key to the values of the finished runs; a metric without values is left out.
+        is_complete: Whether all runs have finished; only then can the setting be the best.
         cases: Case and label to the mean Dice over the finished runs that validated the case.
     """
 
@@ -313,21 +320,21 @@ class Comparison:
 
     Attributes:
         runs: In natural order of their names.
-        columns: The keys that differ.
-        setting_columns: Those in which settings differ.
-        settings: In order of first appearance.
-        setting_of: The setting of each run.
-        ranked: Indices of the settings from the best mean validation Dice to the worst; those with
-            unfinished runs after them, and those without a result last.
-        best: Index of the setting with the best mean and all its runs finished, the smaller peak
-            deciding between equals; None without results.
-        tied: Indices of the other settings with a result that are not established to be worse than
+        columns: Keys that differ between runs.
+        setting_columns: Those of the columns that are not of `REPEAT_KEYS`.
+        settings: Settings by their number.
+        setting_of: Setting of each run.
+        ranked: Numbers of the settings from the best mean validation Dice to the worst; then the
+            settings with unfinished runs, and last those without a result.
+        best: Number of the setting with the best mean of those whose runs have all finished; of
+            equal ones, that with the smaller peak. None if there is none.
+        tied: Numbers of the other settings with a result that are not established to be worse than
             the best, see `is_established`; every pair of settings counts as a comparison that could
             have been made.
-        same: Flat configuration that all runs share.
-        baseline: Index of the setting of the baseline run, or None.
-        differences: Index of each other setting to its difference to the baseline: mean Dice of the
-            common validation cases.
+        shared: Keys, dotted, that have the same value in all runs, to the text of the value.
+        baseline: Number of the setting of the baseline run, or None.
+        differences: Number of each other setting to its difference to the baseline in the mean Dice
+            of the common validation cases.
         patients: Validation case to its patient; cases of runs that do not record it are missing.
     """
 
@@ -338,7 +345,7 @@ class Comparison:
     setting_of: Sequence[Setting]
     ranked: Sequence[int]
     best: int | None
-    same: Mapping[str, str]
+    shared: Mapping[str, str]
     baseline: int | None = None
     differences: Mapping[int, Difference] = field(default_factory=dict)
     tied: Sequence[int] = ()
@@ -375,34 +382,35 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         runs: In natural order of their names.
         baseline: Name of one of the runs; None = no differences.
     """
-    texts = _texts(runs)
-    same: dict[str, str] = {}
-    differing: list[str] = []
+    texts = _texts_by_key(runs)
+    shared: dict[str, str] = {}
+    differing_keys: list[str] = []
     for key, run_texts in texts.items():
-        # A run that never got a configuration says nothing.
-        known_texts = list({text for text in run_texts if text is not None})
-        if len(known_texts) > 1:
-            differing.append(key)
-        elif known_texts:
-            same[key] = known_texts[0]
-    columns = _columns(runs, {key: texts[key] for key in differing})
+        # None: a run that never got a configuration.
+        distinct_texts = list({text for text in run_texts if text is not None})
+        if len(distinct_texts) > 1:
+            differing_keys.append(key)
+        elif distinct_texts:
+            shared[key] = distinct_texts[0]
+    columns = _columns(runs, {key: texts[key] for key in differing_keys})
     setting_columns = [column for column in columns if column.key not in REPEAT_KEYS]
-    # Over every differing key, in a column or not: keys that a chosen group hides must not turn
-    # different runs into repeats.
-    setting_keys = [key for key in differing if key not in REPEAT_KEYS]
+    # Every differing key counts, with a column or without: keys that a chosen group sets have none,
+    # but they distinguish the settings.
+    setting_keys = [key for key in differing_keys if key not in REPEAT_KEYS]
     groups = _group_repeats(runs, {key: texts[key] for key in setting_keys})
     settings, setting_of = _make_settings(runs, groups, setting_columns)
     patients = _patients_of_cases(runs)
-    ranked = sorted(range(len(settings)), key=lambda number: _merit(settings[number]))
+    ranked = sorted(range(len(settings)), key=lambda number: _rank_key(settings[number]))
     best = None
     tied: Sequence[int] = ()
+    # Settings that can be the best are ranked before all others.
     if ranked and _can_be_best(settings[ranked[0]]):
         best = ranked[0]
         tied = _tied(settings, ranked, best, patients)
-    base = _number_of_baseline(runs, setting_of, baseline)
+    baseline_number = _number_of_baseline(runs, setting_of, baseline)
     differences: dict[int, Difference] = {}
-    if base is not None:
-        differences = _differences(settings, base, patients)
+    if baseline_number is not None:
+        differences = _differences(settings, baseline_number, patients)
     return Comparison(
         runs=tuple(runs),
         columns=columns,
@@ -411,8 +419,8 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
         setting_of=setting_of,
         ranked=ranked,
         best=best,
-        same=same,
-        baseline=base,
+        shared=shared,
+        baseline=baseline_number,
         differences=differences,
         tied=tied,
         patients=patients,
@@ -422,7 +430,7 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
 def _number_of_baseline(
     runs: Sequence[Run], setting_of: Sequence[Setting], baseline: str | None
 ) -> int | None:
-    """Find the setting of the baseline run."""
+    """Find the number of the setting of the baseline run; None without a baseline."""
     for run, setting in zip(runs, setting_of, strict=True):
         if run.name == baseline:
             return setting.number
@@ -485,25 +493,26 @@ def _patients_of_cases(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _can_be_best(setting: Setting) -> bool:
-    """Whether all runs of a setting have finished, with a result."""
+    """Whether all runs of a setting have finished, and some of them have a validation Dice."""
     return setting.is_complete and VAL_DICE.key in setting.metrics
 
 
-def _merit(setting: Setting) -> tuple[bool, bool, float, float]:
-    """Rank a setting, smaller is better: whether it can be compared, then Dice, then memory."""
+def _rank_key(setting: Setting) -> tuple[bool, bool, float, float]:
+    """Sort key of a setting, smaller is better: has a result, is complete, Dice, peak memory."""
     dices = setting.metrics.get(VAL_DICE.key)
     minus_dice = -fmean(dices) if dices else 0.0
-    peaks = setting.metrics.get(PEAK.key)
-    peak_gib = fmean(peaks) if peaks else float("inf")
+    peaks_gib = setting.metrics.get(PEAK.key)
+    peak_gib = fmean(peaks_gib) if peaks_gib else float("inf")
+    # False sorts before True.
     return not dices, not setting.is_complete, minus_dice, peak_gib
 
 
 def _differences(
     settings: Sequence[Setting], baseline: int, patients: Mapping[str, str]
 ) -> dict[int, Difference]:
-    """Compute the differences of the other settings to the baseline, by index.
+    """Compute the differences of the other settings to the baseline, by their number.
 
-    Those without a common case are left out.
+    Settings without a case in common with the baseline are left out.
     """
     differences = {}
     for setting in settings:
@@ -522,16 +531,16 @@ def _tied(
 ) -> list[int]:
     """List the settings that the best one is not established to beat, in the order of `ranked`.
 
-    The best was chosen after all were seen: any pair could have become the comparison of the best
-    with another one.
+    The best was chosen after all results were seen: any pair of settings could have become the
+    comparison of the best with another one.
     """
     # Without a result there is nothing to compare.
-    with_result = [number for number in ranked if VAL_DICE.key in settings[number].metrics]
+    compared = [number for number in ranked if VAL_DICE.key in settings[number].metrics]
     # Bonferroni: the level of 5 % is divided by the number of pairs.
-    num_pairs = len(with_result) * (len(with_result) - 1) // 2
+    num_pairs = len(compared) * (len(compared) - 1) // 2
     best_means = settings[best].case_means()
     tied = []
-    for number in with_result:
+    for number in compared:
         if number == best:
             continue
         means = settings[number].case_means()
@@ -543,12 +552,12 @@ def _tied(
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Make the rows of `report.csv`, one per run.
 
-    They have the keys that differ, status, metrics, and mean and deviation of the setting. A key
-    that has the name of another column is `config.<key>`: `steps` are the steps made,
+    They have the keys that differ, status, metrics, and mean and standard deviation of the setting.
+    A key with the name of another column becomes `config.<key>`: `steps` are the steps made,
     `config.steps` those asked for.
 
-    `is_best` marks the best mean; `tied_with_best` marks settings that it is not established to
-    beat.
+    `is_best` marks the runs of the best setting; `tied_with_best` marks those of settings that it
+    is not established to beat.
     """
     rows = []
     for index, run in enumerate(comparison.runs):
@@ -557,13 +566,13 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
         mean = f"{fmean(dices):.6g}" if dices else None
         # A standard deviation needs two runs.
         deviation = f"{stdev(dices):.6g}" if len(dices) > 1 else None
-        figures = {}
+        metric_texts = {}
         for metric in METRICS:
-            value = metric.of(run)
-            figures[metric.key] = None if value is None else f"{value:.6g}"
+            value = metric.read(run)
+            metric_texts[metric.key] = None if value is None else f"{value:.6g}"
         state = {"run": run.name, "status": run.status}
         results = {
-            **figures,
+            **metric_texts,
             "setting": setting.number,
             "setting_val_dice_mean": mean,
             "setting_val_dice_sd": deviation,
@@ -573,22 +582,21 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
             "checkpoint": run.summary.get("checkpoint", ""),
             "message": run.message,
         }
-        keys = {}
+        key_texts = {}
         for column in comparison.columns:
             is_taken = column.key in state or column.key in results
             name = f"config.{column.key}" if is_taken else column.key
-            keys[name] = column.values[index]
-        rows.append({**state, **keys, **results})
+            key_texts[name] = column.values[index]
+        rows.append({**state, **key_texts, **results})
     return rows
 
 
-def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
-    """List the text of each key in each run.
+def _texts_by_key(runs: Sequence[Run]) -> dict[str, list[str | None]]:
+    """List the text of each key, or chosen group, in each run.
 
-    A text is None where the run never got a configuration and has no override of that key.
-
-    A key that a whole configuration lacks (the momentum of Adam) is a difference, and has the text
-    `MISSING`.
+    A text is None where the run never got a configuration and has no override of that key. A key
+    that a configuration lacks, as that of Adam lacks a momentum, has the text `MISSING`, which
+    counts as a difference.
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)
@@ -604,7 +612,10 @@ def _texts(runs: Sequence[Run]) -> dict[str, list[str | None]]:
 
 
 def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
-    """Text of a key in a run, see `_texts`; that of a group is the file that an override chose."""
+    """Text of a key in a run, see `_texts_by_key`.
+
+    That of a group is the name of the file that an override chose.
+    """
     values: Mapping[str, Any] = run.overrides if is_group else run.settings
     if key in values:
         return _text(values[key])
@@ -612,13 +623,16 @@ def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
 
 
 def _group_keys(runs: Sequence[Run]) -> set[str]:
-    """List the overrides that chose a file of a group: no configuration has a key of that name."""
+    """Collect the groups of which an override of some run chose a file, such as `memory`.
+
+    A configuration has no key with the name of a group, but keys below it.
+    """
     config_keys: set[str] = set()
     for run in runs:
         if run.has_config:
             config_keys.update(run.settings)
     overridden = _overridden_keys(runs)
-    # A group has keys below its name; an experiment sets keys anywhere.
+    # Keys of an experiment are not below its name: it sets keys anywhere.
     group_keys = overridden & {"experiment"}
     for key in overridden - config_keys:
         if any(config_key.startswith(f"{key}.") for config_key in config_keys):
@@ -627,7 +641,7 @@ def _group_keys(runs: Sequence[Run]) -> set[str]:
 
 
 def _overridden_keys(runs: Sequence[Run]) -> set[str]:
-    """List the keys that an override of some run sets."""
+    """Collect the keys and groups that an override of some run sets."""
     keys: set[str] = set()
     for run in runs:
         keys.update(run.overrides)
@@ -642,38 +656,39 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
     group_keys = _group_keys(runs)
     overridden = _overridden_keys(runs)
 
-    def is_repeated(column: str, key: str) -> bool:
-        """Whether a key adds nothing to a column: equal, or set by the group that it names."""
+    def is_repeated(column_key: str, key: str) -> bool:
+        """Whether a column tells the value of another key: equal, or set by the column's group."""
+        # Texts of the two keys in the runs, each pair once.
         pairs = set()
-        for column_text, key_text in zip(texts[column], texts[key], strict=True):
+        for column_text, key_text in zip(texts[column_key], texts[key], strict=True):
             # A run that never got a configuration has no text of the key.
             if key_text is not None:
                 pairs.add((column_text, key_text))
         if all(column_text == key_text for column_text, key_text in pairs):
             return True
-        is_in_group = column in group_keys and key.startswith(f"{column}.")
+        is_in_group = column_key in group_keys and key.startswith(f"{column_key}.")
         if not is_in_group:
             return False
-        # The group tells the value of the key if none of its files goes with two values.
+        # The group tells the value of the key if no file of the group has two values of it.
         files = {column_text for column_text, _ in pairs}
         return len(pairs) == len(files)
 
-    def place(key: str) -> tuple[bool, bool, bool]:
+    def sort_key(key: str) -> tuple[bool, bool, bool]:
         # False sorts before True: groups first, then overrides; seed and fold last.
         return key in REPEAT_KEYS, key not in group_keys, key not in overridden
 
     # Key of each column to the keys that repeat it.
     repeated: dict[str, list[str]] = {}
-    for key in sorted(texts, key=place):
-        same_columns = [column for column in repeated if is_repeated(column, key)]
-        if same_columns:
-            repeated[same_columns[0]].append(key)
+    for key in sorted(texts, key=sort_key):
+        telling_columns = [column_key for column_key in repeated if is_repeated(column_key, key)]
+        if telling_columns:
+            repeated[telling_columns[0]].append(key)
         else:
             repeated[key] = []
     columns = []
-    for column, also in repeated.items():
-        values = [MISSING if text is None else text for text in texts[column]]
-        columns.append(Column(column, tuple(values), tuple(also)))
+    for column_key, repeated_keys in repeated.items():
+        values = [MISSING if text is None else text for text in texts[column_key]]
+        columns.append(Column(column_key, tuple(values), tuple(repeated_keys)))
     return columns
 
 
@@ -698,7 +713,7 @@ def _setting(
 def _value_in(column: Column, indices: Sequence[int]) -> str:
     """Text of a setting in a column, from the indices of its runs.
 
-    They have the same one, but that a run has none where it did not name the file of a group.
+    The runs have the same text, except that those which did not name the file of a group have none.
     """
     for index in indices:
         if column.values[index] != MISSING:
@@ -708,13 +723,13 @@ def _value_in(column: Column, indices: Sequence[int]) -> str:
 
 def _metrics_of(runs: Sequence[Run]) -> dict[str, list[float]]:
     """List the values of each metric that some of the runs have, by its key."""
-    metrics = {}
+    values_by_key = {}
     for metric in METRICS:
-        results = [metric.of(run) for run in runs]
-        figures = [value for value in results if value is not None]
-        if figures:
-            metrics[metric.key] = figures
-    return metrics
+        run_values = [metric.read(run) for run in runs]
+        values = [value for value in run_values if value is not None]
+        if values:
+            values_by_key[metric.key] = values
+    return values_by_key
 
 
 def _mean_scores(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
@@ -727,7 +742,7 @@ def _mean_scores(runs: Sequence[Run]) -> dict[tuple[str, str], float]:
 
 
 def _label(columns: Sequence[Column], values: Sequence[str]) -> str:
-    """Name a setting by its values; keys have their last parts only where these are unique."""
+    """Name a setting by its keys and values, such as `lr 0.1, memory lean`."""
     # `lr` for `optimizer.lr`, unless another key ends so too.
     last_parts = [column.key.rsplit(".", 1)[-1] for column in columns]
     texts = []
@@ -743,7 +758,8 @@ def _text(value: Any) -> str:
     """Format a value of the configuration as a user would type it.
 
     Example:
-        >>> [_text(v) for v in (0.1, 5e-05, True, None, [1, 2.5], "amp", {})]
+        >>> values = (0.1, 5e-05, True, None, [1, 2.5], "amp", {})
+        >>> [_text(value) for value in values]
         ['0.1', '5e-05', 'true', 'null', '[1, 2.5]', 'amp', '{}']
     """
     if isinstance(value, str):

@@ -1,6 +1,6 @@
-"""Page over a batch (`index.html`): the previews of all scans, worst first, with a filter.
+"""Page of a batch (`index.html`): the previews of all scans, worst first, with a filter.
 
-It refers to the pictures and viewers beside it, needs no network, and works from a file.
+It refers to the pictures and viewers beside it, and needs neither a network nor a server.
 """
 
 from collections import Counter
@@ -12,14 +12,17 @@ from urllib.parse import quote
 from medseg.io.atomic import replace_text
 from medseg.io.label_table import Structure
 
-# Status to its words, the worst status first: scans are sorted in this order.
+# Status of a scan in `summary.csv` to its words, the worst status first: scans are sorted in this
+# order.
 STATUS_WORDS = {
     "failed": "failed",
     "not_hu": "values are not HU",
     "warnings": "warnings",
     "ok": "no warnings",
 }
+# Status to its class in the style sheet.
 STATUS_STYLES = {"failed": "bad", "not_hu": "bad", "warnings": "open", "ok": "good"}
+# The order of the scans in words, for the page; see `Card.sort_key`.
 ORDER = (
     "failed scans, then scans whose values are not HU, then those with warnings; within these the "
     "least agreement of the two stages first, then the most warnings"
@@ -32,14 +35,16 @@ class Card:
 
     Attributes:
         name: Name of the case.
-        status: Status of the summary.
+        status: Status in `summary.csv`, a key of `STATUS_WORDS`.
         patient: Patient ID, or "".
         date: Date of the study, or "".
-        volumes_ml: Label name to its volume, first that of all together; None of a failed scan.
+        volumes_ml: Label name to its volume, after the volume of all labels together; None for a
+            failed scan.
         warnings: Sentences that ask for a look.
-        information: Sentences that ask for nothing.
+        information: Sentences that ask for no action.
         codes: Codes of the warnings, each once.
-        least_agreement: Smallest Dice coefficient of the two stages; None where there is none.
+        least_agreement: Smallest Dice coefficient between the two stages over the regions; None
+            where there is none.
         bound: Sentence about the lower bound on Dice, or "".
         preview: Name of the picture beside the page, or "".
         viewer: Name of the viewer beside the page, or "".
@@ -60,7 +65,8 @@ class Card:
 
     @property
     def total_ml(self) -> float | None:
-        """Volume of all labels together; None of a failed scan."""
+        """Volume of all labels together; None for a failed scan."""
+        # The first one, see the attribute.
         return next(iter(self.volumes_ml.values()))
 
     @property
@@ -80,54 +86,55 @@ class Card:
 
     @property
     def viewer_link(self) -> str:
-        """Address of the viewer."""
+        """Address of the viewer; "" without one."""
         return _link(self.viewer)
 
     @property
     def preview_link(self) -> str:
-        """Address of the picture."""
+        """Address of the picture; "" without one."""
         return _link(self.preview)
 
     @property
-    def words(self) -> str:
-        """What a search looks through, in small letters."""
-        words = (self.name, self.patient, self.date, *self.warnings, *self.information)
-        return " ".join(words).lower()
+    def search_text(self) -> str:
+        """Text that a search looks through, in lower case."""
+        texts = (self.name, self.patient, self.date, *self.warnings, *self.information)
+        return " ".join(texts).lower()
 
     @property
-    def badness(self) -> tuple[int, float, int, str]:
+    def sort_key(self) -> tuple[int, float, int, str]:
         """Key that sorts the worst scan to the front, see `ORDER`."""
-        places = list(STATUS_WORDS)
-        place = places.index(self.status) if self.status in places else len(places)
-        # Stages that have nothing to compare agree least.
+        statuses = list(STATUS_WORDS)
+        # Unknown statuses come last.
+        status_rank = statuses.index(self.status) if self.status in statuses else len(statuses)
+        # Where the stages have nothing to compare, before all that agree to some degree.
         agreement = -1.0 if self.least_agreement is None else self.least_agreement
-        return place, agreement, -len(self.warnings), self.name
+        return status_rank, agreement, -len(self.warnings), self.name
 
 
 def worst_first(cards: Sequence[Card]) -> list[Card]:
     """Sort scans, the worst first."""
-    return sorted(cards, key=lambda card: card.badness)
+    return sorted(cards, key=lambda card: card.sort_key)
 
 
 def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[Structure]) -> None:
-    """Write the page, whole or not at all; its folder is its title.
+    """Write the page, whole or not at all; the name of its folder is its title.
 
     Args:
         path: HTML file, beside the files that the cards name.
         cards: The scans in the order of the table.
-        structures: Colours of the labels.
+        structures: Names and colours of the labels.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    # Jinja2 takes 10 MiB.
+    # Imported here, since Jinja2 takes 10 MiB of memory.
     from medseg.report.html import render_page
 
     num_by_status = Counter(card.status_words for card in cards)
     num_by_code: Counter[str] = Counter()
     for card in cards:
         num_by_code.update(card.codes)
-    # In the order of `STATUS_WORDS`, those that occur.
+    # The statuses that occur, the worst first.
     statuses = [words for words in STATUS_WORDS.values() if num_by_status[words]]
     tiles = [("scans", len(cards))]
     tiles += [(words, num_by_status[words]) for words in statuses]
@@ -149,5 +156,9 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
 
 
 def _link(file_name: str) -> str:
-    """Address of a file beside the page; a name may contain a colon, `#` or `?`."""
-    return f"./{quote(file_name, errors='surrogateescape')}" if file_name else ""
+    """Address of a file beside the page; "" without a name."""
+    if not file_name:
+        return ""
+    # A name may contain `#` or `?`; with "./" a colon in it does not end the name of a protocol. A
+    # name that is not UTF-8 has surrogates in Python.
+    return f"./{quote(file_name, errors='surrogateescape')}"

@@ -11,8 +11,8 @@ METHOD = (
     "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the "
     "differences of the patients, each the mean over the cases of a patient"
 )
-# Gains are rounded to this many digits where they are compared. Smaller ones are rounding errors of
-# means: they count as zero, and as ties in the rank test.
+# Decimals to which gains are rounded before they are compared: smaller differences are rounding
+# errors of means. They count as zero, or as ties in the rank test.
 _DIGITS = 9
 
 
@@ -27,13 +27,13 @@ class Difference(NamedTuple):
         mean: Mean score over the patients.
         difference: `mean` minus `baseline_mean`.
         ci95_low: Lower end of the confidence interval of the difference; None for a single patient.
-        ci95_high: Upper end; None for a single patient.
+        ci95_high: Upper end of the interval; None for a single patient.
         better: Number of cases with a better score than the baseline's.
-        worse: Number of cases with a worse one.
+        worse: Number of cases with a worse score.
         patients: Number of patients.
         wilcoxon_p: Two-sided p of Wilcoxon's signed-rank test over the patients. Patients with
-            equal means are left out, and p is 1 where all are equal. Five patients cannot give less
-            than 0.06, nor six less than 0.03.
+            equal means are left out, and p is 1 where all are equal. With n patients p is at least
+            2 / 2^n: 0.06 with five, 0.03 with six.
     """
 
     cases: int
@@ -68,11 +68,11 @@ def paired_difference(
     Args:
         scores: Case to its score.
         baseline: Case to the score of the baseline; only common cases count.
-        better: 1 when more is better, -1 when less is.
+        better: 1 when more is better, -1 when less is better.
         patients: Case to its patient; a case that is missing is a patient of its own.
 
     Returns:
-        The difference, or None without a common case with two finite scores.
+        The difference, or None where no case has two finite scores.
 
     Source:
         Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`,
@@ -83,27 +83,27 @@ def paired_difference(
     pairs = _finite_pairs(scores, baseline)
     if not pairs:
         return None
-    # Cases as independent samples would give 14 % false positives with two scans of each patient,
-    # and 36 % with five.
+    # Of patients, since cases as independent samples would give 14 % false positives with two scans
+    # of each patient, and 36 % with five.
     means = _patient_means(pairs, patients or {})
     case_gains = [score - baseline_score for score, baseline_score in pairs.values()]
-    # Above 0 where the case is better, whether more or less of the score is.
+    # Above 0 where the case is better, whether a higher or a lower score is better.
     case_merits = better * np.round(case_gains, _DIGITS)
     gains = means[:, 0] - means[:, 1]
-    mean = float(gains.mean())
+    mean_gain = float(gains.mean())
     ci95_low = None
     ci95_high = None
     # A single patient has no variance.
     if len(gains) > 1:
         quantile = t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1)
         half_width = float(quantile * sem(gains))
-        ci95_low = mean - half_width
-        ci95_high = mean + half_width
+        ci95_low = mean_gain - half_width
+        ci95_high = mean_gain + half_width
     return Difference(
         cases=len(pairs),
         baseline_mean=float(means[:, 1].mean()),
         mean=float(means[:, 0].mean()),
-        difference=mean,
+        difference=mean_gain,
         ci95_low=ci95_low,
         ci95_high=ci95_high,
         better=int(np.count_nonzero(case_merits > 0)),
@@ -119,19 +119,19 @@ def is_established(
     patients: Mapping[str, str],
     num_comparisons: int = 1,
 ) -> bool:
-    """Whether scores are better than others by more than chance.
+    """Whether the scores of a result are better than those of another by more than chance.
 
     A paired t-test over the patients at a level of 5 % decides.
 
     Args:
-        scores: Case to its score, more being better.
+        scores: Case to its score; more is better.
         others: The same of the other result; only common cases count.
         patients: Case to its patient; a case that is missing is a patient of its own.
-        num_comparisons: Comparisons that could have been made; the level is divided by it
+        num_comparisons: Number of comparisons that could have been made; the level is divided by it
             (Bonferroni).
 
     Returns:
-        Whether it is so; False with fewer than two patients.
+        True where the scores are established to be better; False with fewer than two patients.
     """
     from scipy.stats import sem, t
 
@@ -145,6 +145,7 @@ def is_established(
     # Two-sided, although only a gain counts: as careful as the intervals of the page.
     level = (1 - CONFIDENCE) / num_comparisons
     least_t = t.ppf(1 - level / 2, len(gains) - 1)
+    # t = mean / standard error, without a division by 0 where all gains are equal.
     return bool(gains.mean() > least_t * sem(gains))
 
 
@@ -154,14 +155,14 @@ def mean_of_cases(scores: Mapping[tuple[str, str], float]) -> dict[str, float]:
     Args:
         scores: Case and label, or region, to the score.
     """
-    by_case: dict[str, list[float]] = {}
+    scores_by_case: dict[str, list[float]] = {}
     for (case, _), score in scores.items():
-        by_case.setdefault(case, []).append(score)
-    return {case: fmean(values) for case, values in by_case.items()}
+        scores_by_case.setdefault(case, []).append(score)
+    return {case: fmean(case_scores) for case, case_scores in scores_by_case.items()}
 
 
 def describe_patients(cases: Collection[str], patients: Mapping[str, str]) -> str:
-    """Say how many patients the cases are of, and how they count.
+    """Say how many patients the cases come from, and how they count.
 
     Example:
         >>> describe_patients(["a_1", "a_2", "b"], {"a_1": "a", "a_2": "a"})
@@ -182,11 +183,11 @@ def describe_patients(cases: Collection[str], patients: Mapping[str, str]) -> st
     )
 
 
-def write_difference(difference: Difference) -> str:
-    """Format a difference with its interval.
+def format_difference(difference: Difference) -> str:
+    """Format a difference with its interval, if it has one.
 
     Example:
-        >>> write_difference(Difference(5, 0.9, 0.91, 0.01, 0.004, 0.016, 4, 1, 5, 0.0625))
+        >>> format_difference(Difference(5, 0.9, 0.91, 0.01, 0.004, 0.016, 4, 1, 5, 0.0625))
         '+0.0100 [+0.0040, +0.0160]'
     """
     text = f"{difference.difference:+.4f}"
@@ -198,7 +199,7 @@ def write_difference(difference: Difference) -> str:
 def _finite_pairs(
     scores: Mapping[str, float], baseline: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Scores of the cases that both results have, both finite."""
+    """Map each case with a finite score in both results to the two scores."""
     pairs = {case: (scores[case], baseline[case]) for case in scores if case in baseline}
     return {case: pair for case, pair in pairs.items() if np.isfinite(pair).all()}
 
@@ -206,23 +207,29 @@ def _finite_pairs(
 def _patient_means(
     pairs: Mapping[str, tuple[float, float]], patients: Mapping[str, str]
 ) -> np.ndarray:
-    """Mean score and mean score of the baseline of each patient, (patients, 2)."""
-    groups: dict[str, list[tuple[float, float]]] = {}
+    """Average the scores of each patient over the cases.
+
+    Returns:
+        Mean score, and mean score of the baseline, of each patient, (patients, 2).
+    """
+    pairs_by_patient: dict[str, list[tuple[float, float]]] = {}
     for case, pair in pairs.items():
-        groups.setdefault(patients.get(case, case), []).append(pair)
+        # A case without a patient is a patient of its own.
+        patient = patients.get(case, case)
+        pairs_by_patient.setdefault(patient, []).append(pair)
     means = []
-    for group in groups.values():
-        scores, baseline_scores = zip(*group, strict=True)
+    for patient_pairs in pairs_by_patient.values():
+        scores, baseline_scores = zip(*patient_pairs, strict=True)
         means.append((fmean(scores), fmean(baseline_scores)))
     return np.array(means)
 
 
 def _wilcoxon_p(gains: np.ndarray) -> float:
-    """Two-sided p of the signed-rank test; zeros are left out."""
+    """Compute the two-sided p of the signed-rank test; gains of zero are left out."""
     from scipy.stats import wilcoxon
 
-    changes = np.round(gains, _DIGITS)
-    changes = changes[changes != 0]
+    rounded_gains = np.round(gains, _DIGITS)
+    changes = rounded_gains[rounded_gains != 0]
     if not len(changes):
         return 1.0
     return float(wilcoxon(changes).pvalue)

@@ -14,7 +14,9 @@ from medseg.report.charts import Chart
 from medseg.report.templates import open_templates
 
 _TEMPLATES = Path(__file__).parent / "page"
+# In this order: each needs the one before it.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
+# Width of the largest pictures in a page.
 _MAX_WIDTH_PX = 960
 
 
@@ -30,24 +32,28 @@ def render_page(
 
     Args:
         template: File in `page/`.
-        kind: Word for the kind of page.
+        kind: Word for the kind of page, in its title.
         title: Heading.
         tiles: Pairs of a name and a figure for the top of the page.
-        charts: Group to its charts. The template gets them as `figures`, pairs of a number and a
-            heading.
+        charts: Group to its charts. The template gets them as `figures`: group to pairs of the
+            index of a chart in `specs` and its heading.
         values: Further values of the template.
+
+    Returns:
+        HTML.
     """
 
     def source(name: str) -> Markup:
+        # `Markup`: it must not be escaped.
         return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
 
-    # The charts are numbered through all groups.
+    # The specifications of all groups in one list, which the page's script draws.
     specs: list[dict[str, Any]] = []
     figures: dict[str, list[tuple[int, str]]] = {}
-    for name, group in charts.items():
-        figures[name] = []
-        for chart in group:
-            figures[name].append((len(specs), chart.heading))
+    for group, group_charts in charts.items():
+        figures[group] = []
+        for chart in group_charts:
+            figures[group].append((len(specs), chart.heading))
             specs.append(chart.spec)
     # A page without a chart does without 0.8 MB of scripts.
     libraries = []
@@ -75,7 +81,12 @@ def render_page(
 def data_uri(path: Path, say: Callable[[str], None]) -> str:
     """Encode a picture as a JPEG data URI, at most 960 pixels wide.
 
-    A file that is no whole picture gives "", and `say` a sentence.
+    Args:
+        path: File of the picture.
+        say: Takes a sentence where the file is missing, or no whole picture.
+
+    Returns:
+        The URI, or "" without a picture.
     """
     from PIL import Image
 
@@ -85,9 +96,10 @@ def data_uri(path: Path, say: Callable[[str], None]) -> str:
     except OSError as error:
         say(f"{path} is left out: {error}")
         return ""
+    # It keeps the proportions; only the width is really limited.
     image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
     file = io.BytesIO()
-    # Colour in full resolution: the outlines are one pixel wide.
+    # `subsampling=0` keeps colour in full resolution: the outlines are one pixel wide.
     image.save(file, "JPEG", quality=82, subsampling=0, optimize=True)
     text = base64.b64encode(file.getvalue()).decode()
     return f"data:image/jpeg;base64,{text}"

@@ -23,9 +23,10 @@ _DPI = 100
 # Axis of an oriented volume (z, y, x) that each plane is a slice of.
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
-# Share of the labelled voxels below each slice: every slice shows label, each side of a pair gets a
-# sagittal one.
+# The slices of each plane: the share of the labelled voxels that lie before each slice. So every
+# slice shows a label, and each of two organs side by side gets a sagittal slice.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
+# Planes in each row of the picture.
 _ROWS = (("axial",), ("coronal", "sagittal"))
 # The drawn part of the volume: the labels with a margin, and at least so much of the patient.
 _VIEW_MARGIN_MM = 20.0
@@ -44,18 +45,26 @@ def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[f
 
     They are the window, or without one the 1st and 99th percentile of the image.
     """
-    low, high = window or np.percentile(image, (1, 99)).tolist()
+    if window is None:
+        low, high = np.percentile(image, (1, 99)).tolist()
+    else:
+        low, high = window
     # An image of one value still has a range.
     return low, max(high, low + 1e-6)
 
 
 def colour_of(number: int) -> str:
-    """Colour of the n-th label; after eight labels the colours repeat."""
+    """Colour of a label by its place, from 0; after eight labels the colours repeat."""
     return COLOURS[number % len(COLOURS)]
 
 
 class Canvas:
-    """Figure with places in pixels from its top left corner."""
+    """Figure on which places are given in pixels from its top left corner.
+
+    Args:
+        width_px: Width of the figure.
+        height_px: Height of the figure.
+    """
 
     def __init__(self, width_px: float, height_px: float) -> None:
         from matplotlib.figure import Figure
@@ -65,11 +74,13 @@ class Canvas:
         size_in = (width_px / _DPI, height_px / _DPI)
         self.figure = Figure(figsize=size_in, dpi=_DPI, facecolor=BACKGROUND)
 
-    def write(self, left: float, top: float, text: str, **style: Any) -> None:
+    def write(self, left_px: float, top_px: float, text: str, **style: Any) -> None:
         """Write a text with its upper left corner at a place, unless the style aligns it."""
         # The names of cases may contain `$`, which is no formula.
         defaults = {"color": TEXT, "va": "top", "parse_math": False}
-        x, y = left / self.width_px, 1 - top / self.height_px
+        # Matplotlib takes shares of the figure, from its lower left corner.
+        x = left_px / self.width_px
+        y = 1 - top_px / self.height_px
         self.figure.text(x, y, text, **{**defaults, **style})
 
     def write_title(self, title: str, header_px: float, max_letters: int) -> None:
@@ -99,8 +110,8 @@ class Canvas:
             values: Label values in the order of colours; other values are not drawn.
             window_hu: Values that are drawn black and white.
             is_up: Whether rows run upwards.
-            filled: Label values that are filled, (rows, columns), or None.
-            outlined: Label values that get a line around them, (rows, columns), or None.
+            filled: Label map whose labels are filled, (rows, columns), or None.
+            outlined: Label map whose labels get a line around them, (rows, columns), or None.
             width_pt: Width of that line in points.
             shows_errors: Whether voxels that differ between `filled` and `outlined` get
                 `ERROR_COLOURS`.
@@ -109,17 +120,21 @@ class Canvas:
         Returns:
             The axes, in which a pixel of the slice has the size 1.
         """
-        left, top, right, bottom = np.divide(box_px, (self.width_px, self.height_px) * 2)
+        # As shares of the figure: of its width, height, width and height.
+        figure_px = (self.width_px, self.height_px, self.width_px, self.height_px)
+        left, top, right, bottom = np.divide(box_px, figure_px)
         rows, columns = image_hu.shape
+        # Lower and upper end of the vertical axis.
         vertical = (0, rows) if is_up else (rows, 0)
         limits: dict[str, Any] = {"xlim": (0, columns), "ylim": vertical, "autoscale_on": False}
-        # Matplotlib counts from the lower edge of the figure.
+        # Matplotlib counts from the lower edge of the figure: left, bottom, width, height.
         axes = self.figure.add_axes((left, 1 - bottom, right - left, bottom - top), **limits)
         place: dict[str, Any] = {
             "extent": (0, columns, *vertical),
             "origin": "lower" if is_up else "upper",
             "aspect": "auto",
         }
+        # Clipped before interpolation: bright metal would lighten the voxels around it.
         grey = np.clip(image_hu.astype(np.float32), *window_hu)
         axes.imshow(
             grey,
@@ -142,7 +157,17 @@ class Canvas:
 def _tint(
     pred: np.ndarray, reference: np.ndarray | None, values: Sequence[int], colours: Sequence[str]
 ) -> np.ndarray:
-    """Colour the labels of a slice and, with a reference, its errors; RGBA, (rows, columns, 4)."""
+    """Colour the labels of a slice and, with a reference, its errors.
+
+    Args:
+        pred: Label values, (rows, columns).
+        reference: Label values of the reference, (rows, columns), or None.
+        values: Label values in the order of colours.
+        colours: Colours of the values; they repeat.
+
+    Returns:
+        RGBA in [0, 1], (rows, columns, 4); transparent without a label or error.
+    """
     from matplotlib.colors import to_rgba
 
     tint = np.zeros((*pred.shape, 4))
@@ -170,7 +195,8 @@ def _draw_outlines(
 ) -> None:
     """Draw a line around each label of a slice, (rows, columns)."""
     rows, columns = labels.shape
-    # The padding closes the lines of labels that are cut by the edge of the picture.
+    # Centres of the pixels, with one more on each side: the padding closes the lines of labels that
+    # are cut by the edge of the picture.
     centres_y = np.arange(-1, rows + 1) + 0.5
     centres_x = np.arange(-1, columns + 1) + 0.5
     for number, value in enumerate(values):
@@ -212,12 +238,12 @@ def overlay_montage(
 ) -> list[Panel]:
     """Draw axial, coronal and sagittal slices through the labels.
 
-    The prediction is filled, the reference a line; errors are coloured.
-
-    Each plane includes its slice with the most errors. The volume must be oriented (z to Superior,
-    y to Posterior, x to Left). The patient's right is on the viewer's left, superior is up,
-    anterior is up or left. Without any label the slices are evenly distributed over the whole
+    The prediction is filled, the reference a line; errors are coloured. Each plane includes its
+    slice with the most errors. Without any label the slices are evenly distributed over the whole
     volume.
+
+    The volume must be oriented (z to Superior, y to Posterior, x to Left). The patient's right is
+    on the viewer's left, superior is up, anterior is up in axial and left in sagittal slices.
 
     Args:
         image_hu: Image, (D, H, W).
@@ -245,23 +271,25 @@ def overlay_montage(
         is_label |= reference > 0
         is_wrong = pred != reference
     view = _view_box(is_label, spacing_mm)
-    panels, height_px = _layout(is_label, is_wrong, np.multiply(view.shape, spacing_mm))
+    view_mm = np.multiply(view.shape, spacing_mm)
+    panels, height_px = _layout(is_label, is_wrong, view_mm)
     canvas = Canvas(_WIDTH_PX, height_px)
     window_hu = grey_range(image_hu, window_hu)
     _draw_header(canvas, title, label_names, reference is not None)
     for panel in panels:
         axis = PLANES[panel.plane]
-        place: list[int | slice] = list(view.slices())
-        place[axis] = panel.index
-        shown_part = tuple(place)
-        outlined = None if reference is None else reference[shown_part]
+        # Index of the slice along its axis, the view along the others.
+        indices: list[int | slice] = list(view.slices())
+        indices[axis] = panel.index
+        cut = tuple(indices)
+        outlined = None if reference is None else reference[cut]
         axes = canvas.draw_slice(
             panel.box_px,
-            image_hu[shown_part],
+            image_hu[cut],
             list(label_names),
             window_hu,
             is_up=panel.plane != "axial",
-            filled=pred[shown_part],
+            filled=pred[cut],
             outlined=outlined,
             shows_errors=True,
         )
@@ -274,11 +302,16 @@ def overlay_montage(
 
 
 def _view_box(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
-    """Find the drawn part of a volume: the labels with a margin, at least `_MIN_VIEW_MM` long."""
-    box = VoxelBox.from_mask(is_label) or VoxelBox.full(is_label.shape)
+    """Find the drawn part of a volume: the labels with a margin, at least `_MIN_VIEW_MM` long.
+
+    Without a label it is the whole volume.
+    """
+    box = VoxelBox.from_mask(is_label)
+    if box is None:
+        box = VoxelBox.full(is_label.shape)
     margin = [round(_VIEW_MARGIN_MM / step_mm) for step_mm in spacing_mm]
-    least = [round(_MIN_VIEW_MM / step_mm) for step_mm in spacing_mm]
-    return box.expanded(margin).at_least(least).clipped(is_label.shape)
+    least_shape = [round(_MIN_VIEW_MM / step_mm) for step_mm in spacing_mm]
+    return box.expanded(margin).at_least(least_shape).clipped(is_label.shape)
 
 
 def _layout(
@@ -295,13 +328,15 @@ def _layout(
         The panels, and the height of the picture in pixels.
     """
     panels: list[Panel] = []
-    top = _HEADER_PX
+    top_px = _HEADER_PX
+    # Plane to the index of its slice with the most errors; None without errors.
     worst: dict[str, int | None] = dict.fromkeys(PLANES)
     if is_wrong.any():
-        worst.update({plane: int(np.argmax(_areas(is_wrong, plane))) for plane in PLANES})
-    for row in _ROWS:
+        for plane in PLANES:
+            worst[plane] = int(np.argmax(_num_voxels_by_slice(is_wrong, plane)))
+    for row_planes in _ROWS:
         slices = []
-        for plane in row:
+        for plane in row_planes:
             rows_mm, columns_mm = np.delete(view_mm, PLANES[plane])
             for index in _slice_indices(is_label, plane, worst[plane]):
                 slices.append((plane, index, rows_mm, columns_mm))
@@ -310,41 +345,49 @@ def _layout(
         height_mm = max(rows_mm for _, _, rows_mm, _ in slices)
         free_px = _WIDTH_PX - _GAP_PX * (len(slices) - 1)
         px_per_mm = min(free_px / width_mm, _MAX_ROW_PX / height_mm)
-        left = (free_px - width_mm * px_per_mm) / 2
+        # A row that is not as wide as the picture is centred.
+        left_px = (free_px - width_mm * px_per_mm) / 2
         for plane, index, rows_mm, columns_mm in slices:
-            right = left + columns_mm * px_per_mm
-            bottom = top + max(1.0, rows_mm * px_per_mm)
-            # A volume of one slice is drawn, too: at least a pixel wide.
-            right_px = max(round(left) + 1, round(right))
-            box_px = (round(left), top, right_px, round(bottom))
+            right_px = left_px + columns_mm * px_per_mm
+            # A panel is at least a pixel high and wide, even that of a volume of one slice.
+            bottom_px = top_px + max(1.0, rows_mm * px_per_mm)
+            drawn_right_px = max(round(left_px) + 1, round(right_px))
+            box_px = (round(left_px), top_px, drawn_right_px, round(bottom_px))
             panels.append(Panel(plane, index, box_px, index == worst[plane]))
-            left = right + _GAP_PX
-        top = max(panel.box_px[3] for panel in panels) + _GAP_PX
-    return panels, top - _GAP_PX
+            left_px = right_px + _GAP_PX
+        top_px = max(panel.box_px[3] for panel in panels) + _GAP_PX
+    return panels, top_px - _GAP_PX
 
 
-def _areas(mask: np.ndarray, plane: str) -> np.ndarray:
-    """Number of set voxels in each slice of a plane."""
-    return np.count_nonzero(mask, axis=tuple({0, 1, 2} - {PLANES[plane]}))
+def _num_voxels_by_slice(mask: np.ndarray, plane: str) -> np.ndarray:
+    """Count the set voxels in each slice of a plane."""
+    other_axes = tuple({0, 1, 2} - {PLANES[plane]})
+    return np.count_nonzero(mask, axis=other_axes)
 
 
 def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[int]:
     """Choose the slices of a plane, at fixed shares of the labelled voxels.
 
-    Without a label the shares are of all voxels. The nearest slice is moved to `worst`.
+    Without a label the shares are of all voxels.
+
+    Args:
+        is_label: Labelled voxels, (D, H, W).
+        plane: The plane.
+        worst: Slice that has to be among them; the nearest chosen one gives way. None = no such.
     """
-    areas = _areas(is_label, plane)
-    if not areas.any():
-        areas = np.ones_like(areas)
-    # Slices below which these shares of the labelled voxels lie.
-    indices = np.searchsorted(np.cumsum(areas) / areas.sum(), _FRACTIONS[plane])
+    num_voxels = _num_voxels_by_slice(is_label, plane)
+    if not num_voxels.any():
+        num_voxels = np.ones_like(num_voxels)
+    shares = np.cumsum(num_voxels) / num_voxels.sum()
+    indices = np.searchsorted(shares, _FRACTIONS[plane])
     if worst is not None:
-        indices[np.argmin(np.abs(indices - worst))] = worst
+        nearest = np.argmin(np.abs(indices - worst))
+        indices[nearest] = worst
     return [int(index) for index in indices]
 
 
 def draw_marks(axes: Any, plane: str, caption: str) -> None:
-    """Write the patient's sides and a caption on a slice."""
+    """Write the letters of the patient's sides and a caption on a slice."""
     from matplotlib.patheffects import withStroke
 
     style = {
@@ -352,6 +395,7 @@ def draw_marks(axes: Any, plane: str, caption: str) -> None:
         "color": TEXT,
         "path_effects": [withStroke(linewidth=2.5, foreground="black")],
     }
+    # Anterior and posterior, or the patient's right and left.
     left_side, right_side = ("A", "P") if plane == "sagittal" else ("R", "L")
     bold = {"va": "center", "fontsize": 11, "fontweight": "bold", **style}
     axes.text(0.015, 0.5, left_side, ha="left", **bold)
@@ -367,20 +411,24 @@ def _draw_header(
     from matplotlib.patches import Patch
 
     canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
-    keys: list[Any] = []
+    # Entries of the legend.
+    entries: list[Any] = []
     for number, name in enumerate(label_names.values()):
-        keys.append(Patch(facecolor=colour_of(number), label=name.replace("_", " ")))
+        entries.append(Patch(facecolor=colour_of(number), label=name.replace("_", " ")))
+    # With a reference, errors have their own colours: what is filled in a label's agrees.
     fill_name = "agreement" if has_reference else "prediction"
-    keys.append(Patch(facecolor="#8b949e", alpha=0.6, label=fill_name))
+    entries.append(Patch(facecolor="#8b949e", alpha=0.6, label=fill_name))
     if has_reference:
-        keys.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
+        entries.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
         for name, colour in ERROR_COLOURS.items():
-            keys.append(Patch(facecolor=colour, label=name))
+            entries.append(Patch(facecolor=colour, label=name))
+    # At the right end of the header, in its middle.
+    anchor = (1 - 4 / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px)
     canvas.figure.legend(
-        handles=keys,
+        handles=entries,
         loc="center right",
-        bbox_to_anchor=(1 - 4 / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px),
-        ncols=len(keys),
+        bbox_to_anchor=anchor,
+        ncols=len(entries),
         frameon=False,
         labelcolor=TEXT,
         fontsize=11,

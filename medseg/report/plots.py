@@ -1,4 +1,4 @@
-"""Plots of measurements in one style: bars, scores and the learning-rate finder, as small PNGs."""
+"""Plots in one style, as small PNG files: panels of bars, scores, learning rates, Pareto fronts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,24 +8,32 @@ import numpy as np
 
 from medseg.io.atomic import replace_path
 
+# Colours of our results, of others beside them, and of lines that mark a limit.
 _OURS = "#0369a1"
 _OTHERS = "#94a3b8"
 _LIMIT = "#b91c1c"
+# Colours of the regions, which repeat.
 _COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
 _MAX_NAME_LETTERS = 28
+# Style of the lines of a box.
 _BOX = {"color": "#9ca3af"}
-# Values of `trust` of scores that are drawn as filled points.
+# Values of `trust` of scores whose points are filled; "" = not given.
 _SURE_TRUST = ("", "reference")
 
 
 def new_figure(
     width_in: float, height_in: float, *titles: str, loc: Literal["left", "center"] = "center"
 ) -> tuple[Any, Sequence[Any]]:
-    """Make a figure without a window for plots, of a size in inches.
+    """Make a figure without a window, with axes side by side.
+
+    Args:
+        width_in: Width in inches.
+        height_in: Height in inches.
+        titles: Title of each axes.
+        loc: Where the titles stand.
 
     Returns:
-        The figure, and axes side by side, one per title, without a frame at the top and at the
-        right.
+        The figure, and its axes, without a frame at the top and at the right.
     """
     from matplotlib.figure import Figure
 
@@ -38,7 +46,7 @@ def new_figure(
 
 
 def write_png(figure: Any, path: Path) -> None:
-    """Draw a figure and write it with a palette of 256 colours, half the size of true colour.
+    """Write a figure as a PNG file with a palette of 256 colours, half the size of true colour.
 
     The file appears under its name only when it is complete; missing folders are made.
 
@@ -55,23 +63,25 @@ def write_png(figure: Any, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    small = image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    palette_image = image.quantize(256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
     with replace_path(path) as part:
-        small.save(part, "PNG")
+        palette_image.save(part, "PNG")
 
 
-def shortened(text: str, length: int) -> str:
-    """Cut a text to a number of characters, the last of them an ellipsis."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def shortened(text: str, max_letters: int) -> str:
+    """Cut a text to a number of letters, the last of them an ellipsis; a shorter text stays."""
+    if len(text) <= max_letters:
+        return text
+    return f"{text[: max_letters - 1]}…"
 
 
-def rank_offsets(number: int) -> np.ndarray:
+def rank_offsets(num_points: int) -> np.ndarray:
     """Offsets in [0, 1) of points in the order of their scores, so that equal ones do not overlap.
 
     The offsets are not random: a plot of the same scores looks the same.
     """
-    # Multiples of the golden ratio fill the range evenly, whatever their number.
-    return (np.arange(number) * 0.618) % 1
+    # Multiples of the golden ratio, modulo 1, are evenly distributed, whatever their number.
+    return (np.arange(num_points) * 0.618) % 1
 
 
 def draw_lr_range(
@@ -85,10 +95,10 @@ def draw_lr_range(
     """Draw the losses as dots, their smoothed curve and the suggested rate.
 
     Args:
-        rates: Rates, rising.
-        losses: Loss of the step made at each.
-        curve: The same, smoothed.
-        suggested: Rate to mark; None = none.
+        rates: Learning rates, ascending.
+        losses: Loss of the step made at each rate.
+        curve: Smoothed losses.
+        suggested: Rate to mark; None = no mark.
         title: Title of the plot, which names the run.
         path: PNG file to write.
     """
@@ -98,9 +108,11 @@ def draw_lr_range(
     if suggested is not None:
         label = f"suggested: {suggested:.2g}"
         axes.axvline(suggested, color=_LIMIT, linewidth=1.2, linestyle="--", label=label)
-    # A last step that exploded would flatten all others. Losses may be negative.
+    # Up to twice the first loss, since the losses of the last steps may explode, and would flatten
+    # all others. With `abs`, as losses may be negative.
     lowest = min(losses)
     highest = min(max(losses), losses[0] + abs(losses[0]))
+    # Equal losses still get an axis.
     margin = max(0.1 * (highest - lowest), 1e-3)
     ylim = (lowest - margin, highest + margin)
     axes.set(xscale="log", ylim=ylim, xlabel="learning rate", ylabel="loss")
@@ -113,13 +125,14 @@ class Panel(NamedTuple):
 
     Attributes:
         title: Name and unit.
-        text: Format of a value, e.g. `{:.2f}`.
-        values: One per row; None = not known.
-        has_bars: Bars from zero; False = dots, on an axis that does not begin at zero.
+        value_format: Format of a value, such as `{:.2f}`.
+        values: Value of each row; None = not known.
+        has_bars: Whether bars from zero are drawn; else dots, on an axis that does not begin at
+            zero.
     """
 
     title: str
-    text: str
+    value_format: str
     values: Sequence[float | None]
     has_bars: bool = True
 
@@ -131,63 +144,76 @@ def draw_panels(
     path: Path,
     others: Sequence[bool] = (),
 ) -> None:
-    """Draw one panel per quantity that is known for some row.
+    """Draw a panel for each quantity that is known for some row, side by side.
 
     Args:
         names: Rows from top to bottom, at least one.
         panels: Quantities from left to right.
         title: Title of the figure.
         path: PNG file to write.
-        others: Whether a row is a baseline, drawn grey; empty = none is.
+        others: Whether each row is a baseline, which is drawn grey; empty = no row is.
     """
     known_panels = []
     for panel in panels:
         if any(value is not None for value in panel.values):
             known_panels.append(panel)
     titles = [panel.title for panel in known_panels]
-    size_in = (2.4 + 2.7 * len(known_panels), 1.3 + 0.36 * len(names))
-    figure, all_axes = new_figure(*size_in, *titles)
+    # Inches of the names and of each panel, and of the titles and of each row.
+    width_in = 2.4 + 2.7 * len(known_panels)
+    height_in = 1.3 + 0.36 * len(names)
+    figure, all_axes = new_figure(width_in, height_in, *titles)
     figure.suptitle(title, fontsize=10)
     for axes, panel in zip(all_axes, known_panels, strict=True):
         _draw_panel(axes, panel, others)
         # Only the first panel names the rows.
         row_names = names if axes is all_axes[0] else ()
         axes.set_yticks(range(len(row_names)), row_names, fontsize=9)
+        # Downwards: the first row is at the top.
         axes.set(ylim=(len(names) - 0.4, -0.6))
+        # The values stand beside the bars.
         axes.tick_params(axis="x", labelbottom=False, bottom=False)
         axes.spines["bottom"].set_visible(False)
     write_png(figure, path)
 
 
 def _draw_panel(axes: Any, panel: Panel, others: Sequence[bool]) -> None:
-    """Draw the known values of a quantity as bars or dots, with their texts at the right."""
-    places = []
-    numbers = []
+    """Draw the known values of a quantity as bars or dots, with their texts at the right.
+
+    Args:
+        axes: Axes of the panel.
+        panel: The quantity, with at least one known value.
+        others: Whether each row is drawn grey; empty = no row is.
+    """
+    # Rows with a known value, from the top, and these values.
+    rows = []
+    values = []
     colours = []
-    for place, value in enumerate(panel.values):
+    for row, value in enumerate(panel.values):
         if value is not None:
-            places.append(place)
-            numbers.append(value)
-            colours.append(_OTHERS if others and others[place] else _OURS)
+            rows.append(row)
+            values.append(value)
+            colours.append(_OTHERS if others and others[row] else _OURS)
     if panel.has_bars:
-        axes.barh(places, numbers, color=colours, height=0.72)
+        axes.barh(rows, values, color=colours, height=0.72)
         # Room at the right for the texts; 1 where all bars are 0.
-        right_end = 1.25 * max(numbers)
+        right_end = 1.25 * max(values)
         axes.set(xlim=(0, right_end or 1))
     else:
-        axes.scatter(numbers, places, color=colours, s=30)
-        low, high = min(numbers), max(numbers)
+        axes.scatter(values, rows, color=colours, s=30)
+        low = min(values)
+        high = max(values)
         span = max(high - low, 0.01)
         # Room at the right for the text of the largest value.
         axes.set(xlim=(low - 0.2 * span, high + 0.6 * span))
-    for place, value in zip(places, numbers, strict=True):
-        axes.text(value, place, "  " + panel.text.format(value), va="center", fontsize=8)
+    for row, value in zip(rows, values, strict=True):
+        text = panel.value_format.format(value)
+        axes.text(value, row, f"  {text}", va="center", fontsize=8)
 
 
 def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the Dice of every case by region.
 
-    A box is around the middle half; the worst case of each region is named.
+    A box encloses the middle half of the cases; the worst case of each region is named.
 
     Args:
         rows: Scores with the keys `case`, `region`, `trust` and `dice`, at least one, in any order;
@@ -214,7 +240,7 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     reach = max(1.0 - lowest, 0.02)
     region_names = [region.replace("_", " ") for region in regions]
     axes.set_xticks(range(len(regions)), region_names)
-    # Room below for the name of the worst case.
+    # Room below for the name of the worst case, and above for half a point.
     ylim = (lowest - 0.14 * reach, 1.0 + 0.04 * reach)
     axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=ylim, ylabel="Dice", axisbelow=True)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
@@ -222,13 +248,20 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the scores of a region, from the lowest to the highest, at the place `number`."""
-    values = np.array([row["dice"] for row in rows])
+    """Draw the Dice of a region.
+
+    Args:
+        axes: Axes of all regions.
+        number: Place of the region on the horizontal axis, from 0.
+        rows: Scores of the region, at least one, the lowest Dice first.
+    """
+    dices = np.array([row["dice"] for row in rows])
     is_sure = np.array([row["trust"] in _SURE_TRUST for row in rows])
     colour = _COLOURS[number % len(_COLOURS)]
+    # A box around fewer points would say no more than the points.
     if len(rows) > 3:
         axes.boxplot(
-            values,
+            dices,
             positions=[number],
             widths=0.5,
             showfliers=False,
@@ -238,15 +271,16 @@ def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> N
             capprops=_BOX,
             medianprops={"color": "#4b5563", "linewidth": 1.6},
         )
-    offsets = (rank_offsets(len(rows)) - 0.5) * 0.36
+    # Points within 0.18 to the left and to the right of the place.
+    xs = number + (rank_offsets(len(rows)) - 0.5) * 0.36
     filled: dict[str, Any] = {"color": colour, "alpha": 0.85}
     hollow: dict[str, Any] = {"facecolors": "white", "edgecolors": colour}
-    for is_drawn, look in ((is_sure, filled), (~is_sure, hollow)):
-        axes.scatter(number + offsets[is_drawn], values[is_drawn], s=26, zorder=3, **look)
+    axes.scatter(xs[is_sure], dices[is_sure], s=26, zorder=3, **filled)
+    axes.scatter(xs[~is_sure], dices[~is_sure], s=26, zorder=3, **hollow)
     worst_name = shortened(rows[0]["case"], _MAX_NAME_LETTERS)
     axes.annotate(
-        f"{worst_name} {values[0]:.3f}",
-        (number + offsets[0], values[0]),
+        f"{worst_name} {dices[0]:.3f}",
+        (xs[0], dices[0]),
         xytext=(0, -9),
         textcoords="offset points",
         ha="center",
@@ -260,12 +294,13 @@ def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> N
 def draw_front(
     peaks_gib: Sequence[float], seconds: Sequence[float], budget_gib: float, path: Path
 ) -> None:
-    """Draw peak against seconds of the sets of switches that no other one beats, and the budget.
+    """Draw peak memory against seconds per step, and the budget.
 
     Args:
-        peaks_gib: Peaks.
-        seconds: Seconds of a step of each.
-        budget_gib: Line to draw.
+        peaks_gib: Peak of each set of switches that no other set beats in both numbers; their
+            points are joined in this order.
+        seconds: Seconds of a step with each set.
+        budget_gib: Budget minus its margin, drawn as a line.
         path: PNG file to write.
     """
     figure, (axes,) = new_figure(7, 4, "Pareto front of peak and seconds")

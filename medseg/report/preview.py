@@ -12,15 +12,16 @@ from medseg.io.label_table import Structure
 from medseg.report.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
 from medseg.report.plots import shortened, write_png
 
-# Up to this number of labels, each has its own line; more labels are written three to a line.
+# Up to this number of labels, each has its own line; more labels are written in three columns.
 MAX_LONG = 6
 
-# Three panels and two gaps are as wide as the picture.
+# Layout of the picture, which is as wide as three panels and two gaps.
 _WIDTH_PX = 1280
 _PANEL_PX = 424
 _GAP_PX = 4
 _HEADER_PX = 48
 _LINE_PX = 20
+# Letters of a title, and warnings that are written.
 _MAX_TITLE = 90
 _MAX_WARNINGS = 8
 # Letters of 10 points that fit into a line.
@@ -34,15 +35,15 @@ class PreviewSlice:
     Attributes:
         plane: `axial`, `coronal` or `sagittal`.
         index: Its index along the axis of the plane.
-        count: Number of slices along that axis.
+        num_slices: Number of slices along that axis.
         image: Values (rows, columns).
         labels: Label values (rows, columns).
-        size_mm: Extent (rows, columns).
+        size_mm: Extent along rows and along columns: height and width.
     """
 
     plane: str
     index: int
-    count: int
+    num_slices: int
     image: np.ndarray
     labels: np.ndarray
     size_mm: tuple[float, float]
@@ -60,29 +61,31 @@ def cut_slices(
         labels: Its label values, (D, H, W).
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """
-    # Number of labelled voxels of each slice, by axis; plane by plane, since a mask of the volume
-    # would be as large as the label map.
-    areas = [np.zeros(size, dtype=np.int64) for size in labels.shape]
-    for index, plane in enumerate(labels):
-        is_label = plane > 0
-        areas[1] += np.count_nonzero(is_label, axis=1)
-        columns = np.count_nonzero(is_label, axis=0)
-        areas[2] += columns
-        areas[0][index] = columns.sum()
+    # Number of labelled voxels of each slice, by axis. They are counted one axial slice after the
+    # other, since a mask of the volume would be as large as the label map.
+    num_voxels = [np.zeros(size, dtype=np.int64) for size in labels.shape]
+    for index, axial_slice in enumerate(labels):
+        is_label = axial_slice > 0
+        num_voxels[1] += np.count_nonzero(is_label, axis=1)
+        num_in_columns = np.count_nonzero(is_label, axis=0)
+        num_voxels[2] += num_in_columns
+        num_voxels[0][index] = num_in_columns.sum()
+    extent_mm = np.multiply(labels.shape, spacing_mm)
     slices = []
     for plane, axis in PLANES.items():
         index = labels.shape[axis] // 2
-        if areas[axis].any():
-            index = int(areas[axis].argmax())
-        rows_mm, columns_mm = np.delete(np.multiply(labels.shape, spacing_mm), axis).tolist()
+        if num_voxels[axis].any():
+            index = int(num_voxels[axis].argmax())
+        height_mm, width_mm = np.delete(extent_mm, axis).tolist()
         slices.append(
             PreviewSlice(
                 plane,
                 index,
                 labels.shape[axis],
+                # Copies, since views would keep the volumes in memory.
                 np.ascontiguousarray(image.take(index, axis)),
                 np.ascontiguousarray(labels.take(index, axis)),
-                (rows_mm, columns_mm),
+                (height_mm, width_mm),
             )
         )
     return slices
@@ -98,16 +101,14 @@ def draw_preview(
     window: tuple[float, float] | None,
     notes: Sequence[str] = (),
 ) -> None:
-    """Draw the slices side by side, with texts below.
-
-    The texts are the labels with their figures, the notes and the warnings.
+    """Draw the slices side by side, with texts below: labels with figures, notes, warnings.
 
     Args:
         slices: From `cut_slices`.
         path: PNG file to write.
         title: Line at the top, such as the name of the case.
-        structures: Names and colours of the labels.
-        figures: Label value to its figures in words.
+        structures: Names, values and colours of the labels.
+        figures: Label value to its measurements, as text.
         warnings: Sentences of the report.
         window: Values that are drawn black and white; None takes percentiles.
         notes: Further sentences, above the warnings.
@@ -117,37 +118,43 @@ def draw_preview(
     """
     warning_lines = _warning_lines(warnings)
     num_columns = 1 if len(structures) <= MAX_LONG else 3
-    label_rows = math.ceil(len(structures) / num_columns)
+    num_label_lines = math.ceil(len(structures) / num_columns)
     sizes_px = _sizes_px(slices)
-    bottom = _HEADER_PX + max(rows for rows, _ in sizes_px)
-    num_lines = label_rows + len(notes) + len(warning_lines)
-    canvas = Canvas(_WIDTH_PX, bottom + 24 + _LINE_PX * num_lines + 24)
+    slices_bottom_px = _HEADER_PX + max(height_px for height_px, _ in sizes_px)
+    num_lines = num_label_lines + len(notes) + len(warning_lines)
+    canvas = Canvas(_WIDTH_PX, slices_bottom_px + 24 + _LINE_PX * num_lines + 24)
     canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
     _draw_slices(canvas, slices, sizes_px, structures, window)
     for number, structure in enumerate(structures):
-        column, row = divmod(number, label_rows)
-        x = 12 + column * _WIDTH_PX / num_columns
-        y = bottom + 24 + _LINE_PX * row
+        # Columns are filled one after the other.
+        column, line = divmod(number, num_label_lines)
+        left_px = 12 + column * _WIDTH_PX / num_columns
+        top_px = slices_bottom_px + 24 + _LINE_PX * line
         name = shortened(structure.name.replace("_", " "), 28)
-        canvas.write(x, y, name, color=structure.colour, fontsize=10, fontweight="bold")
-        canvas.write(x + 190, y, figures.get(structure.value, ""), fontsize=10)
+        canvas.write(left_px, top_px, name, color=structure.colour, fontsize=10, fontweight="bold")
+        canvas.write(left_px + 190, top_px, figures.get(structure.value, ""), fontsize=10)
     warning_colour = "#fbbf24" if warnings else "#86efac"
-    below_labels = [(note, TEXT) for note in notes]
-    below_labels += [(line, warning_colour) for line in warning_lines]
-    for number, (line, colour) in enumerate(below_labels, start=label_rows):
-        canvas.write(12, bottom + 32 + _LINE_PX * number, line, fontsize=10, color=colour)
+    coloured_lines = [(note, TEXT) for note in notes]
+    coloured_lines += [(line, warning_colour) for line in warning_lines]
+    for number, (text, colour) in enumerate(coloured_lines, start=num_label_lines):
+        # Eight pixels below the labels.
+        top_px = slices_bottom_px + 32 + _LINE_PX * number
+        canvas.write(12, top_px, text, fontsize=10, color=colour)
     write_png(canvas.figure, path)
 
 
 def _sizes_px(slices: Sequence[PreviewSlice]) -> list[tuple[int, int]]:
-    """Size of each slice in the picture in pixels (rows, columns), all in one scale."""
+    """Choose height and width of each slice in the picture, all in one scale."""
     largest_mm = max(max(cut.size_mm) for cut in slices)
+    # A small volume is not enlarged to the size of a panel: a voxel would be a large square.
     px_per_mm = min(_PANEL_PX / largest_mm, 4.0)
     sizes_px = []
     for cut in slices:
-        rows_mm, columns_mm = cut.size_mm
-        rows, columns = round(px_per_mm * rows_mm), round(px_per_mm * columns_mm)
-        sizes_px.append((max(1, rows), max(1, columns)))
+        height_mm, width_mm = cut.size_mm
+        # At least a pixel: a volume of one slice is drawn too.
+        height_px = max(1, round(px_per_mm * height_mm))
+        width_px = max(1, round(px_per_mm * width_mm))
+        sizes_px.append((height_px, width_px))
     return sizes_px
 
 
@@ -158,33 +165,33 @@ def _draw_slices(
     structures: Sequence[Structure],
     window: tuple[float, float] | None,
 ) -> None:
-    """Draw the slices centred as a group, and each within the height of the highest."""
-    width_px = sum(columns for _, columns in sizes_px) + _GAP_PX * (len(slices) - 1)
-    height_px = max(rows for rows, _ in sizes_px)
-    left = (_WIDTH_PX - width_px) / 2
+    """Draw the slices side by side, centred horizontally as a group and vertically each."""
+    group_width_px = sum(width_px for _, width_px in sizes_px) + _GAP_PX * (len(slices) - 1)
+    group_height_px = max(height_px for height_px, _ in sizes_px)
+    left_px = (_WIDTH_PX - group_width_px) / 2
     # One range for all slices, so that a tissue has one grey.
     all_values = np.concatenate([cut.image.ravel() for cut in slices])
-    grey_values = grey_range(all_values, window)
+    black_and_white = grey_range(all_values, window)
     label_values = [structure.value for structure in structures]
     colours = [structure.colour for structure in structures]
-    for cut, (rows, columns) in zip(slices, sizes_px, strict=True):
-        upper = (2 * _HEADER_PX + height_px - rows) / 2
+    for cut, (height_px, width_px) in zip(slices, sizes_px, strict=True):
+        top_px = _HEADER_PX + (group_height_px - height_px) / 2
         axes = canvas.draw_slice(
-            (left, upper, left + columns, upper + rows),
+            (left_px, top_px, left_px + width_px, top_px + height_px),
             cut.image,
             label_values,
-            grey_values,
+            black_and_white,
             is_up=cut.plane != "axial",
             outlined=cut.labels,
             width_pt=1.3,
             colours=colours,
         )
-        draw_marks(axes, cut.plane, f"{cut.plane} {cut.index + 1}/{cut.count}")
-        left += columns + _GAP_PX
+        draw_marks(axes, cut.plane, f"{cut.plane} {cut.index + 1}/{cut.num_slices}")
+        left_px += width_px + _GAP_PX
 
 
 def _warning_lines(warnings: Sequence[str]) -> list[str]:
-    """Wrap the first warnings to lines, and count the rest."""
+    """Wrap the first warnings to lines, and count the others in a last line."""
     lines: list[str] = []
     for warning in warnings[:_MAX_WARNINGS]:
         lines += textwrap.wrap(warning, _LINE_LETTERS, initial_indent="• ", subsequent_indent="   ")

@@ -20,12 +20,12 @@ from medseg.report.compare import (
     Run,
     Setting,
     Study,
-    write_duration,
+    format_duration,
 )
 from medseg.report.differences import METHOD, describe_patients
 from medseg.report.html import data_uri, render_page
 
-# A reader can distinguish so many hues; more settings get shades by rank.
+# A reader can distinguish so many hues; with more settings, each gets a shade by its rank.
 _NUM_HUES = 8
 # Settings with a column in the table of cases.
 _MAX_CASE_SETTINGS = 8
@@ -46,7 +46,7 @@ def render(
         study: The search that made the runs, if one did.
         title: Heading.
         folder: Folder of the runs, as shown to the reader.
-        num_pictures: Largest number of overlays, the best runs first.
+        num_pictures: Largest number of overlays, of the best runs first.
         say: Takes a sentence about a picture that could not be read.
 
     Returns:
@@ -55,10 +55,10 @@ def render(
     metrics = shown_metrics(comparison)
     settings = comparison.settings
     runs = comparison.runs
-    # Number of a setting to its rank.
-    places = {number: place for place, number in enumerate(comparison.ranked)}
+    # Number of a setting to its rank, from 0.
+    ranks = {number: rank for rank, number in enumerate(comparison.ranked)}
     ranked_settings = [settings[number] for number in comparison.ranked]
-    pictures = _pictures(comparison, places, num_pictures, say)
+    pictures = _pictures(comparison, ranks, num_pictures, say)
     num_all_pictures = sum(len(run.pictures) for run in runs)
     baseline_rows = difference_rows(comparison)
     charts: dict[str, list[Chart]] = {
@@ -81,15 +81,16 @@ def render(
         folder=folder,
         comparison=comparison,
         num_hues=_NUM_HUES,
-        places=places,
+        ranks=ranks,
         legend=ranked_settings,
-        # Labels of many settings are long; a run names its setting where each has one run.
+        # Labels of many settings are long; where each setting has one run, the name of the run
+        # takes their place.
         is_named_by_run=len(settings) > _NUM_HUES and len(settings) == len(runs),
         study=study,
         best_trials=best_trials,
         has_results=any(setting.metrics.get(VAL_DICE.key) for setting in settings),
         missing=MISSING,
-        write_mean=write_mean,
+        format_mean=format_mean,
         setting_figures=setting_figures(comparison, metrics),
         run_texts=_run_texts(comparison),
         run_figures=run_figures(comparison, metrics),
@@ -107,7 +108,7 @@ def render(
 
 
 def _best_values(comparison: Comparison) -> dict[str, Any]:
-    """Values of the template about the best setting and the setting of the baseline."""
+    """Make the values of the template about the best setting and the setting of the baseline."""
     values: dict[str, Any] = {
         "best": None,
         "best_run": None,
@@ -129,27 +130,27 @@ def _best_values(comparison: Comparison) -> dict[str, Any]:
 def _case_values(
     comparison: Comparison, settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Values of the template about the validation cases.
+    """Make the values of the template about the validation cases.
 
     Args:
         comparison: All runs.
         settings: All settings, the best first.
-        pictures: Overlays of the page.
+        pictures: Overlays of the page, from `_pictures`.
     """
-    with_cases = [setting for setting in settings if setting.cases]
-    case_settings = with_cases[:_MAX_CASE_SETTINGS]
+    settings_with_cases = [setting for setting in settings if setting.cases]
+    case_settings = settings_with_cases[:_MAX_CASE_SETTINGS]
     case_rows = _case_rows(case_settings, pictures)
     cases = {row["case"] for row in case_rows}
     return {
         "case_settings": case_settings,
-        "num_hidden_settings": len(with_cases) - len(case_settings),
+        "num_hidden_settings": len(settings_with_cases) - len(case_settings),
         "case_rows": case_rows,
         "pairing": describe_patients(cases, comparison.patients),
     }
 
 
 def _run_texts(comparison: Comparison) -> list[list[str]]:
-    """Texts of each run in the columns of the keys that differ."""
+    """List the texts of each run in the columns of the keys that differ."""
     texts = []
     for index in range(len(comparison.runs)):
         texts.append([column.values[index] for column in comparison.columns])
@@ -157,15 +158,18 @@ def _run_texts(comparison: Comparison) -> list[list[str]]:
 
 
 def _tiles(runs: Sequence[Run]) -> list[tuple[str, Any]]:
-    """Figures for the top of the page: runs, runs by status, time of training in all."""
+    """Make the pairs of a name and a figure at the top of the page.
+
+    They are the number of runs, in all and by status, and the time of training.
+    """
     tiles: list[tuple[str, Any]] = [("runs", len(runs))]
     counts = Counter(run.status for run in runs)
-    # Finished runs first; the sort keeps the order of the others.
+    # Finished runs first, as False sorts before True; the others stay in their order.
     for status in sorted(counts, key=lambda status: status != FINISHED):
         tiles.append((status.replace("_", " "), counts[status]))
-    total_s = sum(TRAIN_TIME.of(run) or 0.0 for run in runs)
+    total_s = sum(TRAIN_TIME.read(run) or 0.0 for run in runs)
     if total_s:
-        tiles.append(("training in all", write_duration(total_s)))
+        tiles.append(("training in all", format_duration(total_s)))
     return tiles
 
 
@@ -177,7 +181,15 @@ def _link_to(
     case: str = "",
     label: str = "",
 ) -> str:
-    """Link to the first picture of a run, or of a case and a label in a setting; "" without one."""
+    """Link to the first picture of a run, or of a case and a label in a setting; "" without one.
+
+    Args:
+        pictures: From `_pictures`.
+        run: Run; None to search by the following arguments.
+        setting: Setting of the run of the picture.
+        case: Case that the picture shows.
+        label: Label that the case has a Dice of.
+    """
     for picture in pictures:
         is_of_run = run is not None and picture["run"] is run
         is_of_setting = setting is not None and picture["setting"] is setting
@@ -205,18 +217,28 @@ def difference_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _pictures(
-    comparison: Comparison, places: dict[int, int], num_pictures: int, say: Callable[[str], None]
+    comparison: Comparison, ranks: dict[int, int], num_pictures: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Overlays of the best runs, the lowest Dice first, those of an unknown Dice last."""
-    # The best settings first: only so many pictures are in the page.
-    run_places = [places[setting.number] for setting in comparison.setting_of]
-    indices = sorted(range(len(comparison.runs)), key=lambda index: run_places[index])
+    """Choose the overlays of the page: of the best runs, in ascending order of their Dice.
+
+    Args:
+        comparison: All runs.
+        ranks: Number of a setting to its rank, from 0.
+        num_pictures: Largest number of overlays.
+        say: Takes a sentence about a picture that could not be read.
+
+    Returns:
+        Values of the template for each overlay; those of an unknown Dice are last.
+    """
+    # The runs of the best settings first, of which the page has pictures.
+    run_ranks = [ranks[setting.number] for setting in comparison.setting_of]
+    indices = sorted(range(len(comparison.runs)), key=lambda index: run_ranks[index])
     overlays: list[tuple[int, Picture]] = []
     for index in indices:
         for picture in comparison.runs[index].pictures:
             overlays.append((index, picture))
     overlays = overlays[:num_pictures]
-    # A Dice is at most 1.
+    # By the label with the lowest Dice. A Dice is at most 1, so 2 is after all of them.
     overlays.sort(key=lambda overlay: min(overlay[1].dice.values(), default=2.0))
     pictures = []
     for number, (index, picture) in enumerate(overlays):
@@ -245,7 +267,12 @@ def _pictures(
 def _case_rows(
     settings: Sequence[Setting], pictures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Dice of each case and label in each setting with a link, the lowest mean first."""
+    """Make the rows of the table of cases, the lowest mean Dice first.
+
+    Returns:
+        For each case and label `mean`, over the settings, and `cells`: for each setting the Dice
+        (None where it did not validate the case), and a link to the picture ("" without one).
+    """
     rows = []
     # The cases and labels of any setting, each once and in their order.
     pairs: dict[tuple[str, str], None] = {}
@@ -256,20 +283,21 @@ def _case_rows(
         for setting in settings:
             link = _link_to(pictures, setting=setting, case=case, label=label)
             cells.append((setting.cases.get((case, label)), link))
-        mean = fmean(dice for dice, _ in cells if dice is not None)
-        rows.append({"case": case, "label": label, "mean": mean, "cells": cells})
+        mean_dice = fmean(dice for dice, _ in cells if dice is not None)
+        rows.append({"case": case, "label": label, "mean": mean_dice, "cells": cells})
     return sorted(rows, key=lambda row: row["mean"])
 
 
 def shown_metrics(comparison: Comparison) -> list[Metric]:
     """Select the metrics that some run has.
 
-    Those without a better direction (steps, weights) are shown only where they differ.
+    Those of which neither more nor less is better (steps, weights) are shown only where they
+    differ.
     """
     metrics = []
     for metric in METRICS:
         # The known values, each once.
-        values = {metric.of(run) for run in comparison.runs} - {None}
+        values = {metric.read(run) for run in comparison.runs} - {None}
         if len(values) > 1 or (values and metric.better):
             metrics.append(metric)
     return metrics
@@ -278,67 +306,73 @@ def shown_metrics(comparison: Comparison) -> list[Metric]:
 def setting_figures(
     comparison: Comparison, metrics: Sequence[Metric]
 ) -> list[list[dict[str, Any]]]:
-    """Cells of each metric over the settings, the best first."""
+    """Make the cells of each metric for the settings, the best first."""
     settings = [comparison.settings[number] for number in comparison.ranked]
     is_complete = [setting.is_complete for setting in settings]
     columns = []
     for metric in metrics:
         rows = [setting.metrics.get(metric.key, ()) for setting in settings]
-        columns.append(_column(metric, rows, is_complete))
+        columns.append(_cells(metric, rows, is_complete))
     return columns
 
 
 def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[dict[str, Any]]]:
-    """Cells of each metric over the runs in the order of the folders.
+    """Make the cells of each metric for the runs, in the order of the folders.
 
     Only finished runs can be the best.
     """
     is_finished = [run.status == FINISHED for run in comparison.runs]
     columns = []
     for metric in metrics:
-        values = [metric.of(run) for run in comparison.runs]
+        values = [metric.read(run) for run in comparison.runs]
         rows = [() if value is None else (value,) for value in values]
-        columns.append(_column(metric, rows, is_finished))
+        columns.append(_cells(metric, rows, is_finished))
     return columns
 
 
-def write_mean(metric: Metric, values: Sequence[float]) -> str:
-    """Format the mean of at least one value, with the standard deviation where values differ."""
-    text = metric.write(fmean(values))
+def format_mean(metric: Metric, values: Sequence[float]) -> str:
+    """Format the mean of at least one value, with the standard deviation where values differ.
+
+    A metric of which neither more nor less is better gets the mean only.
+    """
+    text = metric.format(fmean(values))
     if metric.better and len(set(values)) > 1:
-        text += f" ± {metric.write(stdev(values))}"
+        text += f" ± {metric.format(stdev(values))}"
     return text
 
 
-def _column(
-    metric: Metric, rows: Sequence[Sequence[float]], is_counted: Sequence[bool]
+def _cells(
+    metric: Metric, rows: Sequence[Sequence[float]], is_eligible: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """Cells of a metric: text, number to sort by ("" comes last), and the mark of the best row.
+    """Make the cells of a metric in the rows of a table, and mark the best.
 
     Args:
         metric: The metric.
-        rows: Values of each row, those of its repeats; a row may have none.
-        is_counted: Whether a row may be marked as the best. Of equal rows none is marked.
+        rows: Values of each row: one of a run, several of the repeats of a setting, or none.
+        is_eligible: Whether each row may be marked as the best.
+
+    Returns:
+        For each row `text`, `order` (number to sort by, as text; "" comes last) and `is_best`.
     """
     means = [fmean(values) if values else None for values in rows]
-    candidates = set()
-    for mean, counts in zip(means, is_counted, strict=True):
-        if counts and mean is not None:
-            candidates.add(mean)
-    # A best value among equal ones would be chance.
-    best = None
-    if metric.better and len(candidates) > 1:
-        best = max(candidates, key=lambda mean: mean * metric.better)
+    eligible_means = set()
+    for mean, can_be_best in zip(means, is_eligible, strict=True):
+        if can_be_best and mean is not None:
+            eligible_means.add(mean)
+    best_mean = None
+    # Where all are equal, none is marked.
+    if metric.better and len(eligible_means) > 1:
+        best_mean = max(eligible_means, key=lambda mean: mean * metric.better)
     cells = []
-    for mean, values, counts in zip(means, rows, is_counted, strict=True):
+    for mean, values, can_be_best in zip(means, rows, is_eligible, strict=True):
         if mean is None:
             cells.append({"text": MISSING, "order": "", "is_best": False})
             continue
         cells.append(
             {
-                "text": write_mean(metric, values),
+                "text": format_mean(metric, values),
                 "order": repr(mean),
-                "is_best": mean == best and counts,
+                "is_best": mean == best_mean and can_be_best,
             }
         )
     return cells
@@ -347,11 +381,16 @@ def _column(
 def _best_run(runs: Sequence[Run]) -> Run:
     """Find the finished run with the highest validation Dice."""
     finished = [run for run in runs if run.status == FINISHED]
-    return max(finished, key=lambda run: VAL_DICE.of(run) or 0.0)
+    return max(finished, key=lambda run: VAL_DICE.read(run) or 0.0)
 
 
 def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
-    """List the best trials of a search: run, objectives, searched keys."""
+    """List the best trials of a search.
+
+    Returns:
+        For each trial `number` of its setting, `name` of its run, `figures` (metric to its text)
+        and `drawn` (searched key to its text).
+    """
     # In the order of the metrics, whatever the order of the objectives.
     objectives = [metric for metric in METRICS if metric.key in study["objectives"]]
     trials = []
@@ -360,11 +399,11 @@ def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
             continue
         figures = {}
         for metric in objectives:
-            value = metric.of(run)
-            figures[metric.key] = MISSING if value is None else metric.write(value)
-        values = {key: _four_digits(run.overrides.get(key, MISSING)) for key in study["space"]}
+            value = metric.read(run)
+            figures[metric.key] = MISSING if value is None else metric.format(value)
+        drawn = {key: _four_digits(run.overrides.get(key, MISSING)) for key in study["space"]}
         trials.append(
-            {"number": setting.number, "name": run.name, "figures": figures, "drawn": values}
+            {"number": setting.number, "name": run.name, "figures": figures, "drawn": drawn}
         )
     return trials
 

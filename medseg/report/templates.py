@@ -13,6 +13,7 @@ def open_templates(folder: Path) -> Environment:
         loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
+        # Lines of statements leave no empty lines in the page.
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -1,6 +1,6 @@
 """Case viewer: one HTML file with the scan, its labels and the text of the report.
 
-niivue draws it without internet access.
+The script niivue, which is part of the file, draws the volumes without internet access.
 """
 
 import base64
@@ -31,16 +31,18 @@ SPACING_MM = 1.5
 # HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone.
 CT_RANGE_HU = (-1024.0, 1024.0)
 
-# Differences to a reference: voxels of it alone, of the prediction alone, with two labels.
+# Values of the map of differences to a reference: 1 = voxels of the reference only, 2 = of the
+# prediction only, 3 = with different labels in both.
 DIFFERENCES = [
     Structure(name, value, colour)
     for value, (name, colour) in enumerate(ERROR_COLOURS.items(), start=1)
 ]
 
 _FOLDER = Path(__file__).parent / "viewer_page"
-_PAGE_BYTES = 40_000  # page, style and words beside niivue and the volumes
-# Grey values of a CT are compressed to no less than a quarter: finer bins than for this need not be
-# tried.
+# Bytes of the page beside niivue and the volumes: markup, style sheet and text.
+_PAGE_BYTES = 40_000
+# Grey values of a CT are compressed to no less than a quarter: bins that would not fit even then
+# need not be tried.
 _BEST_RATIO = 4
 
 
@@ -49,8 +51,9 @@ class LabelBox:
     """Place of the label map of a page on the oriented scan, see `orient`.
 
     Attributes:
-        start: First voxel, (z, y, x).
-        step: Voxels of the scan from one of the map to the next; 1 unless the page is too large.
+        start: Voxel of the scan with the first voxel of the map, (z, y, x).
+        step: Voxels of the scan from one voxel of the map to the next, along each axis; 1 unless
+            the map would be too large.
         shape: Voxels of the map, (D, H, W).
     """
 
@@ -64,13 +67,13 @@ class ViewerVolumes:
     """Volumes of a page, each a NIfTI file (.nii.gz) towards Superior, Posterior and Left.
 
     Attributes:
-        image: The scan in 256 values, in bins of whole voxels.
-        labels: The label map in a box around all labels, at the resolution of the scan.
-        differences: In the same box, see `DIFFERENCES`; None without a reference.
-        label_box: The box.
+        image: The scan in 256 values, averaged over bins of whole voxels.
+        labels: The label map in `label_box`, a box around all labels.
+        differences: Map of `DIFFERENCES` in the same box; None without a reference.
+        label_box: Place of both maps.
         grid: Grid of the oriented scan.
-        factors: Voxels of a bin of the image, (z, y, x).
-        value_step: Difference of neighbouring values of the image.
+        factors: Voxels of a bin along each axis, (z, y, x).
+        value_step: Difference of neighbouring grey values, in values of the scan.
     """
 
     image: bytes
@@ -83,18 +86,20 @@ class ViewerVolumes:
 
     @property
     def page_bytes(self) -> int:
-        """Size of a page with them."""
+        """Size of a page with these volumes."""
         volumes = (self.image, self.labels, self.differences or b"")
         return _fixed_bytes() + sum(map(_base64_bytes, volumes))
 
     def geometry(self) -> dict[str, Any]:
-        """What the script of the page knows of the scan, in plain types."""
-        bins = _num_bins(self.grid, self.factors)
+        """Describe the scan for the script of the page, in plain types."""
+        num_bins = _num_bins(self.grid, self.factors)
         bin_mm = np.multiply(self.factors, self.grid.spacing_mm)
         return {
             "shape": list(self.grid.shape),
-            "padded_shape": np.multiply(bins, self.factors).tolist(),
+            # The last bins may reach beyond the scan.
+            "padded_shape": np.multiply(num_bins, self.factors).tolist(),
             "spacing_mm": list(self.grid.spacing_mm),
+            # For readers: width, height and depth.
             "bin_mm": " × ".join(f"{size_mm:.3g}" for size_mm in bin_mm[::-1]),
             "value_step": f"{self.value_step:.2g}",
             "labels": asdict(self.label_box),
@@ -120,47 +125,57 @@ def pack_volumes(
         labels: Predicted label values, (D, H, W).
         grid: Grid of both.
         reference: Reference label values, (D, H, W), or None.
-        is_ct: Whether the values are HU; others are drawn between their percentiles.
+        is_ct: Whether the values are HU; other values are drawn between their percentiles.
         max_mb: Largest size of the page in 10⁶ bytes.
     """
     low, high = CT_RANGE_HU
     if not is_ct:
-        # The percentiles of about 32 slices.
+        # About 32 slices are enough for the percentiles.
         some_slices = image[:: max(1, len(image) // 32)]
         low, high = grey_range(some_slices, None)
-    image, oriented, orientation = orient(image, grid)
+    image, oriented_grid, orientation = orient(image, grid)
     labels = orientation.to_lps(labels)
     if reference is not None:
         reference = orientation.to_lps(reference)
     free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
-    box, packed_labels, differences = _packed_labels(labels, reference, oriented, free_bytes / 2)
-    free_bytes -= _base64_bytes(packed_labels) + _base64_bytes(differences or b"")
-    bytes_per_bin = 4 / 3 / _BEST_RATIO  # in base64 three bytes take four
+    box, packed_labels, packed_differences = _pack_labels(
+        labels, reference, oriented_grid, free_bytes / 2
+    )
+    free_bytes -= _base64_bytes(packed_labels) + _base64_bytes(packed_differences or b"")
+    # At first the fewest that are possible, then as many as in the page that was too large. Base64
+    # makes four bytes of three.
+    bytes_per_bin = 4 / 3 / _BEST_RATIO
     spacing_mm = SPACING_MM
     tried_factors: Shape = (0, 0, 0)
     slope = (high - low) / 255
-    # Coarser and coarser, until the page is small enough; a single bin is taken whatever its size.
+    # Coarser and coarser bins, until the page is small enough; a single bin is taken whatever its
+    # size. Bins are whole voxels, so steps of 3 % enlarge them along one axis at a time.
     while True:
-        factors = _factors_near(spacing_mm, oriented)
-        num_bins = math.prod(_num_bins(oriented, factors))
-        # The first bins that can fit, by what larger pages took: bins are whole voxels, so a step
-        # along one axis may do.
+        factors = _factors_near(spacing_mm, oriented_grid)
+        num_bins = math.prod(_num_bins(oriented_grid, factors))
         may_fit = num_bins * bytes_per_bin <= free_bytes or num_bins == 1
+        # Packing takes a second or more: only bins that are new and may fit are tried.
         if factors != tried_factors and may_fit:
             tried_factors = factors
             binned = _binned(image, factors, low, slope)
-            packed_image = packed_nifti(binned, _binned_grid(oriented, factors), slope, low)
+            packed_image = packed_nifti(binned, _binned_grid(oriented_grid, factors), slope, low)
             num_bytes = _base64_bytes(packed_image)
             if num_bytes <= free_bytes or num_bins == 1:
                 return ViewerVolumes(
-                    packed_image, packed_labels, differences, box, oriented, factors, slope
+                    image=packed_image,
+                    labels=packed_labels,
+                    differences=packed_differences,
+                    label_box=box,
+                    grid=oriented_grid,
+                    factors=factors,
+                    value_step=slope,
                 )
             bytes_per_bin = num_bytes / num_bins
         spacing_mm *= 1.03
 
 
 def _factors_near(spacing_mm: float, grid: VoxelGrid) -> Shape:
-    """Count the voxels of a bin along each axis whose bins have about a spacing."""
+    """Choose the voxels of a bin along each axis so that bins have about a spacing, (z, y, x)."""
     z, y, x = (
         min(size, max(1, round(spacing_mm / step_mm)))
         for size, step_mm in zip(grid.shape, grid.spacing_mm, strict=True)
@@ -176,88 +191,108 @@ def _num_bins(grid: VoxelGrid, factors: Shape) -> Shape:
     return depth, height, width
 
 
-def _packed_labels(
+def _pack_labels(
     labels: np.ndarray, reference: np.ndarray | None, grid: VoxelGrid, max_bytes: float
 ) -> tuple[LabelBox, bytes, bytes | None]:
     """Compress the label map, and its differences to a reference, in a box around all labels.
 
     Args:
         labels: Predicted label values of the oriented scan, (D, H, W).
-        reference: Those of the reference, or None.
+        reference: Label values of the reference, (D, H, W), or None.
         grid: Grid of both.
-        max_bytes: Size in the page above which voxels are left out.
+        max_bytes: Size of both in the page above which voxels are left out.
 
     Returns:
-        The box, the label map, and the differences.
+        The box, and as NIfTI files the label map and the differences (None without a reference).
     """
+    # Plane by plane, without a mask of the volume.
     is_labelled = (plane > 0 for plane in labels)
     if reference is not None:
         is_labelled = (
-            (plane > 0) | (expected > 0) for plane, expected in zip(labels, reference, strict=True)
+            (pred > 0) | (target > 0) for pred, target in zip(labels, reference, strict=True)
         )
-    # A page without labels still has a label map, of one voxel.
-    bounds = VoxelBox.around(is_labelled) or VoxelBox((0, 0, 0), (1, 1, 1))
+    bounds = VoxelBox.around(is_labelled)
+    if bounds is None:
+        # A page without labels still has a label map, of one voxel.
+        bounds = VoxelBox((0, 0, 0), (1, 1, 1))
     inner_labels = labels[bounds.slices()]
+    z_mm, y_mm, x_mm = grid.spacing_mm
+    x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(list(bounds.start)).tolist()
     step = 1
     while True:
-        # Every `step`-th voxel along each axis.
-        thinned = (slice(None, None, step),) * 3
-        small_labels = inner_labels[thinned]
+        # Every so many voxels along each axis: labels have no averages.
+        thinning = (slice(None, None, step),) * 3
+        small_labels = inner_labels[thinning]
         box = LabelBox(bounds.start, step, small_labels.shape)
-        z_mm, y_mm, x_mm = grid.spacing_mm
-        x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(list(bounds.start)).tolist()
         box_grid = VoxelGrid(
             small_labels.shape,
             (step * z_mm, step * y_mm, step * x_mm),
             (x0_mm, y0_mm, z0_mm),
             grid.direction,
         )
-        packed = packed_nifti(small_labels.astype(np.uint8, copy=False), box_grid, is_labels=True)
-        differences = None
+        packed_labels = packed_nifti(
+            small_labels.astype(np.uint8, copy=False), box_grid, is_labels=True
+        )
+        packed_differences = None
         if reference is not None:
-            kinds = _differences(small_labels, reference[bounds.slices()][thinned])
-            differences = packed_nifti(kinds, box_grid)
-        num_bytes = _base64_bytes(packed) + _base64_bytes(differences or b"")
+            small_reference = reference[bounds.slices()][thinning]
+            packed_differences = packed_nifti(_differences(small_labels, small_reference), box_grid)
+        num_bytes = _base64_bytes(packed_labels) + _base64_bytes(packed_differences or b"")
         if num_bytes <= max_bytes or max(small_labels.shape) == 1:
-            return box, packed, differences
+            return box, packed_labels, packed_differences
         step += 1
 
 
-def _differences(labels: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Compare labels with a reference, (D, H, W): 0, or a value of `DIFFERENCES`."""
-    kinds = np.zeros(labels.shape, dtype=np.uint8)
-    for kind, plane, expected in zip(kinds, labels, target, strict=True):
-        kind[(expected > 0) & (plane == 0)] = 1
-        kind[(plane > 0) & (expected == 0)] = 2
-        kind[(plane > 0) & (expected > 0) & (plane != expected)] = 3
-    return kinds
+def _differences(labels: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Compare labels with a reference, (D, H, W): 0 = equal, or a value of `DIFFERENCES`."""
+    differences = np.zeros(labels.shape, dtype=np.uint8)
+    # Plane by plane, without masks of the volume; each plane is a view that is changed in place.
+    for difference, pred, target in zip(differences, labels, reference, strict=True):
+        difference[(target > 0) & (pred == 0)] = 1
+        difference[(pred > 0) & (target == 0)] = 2
+        difference[(pred > 0) & (target > 0) & (pred != target)] = 3
+    return differences
 
 
 def _binned_grid(grid: VoxelGrid, factors: Shape) -> VoxelGrid:
-    """Grid of bins of whole voxels, each at the centre of its voxels."""
+    """Make the grid of bins of whole voxels, each at the centre of its voxels."""
     z_mm, y_mm, x_mm = np.multiply(grid.spacing_mm, factors).tolist()
-    first = [(factor - 1) / 2 for factor in factors]
-    x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(first).tolist()
+    # Centre of the first bin: of n voxels, 0 to n - 1.
+    first_centre = [(factor - 1) / 2 for factor in factors]
+    x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(first_centre).tolist()
     return VoxelGrid(
         _num_bins(grid, factors), (z_mm, y_mm, x_mm), (x0_mm, y0_mm, z0_mm), grid.direction
     )
 
 
 def _binned(image: np.ndarray, factors: Shape, low: float, slope: float) -> np.ndarray:
-    """Average bins of voxels, and map them to 0 … 255, plane by plane.
+    """Average an image over bins, and map the averages to grey values.
 
     The last bins of an axis may have fewer voxels.
+
+    Args:
+        image: Oriented image, (D, H, W).
+        factors: Voxels of a bin along each axis, (z, y, x).
+        low: Value of the image that becomes 0.
+        slope: Difference of values that becomes 1.
+
+    Returns:
+        Grey values from 0 to 255, uint8, one for each bin.
     """
     _, height, width = image.shape
-    # First row and column of each bin, and the pixels of each bin of a plane.
+    # First row and column of each bin of a plane, and its number of pixels.
     rows = np.arange(0, height, factors[1])
     columns = np.arange(0, width, factors[2])
-    counts = np.outer(np.diff([*rows, height]), np.diff([*columns, width]))
+    bin_heights = np.diff([*rows, height])
+    bin_widths = np.diff([*columns, width])
+    num_pixels = np.outer(bin_heights, bin_widths)
     planes = []
     for start in range(0, len(image), factors[0]):
         mean_plane = image[start : start + factors[0]].mean(axis=0, dtype=np.float32)
-        sums = np.add.reduceat(np.add.reduceat(mean_plane, rows, axis=0), columns, axis=1)
-        values = np.rint((sums / counts - low) / slope)
+        # Sums from the first row of each bin to that of the next; then likewise the columns.
+        row_sums = np.add.reduceat(mean_plane, rows, axis=0)
+        sums = np.add.reduceat(row_sums, columns, axis=1)
+        values = np.rint((sums / num_pixels - low) / slope)
         planes.append(np.clip(values, 0, 255).astype(np.uint8))
     return np.stack(planes)
 
@@ -270,14 +305,14 @@ class ViewerWords:
         title: Name of the case.
         status: `ok`, `warnings` or `not_hu`.
         warnings: Sentences of the report.
-        information: Sentences that ask for nothing.
+        information: Sentences that ask for no action.
         columns: Headings of the table of labels.
         rows: Label value to its cells.
-        agreements: Region to the Dice coefficient of the two stages.
+        agreements: Region to the Dice coefficient between the two stages.
         usual_agreement: Smaller coefficients are marked.
         dice_at_least: Sentence about the lower bounds on the Dice coefficients of the regions with
             a reference; "" where none is stated.
-        places: What a key jumps to: name to world point (LPS) in mm.
+        places: Points that the reader can jump to: name to world point (LPS) in mm, (x, y, z).
         total: Cells of all labels together; empty where they are not known.
         identity: Patient and date; "" where they are not known.
     """
@@ -310,19 +345,23 @@ def write_viewer(
     Args:
         path: HTML file.
         volumes: Scan and labels.
-        words: Text beside them.
-        structures: Names and colours of the labels.
-        window: Values that are drawn black and white at first; None = all.
+        words: Text beside the volumes.
+        structures: Names, values and colours of the labels.
+        window: Values that are drawn black and white at first; None = the whole range.
         is_ct: Whether the windows of CT are offered.
 
     Raises:
         UserError: If the file cannot be written.
     """
-    # The window of the task is what the networks see.
+    # Name to range. The window of the task is what the networks see.
     windows: dict[str, Any] = {"network": window} if window else {"all": None}
     if is_ct:
         windows |= CT_WINDOWS_HU
-    differences = DIFFERENCES if volumes.differences is not None else []
+    files = {"image": volumes.image, "labels": volumes.labels}
+    differences = []
+    if volumes.differences is not None:
+        files["differences"] = volumes.differences
+        differences = DIFFERENCES
     places = []
     for name, (x_mm, y_mm, z_mm) in words.places.items():
         # niivue's world is RAS, ours is LPS.
@@ -335,9 +374,6 @@ def write_viewer(
         "is_ct": is_ct,
         "scan": volumes.geometry(),
     }
-    files = {"image": volumes.image, "labels": volumes.labels}
-    if volumes.differences is not None:
-        files["differences"] = volumes.differences
     page = (
         open_templates(_FOLDER)
         .get_template("viewer.html")
@@ -345,7 +381,7 @@ def write_viewer(
             words=words,
             structures=structures,
             data=data,
-            # A name may contain `</script>`.
+            # Escaped, since a name may contain `</script>`.
             json=Markup(json.dumps(data, ensure_ascii=True).replace("<", "\\u003c")),
             css=Markup((_FOLDER / "viewer.css").read_text(encoding="utf-8")),
             overlay=Markup((_FOLDER / "overlay.js").read_text(encoding="utf-8")),
@@ -359,13 +395,16 @@ def write_viewer(
 
 @cache
 def _niivue() -> str:
-    """Script of niivue, after its licence."""
-    licence = (_FOLDER / "niivue.LICENSE.txt").read_text(encoding="utf-8").replace("*/", "* /")
-    return f"/*\n{licence}*/\n{(_FOLDER / 'niivue.umd.js').read_text(encoding='utf-8')}"
+    """Read the script of niivue, after its licence in a comment."""
+    licence = (_FOLDER / "niivue.LICENSE.txt").read_text(encoding="utf-8")
+    script = (_FOLDER / "niivue.umd.js").read_text(encoding="utf-8")
+    # `*/` would end the comment.
+    licence = licence.replace("*/", "* /")
+    return f"/*\n{licence}*/\n{script}"
 
 
 def _base64_bytes(data: bytes) -> int:
-    """Size of bytes in the page."""
+    """Size of bytes in base64, as the page has them."""
     return 4 * math.ceil(len(data) / 3)
 
 

@@ -1,4 +1,4 @@
-"""Command lines that a run proposes: its plan when memory ran out, and what follows its end."""
+"""Command lines that a run proposes: `plan` when memory ran out, and the command after its end."""
 
 import math
 import os
@@ -20,8 +20,8 @@ from medseg.training.options import TrainConfig
 from medseg.weights.included import INCLUDED_TASK
 from medseg.wording import quote_for_shell, shell_line
 
-# Keys of `data` that choose the cases, the split and the values of a run: the next stage must not
-# train on other cases.
+# Keys of `data` that decide the cases of a run, their split and their HU: the fine stage has to be
+# trained on the same data as the coarse one.
 SHARED_KEYS = (
     "labels_column",
     "hu_slope",
@@ -34,16 +34,16 @@ SHARED_KEYS = (
     "val_patients",
     "test_patients",
 )
-# Arguments of `train` that say where a run goes on, or that `fit_gib` excludes.
+# Arguments of `train` that `plan` does not take, or not beside `fit_gib`.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
 
 def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
-    """Write the `plan` of a training command, with the free memory of this machine as its bound.
+    """Write the `plan` command for a training, with the free memory of this machine as its bound.
 
     Args:
-        config: Configuration of the run, which tells the device.
-        overrides: Arguments of the command, as Hydra got them.
+        config: Configuration of the run; its `trainer` tells whose memory counts.
+        overrides: Arguments of the training command, as Hydra got them.
 
     Returns:
         One command line for a shell.
@@ -55,10 +55,10 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
         >>> plan_command(SimpleNamespace(trainer=trainer), overrides).partition(" fit_gib=")[0]
         "medseg plan stage=fine 'data.cases=my scans/cases.csv'"
     """
-    # Rounded down: a plan for more than there is would run out of memory again.
+    # Rounded down to tenths of a GiB: a plan for more than there is would run out of memory again.
     tenths = max(1, math.floor(10 * _free_gib(config)))
     fit_gib = f"fit_gib={tenths / 10:.1f}"
-    return shell_line(["medseg", "plan", *_planned(overrides), fit_gib])
+    return shell_line(["medseg", "plan", *_plan_arguments(overrides), fit_gib])
 
 
 def next_command(config: TrainConfig, checkpoint: Path) -> str:
@@ -69,7 +69,11 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     Args:
         config: Configuration of the run.
         checkpoint: Its best checkpoint.
+
+    Returns:
+        One command line for a shell; words in `<…>` are to be filled in.
     """
+    # A fine stage is trained on regions, so a task without them has none.
     if config.stage.name is StageName.coarse and config.task.regions:
         arguments = ["train", "stage=fine", *_task_argument(config), *_data_arguments(config)]
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
@@ -88,8 +92,9 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
     words = ["medseg"]
     for argument in arguments:
-        is_to_be_filled_in = "<" in argument
-        words.append(argument if is_to_be_filled_in else quote_for_shell(argument))
+        # Quotes would stand around what is to be filled in.
+        is_placeholder = "<" in argument
+        words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
 
 
@@ -97,20 +102,24 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
     """Argument of `predict` for the memory of a network pass; none where the default is enough.
 
     Args:
-        files: Checkpoints or safetensors files of the stages. One that cannot be loaded and run on
-            the CPU is left out: `predict` says why.
+        files: Checkpoints or safetensors files of the stages. A file that cannot be loaded and run
+            on the CPU is left out: `predict` says why.
         trusted: Prefixes of `trusted_targets`.
+
+    Returns:
+        List of one argument, or empty.
     """
     import torch  # loaded by the run that has ended
 
     from medseg.cascade.load import load_stage
 
-    options = InferenceOptions(backend=Backend.torch)  # another one is measured first
+    # The automatic choice of a backend would measure all of them first.
+    options = InferenceOptions(backend=Backend.torch)
     least_gib = options.budget_gib
     for file in files:
-        # A user's network may raise anything, and an advice must not fail a run that has finished.
+        # A user's network may raise anything, and advice must not fail a run that has finished.
         with suppress(Exception):
-            # A GPU needs no more: it has every precision of a training.
+            # Enough for a GPU too: it has every precision of a training, and needs no more.
             stage = load_stage(file, None, torch.device("cpu"), trusted=trusted, options=options)
             least_gib = max(least_gib, stage.least_budget_gib)
     if least_gib == options.budget_gib:
@@ -119,9 +128,9 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
 
 
 def _data_arguments(config: TrainConfig) -> list[str]:
-    """Arguments for the cases of a run, their split and the values in their files.
+    """List the arguments for `SHARED_KEYS`, the case table and the label values of a run.
 
-    Those that equal the defaults are left out.
+    Arguments that equal the defaults are left out.
     """
     data = config.data
     arguments = [f"data.cases={data.cases}"] if data.cases else []
@@ -132,13 +141,13 @@ def _data_arguments(config: TrainConfig) -> list[str]:
         is_path = f"data.{key}" in PATH_KEYS
         is_default = value == default
         if is_path and value and default:
-            # A run keeps its paths absolute.
+            # The paths of a run are absolute, those of the defaults relative.
             is_default = os.path.abspath(value) == os.path.abspath(default)
         if not is_default:
-            # Paths stand as they are: `quote_paths` quotes them.
+            # Paths are not quoted for Hydra here: the command does it, by `quote_paths`.
             text = value if is_path else text_of(value)
             arguments.append(f"data.{key}={text}")
-    # An imported task brings its values along.
+    # The task of an imported data set brings its label values along.
     is_imported = SOURCE_VARIABLE in os.environ
     has_own_values = data.label_values and data.label_values != config.task.labels
     if has_own_values and not is_imported:
@@ -148,11 +157,14 @@ def _data_arguments(config: TrainConfig) -> list[str]:
 
 def _task_argument(config: TrainConfig) -> list[str]:
     """Argument that names the task; none where it comes with the cases, or is the default."""
+    # The task was imported: the variable names its file, or the case table that it lies beside.
     if os.environ.get(SOURCE_VARIABLE, ""):
         return _task_file_argument()
     name = config.task.name
     is_preset = (conf_dir() / "task" / f"{name}.yaml").is_file()
-    if is_preset and name != INCLUDED_TASK:
+    # Cases may lie beside a task of their own, which would be taken instead of the default.
+    is_default = name == INCLUDED_TASK and not config.data.cases
+    if is_preset and not is_default:
         return [f"task={name}"]
     return []
 
@@ -162,52 +174,61 @@ def _task_file_argument() -> list[str]:
 
     There it is found again by `data.cases`.
     """
+    # The source is the file that the user named as the task, or the case table.
     source = os.environ.get(SOURCE_VARIABLE, "")
     if source.endswith((".yaml", ".yml")):
         return [f"task={source}"]
     return []
 
 
-def _planned(overrides: Sequence[str]) -> list[str]:
-    """Arguments of `train` as a user types them for `plan`, without those of one run."""
-    planned = []
+def _plan_arguments(overrides: Sequence[str]) -> list[str]:
+    """Turn arguments of `train`, as Hydra got them, into arguments of `plan`, as a user types them.
+
+    Arguments that concern one run only are left out.
+    """
+    arguments = []
     for override in overrides:
         key, _, value = override.partition("=")
         name = key.lstrip("+~")
-        # Of Hydra's own keys, only the search path finds something that a plan needs.
+        # Of Hydra's own keys a plan needs the search path only, where its files are found.
         is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
+        # `with_task` has added `VALUES`, and adds it again.
         if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
             continue
         if override == f"task={IMPORTED}":
-            planned += _task_file_argument()
+            arguments += _task_file_argument()
             continue
+        # A path without the quotes that `quote_paths` has put around it.
         is_quoted = len(value) > 1 and value[0] == value[-1] == "'"
         if name in PATH_KEYS and is_quoted:
-            value = value[1:-1].replace("\\'", "'")
-            override = f"{key}={value}"
-        planned.append(override)
-    return planned
+            path = value[1:-1].replace("\\'", "'")
+            override = f"{key}={path}"
+        arguments.append(override)
+    return arguments
 
 
 def _free_gib(config: TrainConfig) -> float:
-    """Memory that a rank would find, in GiB, once this process has ended.
+    """Measure the memory that a rank will find once this process has ended, in GiB.
 
-    That of the GPU with the least, or its share of this machine's.
+    On GPUs it is that of the GPU with the least; on the CPU the ranks share that of the machine.
     """
     import torch  # loaded by the run that has ended
 
     if config.trainer.accelerator is not Accelerator.cpu and torch.cuda.is_available():
-        return min(map(_free_of_gpu, range(torch.cuda.device_count()))) / 2**30
+        gpus = range(torch.cuda.device_count())
+        return min(map(_free_bytes_of_gpu, gpus)) / 2**30
     own_bytes = private_bytes(os.getpid())
-    return (free_memory_bytes() + own_bytes) / config.trainer.devices / 2**30
+    bytes_per_rank = (free_memory_bytes() + own_bytes) / config.trainer.devices
+    return bytes_per_rank / 2**30
 
 
-def _free_of_gpu(number: int) -> int:
-    """Bytes of a GPU that no other process holds.
+def _free_bytes_of_gpu(number: int) -> int:
+    """Measure what is free on a GPU once this process has ended.
 
-    What the driver keeps for this process is not counted.
+    It is a little less than that: what the driver keeps for this process is not counted.
     """
     import torch
 
-    free, _ = torch.cuda.mem_get_info(number)
-    return int(free + torch.cuda.memory_reserved(number))
+    free_bytes, _ = torch.cuda.mem_get_info(number)
+    # The process gives back what torch's allocator holds, whether it is in use or not.
+    return int(free_bytes + torch.cuda.memory_reserved(number))

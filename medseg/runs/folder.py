@@ -27,13 +27,13 @@ from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-# What each start of the run depends on beside the configuration.
+# For each start of the run what its result depends on beside the configuration: seed and versions.
 VERSIONS_FILE = "versions.json"
-# Held by the first rank.
+# Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
 # How long the ranks of a killed run may take to end, in s.
 LOCK_WAIT_S = 35.0
-# Key with the length of a schedule that ends, by its class.
+# Learning rate schedules with an end: class to its argument with the number of steps.
 LENGTH_KEYS = {
     "OneCycleLR": "total_steps",
     "PolynomialLR": "total_iters",
@@ -50,7 +50,7 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
     Args:
         config: Checked configuration; changed in place to the one of the run.
         is_named: Whether the user chose the folder. A folder that is named by the time gets a
-            number where another run, started in the same second, has taken it.
+            number where another run, started in the same second, has claimed it.
 
     Returns:
         The run folder, which is `config.run_dir` from now on.
@@ -64,6 +64,7 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
         run_dir = _make_folder(config, is_named)
     else:
         run_dir = _open_again(config, config.resume)
+    # Refused now, instead of at the first checkpoint hours later.
     check_writable(run_dir / "checkpoints")
     return run_dir
 
@@ -78,27 +79,32 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
         raise UserError(f"resume={resume}: another process is running it; wait for it, or stop it")
     config.resume = None
     _set_run_dir(config, run_dir)
-    # A run that finished has not made the steps that are asked for now.
+    # The summary of the finished run must not stand for the steps that are still to be made.
     if saved.steps < config.steps:
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    text = _text(config)
+    text = _yaml_text(config)
     if text != (run_dir / CONFIG_FILE).read_text(encoding="utf-8"):
         replace_text(run_dir / CONFIG_FILE, text)
     return run_dir
 
 
 def _make_folder(config: TrainConfig, is_named: bool) -> Path:
-    """Claim a folder by its `config.yaml`, which exactly one of several processes can make."""
+    """Claim a folder by its `config.yaml`, which exactly one of several processes can make.
+
+    Raises:
+        UserError: If the user chose the folder, and it holds a run that cannot be replaced.
+    """
     for run_dir in numbered(Path(config.run_dir).absolute()):
+        # The configuration names its folder, so it changes with each number.
         _set_run_dir(config, run_dir)
-        if create_text(run_dir / CONFIG_FILE, _text(config)):
+        if create_text(run_dir / CONFIG_FILE, _yaml_text(config)):
             break
         if is_named and _take_over(run_dir):
             say(
                 f"{run_dir}: the run there ended before its first checkpoint; "
                 "this one starts in its place"
             )
-            replace_text(run_dir / CONFIG_FILE, _text(config))
+            replace_text(run_dir / CONFIG_FILE, _yaml_text(config))
             break
         if is_named:
             raise UserError(
@@ -111,9 +117,12 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
 def _take_over(run_dir: Path) -> bool:
     """Claim the folder of a run that ended without a checkpoint, as when its data were refused.
 
-    Exactly one of several processes can remove its summary. A run that began and has not ended has
-    none.
+    Removing the summary makes the claim: exactly one of several processes can do it.
+
+    Returns:
+        Whether the folder is claimed.
     """
+    # A run that has begun and not ended has no summary.
     if not (run_dir / SUMMARY_FILE).is_file():
         return False
     with locked(run_dir / LOCK_FILE, 0.0) as is_free:
@@ -124,14 +133,15 @@ def _take_over(run_dir: Path) -> bool:
         try:
             (run_dir / SUMMARY_FILE).unlink()
         except FileNotFoundError:
-            return False
-    # It tells the versions of the start that ended.
+            return False  # another process was faster
+    # It lists the start of the run that ended.
     (run_dir / VERSIONS_FILE).unlink(missing_ok=True)
     return True
 
 
 def note_abandoned(run_dir: Path) -> None:
     """Write the `summary.json` of a start that ended before its run began; a run writes its own."""
+    # Where the folder is locked, another process trains the run.
     if (run_dir / SUMMARY_FILE).exists() or is_locked(run_dir / LOCK_FILE):
         return
     with suppress(UserError):  # the disk is full
@@ -139,18 +149,19 @@ def note_abandoned(run_dir: Path) -> None:
 
 
 def numbered(folder: Path) -> Iterator[Path]:
-    """Yield names for folders that are made in the same second: then with _2, _3 and so on."""
+    """Yield a folder, and then without end the names `<folder>_2`, `<folder>_3` and so on.
+
+    Folders are named by the second in which they are made, so two may want one name.
+    """
     yield folder
     for number in itertools.count(2):
         yield folder.with_name(f"{folder.name}_{number}")
 
 
-def _text(config: TrainConfig) -> str:
-    """Write a configuration as YAML.
-
-    Without the keys of a cascade where the run has one stage: they are unset.
-    """
+def _yaml_text(config: TrainConfig) -> str:
+    """Write a configuration as YAML."""
     values = plain(config)
+    # A run of one stage has no use for the keys of a cascade, which are unset.
     if config.stage.name is StageName.single:
         for key in CASCADE_KEYS:
             del values["stage"][key]
@@ -168,8 +179,8 @@ def changed_config(
 
     Args:
         resume: Run folder.
-        composed: What the command line composes, in plain values.
-        default: What an empty command line composes.
+        composed: Configuration that the command line composes, in plain values.
+        default: Configuration that an empty command line composes.
         overrides: The arguments. Keys and groups that they name are changed even to a default
             value.
         schema: Keys of the command; those that `train` lacks are as they are composed.
@@ -181,22 +192,24 @@ def changed_config(
     values = {**composed, **plain(load_config(run_dir, composed["trusted_targets"]))}
     default_values = flat(default)
     changed = OmegaConf.create(values)
-    names = list(map(_name_of, overrides))
-    # Not changes of the user: the length of the schedule, which follows `steps`, and arguments of
-    # another class than that of the run.
-    foreign = [_length_key(values["schedule"][TARGET])]
+    overridden_keys = list(map(_name_of, overrides))
+    # Keys whose composed values differ from the defaults, though the user has not changed them: the
+    # length of the schedule, which follows `steps`, and arguments of another class than the run's.
+    derived_keys = [_length_key(values["schedule"][TARGET])]
     for name in EXTENSION_KEYS:
         if values[name].get(TARGET) != composed[name].get(TARGET):
-            foreign.append(name)
+            derived_keys.append(name)
     for key, value in flat(composed).items():
         # Hydra gives every command a folder of its own; a resumed run keeps its folder.
         if key in ("run_dir", "logger.save_dir"):
             continue
         is_default = key in default_values and default_values[key] == value
-        is_changed = not is_default and not _is_below(key, foreign)
-        if is_changed or _is_below(key, names):
+        is_changed = not is_default and not _is_below(key, derived_keys)
+        if is_changed or _is_below(key, overridden_keys):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
-    if any(name.partition(".")[0] == "logger" for name in names):
+    # A new logger, as a whole: keys of the run's logger must not stay in it. Its paths name the
+    # folder of this command, so `_set_run_dir` has to find that folder in `run_dir`.
+    if any(key.partition(".")[0] == "logger" for key in overridden_keys):
         changed.logger = composed["logger"]
         changed.run_dir = composed["run_dir"]
     changed.resume = resume
@@ -204,7 +217,7 @@ def changed_config(
 
 
 def _name_of(override: str) -> str:
-    """Dotted name of the key or group that an argument sets.
+    """Dotted name of the key or group that an argument sets, without `+`, `~` and `@<package>`.
 
     Example:
         >>> [_name_of(override) for override in ("+data.seed=1", "augment/noise@augment=none")]
@@ -216,30 +229,32 @@ def _name_of(override: str) -> str:
 
 def _is_below(key: str, groups: Iterable[str]) -> bool:
     """Whether a dotted key is one of some keys, or lies in one of some groups."""
+    # With a dot at the end: `data.seed` does not lie in the group `data.s`.
     return any(f"{key}.".startswith(f"{group}.") for group in groups)
 
 
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """Find the run that `resume=auto` resumes.
 
-    That of the configured folder, else the newest beside it that can continue.
+    It has the signature of the configuration, and lies in the configured folder, or else is the
+    newest of those beside it that have not finished. A run whose loss was not finite is left out,
+    since it would fail again.
 
     Args:
-        config: Checked configuration.
+        config: Checked configuration; its paths are made absolute.
 
     Returns:
-        Folder and status of a run of the same signature. A finished run counts only in the
-        configured folder. None = no such run.
+        Folder and status of the run; None = there is no such run.
     """
     settle(config)
     expected_signature = signature(plain(config))
     configured_dir = Path(config.run_dir).absolute()
-    # Folder to its sort key: the configured one first, then the newest.
-    search_keys = {}
+    # Folder to its sort key: in descending order the configured one is first, then the newest.
+    sort_keys = {}
     for path in configured_dir.parent.glob(f"*/{CONFIG_FILE}"):
         with suppress(FileNotFoundError):  # its run has just been removed
-            search_keys[path.parent] = (path.parent == configured_dir, path.stat().st_mtime)
-    for run_dir in sorted(search_keys, key=search_keys.__getitem__, reverse=True):
+            sort_keys[path.parent] = (path.parent == configured_dir, path.stat().st_mtime)
+    for run_dir in sorted(sort_keys, key=sort_keys.__getitem__, reverse=True):
         # Other processes may remove their folders meanwhile.
         if not (run_dir / CONFIG_FILE).is_file():
             continue
@@ -254,9 +269,10 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
 
 
 def status_of_run(run_dir: Path) -> Status:
-    """Status of a run; without a summary it was killed before it could write one: interrupted."""
+    """Read the status of a run."""
     if is_locked(run_dir / LOCK_FILE):
         return Status.running
+    # Without a summary the run was killed before it could write one: `Status(None)` is interrupted.
     return Status(read_summary(run_dir).get("status"))
 
 
@@ -269,7 +285,7 @@ def is_finished(config: TrainConfig) -> bool:
 
 
 def is_busy(run_dir: Path) -> bool:
-    """Whether a process runs the run; waits for the ranks of a killed one to end."""
+    """Whether a process trains the run; waits for the ranks of a killed run to end."""
     if not is_locked(run_dir / LOCK_FILE):
         return False
     say(f"waiting for the process that runs {run_dir}")
@@ -280,28 +296,29 @@ def is_busy(run_dir: Path) -> bool:
 def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
     """Read a file of a run folder; None where there is none, or where it is damaged.
 
-    A damaged file is told.
+    The user is told of a damaged file.
 
     Args:
         path: The file.
-        read: Makes the result; any exception means damage.
+        read: Function of the path that returns the content; any exception means damage.
     """
     try:
         return read(path) if path.exists() else None
-    # OmegaConf and the reader of CSV raise any exception on random bytes.
+    # OmegaConf and the reader of CSV may raise any exception on random bytes.
     except Exception as error:
-        say(f"{path} is damaged and left out: {first_line(error).removeprefix(f'{path}: ')}")
+        reason = first_line(error).removeprefix(f"{path}: ")
+        say(f"{path} is damaged and left out: {reason}")
         return None
 
 
 def read_record(path: Path, kind: type[T]) -> T:
     """Read a JSON file of a run folder; empty where there is none, or where it is damaged.
 
-    A damaged file is told.
+    The user is told of a damaged file.
 
     Args:
         path: The file.
-        kind: `dict` or `list`.
+        kind: Expected type of the content, `dict` or `list`.
     """
 
     def read(path: Path) -> T:
@@ -333,7 +350,8 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
 
     Args:
         run_dir: The run folder.
-        trusted: `trusted_targets` of the present command; a run folder can trust nothing.
+        trusted: `trusted_targets` of the present command, which replace those of the file: a folder
+            from someone else must not decide which code is trusted.
 
     Raises:
         UserError: If it is damaged or invalid, or of version 0.1.
@@ -357,9 +375,9 @@ def _refuse_version_0_1(run_dir: Path, values: Mapping[str, Any]) -> None:
 
 
 def settle(config: TrainConfig) -> None:
-    """Make paths absolute and compute values that depend on the data, in place.
+    """Make paths absolute and compute the spacing from the data, in place.
 
-    The run can then be resumed from anywhere.
+    The run can then be resumed from any working folder, with the same values.
     """
     path_keys = (
         (config.data, "cache"),
@@ -378,7 +396,8 @@ def settle(config: TrainConfig) -> None:
 
 
 def remove_if_empty(folder: Path) -> None:
-    """Remove the folder that Hydra made for a run that did not begin there."""
+    """Remove the folder that Hydra made for a run that did not begin there, unless it has files."""
+    # The working folder is the user's, even if `hydra.run.dir=.` names it.
     if folder.is_dir() and folder != Path.cwd() and not any(folder.iterdir()):
         folder.rmdir()
 
@@ -395,11 +414,16 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: expected a configuration, but the file holds no YAML mapping; copy it again"
         )
+    # YAML reads a key such as `1` as a number.
     return {str(key): value for key, value in loaded.items()}
 
 
 def _existing_run(resume: str) -> Path:
-    """Folder of the run to resume; refused where there is no run in it."""
+    """Return the folder of the run to resume, as an absolute path.
+
+    Raises:
+        UserError: If there is no run in it.
+    """
     run_dir = Path(resume).absolute()
     if not (run_dir / CONFIG_FILE).is_file():
         raise UserError(
@@ -409,42 +433,45 @@ def _existing_run(resume: str) -> Path:
 
 
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
-    """Let a run, and its loggers, write to a folder, in place."""
-    # As whole parts of a path or URI: `/runs/a` lies neither in `/runs/a_logs` nor in
-    # `/data/runs/a`.
+    """Let a run and its loggers write to a folder: replace the old folder in place."""
+    # The old folder is found as whole parts of a path or URI: `/runs/a` is a part neither of
+    # `/runs/a_logs` nor of `/data/runs/a`.
     old_dir = re.compile(rf"(?<![\w.-]){re.escape(config.run_dir)}(?=[/\\]|$)")
-    # A logger is one node, or a mapping of several.
+    # `logger` is the node of one logger, or a mapping of the nodes of several.
     nodes = [config.logger]
     nodes += [value for value in config.logger.values() if isinstance(value, dict)]
     for node in nodes:
         for key, value in node.items():
             if isinstance(value, str):
-                # A function, because backslashes of a text would be read as groups.
+                # In a replacement that is a text, backslashes would refer to groups of the match.
                 node[key] = old_dir.sub(lambda _: str(run_dir), value)
     config.run_dir = str(run_dir)
 
 
 def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -> None:
-    """Refuse a change of the result.
+    """Refuse changes that would change the result, but allow more steps where they would not.
 
     Args:
         resume: The argument, for messages.
-        saved: Decisive values of the run.
-        changed: Those of the command.
+        saved: Values of the run from `decisive`.
+        changed: Values of the command from `decisive`.
+
+    Raises:
+        UserError: If the result would change.
     """
-    # A moved table is the same data set; the cases themselves are compared with those of the
-    # checkpoint.
+    # A table that was moved is the same data set: the cases themselves are compared with those in
+    # the checkpoint.
     keys = sorted((saved.keys() | changed.keys()) - {"data.cases"})
-    differing = [key for key in keys if saved.get(key) != changed.get(key)]
-    if not differing:
+    changed_keys = [key for key in keys if saved.get(key) != changed.get(key)]
+    if not changed_keys:
         return
     length_key = _length_key(saved["schedule._target_"])
-    if "steps" in differing and {*differing} <= {"steps", length_key}:
-        is_length_changed = length_key in differing
+    if "steps" in changed_keys and set(changed_keys) <= {"steps", length_key}:
+        is_length_changed = length_key in changed_keys
         _check_steps(resume, saved, changed["steps"], is_length_changed)
         return
     changes = "; ".join(
-        f"{key}: {saved.get(key)} then, {changed.get(key)} now" for key in differing[:5]
+        f"{key}: {saved.get(key)} then, {changed.get(key)} now" for key in changed_keys[:5]
     )
     raise UserError(
         f"resume={resume}: the configuration has changed and would change the result ({changes}); "
@@ -453,13 +480,16 @@ def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -
 
 
 def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_changed: bool) -> None:
-    """Allow more steps, where the schedule does not depend on their number.
+    """Refuse fewer steps, and more steps where they would change the schedule.
 
     Args:
         resume: The argument, for messages.
-        saved: Decisive values of the run.
-        steps: Steps of the command, another number than those of the run.
-        is_length_changed: Whether the length of the schedule has changed with them.
+        saved: Values of the run from `decisive`.
+        steps: Steps of the command, another number than that of the run.
+        is_length_changed: Whether the length of the schedule has changed with the steps.
+
+    Raises:
+        UserError: If the steps are refused.
     """
     saved_steps = saved["steps"]
     if steps < saved_steps:
@@ -469,7 +499,7 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
         )
     length_key = _length_key(saved["schedule._target_"])
     length = saved.get(length_key)
-    # The further steps would run past the end of the schedule, which the run has not passed yet.
+    # The further steps would pass the end of the schedule. A run whose own steps pass it may go on.
     is_end_passed = length is not None and saved_steps <= length < steps
     if is_length_changed or is_end_passed:
         raise UserError(
@@ -480,13 +510,17 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
 
 
 def _length_key(target: str) -> str:
-    """Key with the length of a schedule, by its class.
+    """Dotted key with the length of a schedule.
 
-    For a schedule without an end it is a key that does not exist.
+    For a schedule without an end it is a key that no configuration has.
+
+    Args:
+        target: Dotted path of the class of the schedule.
     """
-    return f"schedule.{LENGTH_KEYS.get(target.rpartition('.')[2])}"
+    class_name = target.rpartition(".")[2]
+    return f"schedule.{LENGTH_KEYS.get(class_name)}"
 
 
 def _signature(run_dir: Path) -> str | None:
-    """Signature of the run in a folder; None where its configuration is damaged."""
+    """Compute the signature of the run in a folder; None where its configuration is damaged."""
     return read_file(run_dir / CONFIG_FILE, lambda path: signature(read_config(path.parent)))

@@ -37,8 +37,9 @@ T = TypeVar("T")
 HISTORY_FILE = "history.csv"
 VALIDATION_FILE = "validation.csv"
 STUDY_FILE = "study.json"
+# A configuration has some 200 keys; more are a damaged file.
 MAX_KEYS = 1000
-# Keys that name places, or the way a run was started.
+# Keys that name places, or the way a run was started: they are no settings to compare.
 HIDDEN_KEYS = frozenset(
     {
         "name",
@@ -88,7 +89,7 @@ def write_report(
     if baseline is not None:
         rows = difference_rows(comparison)
         for row in rows:
-            row.pop("colour", None)  # for the page alone
+            row.pop("colour", None)  # only the page uses it
         columns = ("name", "setting", *Difference._fields)
         write_csv(output / "differences.csv", rows, columns, FORMATS)
     replace_text(output / "report.html", page)
@@ -112,19 +113,20 @@ def find_runs(folder: Path) -> list[Path]:
     Hidden folders and those inside a run are left out.
     """
     run_dirs = []
-    for place, folders, files in os.walk(folder):
-        # `os.walk` goes into the folders that are left in the list.
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    for place, subfolders, files in os.walk(folder):
+        # Changed in place: `os.walk` goes into the folders that are left in its list.
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         if CONFIG_FILE in files or JOB_FILE in files:
             run_dirs.append(Path(place))
             # A run holds no other runs, but many files.
-            folders.clear()
-    return sorted(run_dirs, key=_natural)
+            subfolders.clear()
+    return sorted(run_dirs, key=_natural_sort_key)
 
 
-def _natural(path: Path) -> list[tuple[int, str]]:
+def _natural_sort_key(path: Path) -> list[tuple[int, str]]:
     """Sort key that compares digits as numbers."""
     key = []
+    # The group keeps the digits in the result: texts and numbers take turns.
     for part in re.split(r"(\d+)", str(path)):
         # Not `isdigit`, which is true for `²`, of which `int` makes no number.
         if part.isdecimal():
@@ -135,11 +137,11 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def read_run(run_dir: Path, folder: Path) -> Run:
-    """Read a run folder; a missing or damaged file leaves its part empty.
+    """Read a run folder; the part of a missing or damaged file is empty.
 
     Args:
-        run_dir: Where to read.
-        folder: Folder at or above it; the name of the run is relative to it.
+        run_dir: The run folder.
+        folder: Folder at or above it; the name of the run is the path from there.
     """
     job = read_record(run_dir / JOB_FILE, dict)
     summary = read_record(run_dir / SUMMARY_FILE, dict)
@@ -147,8 +149,8 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     config = read_file(run_dir / CONFIG_FILE, lambda path: read_settings(path.parent))
     overrides = _overrides_of(job)
     settings = config
-    if settings is None:  # a refused job has its overrides only
-        settings = {key: _value(text) for key, text in overrides.items()}
+    if settings is None:  # a job that was refused has no configuration
+        settings = {key: _parse_override(text) for key, text in overrides.items()}
     scores = read_scores(run_dir / VALIDATION_FILE)
     return Run(
         name=str(run_dir.relative_to(folder)),
@@ -172,7 +174,7 @@ def _overrides_of(job: Mapping[str, Any]) -> dict[str, str]:
         return {}
     values = {}
     for key, value in overrides.items():
-        # Quotes that Hydra's grammar needs are no part of a value.
+        # Without the quotes around a value, which Hydra's grammar needs.
         values[key] = re.sub(r"^(['\"])(.*)\1$", r"\2", str(value))
     return values
 
@@ -187,11 +189,11 @@ def _best_step(scores: Sequence[CaseScore]) -> list[CaseScore]:
 
     Of several such steps it is the first, whose weights are in `best.ckpt`.
     """
-    by_step: dict[int, list[CaseScore]] = defaultdict(list)
+    scores_by_step: dict[int, list[CaseScore]] = defaultdict(list)
     for score in scores:
-        by_step[score.step].append(score)
+        scores_by_step[score.step].append(score)
     # The file has its steps in ascending order, and `max` takes the first of equal values.
-    return max(by_step.values(), key=_mean_dice, default=[])
+    return max(scores_by_step.values(), key=_mean_dice, default=[])
 
 
 def _mean_dice(scores: Sequence[CaseScore]) -> float:
@@ -200,10 +202,10 @@ def _mean_dice(scores: Sequence[CaseScore]) -> float:
 
 
 def _last_pictures(folder: Path, scores: Sequence[CaseScore]) -> list[Picture]:
-    """List the overlays of the last step that has some."""
+    """List the overlays of the last step that has overlays."""
     paths_by_step: dict[int, list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("step_*.png")):
-        # `step_000200_0.png`: the step and the number of the case.
+        # `step_000200_0.png`: the step and the number of the case. More than 18 digits are no step.
         match = re.fullmatch(r"step_(\d{1,18})_[^_]*", path.stem)
         if match is not None:
             paths_by_step[int(match[1])].append(path)
@@ -214,18 +216,19 @@ def _last_pictures(folder: Path, scores: Sequence[CaseScore]) -> list[Picture]:
 
 
 def _picture(path: Path, step: int, scores: Sequence[CaseScore]) -> Picture:
-    """Find the case of an overlay, and its Dice at that step."""
+    """Find the case of an overlay, and its Dice at that step; empty where no score names it."""
     case = ""
     dice_by_label = {}
     for score in scores:
         if score.step == step and score.picture == path.name:
+            # An overlay shows one case, which has a score for each label.
             case = case or score.case
             dice_by_label[score.label] = score.dice
     return Picture(path, step, case, dice_by_label)
 
 
 def read_scores(path: Path) -> list[CaseScore]:
-    """Read the Dice of validation cases.
+    """Read the Dice of validation cases from a `validation.csv`.
 
     A damaged line, or one without a score from 0 to 1, is left out.
     """
@@ -238,7 +241,7 @@ def read_scores(path: Path) -> list[CaseScore]:
                 row["label"],
                 float(row["dice"]),
                 row["picture"],
-                row.get("patient") or "",
+                row.get("patient") or "",  # absent in older runs
             )
             if 0 <= score.dice <= 1 and score.case and score.label:
                 scores.append(score)
@@ -246,11 +249,11 @@ def read_scores(path: Path) -> list[CaseScore]:
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
-    """Read the configuration of a run as a flat mapping.
+    """Read the configuration of a run as a flat mapping with dotted keys.
 
     Raises:
-        UserError: If it is missing or damaged, or has more keys than any configuration: their
-            comparison would take hours.
+        UserError: If it is missing or damaged, or has more than `MAX_KEYS` keys: their comparison
+            would take hours.
     """
     settings = flat(read_config(run_dir))
     if len(settings) > MAX_KEYS:
@@ -284,7 +287,7 @@ def read_study(folder: Path) -> Study | None:
 
 
 def _bounded_numbers(values: Any) -> dict[str, float]:
-    """Keep the numbers of a mapping up to `LARGEST`; empty for anything else."""
+    """Keep the numbers of a mapping up to `LARGEST`; empty where the values are no mapping."""
     if not isinstance(values, dict):
         return {}
     numbers = {}
@@ -295,9 +298,9 @@ def _bounded_numbers(values: Any) -> dict[str, float]:
 
 
 def read_history(path: Path) -> list[dict[str, float]]:
-    """Read the lines of a `history.csv` without empty cells.
+    """Read the lines of a `history.csv` without their empty cells.
 
-    A line with a damaged cell, or a number that is not finite, is left out.
+    A line with a damaged cell, or a number above `LARGEST` or not finite, is left out.
     """
     lines = []
     for cells in read_file(path, read_csv) or []:
@@ -309,9 +312,10 @@ def read_history(path: Path) -> list[dict[str, float]]:
     return lines
 
 
-def _value(text: str) -> Any:
-    """Parse an override as the configuration does: numbers, booleans, null and lists of them."""
+def _parse_override(text: str) -> Any:
+    """Parse the value of an override: numbers, booleans, null and lists of them, else a text."""
     try:
+        # These have the same form in JSON as in an override.
         return json.loads(text)
     except (ValueError, RecursionError):
         return text

@@ -14,7 +14,7 @@ from medseg.io.machine_cache import machine_folder
 from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 
-# Groups and keys that decide memory and seconds of a run.
+# Groups and keys that decide memory and seconds of a run, and those of the group `data`.
 DECISIVE = (
     "stage",
     "task",
@@ -31,41 +31,43 @@ DECISIVE = (
 DECISIVE_DATA = ("num_workers", "prefetch", "pin_memory")
 # Predicted number to its name in a sentence.
 TITLES = {"peak_resident_mib": "resident peak", "seconds_per_step": "seconds per step"}
-# The ratios of the last runs of this machine.
+# List with an element for each of the last runs of this machine: number to predicted / measured.
 RUNS_FILE = "runs.json"
 MAX_RUNS = 50
-# Number of finished runs from which on the history of a machine counts, and the error of their
-# median that is told.
+# Fewer runs with a plan say nothing about the errors of plans on a machine.
 LEAST_RUNS = 3
+# The user is told of a larger relative error, of the median run.
 TOLD_ERROR = 0.1
 
 T = TypeVar("T")
 Numbers = dict[str, float]
-"""`peak_resident_mib` and `seconds_per_step`."""
+"""Numbers of a run, predicted or measured: `peak_resident_mib` and `seconds_per_step`."""
 
 
 def write_plan(config: TrainConfig, numbers: Numbers) -> None:
-    """Keep the predicted numbers of a configuration for its runs; without a folder, not at all."""
+    """Save the predicted numbers of a configuration, for `compare_with_plan` after its runs."""
+    # A home that cannot be written must not fail the plan.
     with suppress(UserError):
         replace_text(_plan_path(config), json.dumps(numbers))
 
 
 def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[str, float]]:
-    """Put the predicted numbers of a run beside the measured ones.
+    """Compare the predicted numbers of a run with the measured ones.
 
     The run is added to the history of this machine.
 
     Args:
         config: Configuration of the run.
-        measured: What it took.
+        measured: What the run took.
 
     Returns:
-        For each number `predicted`, `measured` and their `ratio`; empty if the run was never
-        planned on this machine.
+        For each number `predicted`, `measured` and `ratio`, the quotient of the two; empty if the
+        configuration was never planned on this machine.
     """
-    predicted = _read(_plan_path(config), dict)
+    predicted = _read_json(_plan_path(config), dict)
     comparison = {}
     for name, value in measured.items():
+        # A plan may lack a number, and a run may have measured none (0).
         if predicted.get(name) and value:
             comparison[name] = {
                 "predicted": predicted[name],
@@ -75,7 +77,7 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
     if comparison:
         path = machine_folder() / RUNS_FILE
         ratios = {name: numbers["ratio"] for name, numbers in comparison.items()}
-        runs = [*_read(path, list), ratios]
+        runs = [*_read_json(path, list), ratios]
         # A home that cannot be written must not fail a run that has finished.
         with suppress(UserError):
             replace_text(path, json.dumps(runs[-MAX_RUNS:]))
@@ -85,19 +87,20 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
 def past_errors() -> list[str]:
     """Say by how much each predicted number was off in the runs of this machine.
 
-    Errors of less than a tenth are left out.
+    Numbers that were off by less than `TOLD_ERROR`, or in too few runs, are left out.
     """
-    runs = _read(machine_folder() / RUNS_FILE, list)
+    runs = _read_json(machine_folder() / RUNS_FILE, list)
     sentences = []
     for name, title in TITLES.items():
+        # The file may be damaged: anything but a mapping is left out.
         ratios = [run[name] for run in runs if isinstance(run, Mapping) and name in run]
         if len(ratios) < LEAST_RUNS:
             continue
-        ratio = median(ratios)
-        if abs(ratio - 1) > TOLD_ERROR:
+        median_ratio = median(ratios)
+        if abs(median_ratio - 1) > TOLD_ERROR:
             sentences.append(
                 f"{title}: in the last {len(ratios)} planned runs of this machine, "
-                f"the prediction was {ratio:.2f} times what was measured"
+                f"the prediction was {median_ratio:.2f} times what was measured"
             )
     return sentences
 
@@ -107,7 +110,7 @@ def _plan_path(config: TrainConfig) -> Path:
     values = plain(config)
     decisive = {name: values[name] for name in DECISIVE}
     decisive |= {name: values["data"][name] for name in DECISIVE_DATA}
-    # A bound and paths change neither memory nor time.
+    # Neither memory nor time depends on the bound on memory or on paths of checkpoints.
     del decisive["memory"]["budget_gib"]
     del decisive["stage"]["coarse"]
     del decisive["stage"]["coarse_folds"]
@@ -116,8 +119,8 @@ def _plan_path(config: TrainConfig) -> Path:
     return machine_folder() / "plans" / f"{key}.json"
 
 
-def _read(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of a kind, `dict` or `list`; empty where there is none or a damaged one."""
+def _read_json(path: Path, kind: type[T]) -> T:
+    """Read a JSON file of a kind, `dict` or `list`; empty where it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

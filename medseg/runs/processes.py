@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-# How often the parent of a job looks at it.
+# Interval at which the parent of a job looks whether it has ended or should stop, in s.
 LOOK_S = 0.5
-# Ranks that were asked to stop may need a long step and a save before they end; after this they are
-# killed.
+# Ranks that were asked to stop may need a long step and a save before they end; they are killed
+# after this time, in s.
 STOP_S = 600
 
 
 def check_start(trainer: TrainerOptions, resume: str | None) -> None:
-    """Refuse a run on several machines that torchrun did not start, or could not start again.
+    """Refuse a run on several machines that torchrun did not start, or could not restart.
 
     Raises:
         UserError: With the command that works.
@@ -63,6 +63,7 @@ def start_ranks(config: TrainConfig) -> int:
 
     Raises:
         KeyboardInterrupt: If the ranks were interrupted.
+        SystemExit: If this process was asked to stop before the ranks began.
     """
     num_ranks = config.trainer.devices
     if num_ranks == 1 or is_under_torchrun():
@@ -79,30 +80,32 @@ def start_ranks(config: TrainConfig) -> int:
     # The ranks share the cores of this machine.
     num_threads = max(1, num_processors() // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    # The agent says nothing: each rank reports its own end.
+    # Each rank reports its own end: the agent would repeat it with tracebacks.
     for module in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as log_dir:
         num_kills_before = num_oom_kills()
+        launch = elastic_launch(_launch_config(run_dir, num_ranks, log_dir), _rank)
         try:
-            elastic_launch(_launch_config(run_dir, num_ranks, log_dir), _rank)(config)
-        except ChildFailedError as failed:
-            failed_rank, failure = min(failed.failures.items(), key=_order_of_failure)
+            launch(config)
+        except ChildFailedError as error:
+            failed_rank, failure = min(error.failures.items(), key=_failure_sort_key)
             return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", num_kills_before)
-        except SignalException as stopped:
-            if stopped.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from stopped
-            # Rank 0 wrote its status when it had saved; without one, it was killed before.
+        except SignalException as stop:
+            if stop.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from stop
+            # Rank 0 wrote its status when it had saved. Without one it was killed before: the
+            # status is interrupted.
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
 
 
-def _order_of_failure(item: tuple[int, "ProcessFailure"]) -> tuple[bool, int]:
-    """Sort key of a rank and its failure: the cause comes first.
+def _failure_sort_key(item: tuple[int, "ProcessFailure"]) -> tuple[bool, int]:
+    """Sort key of a rank and its failure: the first one is the cause of the others.
 
-    A rank that is killed, of negative exit code, makes the others fail, perhaps before it is
-    noticed.
+    A rank that is killed has a negative exit code. It makes the others fail, perhaps before its own
+    end is noticed, so the time alone does not tell.
     """
     _, failure = item
     return failure.exitcode >= 0, failure.timestamp
@@ -120,25 +123,25 @@ def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig
         logs_specs=DefaultLogsSpecs(log_dir),
         run_id=ascii(run_dir.name),  # a key of torch's store, which takes UTF-8 only
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: any free port
         local_addr="127.0.0.1",
         max_restarts=0,
-        start_method="spawn",
+        start_method="spawn",  # a fork of a process that has used torch's threads may hang
         signals_to_handle=",".join(number.name for number in (signal.SIGINT, *SIGNALS)),
         shutdown_timeout=STOP_S,
     )
 
 
-def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: False) -> int:
+def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda: False) -> int:
     """Run a job of a sweep in a process of its own.
 
     It may run out of memory or be killed without ending the sweep. A stop signal to this process is
-    only recorded in `STOP`, since a library could catch and lose an exception. The job is then
+    only recorded in `STOP`, since a library could catch and lose an exception; the job is then
     asked to stop, and saves. On Linux the job receives SIGINT when this process dies.
 
     Args:
         config: Configuration of an opened run folder.
-        is_enough: Asked about twice a second; when it returns True, the job is asked to stop.
+        should_stop: Called about twice a second; when it returns True, the job is asked to stop.
 
     Returns:
         Exit code of the job.
@@ -153,17 +156,20 @@ def run_in_process(config: TrainConfig, is_enough: Callable[[], bool] = lambda: 
     run_dir = Path(config.run_dir)
     num_kills_before = num_oom_kills()
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    # Joblib sets its own "loky", which a spawned process does not know.
+    # The joblib launcher of sweeps sets a start method "loky", which a spawned process does not
+    # know. None = the default of the system.
     multiprocessing.set_start_method(None, force=True)
     is_told_to_stop = False
     try:
         (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
         while process.exitcode is None:
             process.join(LOOK_S)
-            if not is_told_to_stop and (STOP.is_asked or is_enough()):
+            # The job is asked once, though it may take long to save and end.
+            if not is_told_to_stop and (STOP.is_asked or should_stop()):
                 is_told_to_stop = True
                 process.terminate()
     finally:
+        # An exception, such as KeyboardInterrupt, must not leave the job behind.
         for child in multiprocessing.active_children():
             child.terminate()
             child.join()
@@ -181,23 +187,21 @@ def exit_if_asked() -> None:
 
 
 def _rank(config: TrainConfig) -> None:
-    """Entry of a rank that the elastic agent starts.
-
-    An exit code of failure makes the agent stop the other ranks.
-    """
-    _start_workers_as_usual()
+    """Entry point of a rank that the elastic agent starts."""
+    _use_default_start_method()
     code = run_rank(config)
+    # It makes the agent stop the other ranks.
     if code:
         sys.exit(code)
 
 
 def _job(_: int, config: TrainConfig) -> None:
-    """Entry of a job of a sweep."""
-    _start_workers_as_usual()
+    """Entry point of a job of a sweep; torch's `spawn` passes the number of the process first."""
+    _use_default_start_method()
     sys.exit(start_ranks(config))
 
 
-def _start_workers_as_usual() -> None:
+def _use_default_start_method() -> None:
     """Use the system's default start method for the loader workers of this process.
 
     Python would otherwise spawn them, because this process was spawned. Spawned workers import
@@ -207,13 +211,13 @@ def _start_workers_as_usual() -> None:
 
 
 def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int:
-    """Write the `summary.json` that a killed process could not write.
+    """Write the `summary.json` that a process could not write, as it was killed.
 
     No summary is written while another process trains this run: that process writes its own.
 
     Args:
         run_dir: The run folder.
-        code: Exit code of the process; negative where a signal killed it.
+        code: Exit code of the process; minus the number of the signal where one killed it.
         name: Name of the process, for the message.
         num_kills_before: `num_oom_kills()` at the start of the process.
 
@@ -221,18 +225,21 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
         The exit code of the run.
     """
     if code >= 0:
-        has_written = code == 0 or (run_dir / SUMMARY_FILE).is_file()
+        has_summary = code == 0 or (run_dir / SUMMARY_FILE).is_file()
+        # The process found the folder locked, and left.
         is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
-        if has_written or is_run_elsewhere:
+        if has_summary or is_run_elsewhere:
             return code
         message = f"{name} ended with exit code {code}"
     else:
         message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
+        # The kernel kills with SIGKILL where memory runs out; others may send it too.
         if code == -signal.SIGKILL and num_oom_kills() > num_kills_before:
             code = EXIT_OUT_OF_MEMORY
             message += ": out of memory, the kernel has killed a process"
     write_end(run_dir, status_of(code), message)
     say(message)
+    # The code of a signal is no exit code that this process could end with.
     if code < 0:
         return exit_code_of(status_of(code))
     return code

@@ -17,8 +17,8 @@ from medseg.training.options import Strategy, TrainerOptions
 
 T = TypeVar("T")
 
-# Torch's own limit for all backends but NCCL, whose 10 minutes are too short here: the other ranks
-# wait while the first one waits for a lock or for a slow disk.
+# How long a rank waits for the others in a collective call: torch's default for all backends but
+# NCCL, whose 10 minutes are too short here. Rank 0 may have to wait for a lock or for a slow disk.
 RANK_TIMEOUT = timedelta(minutes=30)
 
 
@@ -43,7 +43,10 @@ def num_restarts() -> int:
 
 
 def join_ranks() -> None:
-    """Join torch's process group; nothing happens with one rank or in a group that exists."""
+    """Join torch's process group, and choose the GPU of this rank.
+
+    Nothing happens with one rank, or where the group exists already.
+    """
     import torch
     import torch.distributed as dist
 
@@ -54,7 +57,7 @@ def join_ranks() -> None:
         # Before NCCL is initialised, and before anything is loaded to `cuda`: else all ranks would
         # use the first GPU.
         torch.cuda.set_device(local_rank)
-    # A rank beyond the GPUs has none to set: without any, the ranks run on the CPU.
+    # Otherwise there is no GPU of this number: the ranks run on the CPU.
     store, own_rank, world_size = next(dist.rendezvous("env://", timeout=RANK_TIMEOUT))
     # torchrun keeps its store when it starts the ranks again, with the addresses of the dead ones
     # (torch 2.13): on one machine each start gets keys of its own. On several, whose numbers of
@@ -65,17 +68,26 @@ def join_ranks() -> None:
     dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=RANK_TIMEOUT)
     # A process that ends while threads of its group still run may be aborted (std::terminate), with
     # an exit code of failure.
-    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
+    atexit.register(_leave_ranks)
+
+
+def _leave_ranks() -> None:
+    """Leave torch's process group, unless something else has ended it already."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def from_first_rank(value: T) -> T:
-    """Return the first rank's value on every rank."""
+    """Return the first rank's value on every rank; all ranks have to call it."""
     if num_ranks() == 1:
         return value
     import torch.distributed as dist
 
     join_ranks()
     values = [value]
+    # It replaces the list's element on the other ranks.
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -83,17 +95,23 @@ def from_first_rank(value: T) -> T:
 def choose_gpus(gpus: Sequence[int] | None) -> None:
     """Let this process and those that it starts see some GPUs only.
 
-    Call it before torch looks for them. Numbers count among the GPUs that are visible already; a
-    number beyond them is passed on as it is.
+    Call it before torch looks for GPUs.
+
+    Args:
+        gpus: Numbers among the GPUs that were visible first, from 0; a number beyond them is passed
+            on as it is. None = no change.
     """
     if gpus is None:
         return
-    # Kept for processes that choose again: the jobs of a sweep, and what this process starts.
+    # The first value of CUDA_VISIBLE_DEVICES is kept: jobs of a sweep and started processes choose
+    # again, and their numbers count among the same GPUs.
     visible = os.environ.setdefault(
         "MEDSEG_VISIBLE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "")
     )
-    # "" lists none: the variable is unset, or hides all GPUs, and the numbers count among all.
-    visible_ids = dict(enumerate(visible.split(","))) if visible else {}
+    visible_ids: dict[int, str] = {}
+    # Where the variable is unset or empty, the numbers count among all GPUs.
+    if visible:
+        visible_ids = dict(enumerate(visible.split(",")))
     chosen_ids = [visible_ids.get(gpu, str(gpu)) for gpu in gpus]
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(chosen_ids)
 
@@ -117,6 +135,7 @@ def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:
     memory.accumulate = num_micro_batches // num_ranks()
     trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"]) if is_under_torchrun() else 1
     trainer.num_nodes = num_ranks() // trainer.devices
+    # One rank has nothing to exchange with a strategy of several; several ranks need such a one.
     if num_ranks() == 1:
         trainer.strategy = Strategy.auto
     elif trainer.strategy is Strategy.auto:
@@ -129,8 +148,10 @@ def redirect_output(run_dir: Path) -> None:
         return
     log_file = run_dir / "ranks" / f"rank{rank()}.log"
     log_file.parent.mkdir(exist_ok=True)
+    # What is buffered so far still belongs to the old output.
     sys.stdout.flush()
     sys.stderr.flush()
+    # The descriptors instead of `sys.stdout`: libraries in C write to them too.
     with log_file.open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

@@ -15,14 +15,21 @@ from medseg.training.options import TrainConfig
 
 @functools.cache
 def neutral_keys(schema: type, prefix: str = "") -> frozenset[str]:
-    """Collect the keys of a schema that cannot change the result of a run."""
+    """Collect the dotted keys that cannot change the result of a run, as their fields declare.
+
+    Args:
+        schema: Dataclass of the configuration, or of a group in it.
+        prefix: Dotted key of the group with a dot at its end.
+    """
     keys: set[str] = set()
     for name, hint in typing.get_type_hints(schema, include_extras=True).items():
         key = f"{prefix}{name}"
+        # A group is a dataclass, or an extension point whose keys have a schema.
         group = hint if dataclasses.is_dataclass(hint) else POINT_SCHEMAS.get(key)
         if group is not None:
             keys |= neutral_keys(typing.cast(type, group), f"{key}.")
             continue
+        # Every other hint is `Annotated[<type>, Knob(…)]`.
         _, knob = typing.get_args(hint)
         if knob.neutral:
             keys.add(key)
@@ -52,10 +59,10 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_neutral(key: str) -> bool:
-    """Whether a key cannot change the result of a run.
+    """Whether a key cannot change the result of a run; a group is neutral with all its keys.
 
-    `micro_batch` of `decisive` stands for the common effect of devices and accumulation, which are
-    neutral.
+    The numbers of devices and of accumulated batches are neutral each; what they change together is
+    in `micro_batch` of `decisive`.
 
     Example:
         >>> [is_neutral(key) for key in ("logger.save_dir", "data.num_workers", "optimizer.lr")]
@@ -67,28 +74,31 @@ def is_neutral(key: str) -> bool:
 def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the values that can change a result, by dotted key.
 
+    Besides keys of the configuration these are `micro_batch`, and `norm_batch` where batch
+    normalisation is synchronised.
+
     Args:
-        config: Plain configuration of `train`.
+        config: Plain configuration of `train`, from `plain`.
     """
     values = flat(dict(config))
     decisive_values = {key: value for key, value in values.items() if not is_neutral(key)}
     if values["stage.name"] == StageName.single:
-        # They are unset, and a run folder does not have them.
+        # Unset in a run of one stage; its `config.yaml` does not have them.
         for key in CASCADE_KEYS:
             decisive_values.pop(f"stage.{key}", None)
     # Samples over which synchronised batch normalisation takes its statistics.
     if values.get("trainer.sync_batchnorm"):
         norm_batch = values["stage.batch_size"] / values["memory.accumulate"]
         decisive_values["norm_batch"] = norm_batch
-    # Samples that go through the network at a time.
-    num_passes = values["trainer.devices"] * values["trainer.num_nodes"]
-    num_passes *= values["memory.accumulate"]
+    # Samples that go through the network in one pass, of the passes of a step on all ranks.
+    num_ranks = values["trainer.devices"] * values["trainer.num_nodes"]
+    num_passes = num_ranks * values["memory.accumulate"]
     decisive_values["micro_batch"] = values["stage.batch_size"] / num_passes
     return decisive_values
 
 
 def signature(config: Mapping[str, Any]) -> str:
-    """Hash the values that can change a result: equal for runs that must end alike.
+    """Hash the values that can change a result: equal for runs that must get the same result.
 
     Args:
         config: Plain configuration of `train`.

@@ -33,14 +33,15 @@ class Status(Enum):
 
     @classmethod
     def _missing_(cls, _: object) -> "Status":
-        return cls.interrupted  # killed before it could write a summary, or a damaged record
+        # `Status(None)` and `Status("unknown")`: the run was killed before it could write a
+        # summary, or the record is damaged.
+        return cls.interrupted
 
 
-# A resumed sweep leaves jobs of these statuses, unless `retry_failed` is on, and goes on with
-# interrupted ones.
+# A resumed sweep skips jobs of these statuses, unless `retry_failed` is on.
 FAILURES = frozenset({Status.refused, Status.out_of_memory, Status.not_finite, Status.failed})
 
-# What torch says when the process at the other end of a connection has gone.
+# Parts of torch's messages when the process at the other end of a connection has gone.
 _LOST_RANK = (
     "gloo/transport",
     "Connection closed by peer",
@@ -49,6 +50,7 @@ _LOST_RANK = (
     "NCCL error",
 )
 
+# Exit code to status; of several codes of one status, `exit_code_of` returns the first.
 _STATUS_OF = {
     0: Status.finished,
     EXIT_USER_ERROR: Status.refused,
@@ -56,13 +58,15 @@ _STATUS_OF = {
     EXIT_NOT_FINITE: Status.not_finite,
     EXIT_RESUME: Status.interrupted,
     EXIT_INTERRUPTED: Status.interrupted,
-    # Signals to a process that had not yet installed its handlers.
+    # A process that had not yet installed its handlers was ended by the signal.
     **{-number: Status.interrupted for number in (signal.SIGINT, *SIGNALS)},
 }
 
 
 def status_of(code: int) -> Status:
-    """Translate the exit code of a process to a status.
+    """Translate the exit code of a process to a status; any other code means failed.
+
+    A negative code is the number of the signal that ended the process.
 
     Example:
         >>> [status_of(code).value for code in (0, 2, -15, -9)]
@@ -72,7 +76,7 @@ def status_of(code: int) -> Status:
 
 
 def exit_code_of(status: Status) -> int:
-    """Translate a status to the first exit code that carries it."""
+    """Translate a status to an exit code; a status without a code of its own counts as failed."""
     for code, status_of_code in _STATUS_OF.items():
         if status_of_code is status:
             return code
@@ -89,7 +93,7 @@ def end_of(
     """Describe the end of a run by an error.
 
     Args:
-        error: What ended the training.
+        error: Exception that ended the training.
         is_asked: Whether the run had been asked to stop.
         is_saved: Whether there is a checkpoint to resume from.
         is_memory_full: Whether the kernel has killed a process for lack of memory since the run
@@ -102,21 +106,24 @@ def end_of(
     cause = error.__cause__
     if isinstance(cause, RuntimeError) and str(cause).startswith("DataLoader worker"):
         error = cause  # it has the signal or exit code of the worker
-    rest = "nothing was saved, so resume begins with the first step"
+    resume_note = "nothing was saved, so resume begins with the first step"
     if is_saved:
-        rest = "resume continues from the last checkpoint"
-    # A loader worker that ended after the request has received the signal too.
+        resume_note = "resume continues from the last checkpoint"
+    # The request reaches loader workers and other ranks too: that one of them has ended is then no
+    # failure.
     is_broken_off = _is_worker_end(error) or _is_lost_rank(error)
     if isinstance(error, Preempted) or (is_asked and is_broken_off):
-        return EXIT_RESUME, f"stopped on request; {rest}", False
+        return EXIT_RESUME, f"stopped on request; {resume_note}", False
     if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, f"interrupted; {rest}", False
+        return EXIT_INTERRUPTED, f"interrupted; {resume_note}", False
     if isinstance(error, NotFiniteError):
         return EXIT_NOT_FINITE, _message_of(error), False
     if isinstance(error, UserError):
         return EXIT_USER_ERROR, _message_of(error), False
     line = _line_of(error)
-    end = _end_by_library(error, line) or _end_by_machine(error, line, rest, is_memory_full)
+    end = _end_by_library(error, line)
+    if end is None:
+        end = _end_by_machine(error, line, resume_note, is_memory_full)
     if end is None:
         return EXIT_FAILED, f"{type(error).__name__}: {line}", True
     code, message = end
@@ -125,16 +132,18 @@ def end_of(
 
 def _end_by_library(error: BaseException, line: str) -> tuple[int, str] | None:
     """Exit code and message where Lightning or torch's compiler refuses the configuration."""
-    # By their names, since torch's compiler and Lightning take seconds to import.
+    # Classes are recognised by their names, since Lightning and torch's compiler take seconds to
+    # import.
     class_names = {base.__name__ for base in type(error).__mro__}
     if "MisconfigurationException" in class_names:
         return EXIT_USER_ERROR, (
             f"Lightning refuses the configuration ({line}); "
             "change the callback or key that it names"
         )
-    # Errors of memory and files may arise inside the compiler; their own messages say more.
-    is_compiler = "TorchDynamoException" in class_names
-    if is_compiler and not is_out_of_memory(error) and not _is_file_error(error):
+    # The compiler wraps errors of memory and files too, whose own messages say more.
+    if is_out_of_memory(error) or _is_file_error(error):
+        return None
+    if "TorchDynamoException" in class_names:
         return EXIT_USER_ERROR, (
             f"torch.compile cannot compile this network ({line}); "
             "give memory.compile=false, or samples of one shape (stage.patch_size)"
@@ -143,23 +152,23 @@ def _end_by_library(error: BaseException, line: str) -> tuple[int, str] | None:
 
 
 def _end_by_machine(
-    error: BaseException, line: str, rest: str, is_memory_full: bool
+    error: BaseException, line: str, resume_note: str, is_memory_full: bool
 ) -> tuple[int, str] | None:
     """Exit code and message where memory, a disk, a loader worker or another rank failed."""
-    is_worker = _is_worker_end(error)
-    if is_out_of_memory(error) or (is_worker and is_memory_full):
+    has_worker_ended = _is_worker_end(error)
+    if is_out_of_memory(error) or (has_worker_ended and is_memory_full):
         return EXIT_OUT_OF_MEMORY, f"out of memory: {line}"
     if _is_file_error(error):
         return EXIT_USER_ERROR, (
             f"a file could not be read or written ({line}); "
-            f"check its folder, permissions and space: {rest}"
+            f"check its folder, permissions and space: {resume_note}"
         )
-    if is_worker:
-        return EXIT_FAILED, f"a loader worker ended ({line}); {rest}"
+    if has_worker_ended:
+        return EXIT_FAILED, f"a loader worker ended ({line}); {resume_note}"
     if _is_lost_rank(error):
         return EXIT_FAILED, (
             f"the connection to another rank broke off ({line}); "
-            f"the log of that rank is in the folder ranks; {rest}"
+            f"the log of that rank is in the folder ranks; {resume_note}"
         )
     return None
 
@@ -167,8 +176,8 @@ def _end_by_machine(
 def _message_of(error: BaseException) -> str:
     """Text of an error, as it was raised.
 
-    An error in a loader worker arrives with the worker's traceback as its text; the last line is
-    the error itself.
+    An error in a loader worker arrives as "Caught <class> in DataLoader worker …" with the worker's
+    traceback as its text; the last line, `<class>: <text>`, is the error itself.
     """
     text = str(error).strip()
     if not text.startswith("Caught "):
@@ -178,17 +187,17 @@ def _message_of(error: BaseException) -> str:
 
 
 def _line_of(error: BaseException) -> str:
-    """First line of an error, or its class."""
+    """First line of an error's text, or its class where the text is empty."""
     lines = _message_of(error).splitlines() or [type(error).__name__]
+    # Torch adds advice to the end of a loader worker: "… Details are lost due to multiprocessing.
+    # Rerunning with num_workers=0 may give better error trace."
     return lines[0].partition(". Details are lost")[0]
 
 
 def _is_worker_end(error: BaseException) -> bool:
-    """Whether a loader worker ended.
-
-    A worker that is killed while it hands over a batch breaks the connection; no file of a run is
-    read through one.
-    """
+    """Whether a loader worker ended."""
+    # A worker that is killed while it hands over a batch breaks the connection. Nothing else in a
+    # run uses connections that raise these errors: files are not read through one.
     if isinstance(error, (ConnectionResetError, ConnectionRefusedError)):
         return True
     return isinstance(error, RuntimeError) and str(error).strip().startswith("DataLoader worker")
@@ -205,14 +214,16 @@ def _is_lost_rank(error: BaseException) -> bool:
 def _is_file_error(error: BaseException) -> bool:
     """Whether a file could not be read or written."""
     if isinstance(error, OSError):
+        # An error of a connection is an OSError too.
         return not _is_worker_end(error)
+    # Torch raises a RuntimeError where the disk is full.
     return "No space left on device" in str(error)
 
 
 def num_oom_kills() -> int:
     """Count the processes that the kernel of this machine has killed for lack of memory.
 
-    Those of all control groups count. 0 outside Linux.
+    Kills since the machine started, in all control groups (containers) together. 0 outside Linux.
     """
     path = Path("/proc/vmstat")
     if not path.is_file():

@@ -43,7 +43,7 @@ from medseg.training.preemption import SIGNALS, STOP
 
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
-# How long the jobs of a stopped sweep may take to save, in s.
+# How long the jobs of a stopped sweep may take to save before the launcher kills them, in s.
 STOP_S = 30.0
 
 
@@ -52,7 +52,7 @@ class Job:
     """Content of `job.json`.
 
     Attributes:
-        number: Place in the sweep.
+        number: Place in the sweep, from 0.
         status: `running` from the start, so that a job that was killed can be recognised.
         message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
@@ -75,14 +75,16 @@ class Job:
 def read_jobs(sweep_dir: Path) -> dict[Path, Job]:
     """Read the jobs of a sweep by their folder, in the order of their numbers.
 
-    A job with a damaged record is left out, and named.
+    A job with a damaged record is left out, and the user is told of it.
     """
     jobs = {}
     for path in sweep_dir.rglob(JOB_FILE):
         job = read_file(path, _read_job)
         if job is not None:
             jobs[path.parent] = job
-    return dict(sorted(jobs.items(), key=lambda item: (item[1].number, str(item[0]))))
+    # Folders of the same number, see `run_job`, are in the order of their names.
+    folders = sorted(jobs, key=lambda folder: (jobs[folder].number, str(folder)))
+    return {folder: jobs[folder] for folder in folders}
 
 
 def _read_job(path: Path) -> Job:
@@ -100,8 +102,12 @@ def _read_job(path: Path) -> Job:
 class SweepFolder(Callback):
     """Hydra callback at the start of a multirun: one folder for the whole sweep.
 
-    A folder that depends on a swept key (`runs/${name}/…`) or on the hour would otherwise be
+    A folder whose name depends on a swept key (`runs/${name}/…`) or on the time would otherwise be
     another one for each job. `sweep.json` in it records what is swept.
+
+    Attributes:
+        started: Folders of the sweeps that this process has started. Of the class, since Hydra
+            makes the object and keeps it.
     """
 
     started: ClassVar[list[Path]] = []
@@ -112,33 +118,47 @@ class SweepFolder(Callback):
         is_named = any(
             argument.startswith("hydra.sweep.dir=") for argument in config.hydra.overrides.hydra
         )
-        # Two sweeps that start in the same second are named by the same time; a sweep in a folder
-        # that the user named is resumed.
+        # A folder that the user named may hold an earlier start of the sweep, which is resumed.
+        # Other folders are named by the time: of two sweeps in one second, the later gets a number.
         for sweep_dir in numbered(Path(config.hydra.sweep.dir).absolute()):
             if create_text(sweep_dir / SWEEP_FILE, "{}") or is_named:
                 break
         self.started.append(sweep_dir)
+        # The basic launcher runs the jobs from this process, one after the other, and looks at
+        # `STOP`. Other launchers have worker processes, which have to be told.
         if _is_basic_launcher(config.hydra):
             STOP.install()
         else:
             for signal_number in SIGNALS:
                 signal.signal(signal_number, lambda *_: _stop_jobs(sweep_dir))
+        # The folder is also an argument: launchers compose the jobs again in other processes.
         with open_dict(config):
             config.hydra.sweep.dir = str(sweep_dir)
             config.hydra.overrides.hydra.extend(quote_paths([f"hydra.sweep.dir={sweep_dir}"]))
         parsed = OverridesParser.create().parse_overrides(overrides)
-        swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-        swept.update(config.hydra.sweeper.get("params") or {})
-        swept.update(_swept(sweep_dir))
-        record = {"overrides": overrides, "swept": sorted(swept)}
+        swept_keys = set()
+        for override in parsed:
+            if override.is_sweep_override():
+                swept_keys.add(override.get_key_element())
+        swept_keys.update(config.hydra.sweeper.get("params") or {})
+        # A resumed sweep keeps the keys of its earlier starts.
+        swept_keys.update(_swept_keys(sweep_dir))
+        record = {"overrides": overrides, "swept": sorted(swept_keys)}
         replace_text(sweep_dir / SWEEP_FILE, json.dumps(record, indent=1))
 
 
 def run_job(config: TrainConfig) -> int:
     """Run one job of a multirun: resume it if it was interrupted, skip it if it has ended.
 
+    Args:
+        config: Configuration of the job; its paths, `resume` and `run_dir` are changed in place.
+
     Returns:
         Exit code of the job; of a skipped job, that of its earlier attempt.
+
+    Raises:
+        UserError: If `resume` names a folder.
+        SystemExit: If this process was asked to stop.
     """
     if config.resume not in (None, "auto"):
         raise UserError(
@@ -159,15 +179,17 @@ def run_job(config: TrainConfig) -> int:
         remove_if_empty(job_dir)
         job_dir = earlier_dir
         status = read_jobs(job_dir)[job_dir].status
-        if status is Status.finished or (status in FAILURES and not config.retry_failed):
+        is_final_failure = status in FAILURES and not config.retry_failed
+        if status is Status.finished or is_final_failure:
             say(f"job {job.number} has already ended ({status.value.replace('_', ' ')}): {job_dir}")
             return exit_code_of(status)
         if is_busy(job_dir):
             say(f"job {job.number} is running elsewhere: {job_dir}")
             return exit_code_of(Status.running)
+        # A job that was refused has a record, but no configuration to resume.
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
     elif (job_dir / CONFIG_FILE).is_file():
-        # The run of another job: what is swept has changed since.
+        # The folder of this number holds another job: what is swept has changed since.
         job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
     config.run_dir = str(job_dir)
     if STOP.is_asked:
@@ -181,14 +203,18 @@ def run_job(config: TrainConfig) -> int:
 def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Path) -> int:
     """Run a job, and record its begin and its end; returns its exit code."""
     job.write(job_dir)
-    # The end that is recorded unless the job comes to another one.
+    # Recorded where an exception, such as a stop, ends the job before it has a code.
     code = exit_code_of(Status.interrupted)
     message = ""
     # A launcher's worker process may survive the launcher; its job must not.
-    parent = os.getppid()
+    launcher_pid = os.getppid()
 
     def is_orphan() -> bool:
-        return not _is_basic_launcher(HydraConfig.get()) and os.getppid() != parent
+        # With the basic launcher there is no worker process: the parent is any that started the
+        # command, and may end.
+        if _is_basic_launcher(HydraConfig.get()):
+            return False
+        return os.getppid() != launcher_pid
 
     try:
         check_start(config.trainer, config.resume)
@@ -203,43 +229,53 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
         # A process that holds the lock runs the job, and records its end.
         if not is_locked(job_dir / LOCK_FILE):
             replace(job, status=status_of(code), message=message).write(job_dir)
-        # After each job: a launcher may run the jobs in other processes.
+        # After each job, since no process knows which job is the last one to end.
         compare(sweep_dir)
     if is_orphan():
-        os._exit(code)  # nobody is left to receive the code
+        os._exit(code)  # no launcher is left to receive the code
     return code
 
 
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
-    """Find the folder of the same job in a sweep.
+    """Find the folder of an earlier attempt at the same job in a sweep; None if there is none.
 
-    It has the same signature, and the same choices of what is swept. The choices count beside the
+    It has the same signature, and the same values of the swept keys. These count beside the
     signature, since a sweep may compare what changes no result, such as `data.num_workers`.
     """
-    swept = _swept(sweep_dir) or list(job.overrides)
+    keys = _swept_keys(sweep_dir) or list(job.overrides)
+    values = [job.overrides.get(key) for key in keys]
     for folder, earlier_job in read_jobs(sweep_dir).items():
-        has_same_choices = all(
-            earlier_job.overrides.get(key) == job.overrides.get(key) for key in swept
-        )
-        if has_same_choices and earlier_job.signature == job.signature:
+        earlier_values = [earlier_job.overrides.get(key) for key in keys]
+        if earlier_values == values and earlier_job.signature == job.signature:
             return folder
     return None
 
 
 def note_refusal(message: str) -> None:
-    """Record a job of a multirun whose configuration was refused."""
+    """Record a job of a multirun whose configuration was refused; nothing happens in other runs."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode is not RunMode.MULTIRUN:
         return
     sweep_dir, job_dir = _folders()
+    # The record of a run that is there, of an earlier start, must not be replaced.
     if (job_dir / CONFIG_FILE).is_file():
         job_dir = job_dir.with_name(f"{job_dir.name}_refused")
-    Job(hydra_config.job.num, Status.refused, message, _overrides(), "").write(job_dir)
+    job = Job(
+        number=hydra_config.job.num,
+        status=Status.refused,
+        message=message,
+        overrides=_overrides(),
+        signature="",
+    )
+    job.write(job_dir)
     compare(sweep_dir)
 
 
 def exit_codes() -> list[int]:
-    """Exit codes of all jobs of the sweeps that this process started, wherever the jobs ran."""
+    """List the exit codes of all jobs of the sweeps that this process started.
+
+    They come from the records, since a launcher may run the jobs in other processes.
+    """
     codes = []
     for sweep_dir in SweepFolder.started:
         codes += [exit_code_of(job.status) for job in read_jobs(sweep_dir).values()]
@@ -256,18 +292,19 @@ def compare(sweep_dir: Path) -> Path:
         Path of the table.
     """
     jobs = read_jobs(sweep_dir)
-    # In the order in which the arguments first appear.
+    # Each key once, in the order in which the keys first appear.
     keys = dict.fromkeys(chain.from_iterable(job.overrides for job in jobs.values()))
-    differing = []
+    differing_keys = []
     for key in keys:
         values = {job.overrides.get(key) for job in jobs.values()}
         if len(values) > 1:
-            differing.append(key)
+            differing_keys.append(key)
     rows = []
     for job_dir, job in jobs.items():
         row: dict[str, Any] = {"run": str(job_dir.relative_to(sweep_dir))}
-        row.update({key: job.overrides.get(key) for key in differing})
+        row.update({key: job.overrides.get(key) for key in differing_keys})
         for key, value in read_summary(job_dir).items():
+            # Versions and the comparison with the plan are mappings, and no cells of a table.
             if isinstance(value, (int, float, str)):
                 row[key] = value
         row["status"] = job.status.value
@@ -281,7 +318,7 @@ def compare(sweep_dir: Path) -> Path:
 def _stop_jobs(sweep_dir: Path) -> NoReturn:
     """Ask all jobs of a sweep on this machine to stop, and end this process once they have saved.
 
-    The launcher would kill its worker processes at once, and with them the jobs.
+    When this process ends, the launcher kills its worker processes at once, and with them the jobs.
     """
     busy_dirs = [folder for folder in read_jobs(sweep_dir) if is_locked(folder / LOCK_FILE)]
     for process in psutil.Process().children(recursive=True):
@@ -298,23 +335,33 @@ def _is_recorded_as_running(job_dir: Path) -> bool:
 
 
 def _is_basic_launcher(hydra_config: Any) -> bool:
-    """Whether the jobs of a multirun are composed in the process that the user started."""
+    """Whether the jobs of a multirun are composed in the process that the user started.
+
+    Args:
+        hydra_config: Node `hydra` of a configuration.
+    """
     return str(hydra_config.launcher._target_).endswith("BasicLauncher")
 
 
-def _swept(sweep_dir: Path) -> list[str]:
+def _swept_keys(sweep_dir: Path) -> list[str]:
     """Keys that `sweep.json` names as swept; none where there is no such file."""
     keys = read_record(sweep_dir / SWEEP_FILE, dict).get("swept")
-    return list(map(str, keys)) if isinstance(keys, list) else []
+    if not isinstance(keys, list):
+        return []
+    return list(map(str, keys))
 
 
 def _folders() -> tuple[Path, Path]:
-    """Folders of the sweep and of the present job."""
+    """Folders of the sweep and of the present job, both absolute."""
     hydra_config = HydraConfig.get()
-    return Path(hydra_config.sweep.dir).absolute(), Path(hydra_config.runtime.output_dir)
+    sweep_dir = Path(hydra_config.sweep.dir).absolute()
+    # Hydra makes it absolute.
+    job_dir = Path(hydra_config.runtime.output_dir)
+    return sweep_dir, job_dir
 
 
 def _overrides() -> dict[str, str]:
     """Arguments of the present job, by key."""
     arguments = HydraConfig.get().overrides.task
+    # An argument without a value, such as `~key`, deletes a key.
     return dict(argument.split("=", 1) for argument in arguments if "=" in argument)

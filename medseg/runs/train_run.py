@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 
 def run_rank(config: TrainConfig) -> int:
-    """Train as one rank; whatever ends the training, `summary.json` says so.
+    """Train as one rank, and write `summary.json` whatever ends the training.
+
+    Only rank 0 locks the run folder.
 
     Args:
         config: Configuration of an opened run folder.
@@ -58,6 +60,7 @@ def run_rank(config: TrainConfig) -> int:
             say(f"another process is running {run_dir}")
             return EXIT_USER_ERROR
         try:
+            # Until the trainer runs there is nothing to save: a request ends the process at once.
             STOP.end_at_once()
             if rank() == 0:
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
@@ -92,7 +95,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     """
     run_dir = Path(config.run_dir)
     share_among_ranks(config.trainer, config.memory)
-    # Imported after the configuration is known to be right: this takes seconds.
+    # These imports take seconds: not before the ranks are known to divide the batch.
     import torch
 
     from medseg.memory.device import use_supported_half
@@ -113,15 +116,16 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
 
     _announce(config.debug)
     use_supported_half(config.memory, config.trainer.accelerator)
-    torch.manual_seed(config.seed)  # initial weights
+    torch.manual_seed(config.seed)  # decides the initial weights
     network = make_network(config)
-    last = run_dir / "checkpoints" / "last.ckpt"
-    # A run that goes on takes all weights from its checkpoint.
-    if not last.is_file():
+    last_checkpoint = run_dir / "checkpoints" / "last.ckpt"
+    # A resumed run takes all weights from its checkpoint.
+    if not last_checkpoint.is_file():
         load_initial_weights(network, config)
     if rank() == 0:
         say(describe_run(config, network))
 
+    # Steps between two lines of the history: by default a twentieth of the run, at most 50.
     history_every = config.history_every or max(1, min(50, config.steps // 20))
     history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
     checkpoints = Checkpoints(
@@ -136,13 +140,13 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     callbacks: list[Any] = [history, pictures, validation_scores, checkpoints]
     callbacks += _optional_callbacks(config, run_dir)
     callbacks += make_callbacks(config)
-    # In a log file each redrawn bar would be a line.
+    # In a log file each state of the bar would be a line.
     if sys.stderr.isatty():
         callbacks.append(HistoryBar(history))
 
     start_step = 0
-    if last.is_file():
-        start_step = load_checkpoint(last, f"resume={run_dir}")["global_step"]
+    if last_checkpoint.is_file():
+        start_step = load_checkpoint(last_checkpoint, f"resume={run_dir}")["global_step"]
     join_ranks()
     trainer = make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
@@ -151,7 +155,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     module = make_module(config, network, make_metadata(config, read_config(run_dir)))
     data = make_data_module(config)
     validation_scores.patients = data.patients
-    start_path = str(last) if start_step else None
+    start_path = str(last_checkpoint) if start_step else None
     try:
         trainer.fit(module, datamodule=data, ckpt_path=start_path, weights_only=True)
     except SystemExit as end:
@@ -159,9 +163,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
             raise KeyboardInterrupt from None
         raise
 
+    # Without validation cases there is no best one.
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
     if not checkpoint.is_file():
-        checkpoint = last
+        checkpoint = last_checkpoint
     summary = _summarise(config, trainer, history, network, checkpoints.best_score, checkpoint)
     if trainer.is_global_zero:
         replace_text(run_dir / SUMMARY_FILE, json.dumps(summary, indent=1))
@@ -179,6 +184,7 @@ def _optional_callbacks(config: TrainConfig, run_dir: Path) -> list[Any]:
     from medseg.training.callbacks import Distortions, MemorySnapshot
 
     callbacks: list[Any] = []
+    # Crops of a fixed size are stretched: the callback prints by how much.
     if config.spacing.strategy is SpacingStrategy.fixed_size:
         names = ["whole scan"]
         if config.stage.name is StageName.fine:
@@ -208,19 +214,22 @@ def _summarise(
         history: Seconds and memory of the run.
         network: Its network.
         best_score: Best validation Dice; None without a validation.
-        checkpoint: The checkpoint to go on with.
+        checkpoint: The best checkpoint, or the last one without a validation.
     """
     from medseg.training.machine_load import peak_bytes
     from medseg.training.versions import collect_versions
 
-    seconds = [
-        float(row["seconds_per_step"]) for row in history.rows if row.get("seconds_per_step")
-    ]
+    seconds_per_step = []
+    for row in history.rows:
+        # Empty in lines of a validation.
+        if row.get("seconds_per_step"):
+            seconds_per_step.append(float(row["seconds_per_step"]))
     measured = {
         "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
-        "seconds_per_step": median(seconds or [0.0]),
+        "seconds_per_step": median(seconds_per_step or [0.0]),
     }
     plan = {}
+    # It also adds the run to the history of this machine, once.
     if trainer.is_global_zero:
         plan = compare_with_plan(config, measured)
     return {
@@ -247,20 +256,22 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     patch = "whole volumes or crops"
     if config.stage.patch_size:
         patch = f"patch {'×'.join(map(str, config.stage.patch_size))}"
-    shares = []
-    ranks = config.trainer.devices * config.trainer.num_nodes
-    if ranks > 1:
-        shares.append(f"{ranks} ranks")
+    # What the batch of a step is divided into.
+    divisions = []
+    num_ranks = config.trainer.devices * config.trainer.num_nodes
+    if num_ranks > 1:
+        divisions.append(f"{num_ranks} ranks")
     if memory.accumulate > 1:
-        shares.append(f"{memory.accumulate} micro-batches")
+        divisions.append(f"{memory.accumulate} micro-batches")
     batch = f"batch {config.stage.batch_size}"
-    if shares:
-        batch += f" ({', '.join(shares)})"
+    if divisions:
+        batch += f" ({', '.join(divisions)})"
     blocks = network.blocks()
     policy = memory.checkpointing
     if not isinstance(policy, str):
         policy = tuple(policy)  # names of blocks
-    recomputed = select_blocks(blocks, policy)
+    recomputed_blocks = select_blocks(blocks, policy)
+    # Name of each switch to whether it is on.
     switches = {
         "offload": memory.offload,
         "channels_last": memory.channels_last,
@@ -275,14 +286,14 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
             patch,
             batch,
             memory.precision.value,
-            f"{len(recomputed)} of {len(blocks)} blocks recomputed",
+            f"{len(recomputed_blocks)} of {len(blocks)} blocks recomputed",
             *(name for name, is_on in switches.items() if is_on),
         ]
     )
 
 
 def remove_parts(run_dir: Path) -> None:
-    """Remove what was half-written when the run was killed.
+    """Remove temporary files that were half-written when the run was killed.
 
     Other files stay, since the user may have chosen a folder with some.
     """
@@ -291,12 +302,12 @@ def remove_parts(run_dir: Path) -> None:
 
 
 def debug_switches(debug: DebugOptions) -> dict[str, bool]:
-    """Name the debug switches and whether they are on."""
+    """Map the name of each debug switch to whether it is on."""
     return {**vars(debug), "profiler": debug.profiler is not Profiler.none}
 
 
 def _announce(debug: DebugOptions) -> None:
-    """Name the debug switches that are on."""
+    """Tell the user which debug switches are on."""
     for key, is_on in debug_switches(debug).items():
         if is_on:
             say(f"debug.{key} is on: this run is for finding faults, not for results")
@@ -310,4 +321,5 @@ def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
         start: What the result depends on beside the configuration.
     """
     path = run_dir / VERSIONS_FILE
-    replace_text(path, json.dumps([*read_record(path, list), start], indent=1))
+    starts = [*read_record(path, list), start]
+    replace_text(path, json.dumps(starts, indent=1))

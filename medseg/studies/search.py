@@ -308,7 +308,7 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
         UserError: If a result is missing. This ends the search, as no other trial would have it.
     """
     run = read_run(job_dir, job_dir.parent)
-    results = {metric.key: metric.of(run) for metric in METRICS}
+    results = {metric.key: metric.read(run) for metric in METRICS}
     values = []
     for objective in objectives:
         value = results[objective.value]

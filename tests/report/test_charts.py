@@ -164,6 +164,15 @@ def test_the_best_so_far_never_falls() -> None:
     assert progress(compare(runs[:1]), {"objectives": {"val_dice": "maximize"}}) == []
 
 
+def test_a_folder_with_a_raised_digit_as_name_is_no_trial() -> None:
+    """`"²".isdigit()` is true, but `int("²")` raises an error."""
+    runs = [
+        Run(name, Path(), "finished", summary={"val_dice_best": 0.5}) for name in ("0", "1", "²")
+    ]
+    (chart,) = progress(compare(runs), {"objectives": {"val_dice": "maximize"}})
+    assert [row["x"] for row in rows(chart)] == [0, 1]
+
+
 def test_a_loss_that_is_not_finite_leaves_a_gap() -> None:
     assert [
         row["x"] for row in rows(curve([(0, 4.0), (10, 2.0), (20, math.inf), (30, math.nan)]))

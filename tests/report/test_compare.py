@@ -10,7 +10,7 @@ from statistics import stdev
 import numpy as np
 import pytest
 
-from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows, write_count
+from medseg.report.compare import METRICS, CaseScore, Run, compare, csv_rows, format_count
 from medseg.report.runs_page import (
     difference_rows,
     render,
@@ -40,10 +40,10 @@ def test_differing_keys_are_columns_and_an_interpolation_is_none() -> None:
         run("1", 0.8, optimizer__lr=0.2, schedule__max_lr=0.2, steps=10),
     ]
     comparison = compare(runs)
-    assert [(column.key, column.values, column.also) for column in comparison.columns] == [
+    assert [(column.key, column.values, column.repeated_keys) for column in comparison.columns] == [
         ("optimizer.lr", ("0.1", "0.2"), ("schedule.max_lr",))
     ]
-    assert comparison.same == {"steps": "10"}
+    assert comparison.shared == {"steps": "10"}
 
 
 def test_a_key_that_one_configuration_lacks_is_a_difference() -> None:
@@ -76,7 +76,7 @@ def test_a_chosen_group_stands_for_the_keys_that_it_sets() -> None:
             lr) in enumerate([("plain", "fp32", 1), ("amp", "bf16", 1), ("amp", "bf16", 2)])
     ]  # fmt: skip
     (memory, lr) = compare(made).columns
-    assert (memory.key, memory.values, memory.also) == (
+    assert (memory.key, memory.values, memory.repeated_keys) == (
         "memory",
         ("plain", "amp", "amp"),
         ("memory.precision",),
@@ -328,7 +328,7 @@ def test_a_key_with_the_name_of_a_metric_has_a_column_of_its_own() -> None:
     ("number", "text"), [(999.4, "999"), (999.7, "1 k"), (999_960, "1 M"), (999_400, "999 k")]
 )
 def test_a_count_is_in_the_unit_that_its_rounded_value_has(number: float, text: str) -> None:
-    assert write_count(number) == text
+    assert format_count(number) == text
 
 
 def test_each_metric_reads_the_summary_before_the_history() -> None:
@@ -359,7 +359,7 @@ def test_each_metric_reads_the_summary_before_the_history() -> None:
         "peak_gib": 4.0,
     }
     assert {
-        metric.key: metric.of(bare) for metric in METRICS if metric.of(bare) is not None
+        metric.key: metric.read(bare) for metric in METRICS if metric.read(bare) is not None
     } == expected
     summary = {
         "val_dice_best": 0.9,
@@ -370,7 +370,7 @@ def test_each_metric_reads_the_summary_before_the_history() -> None:
         "seconds_per_step": 9.0,
     }
     told = replace(bare, summary=summary)
-    assert {metric.key: metric.of(told) for metric in METRICS} == {
+    assert {metric.key: metric.read(told) for metric in METRICS} == {
         "val_dice": 0.9,
         "val_dice_worst": 0.5,
         "steps": 50,
@@ -410,4 +410,4 @@ def test_a_figure_that_no_run_can_have_is_none(value: object, is_taken: bool) ->
         history=({"step": 1, "peak_gib": 2.0},),
     )
     (peak,) = (metric for metric in METRICS if metric.key == "peak_gib")
-    assert peak.of(told) == (value if is_taken else 2.0)
+    assert peak.read(told) == (value if is_taken else 2.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from medseg.report.differences import is_established, paired_difference, write_difference
+from medseg.report.differences import format_difference, is_established, paired_difference
 
 
 @pytest.mark.parametrize("number", [2, 5, 40])
@@ -66,7 +66,7 @@ def test_one_pair_has_no_interval_and_equal_differences_one_of_no_width() -> Non
     single_pair = paired_difference({"a": 0.5}, {"a": 0.25})
     assert single_pair is not None
     assert (single_pair.ci95_low, single_pair.ci95_high) == (None, None)
-    assert write_difference(single_pair) == "+0.2500"
+    assert format_difference(single_pair) == "+0.2500"
     same = paired_difference({"a": 0.5, "b": 0.75}, {"a": 0.25, "b": 0.5})
     assert same is not None
     assert (same.ci95_low, same.ci95_high) == (0.25, 0.25)

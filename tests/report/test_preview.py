@@ -32,7 +32,7 @@ def test_slices_with_the_largest_area_are_cut() -> None:
         assert areas[one.index] == areas.max()
         assert (one.labels == labels.take(one.index, axis)).all()
         assert (one.image == image.take(one.index, axis)).all()
-        assert one.count == labels.shape[axis]
+        assert one.num_slices == labels.shape[axis]
     assert [one.size_mm for one in cuts] == [(120.0, 175.0), (100.0, 175.0), (100.0, 120.0)]
     assert [one.index for one in cut_slices(image, np.zeros_like(labels), SPACING_MM)] == [
         10,

@@ -155,7 +155,7 @@ def test_labels_that_would_fill_the_page_are_thinned_out(tmp_path: Path) -> None
     assert packed.page_bytes <= 3e6
     write_viewer(tmp_path / "a.html", packed, WORDS, TABLE)
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert f"every {packed.label_box.step}th voxel of the scan" in page
+    assert f"one in {packed.label_box.step} voxels of the scan along each axis" in page
 
 
 def test_values_that_are_not_hu_are_drawn_by_their_percentiles() -> None:

@@ -15,7 +15,7 @@ from medseg.commands import train as command
 from medseg.commands.entry import COMMANDS
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.config.imported import SOURCE_VARIABLE
+from medseg.config.imported import SOURCE_VARIABLE, with_task
 from medseg.config.overrides import check_arguments, expand_options, quote_paths
 from medseg.errors import EXIT_OUT_OF_MEMORY, UserError
 from medseg.memory.options import Accelerator
@@ -25,6 +25,7 @@ from medseg.runs.advice import next_command, plan_command
 from medseg.targets import targets_first
 from medseg.training.assemble import make_metadata
 from medseg.training.network import make_network
+from medseg.training.options import TrainConfig
 from medseg.weights.files import write_weights
 
 
@@ -158,6 +159,21 @@ def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path)
     run = compose("train", "stage=coarse", *quote_paths(overrides))
     _, config = follow(next_command(run, tmp_path / "best.ckpt"))
     assert config.data == run.data
+
+
+@pytest.mark.parametrize("task", ["lungs", "kidneys"])
+def test_the_next_stage_has_the_task_that_was_chosen_instead_of_the_imported_one(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cases have a task of their own, which the coarse stage was not trained on."""
+    monkeypatch.setenv(SOURCE_VARIABLE, "")
+    monkeypatch.delenv(SOURCE_VARIABLE)
+    (tmp_path / "cases.csv").write_text("case,image,labels\n", encoding="utf-8")
+    (tmp_path / "task.yaml").write_text("task: {labels: {liver: 1}}\n", encoding="utf-8")
+    arguments = [f"data.cases={tmp_path / 'cases.csv'}", "stage=coarse", f"task={task}"]
+    run = compose("train", *with_task(arguments, TrainConfig))
+    line = next_command(run, tmp_path / "best.ckpt")
+    assert line.startswith(f"medseg train stage=fine task={task} data.cases=")
 
 
 SEGRESNET = ["model._target_=monai.networks.nets.SegResNet", "model.init_filters=8"]

@@ -3,13 +3,18 @@
 for (const table of document.querySelectorAll("table")) {
   const heads = [...table.tHead.rows[0].cells];
   heads.forEach((head, column) => head.querySelector("button")?.addEventListener("click", () => {
-    const up = head.getAttribute("aria-sort") !== "ascending" ? 1 : -1;
+    const sign = head.getAttribute("aria-sort") !== "ascending" ? 1 : -1;
     for (const other of heads) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
-    head.setAttribute("aria-sort", up > 0 ? "ascending" : "descending");
-    const text = (cell) => cell.dataset.order ?? cell.textContent;
-    const rows = [...table.tBodies[0].rows].map((row) => [row, text(row.cells[column])]);
-    rows.sort(([, a], [, b]) => (a === "") - (b === "") || up * (a - b || a.localeCompare(b, "en", { numeric: true }) || 0));
-    table.tBodies[0].append(...rows.map(([row]) => row));
+    head.setAttribute("aria-sort", sign > 0 ? "ascending" : "descending");
+    const textOf = (row) => row.cells[column].dataset.order ?? row.cells[column].textContent;
+    const compare = (a, b) => {
+      if (a === "" || b === "") return (a === "") - (b === "");
+      // The difference of texts that are no numbers is NaN, which counts as false.
+      return sign * (a - b || a.localeCompare(b, "en", { numeric: true }));
+    };
+    const rows = [...table.tBodies[0].rows];
+    // A row that is appended again is moved.
+    table.tBodies[0].append(...rows.sort((first, second) => compare(textOf(first), textOf(second))));
   }));
 }
 
@@ -35,12 +40,12 @@ const setSignal = async (name, value) => {
 // Bring one setting to the front in all charts and tables: under the pointer, or kept by a click on the legend.
 let kept = null;
 const show = (setting) => {
-  for (const one of document.querySelectorAll("tbody tr")) one.classList.toggle("lit", setting !== null && one.dataset.setting === setting);
+  for (const row of document.querySelectorAll("tbody tr")) row.classList.toggle("lit", setting !== null && row.dataset.setting === setting);
   setSignal("lit", setting === null ? null : Number(setting));
 };
-for (const one of document.querySelectorAll(".legend button, tbody tr[data-setting]")) {
-  one.addEventListener("pointerenter", () => show(one.dataset.setting));
-  one.addEventListener("pointerleave", () => show(kept));
+for (const element of document.querySelectorAll(".legend button, tbody tr[data-setting]")) {
+  element.addEventListener("pointerenter", () => show(element.dataset.setting));
+  element.addEventListener("pointerleave", () => show(kept));
 }
 for (const button of document.querySelectorAll(".legend button")) {
   button.addEventListener("click", () => {
@@ -54,17 +59,22 @@ for (const button of document.querySelectorAll(".legend button")) {
 for (const form of document.querySelectorAll(".filters")) {
   const rows = [...document.querySelectorAll("tr[data-case]")];
   const apply = () => {
+    // Fields of the form: part of a case's name, largest Dice, only worse than the baseline, and values of selected columns.
     const { case: part, below, worse, ...selects } = Object.fromEntries(new FormData(form));
     for (const row of rows) {
       const { dataset } = row;
-      row.hidden = !(
-        dataset.case.toLowerCase().includes(part.toLowerCase()) && (below === "" || dataset.dice < Number(below)) &&
-        (!worse || dataset.delta < 0) && Object.entries(selects).every(([name, value]) => value === "" || dataset[name] === value)
-      );
+      const hasName = dataset.case.toLowerCase().includes(part.toLowerCase());
+      const isBelow = below === "" || dataset.dice < Number(below);
+      const isWorse = !worse || dataset.delta < 0;
+      const hasValues = Object.entries(selects).every(([name, value]) => value === "" || dataset[name] === value);
+      row.hidden = !(hasName && isBelow && isWorse && hasValues);
     }
     const left = rows.filter((row) => !row.hidden);
-    const known = new Set(rows.map((row) => row.dataset.case)), cases = new Set(left.map((row) => row.dataset.case));
-    for (const one of document.querySelectorAll("figure[data-case]")) one.hidden = known.has(one.dataset.case) && !cases.has(one.dataset.case);
+    // A picture of a case without a row stays.
+    const allCases = new Set(rows.map((row) => row.dataset.case)), leftCases = new Set(left.map((row) => row.dataset.case));
+    for (const figure of document.querySelectorAll("figure[data-case]")) {
+      figure.hidden = allCases.has(figure.dataset.case) && !leftCases.has(figure.dataset.case);
+    }
     form.querySelector("output").textContent = left.length < rows.length ? `${left.length} of ${rows.length} rows` : "";
     setSignal("shown", left.length < rows.length ? left.map((row) => Number(row.dataset.row)) : null);
   };

@@ -1,6 +1,9 @@
 "use strict";
 // What lies over niivue's slices: outlines and fills of the labels at the scan's resolution, letters of the patient's
 // sides, and the labels seen from the front. Indices are (z, y, x) of the scan towards head, back and left.
+//
+// Planes in the order of niivue's `axCorSag`: the axis of the scan across the plane, those of its rows and columns, and
+// the letters at its edges.
 const PLANES = [
   { name: "axial", normal: 0, rows: 1, columns: 2, letters: { top: "A", bottom: "P", left: "R", right: "L" } },
   { name: "coronal", normal: 1, rows: 0, columns: 2, letters: { top: "H", bottom: "F", left: "R", right: "L" } },
@@ -9,26 +12,33 @@ const PLANES = [
 const LINE_PX = 1.4;
 const INK = "#e6edf3";
 
-// Marching squares: the edges of a cell (0 top, 1 right, 2 bottom, 3 left) that a line joins, by the corners inside.
+// Marching squares: the edges of a cell (0 top, 1 right, 2 bottom, 3 left) that a line joins. The index tells which
+// corners are inside the label: 8 upper left + 4 upper right + 2 lower right + 1 lower left.
 const LINES = [
   [], [[3, 2]], [[2, 1]], [[3, 1]], [[0, 1]], [[0, 1], [3, 2]], [[0, 2]], [[3, 0]],
   [[3, 0]], [[0, 2]], [[3, 0], [2, 1]], [[0, 1]], [[3, 1]], [[2, 1]], [[3, 2]], [],
 ];
+// Middle of each edge, (column, row) from the upper left corner.
 const EDGES = [[0.5, 0], [1, 0.5], [0.5, 1], [0, 0.5]];
 
 /** Outline of each label of a slice, halfway between voxel centres; label value to its path in (column, row). */
 const outlinesOf = ({ values, rows, columns }) => {
   const paths = new Map();
-  const at = (row, column) => (row < 0 || column < 0 || row >= rows || column >= columns ? 0 : values[row * columns + column]);
+  const valueAt = (row, column) => {
+    const isOutside = row < 0 || column < 0 || row >= rows || column >= columns;
+    return isOutside ? 0 : values[row * columns + column];
+  };
   // One cell more on each side closes the lines of labels at the edge.
   for (let row = -1; row < rows; row += 1) {
     for (let column = -1; column < columns; column += 1) {
-      const a = at(row, column), b = at(row, column + 1), c = at(row + 1, column + 1), d = at(row + 1, column);
-      if (a === b && b === c && c === d) continue;
-      for (const value of new Set([a, b, c, d])) {
+      const upperLeft = valueAt(row, column), upperRight = valueAt(row, column + 1);
+      const lowerLeft = valueAt(row + 1, column), lowerRight = valueAt(row + 1, column + 1);
+      // Most cells lie inside of a label, or outside of all.
+      if (upperLeft === upperRight && upperLeft === lowerRight && upperLeft === lowerLeft) continue;
+      for (const value of new Set([upperLeft, upperRight, lowerRight, lowerLeft])) {
         if (value === 0) continue;
         if (!paths.has(value)) paths.set(value, new Path2D());
-        const corners = 8 * (a === value) + 4 * (b === value) + 2 * (c === value) + (d === value);
+        const corners = 8 * (upperLeft === value) + 4 * (upperRight === value) + 2 * (lowerRight === value) + (lowerLeft === value);
         for (const [from, to] of LINES[corners]) {
           paths.get(value).moveTo(column + EDGES[from][0], row + EDGES[from][1]);
           paths.get(value).lineTo(column + EDGES[to][0], row + EDGES[to][1]);
@@ -43,7 +53,9 @@ const outlinesOf = ({ values, rows, columns }) => {
 class LabelBox {
   constructor(values, { start, step, shape }) {
     Object.assign(this, { values, start, step, shape });
+    // Places in `values` from one voxel to the next along each axis.
     this.strides = [shape[1] * shape[2], shape[2], 1];
+    // Plane to its last slice.
     this.slices = new Map();
   }
 
@@ -56,13 +68,14 @@ class LabelBox {
     return place >= 0 && place < this.shape[axis];
   }
 
+  /** Label value at an index of the scan; 0 outside of the box. */
   valueAt(index) {
-    const places = index.map((one, axis) => this.placeOf(one, axis));
+    const places = index.map((coordinate, axis) => this.placeOf(coordinate, axis));
     if (!places.every((place, axis) => this.isInside(place, axis))) return 0;
     return this.values[places.reduce((sum, place, axis) => sum + place * this.strides[axis], 0)];
   }
 
-  /** Slice of a plane with its outlines; null where the plane misses the box. The last of each plane is kept. */
+  /** Slice of a plane with its outlines; null where it lies outside of the box. The last one of each plane is kept. */
   sliceAt(plane, index) {
     const place = this.placeOf(index, plane.normal);
     if (!this.isInside(place, plane.normal)) return null;
@@ -103,6 +116,7 @@ const fillOf = ({ values, rows, columns }, colours) => {
 /** The labels seen from the front, shaded by their slope: picture (head up) and the depth of each column of voxels. */
 const frontOf = (box, colours, spacingMm) => {
   const [depth, height, width] = box.shape;
+  // By column of voxels from front to back: index y of the first labelled voxel (NaN without one), and its label (0).
   const nearest = new Float32Array(depth * width).fill(NaN), seen = new Uint8Array(depth * width);
   for (let z = 0; z < depth; z += 1) {
     for (let y = 0; y < height; y += 1) {
@@ -114,12 +128,13 @@ const frontOf = (box, colours, spacingMm) => {
       }
     }
   }
-  // Whole voxels would be seen as terraces: the mean over some neighbours of the same label.
+  // Depths in whole voxels would be seen as terraces: they are averaged over the neighbours of the same label.
   const smooth = (z, x) => {
     let sum = 0, number = 0;
     for (let dz = -2; dz <= 2; dz += 1) {
       for (let dx = -2; dx <= 2; dx += 1) {
         const place = (z + dz) * width + x + dx;
+        // A row outside of the picture has no `seen`, so it differs too.
         if (x + dx < 0 || x + dx >= width || seen[place] !== seen[z * width + x]) continue;
         sum += nearest[place];
         number += 1;
@@ -129,6 +144,7 @@ const frontOf = (box, colours, spacingMm) => {
   };
   const smoothed = Float32Array.from(seen, (value, place) => (value ? smooth(Math.floor(place / width), place % width) : NaN));
   const [zMm, yMm, xMm] = spacingMm;
+  // Change of the depth in mm per mm, between the places before and behind; 0 at the edge of a label.
   const slope = (place, step, mm) => {
     const change = (smoothed[place + step] - smoothed[place - step]) * yMm / (2 * mm);
     return Number.isFinite(change) ? change : 0;
@@ -136,11 +152,12 @@ const frontOf = (box, colours, spacingMm) => {
   const picture = new ImageData(width, depth);
   seen.forEach((value, place) => {
     if (!colours.has(value)) return;
-    // The light comes from the front, from above and from the left of the picture.
+    // Lambert's law: the product of the unit normal and the direction of the light, which comes from the front, from
+    // above and from the left of the picture.
     const across = slope(place, 1, xMm), up = slope(place, width, zMm);
     const light = (0.8 - 0.45 * across + 0.4 * up) / Math.hypot(across, up, 1);
     const shade = 0.25 + 0.75 * Math.min(1, Math.max(0, light));
-    const z = Math.floor(place / width), row = depth - 1 - z;
+    const z = Math.floor(place / width), row = depth - 1 - z;  // the head is up
     picture.data.set([...rgbOf(colours.get(value)).map((part) => part * shade), 255], 4 * (row * width + place % width));
   });
   return { canvas: canvasOf(picture), nearest };
@@ -151,19 +168,20 @@ class Overlay {
   constructor(canvas, viewer, data, labels, differences) {
     Object.assign(this, { canvas, viewer, data, labels, differences });
     this.context = canvas.getContext("2d");
-    const colourOf = (entries) => new Map(entries.map((one) => [one.value, one.colour]));
-    this.labelColours = colourOf(data.labels);
-    this.differenceColours = colourOf(data.differences);
+    const coloursOf = (structures) => new Map(structures.map(({ value, colour }) => [value, colour]));
+    this.labelColours = coloursOf(data.labels);
+    this.differenceColours = coloursOf(data.differences);
     this.front = frontOf(labels, this.labelColours, data.scan.spacing_mm);
     this.options = { fill: 0, hasOutlines: true, hasLabels: true, hasDifferences: true, hasFront: true };
   }
 
-  /** Index of the scan, with fractions, at niivue's fraction of the volume, whose axes go to right, front and head. */
+  /** Index of the scan, not rounded, at niivue's fraction of the volume, whose axes go to right, front and head. */
   indexOf([right, front, head]) {
     const [depth, height, width] = this.data.scan.padded_shape;
     return [head * depth - 0.5, (1 - front) * height - 0.5, (1 - right) * width - 0.5];
   }
 
+  /** Inverse of `indexOf`. */
   fractionOf([z, y, x]) {
     const [depth, height, width] = this.data.scan.padded_shape;
     return [1 - (x + 0.5) / width, 1 - (y + 0.5) / height, (z + 0.5) / depth];
@@ -173,12 +191,13 @@ class Overlay {
   get position() {
     const { shape } = this.data.scan;
     const index = this.indexOf(this.viewer.scene.crosshairPos);
-    return index.map((one, axis) => Math.min(shape[axis] - 1, Math.max(0, Math.round(one))));
+    return index.map((coordinate, axis) => Math.min(shape[axis] - 1, Math.max(0, Math.round(coordinate))));
   }
 
   /** Pixel of the canvas at an index, on one of niivue's slices. */
   pixelOf(tile, index) {
     const mm = this.viewer.frac2mm(this.fractionOf(index));
+    // By plane, the world coordinates across the slice and upwards.
     const [across, up] = [[mm[0], mm[1]], [mm[0], mm[2]], [mm[1], mm[2]]][tile.axCorSag];
     const [left, top, width, height] = tile.leftTopWidthHeight;
     return [
@@ -196,6 +215,7 @@ class Overlay {
       index[plane.rows] = box.start[plane.rows] + row * box.step;
       return this.pixelOf(tile, index);
     };
+    // An affine map is known from the images of the origin and of a step along each axis.
     const [x, y] = pixelAt(0, 0), [columnX, columnY] = pixelAt(1, 0), [rowX, rowY] = pixelAt(0, 1);
     return new DOMMatrix([columnX - x, columnY - y, rowX - x, rowY - y, x, y]);
   }
@@ -203,6 +223,7 @@ class Overlay {
   draw() {
     const { context, canvas, viewer } = this;
     const source = viewer.gl.canvas;
+    // Pixels of the canvas for one of the page: larger than 1 on a screen with high resolution.
     this.scale = source.width / source.clientWidth;
     if (canvas.width !== source.width) canvas.width = source.width;
     if (canvas.height !== source.height) canvas.height = source.height;
@@ -211,6 +232,7 @@ class Overlay {
     const position = this.position;
     for (const tile of viewer.screenSlices) {
       const plane = PLANES[tile.axCorSag];
+      // The width of a mirrored tile is negative.
       const [left, top, width, height] = tile.leftTopWidthHeight;
       const box = { left: Math.min(left, left + width), top, width: Math.abs(width), height };
       context.save();
@@ -225,6 +247,7 @@ class Overlay {
     if (this.options.hasFront) this.drawFront(position);
   }
 
+  /** Fill and outline the labels, and fill the differences, on a slice of niivue. */
   drawLabels(tile, plane, index) {
     const { context, options } = this;
     const drawFill = (box, colours, opacity) => {
@@ -234,7 +257,7 @@ class Overlay {
       context.globalAlpha = opacity;
       context.imageSmoothingEnabled = false;
       context.setTransform(this.matrixOf(tile, plane, box, slice.place));
-      context.drawImage(fillOf(slice, colours), -0.5, -0.5);
+      context.drawImage(fillOf(slice, colours), -0.5, -0.5);  // a voxel lies around its index
       context.restore();
     };
     if (options.hasLabels) drawFill(this.labels, this.labelColours, options.fill);
@@ -276,17 +299,19 @@ class Overlay {
     const { canvas, labels, data } = this;
     const [zMm, , xMm] = data.scan.spacing_mm;
     const width = labels.shape[2] * xMm, height = labels.shape[0] * zMm;
+    // As large as fits into the quadrant, with a margin of a tenth on each side.
     const scale = 0.8 * Math.min(canvas.width / 2 / width, canvas.height / 2 / height);
     const box = { width: width * scale, height: height * scale };
     return { ...box, left: canvas.width * 0.75 - box.width / 2, top: canvas.height * 0.75 - box.height / 2 };
   }
 
+  /** Draw the labels seen from the front, with lines at the position. */
   drawFront(position) {
     const { context, canvas, labels } = this;
     const box = this.frontBox;
     context.imageSmoothingEnabled = true;
     context.drawImage(this.front.canvas, box.left, box.top, box.width, box.height);
-    // Lines where the axial and the sagittal slice cut.
+    // A vertical line at the sagittal slice and a horizontal one at the axial slice, in voxels of the label box.
     const [across, up] = [2, 0].map((axis) => (position[axis] - labels.start[axis]) / labels.step + 0.5);
     const x = box.left + box.width * across / labels.shape[2], y = box.top + box.height * (1 - up / labels.shape[0]);
     const quadrant = { left: canvas.width / 2, top: canvas.height / 2, width: canvas.width / 2, height: canvas.height / 2 };
@@ -305,7 +330,10 @@ class Overlay {
     this.drawLetters(quadrant, PLANES[1].letters, "labels from the front");
   }
 
-  /** Index that a point of the fourth quadrant, in pixels of the canvas, stands for: on the surface of the labels. */
+  /**
+   * Index on the surface of the labels that a point of the fourth quadrant, in pixels of the canvas, stands for.
+   * Beside the labels it keeps the y of the position; null outside of the quadrant or of the picture.
+   */
   indexAtFront(x, y) {
     const { labels, canvas } = this;
     if (!this.options.hasFront || x < canvas.width / 2 || y < canvas.height / 2) return null;

@@ -2,21 +2,23 @@
 (async () => {
   const read = (id) => document.getElementById(id)?.textContent;
   const data = JSON.parse(read("data"));
-  const place = document.getElementById("place");
+  const readout = document.getElementById("place");
   const buttons = (name) => [...document.querySelectorAll(`button[data-${name}]`)];
-  const press = (all, pressed) => all.forEach((one) => one.setAttribute("aria-pressed", String(one === pressed)));
+  // Show one of the buttons of a group as pressed.
+  const press = (group, pressed) => group.forEach((button) => button.setAttribute("aria-pressed", String(button === pressed)));
 
   const viewer = new niivue.Niivue({
     logLevel: "error", dragAndDropEnabled: false, isRadiologicalConvention: true, sagittalNoseLeft: true, crosshairWidth: 0.5,
     crosshairColor: [0.9, 0.9, 0.9, 0.6], isOrientationTextVisible: false, multiplanarShowRender: 0, tileMargin: 2,
     dragMode: niivue.DRAG_MODE.windowing, loadingText: "", clipPlaneHotKey: "", cycleClipPlaneHotKey: "", viewModeHotKey: "", scrollRequiresFocus: false,
   });
+  // Values to names, for the line below the slices.
   const names = { 0: "" };
-  data.labels.forEach((one) => { names[one.value] = one.name.replaceAll("_", " "); });
+  data.labels.forEach(({ name, value }) => { names[value] = name.replaceAll("_", " "); });
   const differenceNames = { 0: "" };
-  data.differences.forEach((one) => { differenceNames[one.value] = one.name; });
+  data.differences.forEach(({ name, value }) => { differenceNames[value] = name; });
+  // niivue draws the scan, the overlay the labels; it is null until they are read.
   let overlay = null;
-  // The scan is drawn by niivue, the labels by the overlay.
   viewer.onLocationChange = ({ mm, values }) => {
     if (overlay === null) return;
     const [x, y, z] = mm;  // niivue's world is RAS
@@ -26,13 +28,15 @@
       data.is_ct ? `${value} HU` : `value ${value}`, names[overlay.labels.valueAt(position)] ?? "",
       differenceNames[overlay.differences?.valueAt(position) ?? 0] ?? "", `${(-x).toFixed(1)}, ${(-y).toFixed(1)}, ${z.toFixed(1)} mm (LPS)`,
     ];
-    place.textContent = parts.filter(Boolean).join(" · ").replaceAll("-", "−");
+    // Without empty parts; a true minus sign is as wide as a digit.
+    readout.textContent = parts.filter(Boolean).join(" · ").replaceAll("-", "−");
   };
 
   const load = (name, options) => niivue.NVImage.loadFromBase64({ base64: read(`volume-${name}`), name: `${name}.nii.gz`, ...options });
   const readLabels = async (name) => (read(`volume-${name}`) ? new LabelBox((await load(name)).img, data.scan.labels) : null);
 
   const setPressed = (id, value) => document.getElementById(id)?.setAttribute("aria-pressed", String(value));
+  // Set options of the overlay, show them in the buttons, and draw.
   const change = (options) => {
     Object.assign(overlay.options, options);
     setPressed("outline", overlay.options.hasOutlines);
@@ -40,15 +44,14 @@
     document.getElementById("fill").value = Math.round(100 * overlay.options.fill);
     overlay.draw();
   };
+  // Show the window in use, which may have been dragged, and press the button that has the same one.
   const showWindow = () => {
     const { cal_min: low, cal_max: high } = viewer.volumes[0];
-    const range = buttons("window").findIndex((_, number) => {
-      const [first, last] = data.windows[number].range ?? [];
-      return Math.abs(first - low) < 1 && Math.abs(last - high) < 1;
-    });
-    if (range >= 0) press(buttons("window"), buttons("window")[range]);
+    const number = data.windows.findIndex(({ range }) => range && Math.abs(range[0] - low) < 1 && Math.abs(range[1] - high) < 1);
+    if (number >= 0) press(buttons("window"), buttons("window")[number]);
     document.getElementById("window").textContent = `W ${Math.round(high - low)} L ${Math.round((low + high) / 2)}`.replaceAll("-", "−");
   };
+  // niivue's number of each plane (0 axial, 1 coronal, 2 sagittal), and its place: left, top, width and height as shares.
   const views = {
     axial: [[0, [0, 0, 1, 1]]], coronal: [[1, [0, 0, 1, 1]]], sagittal: [[2, [0, 0, 1, 1]]],
     multi: [[0, [0, 0, 0.5, 0.5]], [1, [0.5, 0, 0.5, 0.5]], [2, [0, 0.5, 0.5, 0.5]]],
@@ -58,7 +61,7 @@
     view = name;
     overlay.options.hasFront = name === "multi";
     viewer.setCustomLayout(views[name].map(([sliceType, position]) => ({ sliceType, position })));
-    press(buttons("view"), buttons("view").find((one) => one.dataset.view === name));
+    press(buttons("view"), buttons("view").find((button) => button.dataset.view === name));
   };
   let windowNumber = 0;
   const setWindow = (number) => {
@@ -68,6 +71,7 @@
     viewer.updateGLVolume();
     press(buttons("window"), buttons("window")[windowNumber]);
   };
+  // Move the crosshair to a point in fractions of the volume.
   const moveTo = (fraction) => {
     viewer.scene.crosshairPos = fraction;
     viewer.createOnLocationChange();
@@ -79,12 +83,14 @@
     placeNumber = number % data.places.length;
     moveTo(viewer.mm2frac(data.places[placeNumber].mm, 0, true));
   };
+  // Go some slices further, along niivue's axis (x, y, z) across the plane of the view.
   const step = (number) => {
-    const axis = { axial: 2, multi: 2, coronal: 1, sagittal: 0 }[view];
-    viewer.moveCrosshairInVox(...[0, 1, 2].map((one) => (one === axis ? number : 0)));
+    const movedAxis = { axial: 2, multi: 2, coronal: 1, sagittal: 0 }[view];
+    viewer.moveCrosshairInVox(...[0, 1, 2].map((axis) => (axis === movedAxis ? number : 0)));
     viewer.drawScene();
   };
   const setFill = (fill) => change({ fill: Math.min(1, Math.max(0, fill)), hasLabels: true });
+  // Key to what it does; "=" is the key of "+" without shift.
   const actions = {
     m: () => setView("multi"), a: () => setView("axial"), c: () => setView("coronal"), s: () => setView("sagittal"),
     w: () => setWindow(windowNumber + 1), j: () => jump(placeNumber + 1), ArrowUp: () => step(1), ArrowDown: () => step(-1),
@@ -100,12 +106,13 @@
     viewer.addVolume(await load("image", { cal_min: low, cal_max: high }));
     overlay = new Overlay(document.getElementById("overlay"), viewer, data, await readLabels("labels"), await readLabels("differences"));
   } catch (error) {
-    place.textContent = `This browser cannot show the scan (${error.message}); it needs WebGL 2.`;
+    readout.textContent = `This browser cannot show the scan (${error.message}); it needs WebGL 2.`;
     throw error;
   }
-  buttons("view").forEach((one) => one.addEventListener("click", () => setView(one.dataset.view)));
-  buttons("window").forEach((one) => one.addEventListener("click", () => setWindow(Number(one.dataset.window))));
-  buttons("place").forEach((one) => one.addEventListener("click", () => jump(Number(one.dataset.place))));
+  const onClick = (name, action) => buttons(name).forEach((button) => button.addEventListener("click", () => action(button.dataset[name])));
+  onClick("view", setView);
+  onClick("window", (number) => setWindow(Number(number)));
+  onClick("place", (number) => jump(Number(number)));
   document.getElementById("fill").addEventListener("input", (event) => setFill(event.target.value / 100));
   document.getElementById("outline").addEventListener("click", actions.o);
   document.getElementById("differences")?.addEventListener("click", actions.d);
@@ -123,8 +130,10 @@
   });
   // Before niivue, which gives some letters another meaning.
   window.addEventListener("keydown", (event) => {
-    const isTyping = event.target.matches?.("input") && event.key.startsWith("Arrow");
-    if (event.ctrlKey || event.metaKey || event.altKey || isTyping || !actions[event.key]) return;
+    // Arrows move the slider of the fill when it has the focus; shortcuts of the browser stay too.
+    const isForInput = event.target.matches?.("input") && event.key.startsWith("Arrow");
+    const isForBrowser = event.ctrlKey || event.metaKey || event.altKey;
+    if (isForInput || isForBrowser || !actions[event.key]) return;
     event.preventDefault();
     event.stopImmediatePropagation();
     actions[event.key]();
