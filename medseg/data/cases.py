@@ -15,7 +15,7 @@ from medseg.processors import num_processors
 from medseg.task import LabelValues
 from medseg.task_options import TaskOptions, make_task
 
-# Synthetic scans made at a time; one of full detail takes 2 to 5 GB.
+# Processes that make synthetic scans at a time; one scan of full detail takes 2 to 5 GB of memory.
 MAX_PHANTOM_WORKERS = 4
 
 
@@ -25,8 +25,9 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     Missing synthetic scans are made.
 
     Returns:
-        The user's cases, or synthetic scans in their place; then the synthetic scans that are added
-        to a case table.
+        Always two groups, each with its label values: the cases of the user's table, or synthetic
+        scans where `data.cases` is not given; then the synthetic scans that are added to the table,
+        an empty list without any.
 
     Raises:
         UserError: If the table or the label values are wrong.
@@ -35,7 +36,10 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     phantoms = data.phantoms
     is_chest = phantoms.scene is Scene.chest
-    folder = Path(phantoms.folder) / ("" if is_chest else task.name)
+    folder = Path(phantoms.folder)
+    if not is_chest:
+        # Scenes of organs hold the labels of their task; chests are the same for every task.
+        folder /= task.name
     if data.cases is None:
         table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
         cases = read_case_table(table, data.labels_column, ignore_findings=ignore_findings)
@@ -47,6 +51,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         table = make_phantoms(
             phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
         )
+        # `labels` of a chest holds the lungs alone, `organs` every structure of `PHANTOM_LABELS`.
         column = "organs" if is_chest else "labels"
         extra = read_case_table(table, column, ignore_findings=ignore_findings)
     shared_names = {case.name for case in extra} & {case.name for case in cases}
@@ -91,6 +96,13 @@ def make_phantoms(
 ) -> Path:
     """Make the missing synthetic scans and their case table.
 
+    Args:
+        config: Kind, seed and numbers of scans.
+        task: Labels and channels of a scene of organs; a chest does not use it.
+        folder: Where to write; made if absent.
+        num_train: Number of training scans, in place of that of `config`.
+        with_held_out: Whether to make the validation and test scans of `config`, too.
+
     Returns:
         Path of the table.
     """
@@ -106,17 +118,20 @@ def make_phantoms(
         for region in scene_task.regions:
             if region.side:
                 sides |= dict.fromkeys(region.labels, region.side)
+        # The task may also limit regions, but a scene draws the size of each label.
         volume_ml = {}
         for name, limits in scene_task.volume_ml.items():
             if name in scene_task.labels:
                 volume_ml[name] = limits
+        modalities = tuple(channel.modality for channel in scene_task.channels)
+        # A pattern for all cases: `write_phantoms` sets the index of each, and the detail.
         scene = SceneSpec(
-            config.seed,
-            0,
-            scene_task.labels,
-            sides,
-            tuple(channel.modality for channel in scene_task.channels),
-            scene_task.ignore_label,
+            seed=config.seed,
+            index=0,
+            labels=scene_task.labels,
+            sides=sides,
+            modalities=modalities,
+            ignore_label=scene_task.ignore_label,
             has_own_grids=config.own_grids,
             parts=tuple(scene_task.parts),
             volume_ml=volume_ml,
@@ -125,20 +140,27 @@ def make_phantoms(
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
     total = sum(splits.values())
-    # A small scan takes about a second, the start of a process three.
-    num_useful = total // 4 if config.detail is Detail.small else total
-    num_workers = min(num_useful, num_processors(), MAX_PHANTOM_WORKERS)
+    num_useful = total
+    if config.detail is Detail.small:
+        # A small scan takes about a second, the start of a process three: a process is worth
+        # starting for four scans.
+        num_useful = total // 4
+    num_workers = max(1, min(num_useful, num_processors(), MAX_PHANTOM_WORKERS))
     check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:
         bar = progress.add_task("phantoms", total=total)
+
+        def show(num_finished: int, _: int, case_name: str) -> None:
+            progress.update(bar, completed=num_finished, description=case_name)
+
         return write_phantoms(
             folder,
             total,
             config.seed,
             config.detail.value,
             splits,
-            lambda finished, _, name: progress.update(bar, completed=finished, description=name),
-            num_workers=max(1, num_workers),
+            show,
+            num_workers=num_workers,
             scene=scene,
         )
