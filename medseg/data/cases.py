@@ -51,7 +51,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         table = make_phantoms(
             phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
         )
-        # `labels` of a chest holds the lungs alone, `organs` every structure of `PHANTOM_LABELS`.
+        # `organs` of a chest holds every structure of `PHANTOM_LABELS`, `labels` only two of them.
         column = "organs" if is_chest else "labels"
         extra = read_case_table(table, column, ignore_findings=ignore_findings)
     shared_names = {case.name for case in extra} & {case.name for case in cases}
