@@ -617,15 +617,12 @@ def split_cases(
     _check_patients(patients, val_patients, test_patients)
     split_of = _marks_of_table(cases, "split")
     fold_of = _marks_of_table(cases, "fold")
-    marked_test = {patient for patient, mark in split_of.items() if mark == "test"}
     # Patients that the configuration validates on are no test patients, whatever the table says.
-    test = set(test_patients) | (marked_test - set(val_patients))
+    test = set(test_patients) | (_marked(split_of, "test") - set(val_patients))
     not_test = [patient for patient in patients if patient not in test]
     has_fold_columns = any(case.fold_sides for case in cases)
-    marked_val: set[str] = set()
     # A fold that the configuration names takes precedence over the marks train and val.
-    if fold is None:
-        marked_val = {patient for patient, mark in split_of.items() if mark == "val"}
+    marked_val = _marked(split_of, "val") if fold is None else set[str]()
     has_other_choice = fold == "all" or bool(val_patients) or bool(marked_val)
     if has_fold_columns and not has_other_choice:
         return _split_by_fold_column(cases, test, fold or 0)
@@ -643,6 +640,11 @@ def split_cases(
             f"testing and {len(val)} for validation; {cure}."
         )
     return Split(_cases_of(usable, train), _cases_of(usable, val), _cases_of(usable, test))
+
+
+def _marked(split_of: Mapping[str, str], split: str) -> set[str]:
+    """Select the patients that the table marks with a split."""
+    return {patient for patient, mark in split_of.items() if mark == split}
 
 
 def _in_a_fold_or_held_out(cases: Sequence[Case], held_out: Collection[str]) -> list[Case]:

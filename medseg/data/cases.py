@@ -1,6 +1,7 @@
 """Cases of a configuration, from a case table, synthetic scans or both, with their label values."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
@@ -12,8 +13,11 @@ from medseg.io.atomic import check_writable, locked
 from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.preprocess.scale import HuScale
 from medseg.processors import num_processors
-from medseg.task import LabelValues
+from medseg.task import LabelValues, Task
 from medseg.task_options import TaskOptions, make_task
+
+if TYPE_CHECKING:
+    from medseg.phantom.scene import SceneSpec
 
 # Processes that make synthetic scans at a time; one scan of full detail takes 2 to 5 GB of memory.
 MAX_PHANTOM_WORKERS = 4
@@ -36,6 +40,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     phantoms = data.phantoms
     is_chest = phantoms.scene is Scene.chest
+    # Of the synthetic scans.
     folder = Path(phantoms.folder)
     if not is_chest:
         # Scenes of organs hold the labels of their task; chests are the same for every task.
@@ -109,33 +114,10 @@ def make_phantoms(
     from rich.progress import Progress
 
     from medseg.phantom.case_folders import write_phantoms
-    from medseg.phantom.scene import SceneSpec
 
     scene = None
     if config.scene is Scene.organs:
-        scene_task = make_task(task)
-        sides: dict[str, str] = {}
-        for region in scene_task.regions:
-            if region.side:
-                sides |= dict.fromkeys(region.labels, region.side)
-        # The task may also limit regions, but a scene draws the size of each label.
-        volume_ml = {}
-        for name, limits in scene_task.volume_ml.items():
-            if name in scene_task.labels:
-                volume_ml[name] = limits
-        modalities = tuple(channel.modality for channel in scene_task.channels)
-        # A pattern for all cases: `write_phantoms` sets the index of each, and the detail.
-        scene = SceneSpec(
-            seed=config.seed,
-            index=0,
-            labels=scene_task.labels,
-            sides=sides,
-            modalities=modalities,
-            ignore_label=scene_task.ignore_label,
-            has_own_grids=config.own_grids,
-            parts=tuple(scene_task.parts),
-            volume_ml=volume_ml,
-        )
+        scene = _scene_of_task(config, make_task(task))
     splits = {"train": num_train}
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
@@ -164,3 +146,32 @@ def make_phantoms(
             num_workers=num_workers,
             scene=scene,
         )
+
+
+def _scene_of_task(config: PhantomCountsOptions, task: Task) -> "SceneSpec":
+    """Describe the scenes of organs of a task.
+
+    The result is a pattern for all cases: `write_phantoms` sets the index of each, and the detail.
+    """
+    from medseg.phantom.scene import SceneSpec
+
+    sides: dict[str, str] = {}
+    for region in task.regions:
+        if region.side:
+            sides |= dict.fromkeys(region.labels, region.side)
+    # The task may also limit regions, but a scene draws the size of each label.
+    volume_ml = {}
+    for name, limits in task.volume_ml.items():
+        if name in task.labels:
+            volume_ml[name] = limits
+    return SceneSpec(
+        seed=config.seed,
+        index=0,
+        labels=task.labels,
+        sides=sides,
+        modalities=tuple(channel.modality for channel in task.channels),
+        ignore_label=task.ignore_label,
+        has_own_grids=config.own_grids,
+        parts=tuple(task.parts),
+        volume_ml=volume_ml,
+    )

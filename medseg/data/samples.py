@@ -109,7 +109,7 @@ class _Scan(NamedTuple):
         Returns:
             Normalised image (C, D, H, W) float32 and labels (D, H, W) uint8.
         """
-        # On the scan's own grid, or at another spacing.
+        # Whether no resampling is needed.
         is_on_grid = crop.lattice == self.grid
         channels = []
         for image, channel, intensity in zip(
@@ -248,7 +248,8 @@ class Samples(Dataset[Sample]):
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
-        # The order of the draws from `rng` is part of every run: it must not change.
+        # The order of the draws from `rng` is part of every run: it must not change. So a number is
+        # also drawn where the share that it is compared with is 0 or not set.
         case, region_index = self.items[draw_from_pass(self.seed, n, self.weights)]
         region = None if self.stage.sees_whole_scans else self.task.regions[region_index]
         rng = sample_rng(self.seed, n)
@@ -263,6 +264,7 @@ class Samples(Dataset[Sample]):
             warp = None
             if self.augmentation is not None:
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
+            # Whether the scan goes on beyond the crop; a crop of the coarse stage ends with the body.
             is_part_of_scan = region is not None or self.stage.patch_size is not None
             read_crop = crop
             if warp is not None and is_part_of_scan:
@@ -450,6 +452,7 @@ class Samples(Dataset[Sample]):
         return self._scan(case), crop
 
     def _scan(self, case: CachedCase) -> _Scan:
+        """Map the arrays of a case into memory."""
         return _Scan(case.images, case.labels, case.grid, case, self.task)
 
     def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Organ | None:

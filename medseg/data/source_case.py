@@ -62,7 +62,8 @@ class CaseRefusedError(UserError):
 
     def __init__(self, case: Case, audit: CaseAudit, source: SourceCase | None = None) -> None:
         errors = audit.heeded(case.ignore_findings, Severity.error)
-        super().__init__(f"The case {case.name!r} is refused: {'; and '.join(map(str, errors))}.")
+        sentences = "; and ".join(map(str, errors))
+        super().__init__(f"The case {case.name!r} is refused: {sentences}.")
         self.audit = audit
         self.source = source
 
@@ -109,6 +110,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
             case, task, label_values, grid, orientation, volume.array.shape
         )
         findings += label_findings
+    # Every region of an empty label map would be reported as missing, too.
     is_empty = any(finding.code == "empty_labels" for finding in findings)
     if labels is not None and not is_empty:
         image_hu = first_image if is_hu else None
@@ -148,22 +150,22 @@ def _summarise(
         is_hu: Whether the values are HU. Without, the audit has no thumbnail and no profile, and
             the case is not searched for near copies.
     """
-    volumes: dict[str, float] = {}
+    volumes_ml: dict[str, float] = {}
     if labels is not None:
-        volumes = measure_volumes(labels, grid, task)
+        volumes_ml = measure_volumes(labels, grid, task)
     thumbnail: tuple[int, ...] = ()
     profile: Profile = ()
     if is_hu:
         thumbnail = make_thumbnail(image)
         profile = make_profile(image, grid.spacing_mm)
     return CaseAudit(
-        grid,
-        facts.summary(),
-        hash_voxels(image),
-        volumes,
-        tuple(findings),
-        thumbnail,
-        profile,
+        grid=grid,
+        hu=facts.summary(),
+        voxels_sha256=hash_voxels(image),
+        volumes_ml=volumes_ml,
+        findings=tuple(findings),
+        thumbnail=thumbnail,
+        profile=profile,
     )
 
 

@@ -48,7 +48,9 @@ def files_of(path: Path) -> list[Path]:
         # Called for its refusal of what is no image.
         input_format(path)
     if path.is_dir() or is_dicomdir(path):
-        return list(dicom_files(path if path.is_dir() else path.parent))
+        # A DICOMDIR is the index of all files in and below its folder.
+        folder = path if path.is_dir() else path.parent
+        return list(dicom_files(folder))
     if path.suffix.lower() in (".mhd", ".nhdr"):
         from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
@@ -56,6 +58,7 @@ def files_of(path: Path) -> list[Path]:
         # The header may name itself, where it also holds the voxels. Missing files are left out
         # here: the reader refuses them with a message of its own.
         return [path, *(file for file in data_files if file.is_file() and file != path)]
+    # A single slice stands for the series in its folder.
     if volume_suffix(path) is None and is_dicom_file(path):
         return list(dicom_files(path.parent, is_deep=False))
     return [path]
@@ -71,7 +74,7 @@ def _stamp(files: Sequence[Path]) -> list[list[int]]:
 
 
 def _content_hash(files: Sequence[Path]) -> str:
-    """SHA-256 of the SHA-256 digests of all files, in their order."""
+    """Compute the SHA-256 of the SHA-256 digests of all files, in their order."""
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
