@@ -264,7 +264,7 @@ class Samples(Dataset[Sample]):
             warp = None
             if self.augmentation is not None:
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
-            # Whether the scan goes on beyond the crop; a crop of the coarse stage ends with the body.
+            # Whether the scan goes on beyond the crop; that of a whole scan ends with the body.
             is_part_of_scan = region is not None or self.stage.patch_size is not None
             read_crop = crop
             if warp is not None and is_part_of_scan:
