@@ -74,12 +74,12 @@ def import_dicom(folder: Path) -> DataSet:
             account.use(Kind.structure, f"{structure} of {name}", why)
     labels = named_groups(sorted(names, key=plain_name), account)
     return DataSet(
-        DICOM,
-        folder.name,
-        tuple(cases),
-        labels,
-        (channel_of(modalities[0]),),
-        {},
+        format=DICOM,
+        name=folder.name,
+        cases=tuple(cases),
+        labels=labels,
+        channels=(channel_of(modalities[0]),),
+        background={},
         structures=structures,
         account=account,
     )

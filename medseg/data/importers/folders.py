@@ -113,12 +113,12 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         )
     channel = channel_of("mr" if "mri" in image_names else "ct")
     return DataSet(
-        TOTALSEGMENTATOR,
-        folder.name,
-        tuple(cases),
-        labels,
-        (channel,),
-        {},
+        format=TOTALSEGMENTATOR,
+        name=folder.name,
+        cases=tuple(cases),
+        labels=labels,
+        channels=(channel,),
+        background={},
         structures=structures,
         account=account,
     )
@@ -234,12 +234,12 @@ def import_luna16(folder: Path) -> DataSet:
             f"give data.num_folds={num_folds} to choose among all of them"
         )
     return DataSet(
-        LUNA16,
-        LUNA16,
-        tuple(cases),
-        LUNA16_LABELS,
-        (Channel("ct", LUNA16_WINDOW_HU),),
-        LUNA16_BACKGROUND,
+        format=LUNA16,
+        name=LUNA16,
+        cases=tuple(cases),
+        labels=LUNA16_LABELS,
+        channels=(Channel("ct", LUNA16_WINDOW_HU),),
+        background=LUNA16_BACKGROUND,
         notes=tuple(notes),
         account=account,
     )
@@ -319,12 +319,12 @@ def import_pairs(folder: Path) -> DataSet:
         groups = values_in(cases, notes)
     channel = channel_of(guess_modality(cases, notes))
     return DataSet(
-        PAIRS,
-        folder.name,
-        tuple(cases),
-        groups,
-        (channel,),
-        {},
+        format=PAIRS,
+        name=folder.name,
+        cases=tuple(cases),
+        labels=groups,
+        channels=(channel,),
+        background={},
         notes=tuple(notes),
         structures=structures,
         account=account,

@@ -33,15 +33,16 @@ from medseg.task import IGNORE, Channel
 NNUNET = "nnunet"
 MSD = "msd"
 DATASET_FILE = "dataset.json"
-BACKGROUND = "background"
+BACKGROUND = "background"  # name of the background among labels
 # A scan with values below this is a CT in HU: air is -1000, and MR has no negative values of this
 # size.
 CT_HU = -500
 # Lists of a datalist, and the split of their cases; None for training cases, of which folds may
 # validate a part.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
+# Keys of an entry of these lists, and of dataset.json, that are read; all others are listed in the
+# closing table.
 ENTRY_KEYS = ("image", "label", "fold", "patient")
-# Keys of dataset.json that are read; all others are listed in the closing table.
 NNUNET_KEYS = (
     "channel_names",
     "modality",
@@ -96,7 +97,7 @@ def import_nnunet(folder: Path) -> DataSet:
     raw = _read_raw_folder(folder)
     images, labels = _training_files(raw)
     _check_count(raw.about, "numTraining", len(images), raw.account)
-    # nnU-Net writes its own splits among the preprocessed data.
+    # nnU-Net writes its own splits among the preprocessed data, beside its folder of raw data.
     preprocessed = folder.parent.parent / "nnUNet_preprocessed" / folder.name
     split_files = [folder / SPLITS_FILE, preprocessed / SPLITS_FILE]
     folds = read_folds(split_files, images, raw.account)
