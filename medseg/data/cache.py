@@ -78,8 +78,8 @@ class CachedCase:
         intensities: Map of each channel to the range of the network, computed from the values of
             this case; None where the channel has a window, which is the same for all cases.
         trust: Region name to the trust in its reference.
-        content: Digest of what the case was made from: the content of its files, their scale and
-            label values; not their paths.
+        content: Digest of what the case was made from: the content of its files, how they are read
+            and the configuration of the entry; not their paths.
         stamp: Modification time of the sidecar in ns, which tells the entry from a later one in its
             folder; None where that is not checked.
         audit: Measurements and findings of the case as it was read.
@@ -443,8 +443,6 @@ def _entry_folder(
     reading = _read_as(case)
     for role, path in sources_of(case, task).items():
         reading[role] = os.path.realpath(path)
-    if case.series is not None:
-        reading["series"] = case.series
     configuration_folder = f"{_folder_text(spacing_mm)}-{_digest(configuration)}"
     return cache_dir / configuration_folder / f"{case.name}-{_digest(reading)}"
 
@@ -546,10 +544,14 @@ def _stamp(folder: Path) -> int:
 
 def _read_as(case: Case) -> dict[str, Any]:
     """Collect the values of the case table that change the arrays or the findings of a case."""
-    return {
+    values = {
         "hu": asdict(case.hu),
         "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT),
     }
+    # Several series may share a folder, and so the fingerprint of its files.
+    if case.series is not None:
+        values["series"] = case.series
+    return values
 
 
 def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
