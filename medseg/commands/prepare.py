@@ -53,7 +53,7 @@ def prepare(config: PrepareConfig) -> int:
     # Copies and outliers show only once all cases are read.
     audited_cases = compare_cases(audited_cases)
     for audited in audited_cases:
-        print_findings(audited.case, audited.compared)
+        print_findings(audited.case, audited.comparison)
     replace_text(output / "audit.csv", audit_csv(audited_cases))
     pictures = draw(audited_cases, slices, output / "audit.png", task)
     print(summary(audited_cases, [output / "audit.csv", *pictures]), flush=True)

@@ -1,4 +1,4 @@
-"""Classes that no training sample holds, which the network cannot learn."""
+"""Classes without a voxel in any training case, which the network cannot learn."""
 
 from collections.abc import Collection, Sequence
 
@@ -12,12 +12,13 @@ def absent_classes(
     *,
     is_coarse: bool,
 ) -> list[str]:
-    """List the labels that no item of the training has at the spacing of the cache.
+    """List the labels that no training item has at the spacing of the cache.
 
-    Regions share one network and so its classes: each side teaches it the class of the other.
+    Regions share one network and so its classes: class 1 is the first label of every region, and a
+    left kidney teaches the network the class of the right one.
 
     Args:
-        items: Cases with the number of a region that is trained on, see
+        items: Cases with the index in `task.regions` of the region that is trained on, see
             `medseg.data.samples.Samples`.
         task: Labels and regions.
         is_coarse: Whether samples are whole scans with all labels; else crops of one region each.
@@ -26,19 +27,21 @@ def absent_classes(
         Names of labels in the order of the task; those that share a class are joined by "and".
     """
     taught: set[str] = set()
-    for case, number in items:
+    for case, region_index in items:
         names = tuple(task.labels)
         if not is_coarse:
-            names = (*task.regions[number].labels, *task.helper_labels)
+            names = (*task.regions[region_index].labels, *task.helper_labels)
+        # `label_boxes` has an entry for each label that has voxels.
         taught.update(name for name in names if name in case.label_boxes)
     if is_coarse:
         return [name for name in task.labels if name not in taught]
     absent = []
     for index in range(task.num_region_labels):
-        # Labels of the same place in their regions share a class.
-        names_of_class = [
-            region.labels[index] for region in task.regions if index < len(region.labels)
-        ]
+        names_of_class = []
+        for region in task.regions:
+            # Regions may have different numbers of labels.
+            if index < len(region.labels):
+                names_of_class.append(region.labels[index])
         if taught.isdisjoint(names_of_class):
             absent.append(" and ".join(names_of_class))
     absent += [name for name in task.helper_labels if name not in taught]
@@ -51,16 +54,17 @@ def absence_note(
     val_cases: Sequence[CachedCase],
     train_trust: Collection[str] | None = None,
 ) -> str:
-    """Say which classes cannot be learnt, by how many cases; empty where all can.
+    """Say which classes cannot be learnt, and how many cases have them; empty where all can.
 
     Args:
         absent: Result of `absent_classes`.
         num_train: Number of training cases that samples are made of.
-        val_cases: Validation cases, whose scores will hold the class all the same.
+        val_cases: Validation cases; a class that only they have will be scored, and badly.
         train_trust: Trusts in the reference that a training case needs; None if any will do.
     """
     if not absent:
         return ""
+    # The labels of a class were joined by "and".
     names = set(" and ".join(absent).split(" and "))
     num_val = sum(not names.isdisjoint(case.label_boxes) for case in val_cases)
     pronoun = "it" if len(names) == 1 else "them"

@@ -22,12 +22,14 @@ SLAB_SLICES = 8
 
 
 class Warp(NamedTuple):
-    """An affine map from a patch to the crop it is sampled from; the centres of both correspond.
+    """An affine map from a patch to the larger crop that it is sampled from, the source.
+
+    The voxel at the offset p from the centre of the patch gets the value of the source at the
+    offset `matrix @ p + shift_voxels` from the centre of the source.
 
     Attributes:
-        matrix: Maps offsets from the centre of the patch to offsets in the source, (3, 3), voxels
-            (z, y, x).
-        shift_voxels: Added in the source, (3,), voxels (z, y, x).
+        matrix: (3, 3), for offsets in voxels, (z, y, x).
+        shift_voxels: (3,), in voxels, (z, y, x).
     """
 
     matrix: np.ndarray
@@ -35,11 +37,13 @@ class Warp(NamedTuple):
 
     def margin(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """Count the voxels (z, y, x) by which a source must exceed the patch on each side."""
+        # The largest offset of a voxel's centre in the patch, and of the points that its corners
+        # are sampled at.
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
-        # The slices below and above a point are read where the tilted line crosses them
-        # (`_resample_affine`).
-        line_axis = _line_axes(self.matrix)[0]
+        # A point between two slices is interpolated from where its tilted line crosses them, up to
+        # this much further in plane, see `_resample_lines`.
+        line_axis = _order_axes(self.matrix)[0]
         reach[1:] += np.abs(self.matrix[1:, line_axis] / self.matrix[0, line_axis])
         z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
         return (z, y, x)
@@ -49,7 +53,7 @@ class Warp(NamedTuple):
     ) -> tuple[Tensor, Tensor]:
         """Resample a patch: the image linearly, the labels by the nearest voxel.
 
-        Outside of the source is air, and background.
+        Outside of the source, the image is air and the labels are background.
 
         Args:
             image: Source, (C, D, H, W) float32.
@@ -59,9 +63,9 @@ class Warp(NamedTuple):
         Returns:
             Image (C, *shape) and labels (*shape) of the patch.
         """
-        # grid_sample pads with zeros, so air is shifted to zero and back.
         channels = []
         for channel in image:
+            # Zero is what lies outside the source, so air is shifted to zero and back.
             patch = _resample_affine(
                 channel - AIR, self.matrix, self.shift_voxels, shape, "bilinear"
             )
@@ -91,11 +95,15 @@ class WindowShift:
 class Affine:
     """Rotation, scale, shear and shift in one resampling.
 
-    The rotation is about the axes z, y and x, the shear of each pair of axes, the shift along z, y
-    and x.
-
     It acts while the scan is read, so that no false air comes in at the corners. A scale above 1
     makes the anatomy larger.
+
+    Attributes:
+        probability: Probability that a sample is resampled.
+        rotation_deg: Largest rotation about the axes z, y and x.
+        scale_range: Smallest and largest scale factor, one for all axes.
+        shear_max: Largest shear of each pair of axes.
+        translation_mm: Largest shift along z, y and x.
     """
 
     probability: float
@@ -108,7 +116,8 @@ class Affine:
         """Draw the warp of a sample; None without one."""
         if rng.random() >= self.probability:
             return None
-        # The anatomy becomes larger when a smaller part of the source fills the patch.
+        # First for offsets in mm. The map leads from the patch to the source: the anatomy becomes
+        # larger when a smaller part of the source fills the patch.
         matrix = np.eye(3) / rng.uniform(*self.scale_range)
         shear_zy, shear_zx, shear_yx = rng.uniform(-self.shear_max, self.shear_max, size=3)
         matrix = np.array([[1, shear_zy, shear_zx], [0, 1, shear_yx], [0, 0, 1]]) @ matrix
@@ -117,7 +126,8 @@ class Affine:
             matrix = _rotation(axis, math.radians(angle_deg)) @ matrix
         shift_mm = rng.uniform(-1.0, 1.0, size=3) * self.translation_mm
         spacing = np.array(spacing_mm)
-        # From mm to voxels: the matrix is applied to voxels and returns voxels.
+        # To offsets in voxels: each column is multiplied by the spacing of its axis, which turns
+        # voxels of the patch into mm; each row is divided by it, which turns mm into voxels again.
         return Warp(matrix * spacing / spacing[:, None], shift_mm / spacing)
 
 
@@ -145,11 +155,11 @@ class Flip(Effect):
 
 @dataclass(frozen=True)
 class Resolution(Effect):
-    """Low resolution and Gaussian blur along all axes.
+    """Low resolution and Gaussian blur.
 
     Both are linear along each axis, so one matrix per axis applies both. Low resolution averages
     over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all
-    axes; an axis that is coarser already stays as it is.
+    axes; an axis that is coarser already stays as it is. The blur acts along all axes.
     """
 
     low_resolution_probability: float
@@ -162,24 +172,28 @@ class Resolution(Effect):
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
         """Multiply the image along each axis."""
+        # Axis to its matrix; an axis without one does not change.
         matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
         if rng.random() < self.low_resolution_probability:
             slice_mm = rng.uniform(*self.low_resolution_mm)
             phase = rng.random()
             is_along_all_axes = rng.random() < self.low_resolution_all_axes_probability
-            for axis in range(3 if is_along_all_axes else 1):
+            axes = (0, 1, 2) if is_along_all_axes else (0,)
+            for axis in axes:
                 slice_voxels = slice_mm / spacing_mm[axis]
                 if slice_mm > spacing_mm[axis]:
                     matrices[axis] = thick_slice_matrix(sizes[axis], slice_voxels, phase)
         if rng.random() < self.blur_probability:
             sigma_mm = rng.uniform(*self.blur_sigma_mm)
             for axis in range(3):
-                blur = gaussian_matrix(sizes[axis], sigma_mm / spacing_mm[axis])
-                matrices[axis] = blur @ matrices[axis] if axis in matrices else blur
+                matrix = gaussian_matrix(sizes[axis], sigma_mm / spacing_mm[axis])
+                if axis in matrices:
+                    # The blur acts after the low resolution.
+                    matrix = matrix @ matrices[axis]
+                matrices[axis] = matrix
         for axis in sorted(matrices):
-            matrix = torch.from_numpy(matrices[axis].astype(np.float32))
-            image = _apply_along(image, matrix, axis)
+            image = _apply_along(image, torch.from_numpy(matrices[axis].astype(np.float32)), axis)
         return image, labels
 
 
@@ -202,7 +216,7 @@ class Noise(Effect):
 
 @dataclass(frozen=True)
 class Contrast(Effect):
-    """Factor about 0, the middle of the window, drawn from `range`."""
+    """Multiplication by a factor from `range`, which keeps 0, the middle of the window."""
 
     probability: float
     range: tuple[float, float]
@@ -218,7 +232,7 @@ class Contrast(Effect):
 
 @dataclass(frozen=True)
 class Brightness(Effect):
-    """Constant of at most `max`, in units of the image, added to all voxels."""
+    """Addition of a constant from -`max` to `max`, in units of the image."""
 
     probability: float
     max: float
@@ -236,7 +250,8 @@ class Brightness(Effect):
 class Gamma(Effect):
     """Clip to [-1, 1], then apply a power law with an exponent from `range`.
 
-    The law starts at the dark end, or half of the time at the bright one.
+    With x in [0, 1], the dark end at 0, it is x^exponent; or half of the time 1 - (1 - x)^exponent,
+    which starts at the bright end.
     """
 
     probability: float
@@ -250,7 +265,7 @@ class Gamma(Effect):
         if rng.random() < self.probability:
             sign = 1.0 if rng.random() < 0.5 else -1.0
             exponent = rng.uniform(*self.range)
-            image.mul_(0.5 * sign).add_(0.5)  # to [0, 1]
+            image.mul_(0.5 * sign).add_(0.5)  # to [0, 1]; the sign -1 exchanges the ends
             image.pow_(exponent)
             image.sub_(0.5).mul_(2.0 * sign)  # back to [-1, 1]
         return image, labels
@@ -275,14 +290,14 @@ class Truncate(Effect):
             depth = labels.shape[0]
             num_slices = int(depth * rng.uniform(0.0, self.max_fraction))
             if rng.random() < 0.5:
-                gone = slice(0, num_slices)
+                replaced = slice(0, num_slices)
                 last = num_slices
             else:
-                gone = slice(depth - num_slices, depth)
+                replaced = slice(depth - num_slices, depth)
                 last = depth - num_slices - 1
             # Beyond the end of a scan its last slice is repeated, as in `crop_padded`.
-            image[:, gone] = image[:, last, None].clone()
-            labels[gone] = labels[last, None].clone()
+            image[:, replaced] = image[:, last, None].clone()
+            labels[replaced] = labels[last, None].clone()
         return image, labels
 
 
@@ -306,6 +321,7 @@ class Narrow(Effect):
             is_low_end = rng.random() < 0.5
             length = int(labels.shape[axis] * rng.uniform(0.0, self.max_fraction))
             start = 0 if is_low_end else labels.shape[axis] - length
+            # `narrow` is a view; the image has its channels before the axes of the labels.
             image.narrow(axis + 1, start, length).fill_(AIR)
             labels.narrow(axis, start, length).zero_()
         return image, labels
@@ -332,21 +348,24 @@ class Circle(Effect):
             height_mm = height * step_y_mm
             width_mm = width * step_x_mm
             radius_mm = rng.uniform(*self.radius_range) * max(height_mm, width_mm) / 2
-            # The centre lies within a tenth of the half sides around the middle.
+            # The centre of the circle lies up to a tenth of half a side beside the middle.
             centre_y_mm = 0.1 * rng.uniform(-height_mm, height_mm) / 2
             centre_x_mm = 0.1 * rng.uniform(-width_mm, width_mm) / 2
+            # Positions of the rows and columns from that centre.
             y_mm = (torch.arange(height) - (height - 1) / 2) * step_y_mm - centre_y_mm
             x_mm = (torch.arange(width) - (width - 1) / 2) * step_x_mm - centre_x_mm
-            outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2
-            image.masked_fill_(outside, AIR)
-            labels.masked_fill_(outside, 0)
+            is_outside = (y_mm**2)[:, None] + x_mm**2 > radius_mm**2  # (H, W)
+            image.masked_fill_(is_outside, AIR)
+            labels.masked_fill_(is_outside, 0)
         return image, labels
 
 
 def gaussian_matrix(size: int, sigma_voxels: float) -> np.ndarray:
     """Make the matrix (size, size) of a Gaussian blur of one axis; its rows add up to one."""
     index = np.arange(size)
-    weights = np.exp(-0.5 * ((index[:, None] - index) / max(sigma_voxels, 1e-6)) ** 2)
+    distances = index[:, None] - index
+    # With a standard deviation near 0 the matrix becomes the identity, without a division by 0.
+    weights = np.exp(-0.5 * (distances / max(sigma_voxels, 1e-6)) ** 2)
     return weights / weights.sum(axis=1, keepdims=True)
 
 
@@ -362,26 +381,32 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
         Matrix whose rows add up to one.
     """
     num_slices = math.floor(size / slice_voxels + phase) + 1
-    begins = (np.arange(num_slices) - phase) * slice_voxels
-    left = np.arange(size)
-    right = left + 1.0
-    # (num_slices, size): how much of each voxel lies in each slice
-    down = np.minimum(begins[:, None] + slice_voxels, right) - np.maximum(begins[:, None], left)
-    down = np.maximum(down, 0.0)
-    down = down[down.sum(axis=1) > 1e-9]
-    down /= down.sum(axis=1, keepdims=True)
+    # In voxels from the beginning of the axis: slices as a column, voxels as a row.
+    slice_starts = ((np.arange(num_slices) - phase) * slice_voxels)[:, None]
+    slice_stops = slice_starts + slice_voxels
+    voxel_starts = np.arange(size)
+    voxel_stops = voxel_starts + 1.0
+    # How much of each voxel lies in each slice, (num_slices, size).
+    overlaps = np.minimum(slice_stops, voxel_stops) - np.maximum(slice_starts, voxel_starts)
+    overlaps = np.maximum(overlaps, 0.0)
+    # Without slices beyond the axis.
+    overlaps = overlaps[overlaps.sum(axis=1) > 1e-9]
+    averaging = overlaps / overlaps.sum(axis=1, keepdims=True)
     # Slices that are cut by the border have their centre of mass beside their middle.
-    centres = down @ (left + 0.5)
-    # Interpolation is linear: its matrix has as columns what it makes of each unit vector.
-    columns = [np.interp(left + 0.5, centres, unit) for unit in np.eye(len(centres))]
-    up = np.stack(columns, axis=1)
-    return up @ down
+    voxel_centres = voxel_starts + 0.5
+    slice_centres = averaging @ voxel_centres
+    # Interpolation is linear: column s of its matrix is what it makes of slices that are 0 but for
+    # slice s.
+    columns = [np.interp(voxel_centres, slice_centres, unit) for unit in np.eye(len(averaging))]
+    interpolation = np.stack(columns, axis=1)  # (size, num_slices)
+    return interpolation @ averaging
 
 
 def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
-    """Multiply each line of (C, D, H, W) along an axis by a matrix."""
+    """Multiply each line of an image (C, D, H, W) along an axis (0 = z) by a matrix."""
     # One large product is faster than a convolution.
     if axis == 0:
+        # (D, D) times (D, H·W)
         channels = [matrix @ channel.flatten(1) for channel in image]
         return torch.stack(channels).view(image.shape)
     if axis == 1:
@@ -392,26 +417,35 @@ def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
 def _resample_affine(
     source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str
 ) -> Tensor:
-    """Sample (D, H, W) at `matrix @ offset + shift` about its centre, zero outside.
+    """Sample a patch of a source, zero outside, see `Warp`.
 
     Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the
     three-dimensional one on a CPU, see `_resample_lines`.
+
+    Args:
+        source: (D, H, W) float32.
+        matrix: From offsets in the patch to offsets in the source, (3, 3).
+        shift: Added to the offsets in the source, (3,), voxels.
+        shape: Shape of the patch.
+        mode: `bilinear` or `nearest`.
     """
-    axes = _line_axes(matrix)
+    axes = _order_axes(matrix)
     line_shape = (shape[axes[0]], shape[axes[1]], shape[axes[2]])
+    # Columns of the matrix belong to axes of the patch, rows to those of the source, which stay.
     result = _resample_lines(source, matrix[:, axes], shift, line_shape, mode)
     # Back to (z, y, x) of the patch.
     return result.permute(*np.argsort(axes).tolist()).contiguous()
 
 
-def _line_axes(matrix: np.ndarray) -> list[int]:
+def _order_axes(matrix: np.ndarray) -> list[int]:
     """Order the axes of the patch: first the one whose lines cross the source slices most steeply.
 
     That is z unless the patch is tilted by more than 45 degrees. Lines that run within a slice
     cross none: their points could not be interpolated between crossings.
     """
     with np.errstate(divide="ignore"):
-        # Voxels in plane between the crossings of two slices that follow each other.
+        # For a line along each axis, the voxels in plane between its crossings of two slices that
+        # follow each other; infinite within a slice.
         steps = np.abs(matrix[1:]).max(axis=0) / np.abs(matrix[0])
     line_axis = int(np.argmin(steps))
     return [line_axis, *(axis for axis in range(3) if axis != line_axis)]
@@ -422,48 +456,59 @@ def _resample_lines(
 ) -> Tensor:
     """Sample as `_resample_affine`, along lines of the first axis of the patch, called z here.
 
-    First every source slice is resampled in its plane, then each line along z. No axis is
-    interpolated twice. In a tilted map, the neighbours in plane are those of the point where the
-    line crosses each slice.
+    First every source slice is resampled in its plane, at the points where the lines of the patch
+    cross it. Then each line is resampled along z, between its crossings. No axis is interpolated
+    twice.
+
+    With M the matrix and t the shift, the point (z, y, x) of the patch lies in the source at
+
+        s_z = M_zz z + M_zy y + M_zx x + t_z, and likewise s_y and s_x.
+
+    Line (y, x) crosses slice s_z at the z that solves this equation. Put into the one of s_y, it
+    gives the row of the crossing (for its column, s_x in place of s_y):
+
+        s_y = (M_yz / M_zz) (s_z - t_z)
+              + (M_yy - M_yz M_zy / M_zz) y + (M_yx - M_yz M_zx / M_zz) x + t_y.
     """
     depth = source.shape[0]
-    row_z = matrix[0] / matrix[0, 0]
-    # Point where line (y, x) of the patch crosses source slice z: affine in (z of the source, y, x
-    # of the patch).
-    in_plane = np.empty((2, 3))
-    in_plane[:, 0] = matrix[1:, 0] / matrix[0, 0]
-    in_plane[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * row_z[1:]
-    in_plane_shift = shift[1:] - in_plane[:, 0] * shift[0]
+    # Rows for s_y and s_x; columns for the factors of s_z, y and x.
+    crossing = np.empty((2, 3))
+    crossing[:, 0] = matrix[1:, 0] / matrix[0, 0]
+    crossing[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * (matrix[0] / matrix[0, 0])[1:]
+    crossing_shift = shift[1:] - crossing[:, 0] * shift[0]
 
     height, width = shape[1:]
     y = _centred(height)
     x = _centred(width)
-    # grid_sample's coordinates run from -1 to 1 between the outer faces, the last axis first.
+    # Coordinates of `grid_sample` are pairs with the last axis first, and run from -1 to 1 between
+    # the outer faces of the source.
     to_unit = 2.0 / np.array(source.shape)
 
-    # First pass: every slice of the source in its plane, (depth of the source, H, W).
-    flat = source.new_empty((depth, height, width))
+    # First pass: every slice of the source in its plane.
+    crossed = source.new_empty((depth, height, width))
     z = _centred(depth)
     for planes in _slabs(depth):
         points = torch.empty((len(z[planes]), height, width, 2))
         for row, unit in enumerate(to_unit[1:]):
-            by_z, by_y, by_x = (float(unit * factor) for factor in in_plane[row])
-            line = by_y * y[:, None] + (by_x * x + float(unit * in_plane_shift[row]))
-            torch.add(by_z * z[planes, None, None], line, out=points[..., 1 - row])
+            by_z, by_y, by_x = (float(unit * factor) for factor in crossing[row])
+            in_plane = by_y * y[:, None] + (by_x * x + float(unit * crossing_shift[row]))
+            # Row 0 is s_y, the second of a pair.
+            torch.add(by_z * z[planes, None, None], in_plane, out=points[..., 1 - row])
         sampled = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)
-        flat[planes] = sampled[:, 0]
+        crossed[planes] = sampled[:, 0]
 
-    # Second pass: every line along z, a slab of rows at a time.
+    # Second pass: every line along z, some rows of lines at a time. For a row, the image is (depth
+    # of the source, W), in which a point keeps its column x and lies at s_z.
     result = source.new_empty(shape)
     z = _centred(shape[0])
     by_z, by_y, by_x = (float(to_unit[0] * factor) for factor in matrix[0])
     for rows in _slabs(height):
         points = torch.empty((len(y[rows]), shape[0], width, 2))
         points[..., 0] = x * (2.0 / width)
-        line = by_z * z[:, None] + (by_x * x + float(to_unit[0] * shift[0]))
-        torch.add(by_y * y[rows, None, None], line, out=points[..., 1])
-        columns = flat[:, rows].movedim(1, 0)[:, None]
-        sampled = F.grid_sample(columns, points, mode=mode, align_corners=False)
+        within_row = by_z * z[:, None] + (by_x * x + float(to_unit[0] * shift[0]))
+        torch.add(by_y * y[rows, None, None], within_row, out=points[..., 1])
+        row_images = crossed[:, rows].movedim(1, 0)[:, None]
+        sampled = F.grid_sample(row_images, points, mode=mode, align_corners=False)
         result[:, rows] = sampled[:, 0].movedim(0, 1)
     return result
 
@@ -474,14 +519,15 @@ def _centred(size: int) -> Tensor:
 
 
 def _slabs(size: int) -> list[slice]:
+    """Divide an axis into ranges of `SLAB_SLICES`, of which the last may be shorter."""
     return [slice(start, min(start + SLAB_SLICES, size)) for start in range(0, size, SLAB_SLICES)]
 
 
-def _rotation(axis: int, angle: float) -> np.ndarray:
-    """Rotation by an angle (rad) about one of the axes (z, y, x), as a matrix for (z, y, x)."""
+def _rotation(axis: int, angle_rad: float) -> np.ndarray:
+    """Make the rotation about one of the axes (z, y, x), as a matrix for (z, y, x)."""
     first, second = (other for other in range(3) if other != axis)
     matrix = np.eye(3)
-    matrix[first, first] = matrix[second, second] = math.cos(angle)
-    matrix[first, second] = -math.sin(angle)
-    matrix[second, first] = math.sin(angle)
+    matrix[first, first] = matrix[second, second] = math.cos(angle_rad)
+    matrix[first, second] = -math.sin(angle_rad)
+    matrix[second, first] = math.sin(angle_rad)
     return matrix

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -44,18 +44,24 @@ from medseg.task import LabelValues, Task
 
 # To be raised whenever equal sources give other arrays, another sidecar or another folder name.
 FORMAT_VERSION = 9
-DIGEST_LENGTH = 8
+DIGEST_LENGTH = 8  # hexadecimal digits, in names of folders
 SIDECAR = "case.json"
 LABELS_FILE = "labels.npy"
 PROBS_FILE = "probs.npy"
 PROBS_GRID_FILE = "grid.json"
 
-
 INTENSITIES = {"zscore": zscore, "percentile": percentile}
-"""Normalisations whose map follows from the values of each case."""
+"""Normalisations whose intensity map is computed from the values of each case."""
 
 Targets = Sequence[tuple[tuple[float, float, float] | None, str]]
 """Spacing of each cache entry, (z, y, x) or None for that of the scan, and filter of its image."""
+
+
+class _Entry(NamedTuple):
+    """Folder of an entry of the cache, and the content of its sidecar."""
+
+    folder: Path
+    record: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,13 +75,13 @@ class CachedCase:
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left
             out.
         label_boxes: The same for each label.
-        intensities: Map of each channel to the range of the network, by the values of this case;
-            None where the channel has a window.
+        intensities: Map of each channel to the range of the network, computed from the values of
+            this case; None where the channel has a window, which is the same for all cases.
         trust: Region name to the trust in its reference.
-        content: Digest of what the case was made from: the content of its files, their scale and
-            label values; not their paths.
-        stamp: Time of the sidecar, which tells the entry from a later one in its folder; None where
-            that is not checked.
+        content: Digest of what the case was made from: the content of its files, how they are read
+            and the configuration of the entry; not their paths.
+        stamp: Modification time of the sidecar in ns, which tells the entry from a later one in its
+            folder; None where that is not checked.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -101,7 +107,7 @@ class CachedCase:
 
     @property
     def image_hu(self) -> np.ndarray:
-        """The first channel."""
+        """The first channel, as in `images`; in HU only if it is a CT."""
         return self.images[0]
 
     @property
@@ -119,7 +125,7 @@ class CachedCase:
         try:
             array: np.ndarray = np.load(self.folder / name, mmap_mode="r")
             is_same = self.stamp is None or self.stamp == _stamp(self.folder)
-        except FileNotFoundError:  # as between the two renamings of `_write_entry`
+        except FileNotFoundError:  # also for a moment between the two renamings of `_write_entry`
             is_same = False
         if not is_same:
             raise UserError(
@@ -136,7 +142,8 @@ class CoarseProbs:
     Cheap to pickle: they are mapped on each access.
 
     Attributes:
-        file: Probabilities of the background and all labels, (K, d, h, w) float16.
+        file: Probabilities of the background and all labels, (K, d, h, w) float16, on the grid of
+            the coarse stage.
         grid: Their grid.
     """
 
@@ -160,7 +167,8 @@ def coarse_probs(
     They are predicted once and kept inside the entry of the case.
 
     Args:
-        case: The case. Where its entry is built anew, its probabilities go with it.
+        case: The case. When its entry is built anew, its probabilities are removed with the old
+            one.
         key: What they depend on beside the case, such as the checksum of the coarse checkpoint.
         predict: Returns them, (K, d, h, w), and their grid.
     """
@@ -212,8 +220,10 @@ def _write_probs(folder: Path, probs: np.ndarray, grid: VoxelGrid) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Bring the files of a folder to the disk."""
-    # A power cut may leave empty pages in a renamed folder.
+    """Bring the files of a folder to the disk.
+
+    Otherwise a power cut may leave a folder that was renamed and whose files are empty.
+    """
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -265,7 +275,7 @@ def prepare_case(
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     entry = _find_entry(case, folder, task)
     if entry is not None:
-        return _cached_case(case, *entry, resampling)
+        return _cached_case(case, entry, resampling)
     for path in sources_of(case, task).values():
         if not _is_here(path):
             raise UserError(
@@ -280,14 +290,15 @@ def prepare_case(
             entry = _find_entry(case, folder, task)
             if entry is None:
                 source = read_source(case, task, label_values) if read is None else read()
-                entry = folder, _build(folder, source, case, spacing_mm, task, resampling)
+                record = _build(folder, source, case, spacing_mm, task, resampling)
+                entry = _Entry(folder, record)
     except OSError as error:
         raise UserError(
             f"The case {case.name!r} could not be put into the cache {cache_dir} ({error}); make "
             "sure that the folder can be written and has room (data.cache), and that the scan can "
             "be read."
         ) from error
-    return _cached_case(case, *entry, resampling)
+    return _cached_case(case, entry, resampling)
 
 
 def open_case(
@@ -314,7 +325,7 @@ def open_case(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
             f"{spacing_text(spacing_mm)}; run scripts/prepare.py with the same data and task."
         )
-    return _cached_case(case, *entry, resampling)
+    return _cached_case(case, entry, resampling)
 
 
 def is_current(
@@ -355,7 +366,7 @@ def _prepare(
 ) -> tuple[AuditedCase, CachedCase | SourceCase | None]:
     """Audit one case and fill its cache entries.
 
-    Its files are read once, and not at all if the entries are current.
+    Its files are read once for all targets, and not at all if the entries are current.
     """
     read = functools.cache(lambda: read_source(case, task, label_values))
     findings: list[Finding] = []
@@ -370,7 +381,8 @@ def _prepare(
             # The findings of the entries differ: at each spacing other regions may vanish.
             findings += entry.audit.findings
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
-            first = first or entry
+            if first is None:
+                first = entry
     except CaseRefusedError as error:
         return AuditedCase(case, error.audit), error.source
     except Exception as error:  # a defect or a lack of memory stops this case only
@@ -403,40 +415,36 @@ def _entry_folder(
     resampling: str,
 ) -> Path:
     """Name the folder of an entry after all that its arrays depend on."""
-    # Structures may overlap: the arrays depend on which are read, and in which order.
-    structures: dict[str, None] = {}
-    for value, name in label_values.items():
-        if isinstance(value, str) and name in task.values:
-            structures[name] = None
+    # Structures are named by text, values of a label map by whole numbers, which cannot be sorted
+    # together.
+    by_value = [pair for pair in label_values.items() if not isinstance(pair[0], str)]
+    by_structure = [pair for pair in label_values.items() if isinstance(pair[0], str)]
+    # Structures may overlap: the arrays depend on which labels are read from structures, and in
+    # which order. The values of the dictionary have no meaning.
+    ordered_labels = dict.fromkeys(label for _, label in by_structure if label in task.values)
     regions = [[region.name, list(region.labels), region.side or ""] for region in task.regions]
-    # Whole numbers before names of structures, since the two do not compare.
-    numbers = [pair for pair in label_values.items() if not isinstance(pair[0], str)]
-    names = [pair for pair in label_values.items() if isinstance(pair[0], str)]
-    pairs = [*sorted(numbers), *sorted(names)]
-    content: dict[str, Any] = {
+    configuration: dict[str, Any] = {
         "format": FORMAT_VERSION,
         "spacing_mm": None if spacing_mm is None else list(map(float, spacing_mm)),
         "labels": dict(sorted(task.labels.items())),
         "regions": sorted(regions),
-        "label_values": pairs,
+        "label_values": [*sorted(by_value), *sorted(by_structure)],
         "range_hu": list(HU_LIMITS),
         "channels": [[channel.modality, channel.normalise] for channel in task.channels],
         "ignore_label": task.ignore_label,
     }
     # Absent for the default, so that entries of versions without the choice keep their folder.
     if resampling != ANTIALIASED:
-        content["resampling"] = resampling
-    if structures:
-        content["structures"] = list(structures)
-    # What is read, and how. Runs that read a scan in two ways have two entries: neither rebuilds
-    # that of the other.
+        configuration["resampling"] = resampling
+    if ordered_labels:
+        configuration["structures"] = list(ordered_labels)
+    # What is read, and how: runs that read a scan in two ways have two entries, and do not keep
+    # rebuilding the one of the other.
     reading = _read_as(case)
     for role, path in sources_of(case, task).items():
         reading[role] = os.path.realpath(path)
-    if case.series is not None:
-        reading["series"] = case.series
-    configuration = f"{_folder_text(spacing_mm)}-{_digest(content)}"
-    return cache_dir / configuration / f"{case.name}-{_digest(reading)}"
+    configuration_folder = f"{_folder_text(spacing_mm)}-{_digest(configuration)}"
+    return cache_dir / configuration_folder / f"{case.name}-{_digest(reading)}"
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -450,32 +458,33 @@ def _image_file(number: int) -> str:
     return f"image_{number}.npy" if number else "image.npy"
 
 
-def _find_entry(case: Case, folder: Path, task: Task) -> tuple[Path, dict[str, Any]] | None:
-    """Find the current entry of a case, and its sidecar.
+def _find_entry(case: Case, folder: Path, task: Task) -> _Entry | None:
+    """Find the current entry of a case; None if there is none.
 
     It is that of its own folder, else the only one that came from another machine.
     """
     sources = sources_of(case, task)
     record = _current_record(case, folder, sources)
     if record is not None:
-        return folder, record
+        return _Entry(folder, record)
     # Without any source here, the cache may have been copied from another machine, where the paths
     # were others, and so the digest in the name of the folder.
     if any(map(_is_here, sources.values())):
         return None
-    entries = []
+    copied_entries = []
     pattern = glob.escape(case.name) + "-" + "[0-9a-f]" * DIGEST_LENGTH
-    for copied in folder.parent.glob(pattern):
-        record = _current_record(case, copied, sources)
+    for other_folder in folder.parent.glob(pattern):
+        record = _current_record(case, other_folder, sources)
         if record is None:
             continue
-        # An entry whose own files exist here belongs to a case of this machine.
-        if not any(_is_here(source["path"]) for source in record["sources"].values()):
-            entries.append((copied, record))
-    # Two cases of one name: nothing says which of them is meant.
-    if len(entries) != 1:
+        # An entry whose own files exist here belongs to another case of this machine.
+        is_of_this_machine = any(_is_here(source["path"]) for source in record["sources"].values())
+        if not is_of_this_machine:
+            copied_entries.append(_Entry(other_folder, record))
+    # Several are of cases with the same name: nothing says which of them is meant.
+    if len(copied_entries) != 1:
         return None
-    return entries[0]
+    return copied_entries[0]
 
 
 def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> dict[str, Any] | None:
@@ -486,6 +495,7 @@ def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> di
     if set(record["sources"]) != set(sources) or record["read_as"] != _read_as(case):
         return None
     for role, path in sources.items():
+        # A source that does not exist here cannot be compared: the entry is trusted.
         if not _is_here(path):
             continue
         try:
@@ -512,6 +522,7 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
             stat = (folder / name).stat()
             if not is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns):
                 return None
+    # Damaged JSON may hold anything; whatever it is, the entry is built again.
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record
@@ -527,24 +538,30 @@ def _is_here(path: Path | str) -> bool:
 
 
 def _stamp(folder: Path) -> int:
-    """Time of the sidecar of an entry."""
+    """Read the modification time of the sidecar of an entry, in ns."""
     return (folder / SIDECAR).stat().st_mtime_ns
 
 
 def _read_as(case: Case) -> dict[str, Any]:
     """Collect the values of the case table that change the arrays or the findings of a case."""
-    return {
+    values = {
         "hu": asdict(case.hu),
         "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT),
     }
+    # Several series may share a folder, and so the fingerprint of its files.
+    if case.series is not None:
+        values["series"] = case.series
+    return values
 
 
-def _cached_case(case: Case, folder: Path, record: dict[str, Any], resampling: str) -> CachedCase:
-    """Open an entry.
+def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
+    """Make the description of an entry that has been found or built.
 
     Raises:
-        CaseRefusedError: If it has an error that only another case ignored.
+        CaseRefusedError: If it has an error that this case does not ignore: whoever built the entry
+            ignored it.
     """
+    folder, record = entry
     stamp = _stamp(folder)
     audit = CaseAudit.from_dict(record["audit"])
     if audit.heeded(case.ignore_findings, Severity.error):
@@ -595,6 +612,7 @@ def _build(
         Its sidecar.
     """
     grid = source.grid.resampled(spacing_mm)
+    # Labels that do not fit the image are an error, unless it is ignored and they are read anyway.
     assert source.labels is not None, "a case without labels that fit is refused"
     arrays: dict[str, np.ndarray] = {}
     intensities: list[Intensity | None] = []
@@ -605,10 +623,11 @@ def _build(
             image, source.grid, grid, channel.outside, resampling=resampling, limits=limits
         ).numpy()
         if is_ct:
-            # float32 would be twice as large.
+            # Whole HU are exact enough, and half as large as float32.
             resampled = np.rint(resampled).astype(np.int16)
         arrays[_image_file(number)] = resampled
-        # From the scan as it was read: the map must not depend on the spacing of the cache.
+        # Computed from the scan as it was read, so that the map does not depend on the spacing of
+        # the cache.
         intensity = None
         if channel.window_hu is None:
             intensity = INTENSITIES[channel.normalise](image, channel.modality)
@@ -619,6 +638,7 @@ def _build(
     region_boxes = _boxes(labels, region_values)
     label_boxes = _boxes(labels, {name: (value,) for name, value in task.labels.items()})
     part_boxes = region_boxes if task.regions else label_boxes
+    # Found here, since it depends on the spacing of the entry.
     vanished = audit_vanished(source.audit.volumes_ml, part_boxes, task, _folder_text(spacing_mm))
     audit = replace(source.audit, findings=(*source.audit.findings, *vanished))
     label_counts = {}
@@ -664,7 +684,7 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / SIDECAR).write_text(text, encoding="utf-8")
         _flush(temporary)
-        # A folder cannot take the name of one that holds files.
+        # A folder cannot be renamed to that of one that holds files, so an older entry goes first.
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)
@@ -672,11 +692,13 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         _remove(temporary, stale)
 
 
-def _boxes(labels: np.ndarray, values: Mapping[str, tuple[int, ...]]) -> dict[str, VoxelBox]:
-    """Find the tight box of the voxels of each name; absent ones are left out."""
+def _boxes(
+    labels: np.ndarray, values_of_name: Mapping[str, tuple[int, ...]]
+) -> dict[str, VoxelBox]:
+    """Find the tight box of the voxels of each name; names without voxels are left out."""
     boxes = {}
-    for name, label_values in values.items():
-        box = VoxelBox.from_mask(np.isin(labels, label_values))
+    for name, values in values_of_name.items():
+        box = VoxelBox.from_mask(np.isin(labels, values))
         if box is not None:
             boxes[name] = box
     return boxes

@@ -10,7 +10,6 @@ import os
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ FOLD_SIDES = ("train", "val")
 # File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary
 # folder.
 MAX_NAME_BYTES = 180
+# Far above any real table: more cells in a line, or a greater fold, mean another kind of file.
 MAX_COLUMNS = 1000
 MAX_FOLD = 9999
 
@@ -51,14 +51,14 @@ def list_channels(
         num_channels: Channels of the task.
 
     Returns:
-        The files; None where there is none. A single NIfTI file is repeated: it holds all channels
-        along its fourth axis.
+        One entry for each channel; None where there is no file. A single NIfTI file is repeated: it
+        holds all channels along its fourth axis.
     """
-    # One NIfTI may hold all channels along its fourth axis.
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
-    num_missing = num_channels - 1 - len(others)
-    return [first, *others[: num_channels - 1], *[None] * num_missing]
+    used_others = others[: num_channels - 1]
+    num_missing = num_channels - 1 - len(used_others)
+    return [first, *used_others, *[None] * num_missing]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Case:
         A single image is a 4D file and is repeated for all channels.
 
         Raises:
-            UserError: If the case has fewer.
+            UserError: If the case has fewer images than the task has channels.
         """
         images = []
         missing = []
@@ -181,7 +181,7 @@ def read_case_table(
                 "put a cell that contains a comma in quotes."
             )
         row = dict(zip(columns, cells, strict=True))
-        case = _case(row, path, where, labels_column, hu, ignore_findings)
+        case = _read_case(row, path, where, labels_column, hu, ignore_findings)
         if case.name in line_of:
             raise UserError(
                 f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; "
@@ -214,8 +214,8 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
             f"{path}, line 1: expected the columns {', '.join(required)}, "
             f"but found {', '.join(columns)[:200] or 'none'}; {_how_to_add(missing, columns)}."
         )
-    # Spreadsheets leave columns without a name.
-    counts = Counter(filter(None, columns))
+    # Spreadsheets leave columns without a name, and several of these are no repetition.
+    counts = Counter(column for column in columns if column)
     for column, count in sorted(counts.items()):
         if count > 1:
             raise UserError(
@@ -244,11 +244,13 @@ def table_at(path: Path) -> Path:
 
     It is the file that `import` writes, or else the one that `phantom` writes.
     """
-    table = path / TABLE_NAME
-    if table.is_file():
-        return table
-    table = path / PHANTOM_TABLE_NAME
-    return table if is_case_table(table) else path
+    imported_table = path / TABLE_NAME
+    if imported_table.is_file():
+        return imported_table
+    phantom_table = path / PHANTOM_TABLE_NAME
+    if is_case_table(phantom_table):
+        return phantom_table
+    return path
 
 
 def is_case_table(path: Path) -> bool:
@@ -271,10 +273,11 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
     Yields:
         Name of the case and path, of those that exist.
     """
+    # `Path.exists` raises for text that is too long for a file name; `os.path.exists` does not.
     rows = _rows(path)
     _, columns = next(rows)
     for _, cells in rows:
-        # The table has been checked, but for empty rows, whose length is free.
+        # `read_case_table` has checked the number of cells, except in empty rows.
         row = dict(zip(columns, cells, strict=False))
         for cell in row.values():
             if cell and os.path.exists(path.parent / cell):
@@ -282,7 +285,12 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (number of its first line, stripped cells) of each row, the header first."""
+    """Yield each row as (number of its first line, stripped cells), the header first.
+
+    Raises:
+        UserError: If the file is not UTF-8 or no CSV, or a row has too many cells. Since this is a
+            generator, it raises while the rows are read.
+    """
     try:
         table = io.StringIO(read_text(path, errors=RAW_NAMES), newline="")
         reader = csv.reader(table, strict=True)
@@ -306,7 +314,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
     """Refuse a table in another encoding than UTF-8.
 
-    A file name may have such bytes on the disk itself.
+    A cell may still hold other bytes if it names a file whose name on the disk has these bytes.
 
     Raises:
         UserError: If a cell is not UTF-8 and names no file of these bytes.
@@ -320,7 +328,7 @@ def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
         )
 
 
-def _case(
+def _read_case(
     cells: dict[str, str],
     table: Path,
     where: str,
@@ -357,6 +365,7 @@ def _case(
     labels = None
     if labels_column and cells[labels_column]:
         labels = table.parent / cells[labels_column]
+    # The scale of a row goes before that of the configuration, each of its two numbers by itself.
     slope = _number(cells, "hu_slope", hu.slope, where)
     offset = _number(cells, "hu_offset", hu.offset, where)
     codes = cells.get("ignore_findings", "").split()
@@ -364,7 +373,7 @@ def _case(
         name=name,
         image=table.parent / image,
         labels=labels,
-        patient=same_letters(cells.get("patient") or name),
+        patient=normalise_name(cells.get("patient") or name),
         split=split,
         fold=fold,
         fold_sides=fold_sides,
@@ -377,8 +386,11 @@ def _case(
     )
 
 
-def same_letters(name: str) -> str:
-    """Write a name in one way: programs write ü in two, and a patient must not be two."""
+def normalise_name(name: str) -> str:
+    """Write a name in Unicode NFC.
+
+    Programs write ü as one character or as two, which must not make two patients of one.
+    """
     return unicodedata.normalize("NFC", name)
 
 
@@ -410,7 +422,7 @@ def _read_fold(cells: Mapping[str, str], where: str) -> int | None:
         return None
     # isdigit() alone also takes digits of other scripts and superscripts.
     is_number = fold.isascii() and fold.isdigit()
-    # Python refuses to read very long numbers.
+    # `int` refuses numbers of thousands of digits, so the number of digits is checked before.
     is_long = len(fold.lstrip("0")) > len(str(MAX_FOLD))
     if not is_number or is_long or int(fold) > MAX_FOLD:
         raise UserError(
@@ -437,7 +449,10 @@ def _read_fold_sides(cells: Mapping[str, str], where: str) -> tuple[str | None, 
 
 
 def _numbered_cells(cells: Mapping[str, str], prefix: str, first: int) -> Iterator[tuple[str, str]]:
-    """Yield the columns `<prefix><first>`, `<prefix><first + 1>`, … and their cells, to a gap."""
+    """Yield the columns `<prefix><first>`, `<prefix><first + 1>`, … with their cells.
+
+    The first number without a column ends them.
+    """
     for number in itertools.count(first):
         column = f"{prefix}{number}"
         if column not in cells:
@@ -461,15 +476,22 @@ def check_case_name(name: str, where: str) -> None:
 
 
 def _number(cells: dict[str, str], column: str, default: float, where: str) -> float:
-    """Read a finite number; an empty or absent cell gives the default."""
+    """Read a finite number; an empty or absent cell gives the default.
+
+    Raises:
+        UserError: If the cell holds something else, or a slope is not positive.
+    """
     cell = cells.get(column)
     if not cell:
         return default
-    with suppress(ValueError):
+    must_be_positive = column == "hu_slope"
+    try:
         value = float(cell)
-        if math.isfinite(value) and (value > 0 or column != "hu_slope"):
-            return value
-    kind = "positive number" if column == "hu_slope" else "number"
+    except ValueError:
+        value = math.nan
+    if math.isfinite(value) and (value > 0 or not must_be_positive):
+        return value
+    kind = "positive number" if must_be_positive else "number"
     raise UserError(f"{where}: {column} is {cell!r}, expected a {kind} or nothing.")
 
 
@@ -480,26 +502,26 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
         The path of the table.
     """
     rows = [_row_of(case) for case in cases]
-    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
-    used = []
-    # A column that no case fills would read as if the data set had something to say in it.
-    for column in columns:
+    # The columns of all rows in the order in which they first appear.
+    all_columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    used_columns = []
+    for column in all_columns:
         is_filled = any(row.get(column) is not None for row in rows)
         if is_filled or column in ("image", "labels"):
-            used.append(column)
-    content = []
+            used_columns.append(column)
+    complete_rows = []
     for row in rows:
-        content.append({column: row.get(column) for column in used})
-    write_csv(path, content, used, errors=RAW_NAMES)
+        complete_rows.append({column: row.get(column) for column in used_columns})
+    write_csv(path, complete_rows, used_columns, errors=RAW_NAMES)
     return path
 
 
 def _row_of(case: Case) -> dict[str, Any]:
-    """Write a case as a row of the table, with the columns in their order."""
+    """Convert a case to a row of the table, column to cell; None is an empty cell."""
     row: dict[str, Any] = {
         "case": case.name,
         "image": case.image.absolute(),
-        "labels": case.labels and case.labels.absolute(),
+        "labels": _absolute(case.labels),
         "patient": case.patient,
         "split": case.split,
         "fold": case.fold,
@@ -512,10 +534,15 @@ def _row_of(case: Case) -> dict[str, Any]:
         row["hu_slope"] = case.hu.slope
         row["hu_offset"] = case.hu.offset
     for number, path in enumerate(case.more_images, start=1):
-        row[f"{CHANNEL_PREFIX}{number}"] = path and path.absolute()
+        row[f"{CHANNEL_PREFIX}{number}"] = _absolute(path)
     for name, trust in sorted(case.trust.items()):
         row[TRUST_PREFIX + name] = trust
     return row
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Make a path absolute if there is one."""
+    return None if path is None else path.absolute()
 
 
 @dataclass(frozen=True)
@@ -534,8 +561,8 @@ class CaseSource:
     Attributes:
         split: The cases of each side.
         label_values: Value, or name of a structure, in the reference files to label name.
-        share: Share of the training samples that these cases give; the shares of all sources add up
-            to 1.
+        share: Share of the training samples that are drawn from these cases; the shares of all
+            sources add up to 1.
     """
 
     split: Split
@@ -557,24 +584,25 @@ def split_cases(
     never used for training or validation. A row without a mark has the split of the other rows of
     its patient.
 
-    Of the other patients, those for validation are the first of these that applies:
+    The first of these rules that applies chooses the patients for validation among the others:
 
-    * none with the fold `all`, which trains on all but the test patients;
-    * `val_patients`;
-    * if no fold is given, the patients that the table marks as `val`;
-    * those whose column `fold` is `fold` (None is 0);
-    * fold `fold` of `num_folds`. These folds depend on the names of the patients alone, and differ
-      by at most one patient in size. If no fold is given and the patients are fewer than the folds,
-      there are as many folds as patients; a single patient is trained on without validation.
+    1. With the fold `all` there are none: all but the test patients are trained on.
+    2. They are `val_patients`.
+    3. If no fold is given, they are the patients that the table marks as `val`.
+    4. They are those whose column `fold` is `fold` (None is 0).
+    5. They are fold `fold` of `num_folds`. These folds depend on the names of the patients alone,
+       and differ by at most one patient in size. If no fold is given and the patients are fewer
+       than the folds, there are as many folds as patients; a single patient is trained on without
+       validation.
 
-    Columns `fold_0`, `fold_1`, … name both sides of each fold, in place of the last two: a case
-    with an empty cell is on no side of that fold. One without any mark is on none at all, also with
-    `all` or `val_patients`.
+    Where the table has columns `fold_0`, `fold_1`, …, they replace rules 4 and 5, and name the
+    cases for training, too: a case with an empty cell is not used in that fold. A case without a
+    mark in any of them is never trained on, with `all` or `val_patients` neither.
 
     Args:
         cases: All cases of the table.
-        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` is none of them; None is fold
-            0.
+        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` validates none of them; None
+            is fold 0.
         num_folds: Number of folds, at least 2.
         val_patients: Patients to validate on, in place of a fold.
         test_patients: Patients to keep away from training and validation.
@@ -583,31 +611,30 @@ def split_cases(
         UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is
             left for training.
     """
-    val_patients = [same_letters(name) for name in val_patients]
-    test_patients = [same_letters(name) for name in test_patients]
+    val_patients = [normalise_name(name) for name in val_patients]
+    test_patients = [normalise_name(name) for name in test_patients]
     patients = sorted({case.patient for case in cases})
     _check_patients(patients, val_patients, test_patients)
-    side_of = _marks_of_table(cases, "split")
+    split_of = _marks_of_table(cases, "split")
     fold_of = _marks_of_table(cases, "fold")
-    marked_test = {patient for patient, side in side_of.items() if side == "test"}
     # Patients that the configuration validates on are no test patients, whatever the table says.
-    test = set(test_patients) | (marked_test - set(val_patients))
-    rest = [patient for patient in patients if patient not in test]
-    is_listed = any(case.fold_sides for case in cases)
-    marked_val: set[str] = set()
-    # A fold that is asked for goes before the words train and val.
-    if fold is None:
-        marked_val = {patient for patient, side in side_of.items() if side == "val"}
-    has_other_choice = fold == "all" or val_patients or marked_val
-    if is_listed and not has_other_choice:
-        return _listed_split(cases, test, fold or 0)
-    val, source = _validation_patients(rest, marked_val, fold_of, fold, num_folds, val_patients)
+    test = set(test_patients) | (_marked(split_of, "test") - set(val_patients))
+    not_test = [patient for patient in patients if patient not in test]
+    has_fold_columns = any(case.fold_sides for case in cases)
+    # A fold that the configuration names takes precedence over the marks train and val.
+    marked_val = _marked(split_of, "val") if fold is None else set[str]()
+    has_other_choice = fold == "all" or bool(val_patients) or bool(marked_val)
+    if has_fold_columns and not has_other_choice:
+        return _split_by_fold_column(cases, test, fold or 0)
+    val, chosen_by = _validation_patients(
+        not_test, marked_val, fold_of, fold, num_folds, val_patients
+    )
     usable = cases
-    if is_listed:
-        usable = _without_unlisted(cases, test | val)
+    if has_fold_columns:
+        usable = _in_a_fold_or_held_out(cases, test | val)
     train = {case.patient for case in usable} - val - test
     if not train:
-        cure = _how_to_keep_training_cases(val, source)
+        cure = _how_to_keep_training_cases(val, chosen_by)
         raise UserError(
             f"No case is left for training: of {len(patients)} patients, {len(test)} are for "
             f"testing and {len(val)} for validation; {cure}."
@@ -615,22 +642,27 @@ def split_cases(
     return Split(_cases_of(usable, train), _cases_of(usable, val), _cases_of(usable, test))
 
 
-def _without_unlisted(cases: Sequence[Case], held_out: Collection[str]) -> list[Case]:
-    """Leave out the cases that their table names in no fold, but for patients that are held out."""
+def _marked(split_of: Mapping[str, str], split: str) -> set[str]:
+    """Select the patients that the table marks with a split."""
+    return {patient for patient, mark in split_of.items() if mark == split}
+
+
+def _in_a_fold_or_held_out(cases: Sequence[Case], held_out: Collection[str]) -> list[Case]:
+    """Select the cases that the table marks in any of its folds, and all of held-out patients."""
     return [case for case in cases if any(case.fold_sides) or case.patient in held_out]
 
 
-def _how_to_keep_training_cases(val: Collection[str], source: str) -> str:
+def _how_to_keep_training_cases(val: Collection[str], chosen_by: str) -> str:
     """Say what to type where no case is left for training.
 
     Args:
         val: Patients for validation.
-        source: What has chosen them.
+        chosen_by: The key or column that has chosen them.
     """
     cure = "name fewer in data.test_patients or the column split"
     if val:
-        cure = f"name fewer in {source}"
-    if source == "the column fold":
+        cure = f"name fewer in {chosen_by}"
+    if chosen_by == "the column fold":
         cure += ", or give another data.fold"
     return cure
 
@@ -641,25 +673,29 @@ def _cases_of(cases: Sequence[Case], patients: Collection[str]) -> tuple[Case, .
 
 
 def _validation_patients(
-    rest: Sequence[str],
+    patients: Sequence[str],
     marked_val: Collection[str],
     fold_of: Mapping[str, int],
     fold: int | str | None,
     num_folds: int,
     val_patients: Sequence[str],
 ) -> tuple[set[str], str]:
-    """Choose the patients to validate on, as `split_cases` describes.
+    """Choose the patients to validate on, by the rules of `split_cases`.
 
     Args:
-        rest: Sorted patients that are not for testing.
-        marked_val: Patients that the column `split` marks, where no fold is asked for.
+        patients: Sorted patients that are not for testing.
+        marked_val: Patients that the column `split` marks, where no fold is given.
         fold_of: Patient to the number in the column `fold`.
-        fold: The fold that is asked for.
+        fold: The fold of the configuration; None where none is given.
         num_folds: Number of folds.
         val_patients: Patients that the configuration names.
 
     Returns:
-        The patients, and what has chosen them, for messages.
+        The patients; and the key or column that has chosen them, for the message about a training
+        set without cases.
+
+    Raises:
+        UserError: If two keys contradict each other, or the fold does not exist.
     """
     if fold == "all":
         if val_patients:
@@ -676,24 +712,27 @@ def _validation_patients(
             )
         return set(val_patients), "data.val_patients"
     if marked_val:
-        return set(rest).intersection(marked_val), "the column split"
+        return set(patients).intersection(marked_val), "the column split"
     if fold_of:
-        val = {patient for patient in rest if fold_of.get(patient) == (fold or 0)}
+        number = fold or 0
+        val = {patient for patient in patients if fold_of.get(patient) == number}
         if not val:
             numbers = ", ".join(map(str, sorted(set(fold_of.values()))))
             raise UserError(
-                f"data.fold={fold or 0}: the column fold of the case table has no such fold; "
+                f"data.fold={number}: the column fold of the case table has no such fold; "
                 f"choose one of {numbers}."
             )
         return val, "the column fold"
-    # Folds by name leave patients for training: no message needs what has chosen them.
+    # One of at least two folds by name always leaves patients for training: then no message uses
+    # the second value.
     if isinstance(fold, int):
-        return _fold(rest, fold, num_folds), "the column split"
+        return _patients_of_fold(patients, fold, num_folds), "the column split"
     # No fold was given: few patients make fewer folds, and a single one is trained on without
     # validation.
-    if len(rest) < 2:
+    if len(patients) < 2:
         return set(), "the column split"
-    return _fold(rest, 0, min(num_folds, len(rest))), "the column split"
+    num_folds = min(num_folds, len(patients))
+    return _patients_of_fold(patients, 0, num_folds), "the column split"
 
 
 def _check_patients(
@@ -719,8 +758,13 @@ def _check_patients(
         raise UserError(f"{sentence}.")
 
 
-def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:
+def _split_by_fold_column(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:
     """Divide the cases by the column `fold_<fold>`, which names both sides.
+
+    Args:
+        cases: All cases of the table.
+        test: Patients for testing, whatever the column says.
+        fold: Number of the column.
 
     Raises:
         UserError: If there is no such column, a patient is on both sides, or no case is left for
@@ -732,24 +776,25 @@ def _listed_split(cases: Sequence[Case], test: Collection[str], fold: int | str)
             f"data.fold={fold}: the case table has the columns fold_0 to fold_{num_folds - 1}; "
             "choose one of these."
         )
-    sides: dict[str, list[Case]] = {side: [] for side in FOLD_SIDES}
-    marks: dict[str, str] = {}
+    cases_of_side: dict[str, list[Case]] = {side: [] for side in FOLD_SIDES}
+    side_of: dict[str, str] = {}
     for case in cases:
         side = case.fold_sides[fold] if case.fold_sides else None
         if side is None or case.patient in test:
             continue
-        if marks.setdefault(case.patient, side) != side:
+        if side_of.setdefault(case.patient, side) != side:
             raise UserError(
                 f"The patient {case.patient!r} is marked train and val in the column fold_{fold} "
                 "of the case table; give all scans of one patient the same side."
             )
-        sides[side].append(case)
-    if not sides["train"]:
+        cases_of_side[side].append(case)
+    train = tuple(cases_of_side["train"])
+    if not train:
         raise UserError(
             f"No case is left for training: the column fold_{fold} marks none as train; "
             "give another data.fold."
         )
-    return Split(tuple(sides["train"]), tuple(sides["val"]), _cases_of(cases, test))
+    return Split(train, tuple(cases_of_side["val"]), _cases_of(cases, test))
 
 
 def count_folds(cases: Sequence[Case]) -> int | None:
@@ -764,7 +809,11 @@ def count_folds(cases: Sequence[Case]) -> int | None:
 
 
 def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
-    """Map each patient that the table marks in the column `split` or `fold` to its mark."""
+    """Map each patient that the table marks in the column `split` or `fold` to its mark.
+
+    Raises:
+        UserError: If two rows of a patient have different marks.
+    """
     marks: dict[str, Any] = {}
     for case in cases:
         mark = getattr(case, column)
@@ -776,8 +825,8 @@ def _marks_of_table(cases: Sequence[Case], column: str) -> dict[str, Any]:
     return marks
 
 
-def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
-    """Choose the patients of a fold.
+def _patients_of_fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
+    """Choose the patients of a fold by the hash of their names.
 
     Raises:
         UserError: If there are fewer patients than folds, or no such fold.
@@ -794,5 +843,6 @@ def _fold(patients: Sequence[str], fold: int, num_folds: int) -> set[str]:
         )
     # Ordered by hash, so that consecutive names (by hospital, by date) do not end in one fold.
     hashes = {name: hashlib.sha256(name.encode()).digest() for name in patients}
-    ordered = sorted(patients, key=lambda name: (hashes[name], name))
+    ordered = sorted(patients, key=lambda name: hashes[name])
+    # Every num_folds-th patient: the sizes of the folds differ by at most one.
     return set(ordered[fold::num_folds])

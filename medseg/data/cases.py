@@ -1,6 +1,7 @@
 """Cases of a configuration, from a case table, synthetic scans or both, with their label values."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medseg.data.audit.finding import check_ignored
 from medseg.data.case_table import Case, CaseSource, Split, read_case_table, split_cases
@@ -12,10 +13,13 @@ from medseg.io.atomic import check_writable, locked
 from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.preprocess.scale import HuScale
 from medseg.processors import num_processors
-from medseg.task import LabelValues
+from medseg.task import LabelValues, Task
 from medseg.task_options import TaskOptions, make_task
 
-# Synthetic scans made at a time; one of full detail takes 2 to 5 GB.
+if TYPE_CHECKING:
+    from medseg.phantom.scene import SceneSpec
+
+# Processes that make synthetic scans at a time; one scan of full detail takes 2 to 5 GB of memory.
 MAX_PHANTOM_WORKERS = 4
 
 
@@ -25,8 +29,9 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     Missing synthetic scans are made.
 
     Returns:
-        The user's cases, or synthetic scans in their place; then the synthetic scans that are added
-        to a case table.
+        Always two groups, each with its label values: the cases of the user's table, or synthetic
+        scans where `data.cases` is not given; then the synthetic scans that are added to the table,
+        an empty list without any.
 
     Raises:
         UserError: If the table or the label values are wrong.
@@ -35,7 +40,11 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     phantoms = data.phantoms
     is_chest = phantoms.scene is Scene.chest
-    folder = Path(phantoms.folder) / ("" if is_chest else task.name)
+    # Of the synthetic scans.
+    folder = Path(phantoms.folder)
+    if not is_chest:
+        # Scenes of organs hold the labels of their task; chests are the same for every task.
+        folder /= task.name
     if data.cases is None:
         table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
         cases = read_case_table(table, data.labels_column, ignore_findings=ignore_findings)
@@ -47,6 +56,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         table = make_phantoms(
             phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
         )
+        # `organs` of a chest holds every structure of `PHANTOM_LABELS`, `labels` only two of them.
         column = "organs" if is_chest else "labels"
         extra = read_case_table(table, column, ignore_findings=ignore_findings)
     shared_names = {case.name for case in extra} & {case.name for case in cases}
@@ -91,54 +101,77 @@ def make_phantoms(
 ) -> Path:
     """Make the missing synthetic scans and their case table.
 
+    Args:
+        config: Kind, seed and numbers of scans.
+        task: Labels and channels of a scene of organs; a chest does not use it.
+        folder: Where to write; made if absent.
+        num_train: Number of training scans, in place of that of `config`.
+        with_held_out: Whether to make the validation and test scans of `config`, too.
+
     Returns:
         Path of the table.
     """
     from rich.progress import Progress
 
     from medseg.phantom.case_folders import write_phantoms
-    from medseg.phantom.scene import SceneSpec
 
     scene = None
     if config.scene is Scene.organs:
-        scene_task = make_task(task)
-        sides: dict[str, str] = {}
-        for region in scene_task.regions:
-            if region.side:
-                sides |= dict.fromkeys(region.labels, region.side)
-        volume_ml = {}
-        for name, limits in scene_task.volume_ml.items():
-            if name in scene_task.labels:
-                volume_ml[name] = limits
-        scene = SceneSpec(
-            config.seed,
-            0,
-            scene_task.labels,
-            sides,
-            tuple(channel.modality for channel in scene_task.channels),
-            scene_task.ignore_label,
-            has_own_grids=config.own_grids,
-            parts=tuple(scene_task.parts),
-            volume_ml=volume_ml,
-        )
+        scene = _scene_of_task(config, make_task(task))
     splits = {"train": num_train}
     if with_held_out:
         splits |= {"val": config.num_val, "test": config.num_test}
     total = sum(splits.values())
-    # A small scan takes about a second, the start of a process three.
-    num_useful = total // 4 if config.detail is Detail.small else total
-    num_workers = min(num_useful, num_processors(), MAX_PHANTOM_WORKERS)
+    num_useful = total
+    if config.detail is Detail.small:
+        # A small scan takes about a second, the start of a process three: a process is worth
+        # starting for four scans.
+        num_useful = total // 4
+    num_workers = max(1, min(num_useful, num_processors(), MAX_PHANTOM_WORKERS))
     check_writable(folder)
     # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:
         bar = progress.add_task("phantoms", total=total)
+
+        def show(num_finished: int, _: int, case_name: str) -> None:
+            progress.update(bar, completed=num_finished, description=case_name)
+
         return write_phantoms(
             folder,
             total,
             config.seed,
             config.detail.value,
             splits,
-            lambda finished, _, name: progress.update(bar, completed=finished, description=name),
-            num_workers=max(1, num_workers),
+            show,
+            num_workers=num_workers,
             scene=scene,
         )
+
+
+def _scene_of_task(config: PhantomCountsOptions, task: Task) -> "SceneSpec":
+    """Describe the scenes of organs of a task.
+
+    The result is a pattern for all cases: `write_phantoms` sets the index of each, and the detail.
+    """
+    from medseg.phantom.scene import SceneSpec
+
+    sides: dict[str, str] = {}
+    for region in task.regions:
+        if region.side:
+            sides |= dict.fromkeys(region.labels, region.side)
+    # The task may also limit regions, but a scene draws the size of each label.
+    volume_ml = {}
+    for name, limits in task.volume_ml.items():
+        if name in task.labels:
+            volume_ml[name] = limits
+    return SceneSpec(
+        seed=config.seed,
+        index=0,
+        labels=task.labels,
+        sides=sides,
+        modalities=tuple(channel.modality for channel in task.channels),
+        ignore_label=task.ignore_label,
+        has_own_grids=config.own_grids,
+        parts=tuple(task.parts),
+        volume_ml=volume_ml,
+    )

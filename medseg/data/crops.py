@@ -19,8 +19,8 @@ from medseg.task import Region
 AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 """Averages over the spacings of the scans, axis by axis."""
 
-# An axis that is coarser than the finest by more than this ratio takes a low percentile of its own
-# spacings.
+# An axis whose average is more than this many times that of the finest axis gets a low percentile
+# of its spacings in place of the average.
 MAX_RATIO = 3.0
 COARSE_PERCENTILE = 10.0
 
@@ -30,7 +30,7 @@ class ScanSpacings(NamedTuple):
 
     Attributes:
         spacings_mm: Spacing of each scan as it was made, (z, y, x).
-        shares: How often each scan is drawn, > 0, sum 1.
+        shares: Probability of each scan to be drawn, > 0; they add up to 1.
     """
 
     spacings_mm: Sequence[tuple[float, float, float]]
@@ -42,9 +42,9 @@ def typical_spacing_mm(
 ) -> tuple[float, float, float]:
     """Average the spacings of each axis, with detail kept along a coarse one.
 
-    A coarse axis gets its 10th percentile, but nothing finer than the next coarsest axis: at the
-    average slice thickness, half of the scans would lose detail along it (Isensee et al. 2021,
-    supplement: "target spacing").
+    Where the coarsest axis is more than `MAX_RATIO` times as coarse as the finest, it gets its 10th
+    percentile, but nothing finer than the next coarsest axis: at the average slice thickness, half
+    of the scans would lose detail along it (Isensee et al. 2021, supplement: "target spacing").
 
     Args:
         spacings_mm: Spacing of each oriented scan, (z, y, x); at least one.
@@ -59,13 +59,14 @@ def typical_spacing_mm(
         >>> typical_spacing_mm([(1.0, 0.7, 0.7), (2.0, 0.8, 0.8), (2.4, 0.9, 0.9)], "mean")
         (1.8, 0.8, 0.8)
     """
-    values = np.asarray(spacings_mm, dtype=np.float64)
-    target = AVERAGES[average](values, axis=0)
-    coarsest = int(target.argmax())
-    if target[coarsest] > MAX_RATIO * target.min():
-        others = np.delete(target, coarsest)
-        target[coarsest] = max(np.percentile(values[:, coarsest], COARSE_PERCENTILE), others.max())
-    z, y, x = (round(float(mm), 3) for mm in target)
+    scans_mm = np.asarray(spacings_mm, dtype=np.float64)  # (scans, 3)
+    target_mm = AVERAGES[average](scans_mm, axis=0)
+    coarsest = int(target_mm.argmax())
+    if target_mm[coarsest] > MAX_RATIO * target_mm.min():
+        low_mm = np.percentile(scans_mm[:, coarsest], COARSE_PERCENTILE)
+        next_coarsest_mm = np.delete(target_mm, coarsest).max()
+        target_mm[coarsest] = max(low_mm, next_coarsest_mm)
+    z, y, x = (round(float(mm), 3) for mm in target_mm)
     return z, y, x
 
 
@@ -74,10 +75,10 @@ def draw_spacing_mm(
 ) -> tuple[float, float, float]:
     """Draw the spacing of a training sample.
 
-    Without scans, the logarithms of the spacing along z and of that in plane (one for y and x) are
-    uniform over the range: 1 to 2 mm is as frequent as 2 to 4 mm. With scans, the spacing of one of
-    them is drawn and each axis clipped to the range: rare coarse scans keep their frequency, and
-    thick slices keep the pixels that they come with.
+    Without scans, two spacings are drawn: one along z, one in plane (for y and x). Their logarithms
+    are uniform over the range: 1 to 2 mm is as frequent as 2 to 4 mm. With scans, one scan is drawn
+    by its share, and each axis of its spacing is clipped to the range: coarse scans are as rare as
+    in the data, and thick slices come with the pixel sizes that they have there.
 
     Args:
         rng: Generator of the sample.
@@ -98,20 +99,25 @@ def draw_spacing_mm(
 
 @dataclass(frozen=True)
 class StageCrops:
-    """Spacings and crops of one stage, as in prediction, or with a generator as in training.
+    """Spacings and crops of one stage, for training and for validation.
+
+    Methods that are given a random generator choose as training does, without one as prediction.
 
     Attributes:
-        rule: How the network's grid is laid on the cache's.
-        scan_spacings: What the spacing of a sample is drawn from; None draws evenly.
+        rule: Size and spacing of the crops.
+        scan_spacings: What the spacing of a training sample is drawn from; None draws it evenly
+            over `rule.range_mm`, see `draw_spacing_mm`.
         region_margin_mm: Added on every side of a region.
-        box_jitter_mm: Standard deviation of each face of a training box.
+        box_jitter_mm: Standard deviation by which each face of a training box is moved.
         patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are
             at least as large.
-        tile_size: Tile of the validation, voxels (D, H, W).
+        tile_size: Tile of the sliding window in validation, voxels (D, H, W); None: the whole crop
+            at once.
         divisor: Required multiple of the input size, (z, y, x).
-        coarse_probs: Case name to what the coarse stage says, where the network sees it.
-        coarse_boxes: Case name to region name to the box that the coarse stage found; boxes of the
-            reference elsewhere.
+        coarse_boxes: Case name to region name to the box that the coarse stage found; where there
+            is none, the box of the reference is used.
+        coarse_probs: Case name to the probabilities of the coarse stage; empty where they are no
+            input of the network.
     """
 
     rule: GridRule = PLAIN
@@ -129,38 +135,47 @@ class StageCrops:
     ) -> tuple[float, float, float] | None:
         """Choose the spacing of a sample: drawn with a generator, else that of prediction.
 
-        None is that of the cache.
+        Returns:
+            Spacing (z, y, x); None is that of the cache.
         """
         if rng is None or self.rule.range_mm is None:
             return self.rule.spacing_mm(case.audit.grid.spacing_mm)
         return draw_spacing_mm(rng, self.rule.range_mm, self.scan_spacings)
 
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
-        """Choose the crop of a region.
+        """Choose the crop of a region, in which training then cuts its patch.
 
-        With a generator its faces are jittered by the error of the coarse stage.
+        With a generator, the faces of the box are moved at random, since the coarse stage, whose
+        boxes prediction uses, errs.
+
+        Args:
+            case: The case.
+            region: A region that the case has.
+            rng: Generator of a training sample; None in validation.
         """
+        # Order of the random numbers: the spacing is drawn first, then the jitter.
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
-        coarse_box = self.coarse_boxes.get(case.name, {}).get(region.name)
-        tight = coarse_box or case.region_boxes[region.name]
+        tight_box = self.coarse_boxes.get(case.name, {}).get(region.name)
+        if tight_box is None:
+            tight_box = case.region_boxes[region.name]
+        least_size = (1, 1, 1)
         if rng is None:
-            # As prediction makes its crops: of tiles, or whole and no smaller than a patch.
-            size = self.tile_size
-            least_size = self.patch_size
+            # As in prediction: a crop fits the tiles, or is whole and no smaller than a patch.
+            input_size = self.tile_size
+            if self.patch_size is not None:
+                least_size = self.patch_size
         else:
-            # Training cuts patches.
-            tight = jittered(tight, self.box_jitter_mm, case.grid.spacing_mm, rng)
-            size = self.patch_size
-            least_size = None
+            input_size = self.patch_size
+            tight_box = jittered(tight_box, self.box_jitter_mm, case.grid.spacing_mm, rng)
         return region_crop(
-            tight,
+            tight_box,
             case.grid,
             lattice,
             self.region_margin_mm,
-            size,
+            input_size,
             self.divisor,
             self.rule,
-            least_size or (1, 1, 1),
+            least_size,
         )
 
 
@@ -170,15 +185,19 @@ def jittered(
     spacing_mm: tuple[float, float, float],
     rng: np.random.Generator,
 ) -> VoxelBox:
-    """Move each face of a box by a normal error; at least one voxel is left.
+    """Move each face of a box by a normally distributed distance, in whole voxels.
+
+    A box that would end before it begins keeps one voxel.
 
     Args:
         box: Tight box of a region.
-        box_jitter_mm: Standard deviation of each face.
+        box_jitter_mm: Standard deviation of the distance.
         spacing_mm: Voxel spacing of the box's grid, (z, y, x).
         rng: Generator of the sample.
     """
-    shifts = np.round(rng.normal(0.0, box_jitter_mm, (2, 3)) / np.array(spacing_mm)).astype(int)
-    start = np.array(box.start) + shifts[0]
-    stop = np.maximum(start + 1, np.array(box.stop) + shifts[1])
+    # One row for the low faces and one for the high faces, (z, y, x).
+    shifts_mm = rng.normal(0.0, box_jitter_mm, (2, 3))
+    low_shift, high_shift = np.round(shifts_mm / np.array(spacing_mm)).astype(int)
+    start = np.array(box.start) + low_shift
+    stop = np.maximum(start + 1, np.array(box.stop) + high_shift)
     return VoxelBox(tuple(start), tuple(stop))

@@ -15,11 +15,11 @@ RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 
-# Keys that the fine stage needs and the coarse one does not have.
+# Keys that the fine stage needs and the other stages do not have.
 FINE_KEYS = ("region_margin_mm", "region_from", "box_jitter_mm")
 # Keys with which the fine stage uses the coarse one; a run of one stage does not record them.
 CASCADE_KEYS = ("coarse", "coarse_channel", "coarse_folds")
-# Keys that the coarse stage alone has, and what to do instead.
+# Keys that the fine stage does not have, and what to do there instead.
 COARSE_KEYS = {
     "max_voxels": "bound crops with stage.patch_size",
     "slab_share": "the fine stage uses augment.truncate_probability",
@@ -112,19 +112,22 @@ class StageOptions:
 
     @property
     def sees_whole_scans(self) -> bool:
-        """Whether a sample comes from a whole scan; else it is a region."""
+        """Whether samples are cut from whole scans; else each is the crop of a region."""
         return self.name is not StageName.fine
 
     @property
     def for_validation(self) -> "StageOptions":
-        """The same stage with whole volumes, or the crops that prediction would cut.
+        """The same stage without any key of the sampling.
 
-        No key of the sampling is set.
+        Its samples are then whole volumes, or the crops that prediction would cut.
         """
         return StageOptions(name=self.name)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each key of another stage, and each one that this stage lacks."""
+        """Yield a sentence for each key that this stage does not use, and each one that it lacks.
+
+        The argument, the key of the group in the configuration, is not needed here.
+        """
         yield from missing_file("stage.coarse", self.coarse)
         for path in self.coarse_folds or ():
             yield from missing_file("stage.coarse_folds", path)
@@ -144,21 +147,22 @@ class StageOptions:
         keys = [*FINE_KEYS, "elsewhere_share", *CASCADE_KEYS]
         for key in keys:
             value = getattr(self, key)
-            # A share or margin of 0 is set.
+            # A share or margin of 0 is false, too, but it has been set.
             if value is None or value is False:
                 continue
             yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"
 
     def _coarse_clashes(self) -> Iterator[str]:
-        """Yield a sentence where the coarse stage and what uses it do not go together."""
-        if self.coarse_folds is not None and (self.coarse is not None or not self.coarse_channel):
+        """Yield a sentence where a coarse stage is missing, or is given and has no use."""
+        has_folds = self.coarse_folds is not None
+        if has_folds and (self.coarse is not None or not self.coarse_channel):
             yield (
                 "stage.coarse_folds: it stands in place of stage.coarse, with "
                 "stage.coarse_channel=true; give one of the two"
             )
             return
         uses_coarse = self.region_from is RegionFrom.coarse or self.coarse_channel
-        if uses_coarse and self.coarse is None and self.coarse_folds is None:
+        if uses_coarse and self.coarse is None and not has_folds:
             yield (
                 "stage.region_from=coarse and stage.coarse_channel=true go together with a coarse "
                 "stage; add stage.coarse=<checkpoint>"
@@ -310,6 +314,7 @@ class DataOptions(LabelsOptions):
         """Yield a sentence for each contradiction between the keys of the cases."""
         if self.cases is not None and not Path(self.cases).is_dir():
             yield from missing_file("data.cases", self.cases)
+        # `isinstance` would take True for a fold.
         is_fold = type(self.fold) is int and 0 <= self.fold < self.num_folds
         if self.fold not in (None, "all") and not is_fold:
             yield (
@@ -317,9 +322,11 @@ class DataOptions(LabelsOptions):
                 f"all or null, but got {self.fold}"
             )
         yield from on_both_sides(self.val_patients, self.test_patients)
+        if self.train_trust is None:
+            return
         trusts = self.train_trust if isinstance(self.train_trust, list) else [self.train_trust]
         are_words = bool(trusts) and all(isinstance(trust, str) for trust in trusts)
-        if self.train_trust is not None and not are_words:
+        if not are_words:
             yield (
                 "data.train_trust: expected a word of the columns trust_<region>, a [list] of them "
                 f"or null, but got {self.train_trust}"
@@ -328,7 +335,7 @@ class DataOptions(LabelsOptions):
 
 def on_both_sides(val_patients: Sequence[str], test_patients: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each patient who is both for validation and for testing."""
-    # Programs write ü in two ways, and a patient must not be two.
+    # Programs write ü as one character or as two, which must not make two patients of one.
     val = {unicodedata.normalize("NFC", name) for name in val_patients}
     test = {unicodedata.normalize("NFC", name) for name in test_patients}
     for patient in sorted(val & test):
@@ -417,7 +424,7 @@ class AugmentOptions:
         float,
         Knob(
             "Probability that one of the labelled organs full of air is replaced by fluid or fat "
-            "(background); in a sample of one such organ it stays.",
+            "(background); the only such organ of a sample is never replaced.",
             "[0, 1]",
         ),
     ] = 0.0
@@ -432,7 +439,8 @@ class AugmentOptions:
     disease_each_lung: Annotated[
         bool,
         Knob(
-            "Draw for each such organ, so that several may be painted; false: one of the sample is."
+            "Draw disease for each labelled organ full of air, so that several may be painted; "
+            "false: one of the sample is."
         ),
     ] = False
     disease_kinds: Annotated[
@@ -445,7 +453,9 @@ class AugmentOptions:
     fluid_probability: Annotated[
         float,
         Knob(
-            "Probability that pleural fluid (background) is painted, for each such organ.", "[0, 1]"
+            "Probability that pleural fluid (background) is painted beside a labelled organ full "
+            "of air, drawn for each.",
+            "[0, 1]",
         ),
     ] = 0.0
     transforms: Annotated[

@@ -30,17 +30,18 @@ from medseg.wording import first_few
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment
 
+# Names in a message.
 MAX_LISTED = 20
 
 
-class Chosen(NamedTuple):
-    """Structures that make a label map.
+class ChosenStructures(NamedTuple):
+    """Structures of a file or folder that are merged to a label map.
 
     Attributes:
-        values: Value in the label map to label name.
+        values: Value in the merged label map to label name: 1, 2, … in the order of the labels.
         structures: Name of each structure with the value that its voxels get, in the order of the
             labels.
-        findings: What the labels lack.
+        findings: A warning if labels have no structure.
     """
 
     values: dict[int, str]
@@ -59,10 +60,10 @@ def read_reference(
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    A label that `label_values` gives no structure has the one of its own name. Names are compared
-    by `plain_name`. A label without a structure is absent. Where structures overlap, the later
-    label of `label_values` counts; structures of labels that are not kept are not read, so that
-    they take no voxel from the others.
+    A label for which `label_values` names no structure has the structure of its own name. Names are
+    compared by `plain_name`. A label whose structures are not in the files is absent. Where
+    structures overlap, the later label of `label_values` counts; structures of labels that are not
+    kept are not read, so that they take no voxel from the others.
 
     Args:
         path: Label map; folder of binary masks, one file for each structure; segmentation of 3D
@@ -71,7 +72,7 @@ def read_reference(
         image: Image of the case, on whose slices a SEG or RTSTRUCT is read.
         series: DICOM series of the image.
         modality: Modality of the image, as for `read_image`.
-        kept: Labels of the task; None = all of `label_values`.
+        kept: Labels to read, such as those of the task; None reads all of `label_values`.
 
     Returns:
         Label values (D, H, W) with findings, and value to label name.
@@ -82,11 +83,12 @@ def read_reference(
     """
     read_values = label_values
     if kept is not None:
-        of_task = {value: label for value, label in label_values.items() if label in kept}
-        read_values = of_task or label_values
+        kept_values = {value: label for value, label in label_values.items() if label in kept}
+        # Without any kept label all are read, so that files of other structures are still refused.
+        read_values = kept_values or label_values
     if path.is_dir():
         masks = masks_in(path)
-        # A folder without volume files has files of DICOM, see below.
+        # A folder without volume files has DICOM files, which are handled below.
         if masks:
             return _read_masks(path, masks, read_values)
     suffix = volume_suffix(path)
@@ -98,12 +100,17 @@ def read_reference(
         label_file = _label_file_of(path)
         if label_file is not None:
             return _read_dicom_labels(path, label_file, image, series, modality, read_values)
+    # An ordinary label map: its values count, and names of structures mean nothing. The labels that
+    # are not kept stay, so that their values are known.
     names = {value: label for value, label in label_values.items() if isinstance(value, int)}
     return read_labels(path), names
 
 
 def _label_file_of(path: Path) -> Path | None:
-    """Find the only DICOM file at a path; several files are the slices of a label map."""
+    """Find the only DICOM file at a path: it is a SEG or RTSTRUCT.
+
+    None if there is no file or there are several, which are the slices of a label map.
+    """
     if is_dicom_file(path):
         return path
     files = list(dicom_files(path)) if path.is_dir() else []
@@ -133,11 +140,12 @@ def _read_dicom_labels(
             "but the image of the case is not DICOM; give the series."
         )
     chosen = _choose(path, file.names.values(), label_values)
+    # `file.names` maps the number of each structure in the file to its name. The new mapping is in
+    # the order of the labels, of which the later one counts where structures overlap.
     value_of_number: dict[int, int] = {}
-    # In the order of the labels, of which the later one counts where structures overlap.
     for name, value in chosen.structures:
-        for number, structure in file.names.items():
-            if structure == name:
+        for number, structure_name in file.names.items():
+            if structure_name == name:
                 value_of_number[number] = value
     slices = open_slices(image, series, modality)
     volume = read_label_file(file, slices, value_of_number)
@@ -149,7 +157,8 @@ def masks_in(folder: Path) -> dict[str, Path]:
     """Find the masks of a folder by the names of their structures.
 
     Raises:
-        UserError: If two files have one name: which counts would be chance.
+        UserError: If two files have one name, such as `liver.nii` and `liver.nii.gz`: which of them
+            counted would depend on their order.
     """
     masks: dict[str, Path] = {}
     for file in volume_files(folder):
@@ -163,10 +172,10 @@ def masks_in(folder: Path) -> dict[str, Path]:
 
 
 def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
-    """Read the segments of a file of 3D Slicer if they are chosen by name; none otherwise.
+    """Read the header's segments of a file of 3D Slicer if names are needed to choose them.
 
-    Values are enough in a file of one layer. In several layers one value may stand for several
-    segments.
+    Otherwise the list is empty, and the file is read as an ordinary label map: in a file of one
+    layer the values are enough. In several layers one value may stand for several segments.
     """
     from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
 
@@ -182,31 +191,37 @@ def is_named(path: Path) -> bool:
     return volume_suffix(path) is None
 
 
-def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chosen:
+def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> ChosenStructures:
     """Choose the structures of each label.
 
+    Args:
+        path: For messages.
+        names: Names of the structures that are there.
+        label_values: Value, or name of a structure, to label name; values are ignored.
+
     Raises:
-        UserError: If none of them is there.
+        UserError: If no label has a structure.
     """
+    # Name as it is compared, to the names as they are written.
     spellings: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):
+    for name in dict.fromkeys(names):  # without repetitions, in their order
         spellings.setdefault(plain_name(name), []).append(name)
-    structures_of: dict[str, list[str]] = {label: [] for label in label_values.values()}
+    names_of_label: dict[str, list[str]] = {label: [] for label in label_values.values()}
     for value_or_name, label in label_values.items():
         if isinstance(value_or_name, str):
-            structures_of[label].append(value_or_name)
+            names_of_label[label].append(value_or_name)
     values: dict[int, str] = {}
     expected: list[str] = []
     absent: list[str] = []
-    # A dictionary, since a label may name several spellings of one structure.
-    structures: dict[tuple[str, int], None] = {}
-    for value, (label, structure_names) in enumerate(structures_of.items(), start=1):
+    structures: list[tuple[str, int]] = []
+    for value, (label, expected_names) in enumerate(names_of_label.items(), start=1):
         values[value] = label
         present: list[str] = []
-        for name in structure_names or [label]:
-            expected.append(name)
-            present += spellings.get(plain_name(name), [])
-        structures |= dict.fromkeys((name, value) for name in present)
+        for expected_name in expected_names or [label]:
+            expected.append(expected_name)
+            present += spellings.get(plain_name(expected_name), [])
+        # A label may name several spellings of one structure, which then counts once.
+        structures += [(name, value) for name in dict.fromkeys(present)]
         if not present:
             absent.append(label)
     if not structures:
@@ -220,7 +235,7 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     sentences = []
     if absent:
         sentences.append(f"{', '.join(absent)}: no such structure, taken as absent")
-    return Chosen(values, list(structures), warnings_of("reading", sentences))
+    return ChosenStructures(values, structures, warnings_of("reading", sentences))
 
 
 def _read_masks(
@@ -229,12 +244,12 @@ def _read_masks(
     """Merge binary masks to a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
 
-    def parts() -> Iterator[tuple[str, Volume, int]]:
+    def read_chosen_masks() -> Iterator[tuple[str, Volume, int]]:
         """Read each mask only when it is merged: they are not in memory together."""
         for name, value in chosen.structures:
             yield f"the mask of {name}", _read_mask(path, name, masks[name]), value
 
-    return _merge(path, parts(), chosen)
+    return _merge(path, read_chosen_masks(), chosen)
 
 
 def _read_mask(path: Path, name: str, file: Path) -> Volume:
@@ -245,8 +260,9 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
     """
     mask = read_labels(file)
     is_inside = mask.array != 0
-    # Any value may stand for the inside: 1, 255, or the number of the structure.
-    if (mask.array[is_inside] != mask.array.max()).any():
+    # Any one value may stand for the inside: 1, 255, or the number of the structure.
+    has_several_values = (mask.array[is_inside] != mask.array.max()).any()
+    if has_several_values:
         raise UserError(
             f"{path}: expected a mask of one value, but that of {name} holds several; "
             "give its file as a label map instead."
@@ -267,7 +283,8 @@ def _read_segments(
     for number, layer in enumerate(layers):
         _require_segments(path, number, layer, segments)
 
-    def parts() -> Iterator[tuple[str, Volume, int]]:
+    def masks_of_segments() -> Iterator[tuple[str, Volume, int]]:
+        """Yield the mask of each chosen segment; several segments may have one name."""
         for name, value in chosen.structures:
             for segment in segments:
                 if segment.name != name:
@@ -276,7 +293,7 @@ def _read_segments(
                 is_inside = layer.array == segment.value
                 yield name, Volume(is_inside, layer.grid, layer.header, layer.findings), value
 
-    return _merge(path, parts(), chosen)
+    return _merge(path, masks_of_segments(), chosen)
 
 
 def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence[Segment]) -> None:
@@ -285,9 +302,9 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
     Raises:
         UserError: With the first of their values.
     """
-    described = {segment.value for segment in segments if segment.layer == number}
+    values_of_segments = {segment.value for segment in segments if segment.layer == number}
     for value in np.unique(layer.array).tolist():
-        if value and value not in described:
+        if value != 0 and value not in values_of_segments:
             raise UserError(
                 f"{path}: layer {number} holds the value {value}, "
                 "which no segment of the header has; save the segmentation again in 3D Slicer."
@@ -295,7 +312,7 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
 
 
 def _merge(
-    path: Path, parts: Iterable[tuple[str, Volume, int]], chosen: Chosen
+    path: Path, masks: Iterable[tuple[str, Volume, int]], chosen: ChosenStructures
 ) -> tuple[Volume, dict[int, str]]:
     """Merge structures to a label map.
 
@@ -303,21 +320,26 @@ def _merge(
 
     Args:
         path: For messages.
-        parts: Name for messages, voxels (D, H, W) as booleans, and the value that they get.
+        masks: For each structure its name for messages, its mask (D, H, W) of booleans, and the
+            value that its voxels get; each is read when its turn comes.
         chosen: The structures.
+
+    Raises:
+        UserError: If a mask is on another grid than the first.
     """
     labels: np.ndarray | None = None
     num_shared = 0
-    for name, part, value in parts:
+    for name, mask, value in masks:
         if labels is None:
-            first = part
-            labels = np.zeros(part.grid.shape, np.min_scalar_type(len(chosen.values)))
-        if not part.grid.is_close(first.grid, GRID_TOLERANCE_MM):
+            first = mask
+            labels = np.zeros(mask.grid.shape, np.min_scalar_type(len(chosen.values)))
+        if not mask.grid.is_close(first.grid, GRID_TOLERANCE_MM):
             raise UserError(f"{path}: {name} has another grid than the first; resample it.")
-        before = labels[part.array]
-        num_shared += int(np.count_nonzero((before != 0) & (before != value)))
-        labels[part.array] = value
-    assert labels is not None, "one structure at least was found"
+        earlier_values = labels[mask.array]
+        is_shared = (earlier_values != 0) & (earlier_values != value)
+        num_shared += int(np.count_nonzero(is_shared))
+        labels[mask.array] = value
+    assert labels is not None, "`_choose` refuses files without a structure"
     findings = [*first.findings, *chosen.findings]
     if num_shared:
         sentence = (
@@ -341,20 +363,22 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
         >>> file_values({"left_kidney": 10, "right_kidney": [11, 12]})
         {10: 'left_kidney', 11: 'right_kidney', 12: 'right_kidney'}
     """
-    names: LabelValues = {}
+    name_of_value: LabelValues = {}
     for name, content in label_values.items():
         values = content if isinstance(content, list) else [content]
         for value in values:
-            # True and False are not values, and a number is no label: the two were exchanged.
+            # `isinstance` would accept True and False. A label that is a number shows that name and
+            # value were exchanged.
             if type(value) not in (int, str) or name.isdigit():
                 raise UserError(
                     f"data.label_values.{name}: a whole number or a list of them is needed "
                     "(name: value), or names of structures where labels are masks or DICOM "
                     f"objects, but got {content!r}"
                 )
-            if names.setdefault(value, name) != name:
+            other_name = name_of_value.setdefault(value, name)
+            if other_name != name:
                 raise UserError(
-                    f"data.label_values: {value} cannot be {names[value]} and {name}; give one of "
-                    f"them another value, or remove it with ~data.label_values.{names[value]}"
+                    f"data.label_values: {value} cannot be {other_name} and {name}; give one of "
+                    f"them another value, or remove it with ~data.label_values.{other_name}"
                 )
-    return names
+    return name_of_value

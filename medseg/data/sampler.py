@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from torch.utils.data import Sampler
 
-# Independent streams of numbers of one seed.
+# Independent streams of random numbers of one seed: for the content of a sample, by the number of
+# the sample; and for the order of the items, by the number of the pass.
 SAMPLES = 0
 ORDER = 1
 
 
 def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
-    """Make the generator of sample n.
+    """Make the generator of sample n, or of pass n with the stream `ORDER`.
 
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011): Philox, a
     counter-based generator.
@@ -23,20 +24,17 @@ def sample_rng(seed: int, n: int, stream: int = SAMPLES) -> np.random.Generator:
     Args:
         seed: Seed of the run, 0 ≤ seed < 2**64.
         n: Number of the sample in the run, 0 ≤ n < 2**64.
-        stream: Which independent stream of (seed, n).
+        stream: `SAMPLES` or `ORDER`.
 
     Example:
         >>> bool(sample_rng(1, 7).random() == sample_rng(1, 7).random())
         True
     """
+    key = np.array([seed, n], dtype=np.uint64)
     # The stream is the highest word of the counter. The generator counts in the lowest, so streams
     # are 2**192 draws apart.
-    return np.random.Generator(
-        np.random.Philox(
-            key=np.array([seed, n], dtype=np.uint64),
-            counter=np.array([0, 0, 0, stream], dtype=np.uint64),
-        )
-    )
+    counter = np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def torch_seed(seed: int, step: int, part: int = 0) -> int:
@@ -50,16 +48,19 @@ def torch_seed(seed: int, step: int, part: int = 0) -> int:
     Returns:
         A seed, 0 ≤ seed < 2**63.
     """
-    return int(np.random.SeedSequence([seed, step, part]).generate_state(1, np.uint64)[0]) >> 1
+    (state,) = np.random.SeedSequence([seed, step, part]).generate_state(1, np.uint64)
+    # Without its last bit, so that it fits a signed integer of 64 bits.
+    return int(state) >> 1
 
 
 def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
     """Choose which of K items sample n takes.
 
     Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum
-    1) an item comes K·w times in a pass on average, and never more than one time off: the pass
-    walks along the items, in random order, in equal steps from a random start (systematic
-    sampling), and the drawn ones are shuffled.
+    1) an item comes K·w times in a pass on average, and in each pass that number rounded up or
+    down. This is systematic sampling: the items, in random order, lie side by side on a line of
+    length 1, each as long as its weight; K points at equal distances with a random start choose the
+    items on which they lie, which are then shuffled.
 
     Args:
         seed: Seed of the run.
@@ -69,34 +70,42 @@ def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
     Returns:
         Index of the item, 0 ≤ index < K.
     """
-    count = weights if isinstance(weights, int) else len(weights)
-    turn, place = divmod(n, count)
-    rng = sample_rng(seed, turn, ORDER)
-    order = rng.permutation(count)
+    num_items = weights if isinstance(weights, int) else len(weights)
+    pass_number, place = divmod(n, num_items)
+    rng = sample_rng(seed, pass_number, ORDER)
+    order = rng.permutation(num_items)
     if isinstance(weights, int):
         return int(order[place])
-    steps = (rng.random() + np.arange(count)) / count
-    drawn = np.searchsorted(np.cumsum(weights[order]), steps, side="right")
-    # By rounding the sum of the weights may be less than the last step.
-    drawn = np.minimum(drawn, count - 1)
+    points = (rng.random() + np.arange(num_items)) / num_items
+    # Where each item ends on the line.
+    ends = np.cumsum(weights[order])
+    drawn = np.searchsorted(ends, points, side="right")
+    # By rounding the last end may be less than the last point.
+    drawn = np.minimum(drawn, num_items - 1)
     return int(rng.permutation(order[drawn])[place])
 
 
-def normalised_weights(weights: Sequence[float] | None, count: int) -> np.ndarray | int:
-    """Scale weights to the sum one.
+def normalised_weights(weights: Sequence[float] | None, num_items: int) -> np.ndarray | int:
+    """Scale weights to the sum 1, as `draw_from_pass` takes them.
 
-    Without weights, the number of items stands for equal ones.
+    Args:
+        weights: Weight of each item; None: all are equal.
+        num_items: Number of items.
+
+    Returns:
+        The weights; without any, the number of items.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
     """
-    if count == 0:
+    if num_items == 0:
         raise ValueError("expected at least one case to take samples from, found none")
     if weights is None:
-        return count
+        return num_items
     values = np.asarray(weights, dtype=np.float64)
-    if values.shape != (count,) or not np.all(np.isfinite(values)) or np.any(values <= 0):
-        raise ValueError(f"expected {count} positive weights, got {list(weights)}")
+    is_positive = np.isfinite(values) & (values > 0)
+    if values.shape != (num_items,) or not is_positive.all():
+        raise ValueError(f"expected {num_items} positive weights, got {list(weights)}")
     return values / values.sum()
 
 
@@ -104,13 +113,14 @@ class StepBatchSampler(Sampler[list[int]]):
     """Sampler of the numbers of each micro-batch, one optimiser step after the other.
 
     Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch. Accumulation cuts them
-    into consecutive groups and ranks cut each group into consecutive parts, so that one rank with
-    accumulation 2 and two ranks without see the same samples at every step. There is no state: a
-    continued run needs `start_step` alone.
+    into consecutive groups, of which each rank takes a consecutive part as its micro-batch. So one
+    rank with accumulation 2 and two ranks without see the same samples at every step. There is no
+    state: a continued run needs `start_step` alone.
 
-    Ranks wait for each other at the end of a step. Where samples differ in size, each sample of a
-    step, the largest first, goes to the rank that has the fewest voxels so far and is not full.
-    Which rank computes a sample does not change the mean over the step.
+    Ranks wait for each other at the end of a step. Where samples differ in size, the samples of a
+    step are therefore divided by size: each, the largest first, goes to the rank that has the
+    fewest voxels so far and is not full. Which rank computes a sample does not change the mean over
+    the step.
 
     Args:
         num_steps: Steps of the whole run, those before `start_step` included.
@@ -118,7 +128,7 @@ class StepBatchSampler(Sampler[list[int]]):
         accumulate: Micro-batches per step and rank.
         rank: Number of this process, 0 ≤ rank < num_ranks.
         num_ranks: Number of processes.
-        start_step: First step to yield.
+        start_step: First step whose micro-batches are yielded.
         size: Size of the sample of a number, in any unit; None: all samples have the same size.
 
     Raises:
@@ -136,17 +146,15 @@ class StepBatchSampler(Sampler[list[int]]):
         start_step: int = 0,
         size: Callable[[int], float] | None = None,
     ) -> None:
-        if (
-            min(batch_size, accumulate, num_ranks) < 1
-            or not 0 <= rank < num_ranks
-            or min(num_steps, start_step) < 0
-        ):
+        are_sizes_positive = min(batch_size, accumulate, num_ranks) >= 1
+        are_steps_allowed = min(num_steps, start_step) >= 0
+        if not are_sizes_positive or not are_steps_allowed or not 0 <= rank < num_ranks:
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "
                 f"num_steps={num_steps}, start_step={start_step}"
             )
-        if batch_size % (accumulate * num_ranks):
+        if batch_size % (accumulate * num_ranks) != 0:
             raise ValueError(
                 f"batch_size={batch_size} is not divisible by accumulate={accumulate} times "
                 f"num_ranks={num_ranks}"
@@ -162,35 +170,42 @@ class StepBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         """Micro-batches of this rank in the whole run.
 
-        Lightning adds those before `start_step` to what it fetches.
+        Those before `start_step` are included, since Lightning counts them as fetched.
         """
         return self.num_steps * self.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        group = self.batch_size // self.accumulate
-        length = group // self.num_ranks
+        group_size = self.batch_size // self.accumulate
+        micro_size = group_size // self.num_ranks
         for step in range(self.start_step, self.num_steps):
             numbers = list(range(step * self.batch_size, (step + 1) * self.batch_size))
-            # This rank's part of each group.
-            starts = range(self.rank * length, self.batch_size, group)
+            # Where this rank's part of each group begins.
+            starts = range(self.rank * micro_size, self.batch_size, group_size)
             if self.size is not None and self.num_ranks > 1:
-                numbers = self._share_of_rank(numbers, self.size)
-                starts = range(0, len(numbers), length)
-            for first in starts:
-                yield numbers[first : first + length]
+                # The numbers are then those of this rank alone.
+                numbers = self._divide_by_size(numbers, self.size)
+                starts = range(0, len(numbers), micro_size)
+            for start in starts:
+                yield numbers[start : start + micro_size]
 
-    def _share_of_rank(self, numbers: Sequence[int], size: Callable[[int], float]) -> list[int]:
-        """Divide the samples of a step among the ranks by their sizes, and take those of this one.
+    def _divide_by_size(self, numbers: Sequence[int], size: Callable[[int], float]) -> list[int]:
+        """Divide the samples of a step among the ranks by their sizes.
 
         Every rank computes the same division.
+
+        Returns:
+            The samples of this rank, the largest first.
         """
         max_samples = len(numbers) // self.num_ranks
         sizes = {n: size(n) for n in numbers}
-        shares: list[list[int]] = [[] for _ in range(self.num_ranks)]
-        loads = [0.0] * self.num_ranks
+        samples_of_rank: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        total_sizes = [0.0] * self.num_ranks
+        # The sort is stable, also in reverse: of equal samples the lower number comes first.
         for n in sorted(numbers, key=sizes.__getitem__, reverse=True):
-            not_full = [rank for rank in range(self.num_ranks) if len(shares[rank]) < max_samples]
-            rank = min(not_full, key=loads.__getitem__)
-            shares[rank].append(n)
-            loads[rank] += sizes[n]
-        return shares[self.rank]
+            not_full = [
+                rank for rank, samples in enumerate(samples_of_rank) if len(samples) < max_samples
+            ]
+            rank = min(not_full, key=total_sizes.__getitem__)
+            samples_of_rank[rank].append(n)
+            total_sizes[rank] += sizes[n]
+        return samples_of_rank[self.rank]

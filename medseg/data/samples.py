@@ -43,12 +43,11 @@ from medseg.task import Region, Task
 # Random slices of the region in which a boundary is looked for; without a hit the patch lies
 # anywhere in the crop.
 BOUNDARY_TRIES = 8
-# Smallest part of a volume that is cut out as a scan of its own, along z.
+# Smallest share of the body's slices that is cut out as a scan of its own.
 LEAST_SLAB = 0.15
 
-
 Organ = tuple[VoxelBox, tuple[int, ...]]
-"""Tight box of an organ on the grid of the cache, and its label values."""
+"""Tight box of a region or label on the grid of the cache, and its label values."""
 
 Sample = dict[str, Any]
 """One training sample.
@@ -57,8 +56,8 @@ Sample = dict[str, Any]
   there is one, is the last.
 * `target`: (D, H, W) uint8, classes of the network or the ignore label of the task.
 * `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any
-  augmentation.
-* `region`: number of the region in the task; 0 for the coarse stage.
+  augmentation; beyond lies padding.
+* `region`: index of the region in `Task.regions`; 0 for the coarse stage.
 * `case`: name of the case.
 * `spacing_mm`: voxel spacing of the sample, (z, y, x).
 * `number`: number of the sample in the run.
@@ -71,7 +70,7 @@ class _Scan(NamedTuple):
     Attributes:
         images: Memory map (D, H, W) of each channel.
         labels: Memory map (D, H, W), uint8.
-        grid: Grid of all.
+        grid: Grid of the images and the labels.
         case: The case.
         task: Labels and channels.
     """
@@ -84,11 +83,11 @@ class _Scan(NamedTuple):
 
     def part(self, axis: int, first: int, stop: int) -> "_Scan":
         """Take a range of slices (axis 0) or columns (axis 2), as if no more had been scanned."""
-        start = [0, 0, 0]
-        ends = list(self.grid.shape)
-        start[axis] = first
-        ends[axis] = stop
-        box = VoxelBox.of(start, ends)
+        starts = [0, 0, 0]
+        stops = list(self.grid.shape)
+        starts[axis] = first
+        stops[axis] = stop
+        box = VoxelBox.of(starts, stops)
         slices = box.slices()
         return self._replace(
             images=[image[slices] for image in self.images],
@@ -110,14 +109,16 @@ class _Scan(NamedTuple):
         Returns:
             Normalised image (C, D, H, W) float32 and labels (D, H, W) uint8.
         """
+        # Whether no resampling is needed.
+        is_on_grid = crop.lattice == self.grid
         channels = []
         for image, channel, intensity in zip(
             self.images, self.task.channels, intensities, strict=True
         ):
-            if crop.lattice == self.grid:
-                part = torch.from_numpy(crop_padded(image, crop.box, channel.outside))
+            if is_on_grid:
+                cropped = torch.from_numpy(crop_padded(image, crop.box, channel.outside))
             else:
-                part = resample_image(
+                cropped = resample_image(
                     image,
                     self.grid,
                     crop.grid,
@@ -125,10 +126,11 @@ class _Scan(NamedTuple):
                     resampling=self.case.resampling,
                     slices_go_on=True,
                 )
-            channels.append(normalise(erase_outside(part, crop, channel.outside), intensity))
-        # A view where there is one channel.
+            cropped = erase_outside(cropped, crop, channel.outside)
+            channels.append(normalise(cropped, intensity))
+        # `stack` would copy a single channel.
         stacked = torch.stack(channels) if len(channels) > 1 else channels[0][None]
-        if crop.lattice == self.grid:
+        if is_on_grid:
             labels = torch.from_numpy(crop_padded(self.labels, crop.box, 0))
         else:
             labels = resample_labels(
@@ -138,7 +140,7 @@ class _Scan(NamedTuple):
 
 
 class Samples(Dataset[Sample]):
-    """Samples of one stage, or of its validation; sample n depends on (seed, n) alone.
+    """Samples of one stage for training or validation; sample n depends on (seed, n) alone.
 
     A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region.
     Samples 0 … len-1 go once through all items (cases, or pairs of a case and a region that it has)
@@ -149,12 +151,12 @@ class Samples(Dataset[Sample]):
     Args:
         cases: Cases with labels.
         task: Labels, regions and channels.
-        crops: Chooses the spacing and the crop of a region as prediction does, jittered when it
-            gets a generator.
+        crops: Chooses the spacing and the crop of a region.
         stage: How samples are drawn.
         seed: Seed of the run.
-        augmentation: None for validation.
-        jitter: Whether `crops` gets the generator of the sample.
+        augmentation: Transforms of a sample; None for validation.
+        jitter: Whether spacings and boxes of regions vary at random, as in training; otherwise
+            `crops` chooses them as in prediction.
         weights: How often each case is drawn in relation to the others, > 0; None draws all
             equally.
         train_trust: Take only regions whose reference has one of these trusts; in the coarse stage
@@ -184,12 +186,13 @@ class Samples(Dataset[Sample]):
         self.seed = seed
         self.augmentation = augmentation
         self.jitter = jitter
+        # Cases with the index of a region in the task, which is 0 for whole scans.
         self.items: list[tuple[CachedCase, int]] = []
         item_weights: list[float] = []
         case_weights = [1.0] * len(cases) if weights is None else weights
         for case, weight in zip(cases, case_weights, strict=True):
-            for number in self._trained_regions(case, train_trust):
-                self.items.append((case, number))
+            for region_index in self._trained_regions(case, train_trust):
+                self.items.append((case, region_index))
                 item_weights.append(weight)
         if cases and not self.items:
             raise UserError(self._no_items(cases, train_trust))
@@ -201,17 +204,18 @@ class Samples(Dataset[Sample]):
     def _trained_regions(
         self, case: CachedCase, train_trust: Collection[str] | None
     ) -> Sequence[int]:
-        """List the numbers of the regions of a case that are items; 0 for a scan as a whole."""
+        """List the indices of the regions of a case that are items; only 0 for a whole scan."""
         if self.stage.sees_whole_scans:
             is_item = train_trust is None or _has_trust(case, self.task, train_trust)
             return [0] if is_item else []
-        numbers = []
-        for number, region in enumerate(self.task.regions):
+        indices = []
+        for index, region in enumerate(self.task.regions):
+            # A region without voxels has no box.
             if region.name not in case.region_boxes:
                 continue
             if train_trust is None or case.trust.get(region.name) in train_trust:
-                numbers.append(number)
-        return numbers
+                indices.append(index)
+        return indices
 
     def _no_items(self, cases: Sequence[CachedCase], train_trust: Collection[str] | None) -> str:
         """Say why no case can be trained on."""
@@ -232,21 +236,22 @@ class Samples(Dataset[Sample]):
         return len(self.items)
 
     def size(self, n: int) -> int:
-        """Estimate the voxels of sample n from its case (coarse stage) or its region.
+        """Estimate the number of voxels of sample n from its case (coarse stage) or its region.
 
-        Jitter, patches and slabs do not count.
+        Jitter, patches and slabs are left out.
         """
-        case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
+        case, region_index = self.items[draw_from_pass(self.seed, n, self.weights)]
         if self.stage.sees_whole_scans:
             return math.prod(case.grid.shape)
-        crop = self.crops.crop(case, self.task.regions[number], None)
+        crop = self.crops.crop(case, self.task.regions[region_index], None)
         return math.prod(crop.box.shape)
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
-        # The order of the draws from `rng` is part of every run: it must not change.
-        case, number = self.items[draw_from_pass(self.seed, n, self.weights)]
-        region = None if self.stage.sees_whole_scans else self.task.regions[number]
+        # The order of the draws from `rng` is part of every run: it must not change. So a number is
+        # also drawn where the share that it is compared with is 0 or not set.
+        case, region_index = self.items[draw_from_pass(self.seed, n, self.weights)]
+        region = None if self.stage.sees_whole_scans else self.task.regions[region_index]
         rng = sample_rng(self.seed, n)
         with one_thread():
             if region is None:
@@ -259,21 +264,27 @@ class Samples(Dataset[Sample]):
             warp = None
             if self.augmentation is not None:
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
-            source = crop
-            if warp is not None and (region is not None or self.stage.patch_size is not None):
+            # Whether the scan goes on beyond the crop; that of a whole scan ends with the body.
+            is_part_of_scan = region is not None or self.stage.patch_size is not None
+            read_crop = crop
+            if warp is not None and is_part_of_scan:
                 # A warp samples beyond the crop. The scan is read there too, so that no false air
                 # comes in at the corners.
-                source = crop._replace(box=crop.box.expanded(warp.margin(shape)))
-            image, target = scan.read(source, intensities)
+                read_crop = crop._replace(box=crop.box.expanded(warp.margin(shape)))
+            image, target = scan.read(read_crop, intensities)
             inside = _scanned_part(crop, scan.grid)
             if region is not None:
-                image = self._add_coarse_channel(image, case, region, source)
+                image = self._add_coarse_channel(image, case, region, read_crop)
                 target = self._region_classes(target, region)
                 # One network for both sides: it sees each right region as a left one.
                 if region.side == "right":
-                    image, target = image.flip(3), target.flip(2)
+                    # The axis x is the last of both.
+                    image = image.flip(3)
+                    target = target.flip(2)
+                    # Mirrored, the old stop becomes the new start.
                     inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
+                # Also cuts what was read beyond the crop.
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
                 num_scanned = len(self.task.channels)
@@ -282,21 +293,28 @@ class Samples(Dataset[Sample]):
             "image": image,
             "target": target,
             "inside": inside,
-            "region": number,
+            "region": region_index,
             "case": case.name,
             "spacing_mm": spacing_mm,
             "number": n,
         }
 
     def _add_coarse_channel(
-        self, image: Tensor, case: CachedCase, region: Region, source: Crop
+        self, image: Tensor, case: CachedCase, region: Region, crop: Crop
     ) -> Tensor:
-        """Append the probability of the coarse stage as the last channel, if the case has one."""
+        """Append the coarse stage's probability of a region as the last channel, if there is one.
+
+        Args:
+            image: Channels of the scan in the crop, (C, D, H, W).
+            case: The case.
+            region: The region of the sample.
+            crop: Where the image was read.
+        """
         coarse = self.crops.coarse_probs.get(case.name)
         if coarse is None:
             return image
         values = self.task.region_values(region)
-        channel = probability_channel(coarse.probs, coarse.grid, source, values)
+        channel = probability_channel(coarse.probs, coarse.grid, crop, values)
         return torch.cat([image, channel[None]])
 
     def _region_classes(self, labels: Tensor, region: Region) -> Tensor:
@@ -305,18 +323,18 @@ class Samples(Dataset[Sample]):
         The classes of helper labels follow those of the largest region.
         """
         values = list(self.task.region_values(region))
-        # Values of other regions become background.
-        classes = np.zeros(256, dtype=np.uint8)
-        classes[values] = np.arange(1, len(values) + 1)
-        first_helper = 1 + self.task.num_region_labels
-        for number, name in enumerate(self.task.helper_labels):
-            classes[self.task.labels[name]] = first_helper + number
+        # Class of each label value. Values of other regions become background, 0.
+        class_of_value = np.zeros(256, dtype=np.uint8)
+        class_of_value[values] = np.arange(1, len(values) + 1)
+        first_helper_class = 1 + self.task.num_region_labels
+        for index, name in enumerate(self.task.helper_labels):
+            class_of_value[self.task.labels[name]] = first_helper_class + index
         if self.task.ignore_label is not None:
-            classes[self.task.ignore_label] = self.task.ignore_label
-        return torch.from_numpy(classes[labels.numpy()])
+            class_of_value[self.task.ignore_label] = self.task.ignore_label
+        return torch.from_numpy(class_of_value[labels.numpy()])
 
     def _draw_intensities(self, case: CachedCase, rng: np.random.Generator) -> list[Intensity]:
-        """Make the map of each channel.
+        """Make the intensity map of each channel.
 
         It is that of the channel's window, which the augmentation moves, or that of the case.
         """
@@ -332,7 +350,12 @@ class Samples(Dataset[Sample]):
         return intensities
 
     def _choose_scan(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
-        """Choose a whole case or a slab of it, and the crop about its body."""
+        """Choose a whole case or a slab of it, and the crop about its body.
+
+        The crop is one of these: a range of the body's slices on the grid of the cache; a patch of
+        the body; the body on another grid, by the rule of `crops`; or some slices or a patch of
+        that.
+        """
         scan = self._scan(case)
         body = scan.body()
         # Without `side_share` nothing is drawn: the samples of older runs stay.
@@ -346,12 +369,14 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             crop = Crop(scan.grid, body)
         else:
-            # Without a generator, the spacing is not varied.
+            # Without a generator, the spacing is not varied. It is drawn before the slab.
             jitter_rng = rng if self.jitter else None
             spacing_mm = self.crops.spacing_mm(case, jitter_rng)
             scan, body = self._cut_slab(scan, body, rng)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
+            # The crop grows to the rule alone: a patch is cut below, and a batch is padded to the
+            # divisor by `collate`.
             crop = rule.crop(body, lattice, (1, 1, 1), self.crops.divisor)
         if patch_size is not None:
             organ = self._any_label(case, rng)
@@ -359,21 +384,22 @@ class Samples(Dataset[Sample]):
         depth = self._bounded_depth(network_size(crop.box.shape, self.crops.divisor))
         if depth is None:
             return scan, crop
-        # A range of the body, where it is long enough.
-        whole = body if body.shape[0] >= depth else crop.box
-        return scan, _cut_depth(crop, whole, depth, rng)
+        # Too many voxels: some slices of the body, or of the crop where the body has too few.
+        choices = body if body.shape[0] >= depth else crop.box
+        return scan, _cut_depth(crop, choices, depth, rng)
 
     def _choose_slices(self, scan: _Scan, body: VoxelBox, rng: np.random.Generator) -> Crop:
         """Choose a range of slices of the body on the grid of the scan: all of them, or a slab."""
-        step = self.crops.divisor[0]
+        divisor_z = self.crops.divisor[0]
         shape = network_size(body.shape, self.crops.divisor)
         if rng.random() < (self.stage.slab_share or 0.0):
             num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
             # Rounded down to a multiple of the divisor, of which one at least stays.
-            shape = (max(step, num_slices // step * step), *shape[1:])
+            shape = (max(divisor_z, num_slices // divisor_z * divisor_z), *shape[1:])
         depth = self._bounded_depth(shape) or shape[0]
         if any(channel.window_hu is None for channel in self.task.channels):
-            # Padded after the intensity map, as in prediction: maps differ in the value of air.
+            # The crop is not padded here but by `collate`, after the intensity map, as in
+            # prediction: the maps of cases differ in the value of air.
             depth = min(depth, body.shape[0])
             shape = body.shape
         crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
@@ -385,7 +411,7 @@ class Samples(Dataset[Sample]):
         """Cut `slab_share` of the scans to a random range of the body's slices.
 
         Returns:
-            The scan and its body.
+            The scan and the box of its body.
         """
         if rng.random() >= (self.stage.slab_share or 0.0):
             return scan, body
@@ -407,27 +433,30 @@ class Samples(Dataset[Sample]):
         jitter_rng = rng if self.jitter else None
         crop = self.crops.crop(case, region, jitter_rng)
         if rng.random() < (self.stage.elsewhere_share or 0.0):
+            # A crop of the same size anywhere in the scan.
             size = self.stage.patch_size or crop.box.shape
-            within = crop.lattice.centres_within(case.grid)
-            place = []
-            for num_voxels, num_taken in zip(within.shape, size, strict=True):
-                rest = num_voxels - num_taken
-                # An axis that is shorter is centred, without a draw.
-                offset = rest // 2
-                if rest >= 0:
-                    offset = int(rng.integers(0, rest, endpoint=True))
-                place.append(offset)
-            crop = Crop(crop.lattice, VoxelBox.full(size).shifted(within.start).shifted(place))
+            scan_box = crop.lattice.centres_within(case.grid)
+            offsets = []
+            for scan_length, length in zip(scan_box.shape, size, strict=True):
+                num_free = scan_length - length
+                # Along an axis on which the scan is shorter, the crop is centred, without a draw.
+                offset = num_free // 2
+                if num_free >= 0:
+                    offset = int(rng.integers(0, num_free, endpoint=True))
+                offsets.append(offset)
+            box = VoxelBox.full(size).shifted(scan_box.start).shifted(offsets)
+            crop = Crop(crop.lattice, box)
         elif self.stage.patch_size is not None:
             organ = case.region_boxes[region.name], self.task.region_values(region)
             crop = self._cut_patch(case, crop, organ, self.stage.patch_size, rng)
         return self._scan(case), crop
 
     def _scan(self, case: CachedCase) -> _Scan:
+        """Map the arrays of a case into memory."""
         return _Scan(case.images, case.labels, case.grid, case, self.task)
 
     def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Organ | None:
-        """Choose one of the labels of a case with equal probability; None if it has none."""
+        """Choose one of the labels that a case has, all equally likely; None if it has none."""
         names = [name for name in self.task.labels if name in case.label_boxes]
         if not names:
             return None
@@ -442,12 +471,19 @@ class Samples(Dataset[Sample]):
         patch_size: tuple[int, int, int],
         rng: np.random.Generator,
     ) -> Crop:
-        """Place a patch in the crop, in voxels of its lattice.
+        """Place a patch in the crop, at random or over a boundary of an organ.
 
         The patch is centred along an axis on which the crop is shorter.
+
+        Args:
+            case: The case.
+            crop: Where the patch may lie.
+            organ: Whose boundary `boundary_share` of the patches hold; None: of nothing.
+            patch_size: Size of the patch in voxels of the crop's lattice, (D, H, W).
+            rng: Generator of the sample.
         """
         # Both are drawn in any case, so that the place does not depend on whether a boundary is
-        # found.
+        # found. A place is the share of the free distance along an axis, 0 ≤ place < 1.
         place = rng.random(3)
         needs_boundary = rng.random() < (self.stage.boundary_share or 0.0)
         voxel = None
@@ -461,7 +497,7 @@ class Samples(Dataset[Sample]):
                 start.append((first + last) // 2)
                 continue
             if voxel is not None:
-                # The starts of the patches that hold the voxel.
+                # First and last start of a patch that holds the voxel.
                 first = max(first, voxel[axis] - size + 1)
                 last = min(last, voxel[axis])
             start.append(first + int(place[axis] * (last - first + 1)))
@@ -475,102 +511,129 @@ class Samples(Dataset[Sample]):
         values: tuple[int, ...],
         rng: np.random.Generator,
     ) -> list[int] | None:
-        """Find a voxel of label values inside the crop, at a boundary in its slice.
+        """Find a random voxel of an organ inside the crop, at a boundary within its slice.
 
-        A neighbour in the slice has neither one of the values nor the ignore label.
+        There, a neighbour in the slice has neither a value of the organ nor the ignore label.
+
+        Args:
+            case: The case.
+            crop: Where the voxel must lie.
+            box: Tight box of the organ on the grid of the cache.
+            values: Label values of the organ.
+            rng: Generator of the sample.
 
         Returns:
-            The voxel of the crop's lattice that holds its centre; None where none was found.
+            The voxel of the crop's lattice in which its centre lies, (z, y, x); None where none was
+            found.
         """
-        inner = box.intersect(case.grid.box_from(crop.lattice, crop.box))
-        if inner.is_empty:
+        search_box = box.intersect(case.grid.box_from(crop.lattice, crop.box))
+        if search_box.is_empty:
             return None
-        is_organ = np.zeros(256, dtype=bool)
-        is_organ[list(values)] = True
+        is_organ_value = np.zeros(256, dtype=bool)
+        is_organ_value[list(values)] = True
         for _ in range(BOUNDARY_TRIES):
-            z = int(rng.integers(inner.start[0], inner.stop[0]))
-            # Only one slice is read.
-            places = _boundary_places(case.labels[z], inner, is_organ, self.task.ignore_label)
-            if len(places) == 0:
+            z = int(rng.integers(search_box.start[0], search_box.stop[0]))
+            # A memory map: only one slice is read.
+            candidates = _boundary_voxels(
+                case.labels[z], search_box, is_organ_value, self.task.ignore_label
+            )
+            if len(candidates) == 0:
                 continue
-            y, x = places[rng.integers(len(places))]
-            centre = (z, inner.start[1] + int(y), inner.start[2] + int(x))
-            maps = case.grid.axis_map_to(crop.lattice)
+            y, x = candidates[rng.integers(len(candidates))]
+            cache_voxel = (z, search_box.start[1] + int(y), search_box.start[2] + int(x))
+            # From indices of the cache's grid to those of the lattice.
+            axis_maps = case.grid.axis_map_to(crop.lattice)
             voxel = []
-            for index, (scale, offset) in zip(centre, maps, strict=True):
+            for index, (scale, offset) in zip(cache_voxel, axis_maps, strict=True):
                 voxel.append(round(scale * index + offset))
             return voxel
         return None
 
 
-def _boundary_places(
-    labels: np.ndarray, inner: VoxelBox, is_organ: np.ndarray, ignored: int | None
+def _boundary_voxels(
+    labels: np.ndarray, box: VoxelBox, is_organ_value: np.ndarray, ignore_label: int | None
 ) -> np.ndarray:
     """Find the voxels of an organ in a slice with a neighbour that is neither organ nor ignored.
 
+    Voxels of the organ at an edge of the box count, too. Beyond its tight box there is none of it;
+    where a crop cuts the organ, the cut counts as a boundary.
+
     Args:
         labels: The slice, (H, W) uint8.
-        inner: Box in which the voxels are searched.
-        is_organ: Whether each of the 256 values belongs to the organ.
-        ignored: The ignore label.
+        box: Box in which the voxels are searched; its range along z has no effect.
+        is_organ_value: Whether each of the 256 values belongs to the organ.
+        ignore_label: The ignore label; None where the task has none.
 
     Returns:
-        Indices in the box, (n, 2).
+        Indices (y, x) in the box, (n, 2).
     """
-    _, y_slice, x_slice = inner.slices()
-    plane = is_organ[labels[y_slice, x_slice]]
-    # Beyond the tight box there is no voxel of these values, hence the padding with False.
-    mask = np.pad(plane, 1)
-    if ignored is not None:
-        # The padding moves the indices of the slice by one: these ranges are the box with a margin
-        # of one voxel on each side, as `mask` has it.
-        _, y_start, x_start = inner.start
-        _, y_stop, x_stop = inner.stop
-        beside = np.pad(labels == ignored, 1)
-        mask |= beside[y_start : y_stop + 2, x_start : x_stop + 2]
-    is_surrounded = mask[:-2, 1:-1] & mask[2:, 1:-1] & mask[1:-1, :-2] & mask[1:-1, 2:]
-    return np.argwhere(plane & ~is_surrounded)
+    _, y_slice, x_slice = box.slices()
+    is_organ = is_organ_value[labels[y_slice, x_slice]]
+    # Whether a voxel makes no boundary beside the organ; with a margin of one voxel.
+    is_organ_or_ignored = np.pad(is_organ, 1)
+    if ignore_label is not None:
+        # Padding moves the indices of the whole slice by one: these ranges are the box with the
+        # same margin of one voxel on each side.
+        is_ignored = np.pad(labels == ignore_label, 1)
+        _, y_start, x_start = box.start
+        _, y_stop, x_stop = box.stop
+        is_organ_or_ignored |= is_ignored[y_start : y_stop + 2, x_start : x_stop + 2]
+    # The neighbours of each voxel of the box in the four directions of the slice.
+    above = is_organ_or_ignored[:-2, 1:-1]
+    below = is_organ_or_ignored[2:, 1:-1]
+    before = is_organ_or_ignored[1:-1, :-2]
+    behind = is_organ_or_ignored[1:-1, 2:]
+    is_surrounded = above & below & before & behind
+    return np.argwhere(is_organ & ~is_surrounded)
 
 
 def _scanned_part(crop: Crop, grid: VoxelGrid) -> Tensor:
-    """Find start and stop of the scan in a crop per axis, (3, 2) int64.
+    """Find start and stop of the scan in a crop per axis, in voxels of the crop, (3, 2) int64.
 
     Args:
         crop: The crop.
         grid: Grid of the scan.
     """
-    part = crop.box.intersect(crop.lattice.centres_within(grid))
-    bounds = torch.tensor([part.start, part.stop]) - torch.tensor(crop.box.start)
+    scanned_box = crop.box.intersect(crop.lattice.centres_within(grid))
+    bounds = torch.tensor([scanned_box.start, scanned_box.stop]) - torch.tensor(crop.box.start)
     return bounds.T.contiguous()
 
 
-def _cut_depth(crop: Crop, whole: VoxelBox, depth: int, rng: np.random.Generator) -> Crop:
-    """Cut a crop to some slices at a random place.
+def _cut_depth(crop: Crop, choices: VoxelBox, depth: int, rng: np.random.Generator) -> Crop:
+    """Cut a crop to a range of slices at a random place.
 
     Args:
         crop: The crop.
-        whole: Box in whose slices the place is drawn; the range starts with it if it is shorter.
+        choices: Box in whose slices the range lies. If it has fewer, the range starts with it.
         depth: Number of slices.
         rng: Generator of the sample.
     """
-    num_free = max(0, whole.shape[0] - depth)
-    z = whole.start[0] + int(rng.integers(0, num_free, endpoint=True))
+    num_free = max(0, choices.shape[0] - depth)
+    z = choices.start[0] + int(rng.integers(0, num_free, endpoint=True))
     start = (z, *crop.box.start[1:])
     stop = (z + depth, *crop.box.stop[1:])
     return crop._replace(box=VoxelBox(start, stop))
 
 
 def _cut(
-    scan: _Scan, body: VoxelBox, axis: int, least: float, rng: np.random.Generator
+    scan: _Scan, body: VoxelBox, axis: int, least_share: float, rng: np.random.Generator
 ) -> tuple[_Scan, VoxelBox]:
-    """Cut a scan to a random range of its body along an axis, at least a share of it.
+    """Cut a scan to a random range of its body along an axis, as if no more had been scanned.
+
+    Args:
+        scan: The scan.
+        body: Box of its body.
+        axis: 0 for slices, 2 for columns.
+        least_share: Smallest share of the body that stays.
+        rng: Generator of the sample.
 
     Returns:
-        The scan and its body.
+        The scan and the box of its body.
     """
-    size = max(1, int(body.shape[axis] * rng.uniform(least, 1.0)))
-    first = body.start[axis] + int(rng.integers(0, body.shape[axis] - size, endpoint=True))
-    scan = scan.part(axis, first, first + size)
+    length = max(1, int(body.shape[axis] * rng.uniform(least_share, 1.0)))
+    num_free = body.shape[axis] - length
+    first = body.start[axis] + int(rng.integers(0, num_free, endpoint=True))
+    scan = scan.part(axis, first, first + length)
     return scan, scan.body()
 
 
@@ -611,7 +674,7 @@ def collate(
         for sample in samples:
             stacks += collate([sample], multiple)
         return stacks
-    # Stacked samples have one shape.
+    # The shape of the first is that of all.
     shape = network_size(samples[0]["target"].shape, multiple)
     images = [pad_at_end(sample["image"], shape, AIR) for sample in samples]
     targets = [pad_at_end(sample["target"], shape, 0) for sample in samples]
@@ -645,8 +708,8 @@ def one_thread() -> Iterator[None]:
 def init_worker(_: int) -> None:
     """Limit a loader worker to one thread, and end it if it cannot send a sample.
 
-    This is the `worker_init_fn`. Signals to the process group do not reach it, see
-    `medseg.training.data_module.TrainLoader`.
+    This is the `worker_init_fn` of the loader, which gives the number of the worker. Signals to the
+    process group do not reach a worker, see `medseg.training.data_module.TrainLoader`.
     """
     torch.set_num_threads(1)
     # multiprocessing would print the error in its thread and drop the sample, for which the
@@ -668,6 +731,12 @@ def _report_unless_training_ends(
 
 
 def _end_worker(error: Exception, _: object) -> None:
+    """End the worker process with an exit status that tells a lack of memory from other failures.
+
+    Args:
+        error: Why a sample could not be sent.
+        _: The sample.
+    """
     say(
         "a loader worker cannot send a sample to the training: "
         f"{type(error).__name__}: {first_line(error)}"

@@ -29,14 +29,14 @@ from medseg.task import LabelValues, Task
 
 @dataclass(frozen=True)
 class SourceCase:
-    """A case as it was read.
+    """A case as it was read: oriented, and on the grid of its image.
 
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
         images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding below air.
         labels: Label map in the task's values on the same grid, uint8; None where the case has
             none, or none that fits.
-        grid: Grid of all.
+        grid: Grid of the images and the labels.
         audit: Measurements and findings.
     """
 
@@ -48,7 +48,7 @@ class SourceCase:
 
     @property
     def image_hu(self) -> np.ndarray:
-        """Image of the first channel."""
+        """Image of the first channel, (D, H, W); in HU only if that channel is a CT."""
         return self.images[0]
 
 
@@ -62,7 +62,8 @@ class CaseRefusedError(UserError):
 
     def __init__(self, case: Case, audit: CaseAudit, source: SourceCase | None = None) -> None:
         errors = audit.heeded(case.ignore_findings, Severity.error)
-        super().__init__(f"The case {case.name!r} is refused: {'; and '.join(map(str, errors))}.")
+        sentences = "; and ".join(map(str, errors))
+        super().__init__(f"The case {case.name!r} is refused: {sentences}.")
         self.audit = audit
         self.source = source
 
@@ -80,25 +81,26 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         CaseRefusedError: If the audit finds an error.
         UserError: If a file cannot be read.
     """
-    # Here, so that opening the cache needs no reader.
+    # Imported here: a run that finds all cases in its cache needs no reader.
     from medseg.preprocess.channels import read_channels
 
-    # Before reading: a file that changes while it is read then makes the entry stale.
+    # Taken before reading: a file that changes while it is read then makes the entry stale.
     sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
     modalities = [channel.modality for channel in task.channels]
-    stacked, volume = read_channels(
+    stored_images, volume = read_channels(
         case.images(len(task.channels)),
         [channel.outside for channel in task.channels],
         series=case.series,
         scales=[case.hu],
         modalities=modalities,
     )
-    first_image, grid, orientation = orient(stacked[0], volume.grid)
-    images, facts, findings = check_channels(
-        [first_image, *map(orientation.to_lps, stacked[1:])], modalities
-    )
-    image_hu = images[0]
-    # Further checks compare the labels with air, tissue and bone, by their HU.
+    # The channels lie on one grid, so that the orientation of the first is that of all.
+    first_image, grid, orientation = orient(stored_images[0], volume.grid)
+    further_images = [orientation.to_lps(image) for image in stored_images[1:]]
+    images, facts, findings = check_channels([first_image, *further_images], modalities)
+    first_image = images[0]
+    # The checks of the labels look for air, tissue and bone by their HU, which an error in the
+    # values puts in doubt.
     is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
     findings += volume.findings
     findings += audit_extent(grid)
@@ -108,15 +110,18 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
             case, task, label_values, grid, orientation, volume.array.shape
         )
         findings += label_findings
+    # Every region of an empty label map would be reported as missing, too.
     is_empty = any(finding.code == "empty_labels" for finding in findings)
     if labels is not None and not is_empty:
-        hu_or_none = image_hu if is_hu else None
-        findings += audit_labels(hu_or_none, labels, grid, task, case.trust)
-        if is_hu:
-            misplaced = audit_placement(image_hu, labels, grid)
-            # Labels that lie elsewhere look shifted, too: one finding is enough.
-            findings += misplaced or audit_shift(image_hu, labels, grid)
-    audit = _summarise(image_hu, labels, grid, task, facts[0], findings, is_hu=is_hu)
+        image_hu = first_image if is_hu else None
+        findings += audit_labels(image_hu, labels, grid, task, case.trust)
+        if image_hu is not None:
+            placement_findings = audit_placement(image_hu, labels, grid)
+            # Mirrored or turned labels look shifted, too: one finding is enough.
+            if not placement_findings:
+                placement_findings = audit_shift(image_hu, labels, grid)
+            findings += placement_findings
+    audit = _summarise(first_image, labels, grid, task, facts[0], findings, is_hu=is_hu)
     source = SourceCase(sources, images, labels, grid, audit)
     if audit.heeded(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)
@@ -140,26 +145,27 @@ def _summarise(
         labels: Label map of the same shape, or None.
         grid: Grid of both.
         task: Labels and regions.
-        facts: What was measured of the image.
+        facts: Histogram of the image.
         findings: All findings.
-        is_hu: Whether the values are HU: only these are compared with other cases.
+        is_hu: Whether the values are HU. Without, the audit has no thumbnail and no profile, and
+            the case is not searched for near copies.
     """
-    volumes: dict[str, float] = {}
+    volumes_ml: dict[str, float] = {}
     if labels is not None:
-        volumes = measure_volumes(labels, grid, task)
+        volumes_ml = measure_volumes(labels, grid, task)
     thumbnail: tuple[int, ...] = ()
     profile: Profile = ()
     if is_hu:
         thumbnail = make_thumbnail(image)
         profile = make_profile(image, grid.spacing_mm)
     return CaseAudit(
-        grid,
-        facts.summary(),
-        hash_voxels(image),
-        volumes,
-        tuple(findings),
-        thumbnail,
-        profile,
+        grid=grid,
+        hu=facts.summary(),
+        voxels_sha256=hash_voxels(image),
+        volumes_ml=volumes_ml,
+        findings=tuple(findings),
+        thumbnail=thumbnail,
+        profile=profile,
     )
 
 
@@ -179,14 +185,14 @@ def _read_labels(
         label_values: Value, or name of a structure, in the file to label name.
         grid: Grid of the oriented image.
         orientation: Orientation of the stored image.
-        stored_shape: Shape of the stored image.
+        stored_shape: Shape of the image in storage order.
 
     Returns:
         Label map in the task's values, None if it does not fit the image; and its findings.
     """
     from medseg.data.reference import is_named, read_reference
 
-    assert case.labels is not None, "asked for cases with labels"
+    assert case.labels is not None, "only called for cases with labels"
     volume, values = read_reference(
         case.labels,
         label_values,
@@ -196,16 +202,19 @@ def _read_labels(
         kept=task.values,
     )
     findings = [finding.within("label map") for finding in volume.findings]
-    stored, label_grid, _ = orient(volume.array, volume.grid)
+    oriented, label_grid, _ = orient(volume.array, volume.grid)
     misfits = audit_grids(grid, label_grid, (stored_shape, volume.array.shape))
     findings += misfits
     if misfits:
-        if not all(misfit.code in case.ignore_findings for misfit in misfits):
+        is_ignored = all(misfit.code in case.ignore_findings for misfit in misfits)
+        if not is_ignored:
             return None, findings
-        # The header of the label map is wrong: its voxels lie on those of the image.
-        stored = orientation.to_lps(volume.array)
-    # A structure that is there and empty states its absence.
+        # Whoever ignores the misfit says that the header of the label map is wrong, and its voxels
+        # are stored in the order of the image.
+        oriented = orientation.to_lps(volume.array)
+    # An empty mask that was written on purpose says that the structure is absent, as the columns
+    # of trust do; an empty label map is rather a failed export.
     is_absent = all(case.trust.get(name) == ABSENT for name in task.parts)
     may_be_empty = is_named(case.labels) or is_absent
-    labels, value_findings = map_values(stored, task, values, may_be_empty=may_be_empty)
+    labels, value_findings = map_values(oriented, task, values, may_be_empty=may_be_empty)
     return labels, findings + value_findings

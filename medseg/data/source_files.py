@@ -21,50 +21,60 @@ from medseg.task import Task
 
 
 def sources_of(case: Case, task: Task) -> dict[str, Path]:
-    """List the files of a case by their role.
+    """List the image files and the label file of a case by their role.
 
     The roles are `image`, `image_1`, … for each channel of the task and, if there is one, `labels`.
     """
     sources = {}
     for number, path in enumerate(case.images(len(task.channels))):
-        sources[f"{CHANNEL_PREFIX}{number}" if number else "image"] = path
+        role = f"{CHANNEL_PREFIX}{number}" if number else "image"
+        sources[role] = path
     if case.labels is not None:
         sources["labels"] = case.labels
     return sources
 
 
 def files_of(path: Path) -> list[Path]:
-    """List all files that an image consists of, the given one first.
+    """List all files that an image or label map consists of, the given one first.
 
     Raises:
         UserError: If it is not an image, such as a device (reading it might never end).
     """
     masks = volume_files(path) if path.is_dir() else []
-    # A folder of DICOM slices stays one, whatever volume lies beside them.
+    # A folder with DICOM slices is read as a series, whatever volumes lie beside them.
     if masks and next(dicom_files(path), None) is None:
         return masks
     if path.exists():
+        # Called for its refusal of what is no image.
         input_format(path)
     if path.is_dir() or is_dicomdir(path):
-        return list(dicom_files(path if path.is_dir() else path.parent))
+        # A DICOMDIR is the index of all files in and below its folder.
+        folder = path if path.is_dir() else path.parent
+        return list(dicom_files(folder))
     if path.suffix.lower() in (".mhd", ".nhdr"):
         from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
         data_files = read_header(path).files
-        # The header itself may hold the voxels; that a file is missing, the reader tells.
+        # The header may name itself, where it also holds the voxels. Missing files are left out
+        # here: the reader refuses them with a message of its own.
         return [path, *(file for file in data_files if file.is_file() and file != path)]
+    # A single slice stands for the series in its folder.
     if volume_suffix(path) is None and is_dicom_file(path):
         return list(dicom_files(path.parent, is_deep=False))
     return [path]
 
 
 def _stamp(files: Sequence[Path]) -> list[list[int]]:
-    """Size and modification time of each file of a source, compared without reading it."""
+    """List the size in bytes and the modification time in ns of each file of a source.
+
+    A source whose stamp has not changed needs no reading.
+    """
     stats = [file.stat() for file in files]
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
 
 def _content_hash(files: Sequence[Path]) -> str:
+    """Compute the SHA-256 of the SHA-256 digests of all files, in their order."""
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -83,23 +93,32 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
     return {"path": os.path.realpath(path), "stamp": _stamp(files), "sha256": _content_hash(files)}
 
 
-def is_same_source(path: Path, described: dict[str, Any], files: Sequence[Path] = ()) -> bool:
-    """Whether a source agrees with what `fingerprint` described."""
+def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] = ()) -> bool:
+    """Whether a source still has the content that it had when its fingerprint was taken.
+
+    Args:
+        path: The source; it may have moved since.
+        recorded: Result of `fingerprint`.
+        files: Its files, where they are not those of `files_of`.
+    """
     files = files or files_of(path)
     stamp = _stamp(files)
-    if stamp == described["stamp"]:
+    if stamp == recorded["stamp"]:
         return True
-    if [size for size, _ in stamp] != [size for size, _ in described["stamp"]]:
+    sizes = [size for size, _ in stamp]
+    recorded_sizes = [size for size, _ in recorded["stamp"]]
+    if sizes != recorded_sizes:
         return False
     # A copied or touched file has another time and may have the same content.
-    return _content_hash(files) == described["sha256"]
+    return _content_hash(files) == recorded["sha256"]
 
 
 @functools.cache
 def is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
     """Whether a file matches its checksum.
 
-    A process reads it again only if its size or modification time has changed.
+    Size and modification time are only part of the key under which the result is remembered: a
+    process reads the file again when one of them has changed.
     """
     return crc32_of(path) == crc32
 
@@ -108,6 +127,6 @@ def crc32_of(path: Path) -> int:
     """Compute the CRC-32 of a file, at about 1 GB/s."""
     total = 0
     with path.open("rb") as file:
-        while part := file.read(2**22):
-            total = zlib.crc32(part, total)
+        while block := file.read(2**22):  # 4 MiB
+            total = zlib.crc32(block, total)
     return total

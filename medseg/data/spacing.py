@@ -32,15 +32,17 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     from medseg.task_options import make_task
 
     # The first source is the user's; phantoms that are mixed in do not count.
-    cases = find_sources(data, task)[0].split.train
-    average = FOUND_IN_DATA[spacing.strategy]
+    user_source = find_sources(data, task)[0]
+    cases = user_source.split.train
+    average_name = FOUND_IN_DATA[spacing.strategy]
     channels = make_task(task).channels
     spacings_mm = []
     for case in cases:
-        # A file may hold several channels, each a volume.
+        # A 4D file holds all channels, and `images` repeats it once a channel: the header reader
+        # expects as many volumes as the file is listed.
         num_volumes = case.images(len(channels)).count(case.image)
         grid = read_grid(case.image, case.series, channels[0].modality, num_volumes)
         spacings_mm.append(oriented_grid(grid).spacing_mm)
-    spacing.target_spacing_mm = typical_spacing_mm(spacings_mm, average)
+    spacing.target_spacing_mm = typical_spacing_mm(spacings_mm, average_name)
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
-    say(f"spacing.target_spacing_mm=[{numbers}]: the {average} of {len(cases)} cases")
+    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {len(cases)} cases")

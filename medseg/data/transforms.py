@@ -1,8 +1,8 @@
 """Ordered list of the transforms of a training sample.
 
-They are effects of `medseg.data.augment` and dictionary transforms such as MONAI's.
-Every transform draws from the generator of the sample, so that a sample depends on (seed, n) alone:
-not on the number of loader workers, their start method or an interruption.
+They are effects of `medseg.data.augment` and dictionary transforms such as MONAI's. Every transform
+draws from the generator of the sample, so that a sample depends on (seed, n) alone: not on the
+number of loader workers, their start method or an interruption.
 """
 
 import copy
@@ -20,8 +20,9 @@ from medseg.data.sampler import sample_rng
 SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 IMAGE = "image"
 LABEL = "label"
-# Samples that a transform is tried on, and the labels of four blocks in them: interpolated labels
-# differ from all four.
+# A transform is tried on a probe, a sample of four labelled blocks, with this many random
+# generators. Interpolation between two blocks, or a block and the background, seldom gives one of
+# these values.
 NUM_PROBES = 24
 PROBE_SHAPE = (20, 24, 28)
 PROBE_VALUES = (50, 100, 150, 200)
@@ -79,20 +80,22 @@ class Transforms:
             labels: See `Effect`.
             rng: See `Effect`.
             spacing_mm: See `Effect`.
-            num_scanned: Channels that a scanner made; those after them only follow transforms that
-                move voxels or cut the field of view. None: all.
+            num_scanned: Channels that a scanner made, the first ones; those after them, such as the
+                coarse channel, only follow transforms that move voxels or cut the field of view.
+                None: all.
         """
         for transform in self.transforms:
+            # These have acted while the sample was read.
             if isinstance(transform, (WindowShift, Affine)):
                 continue
             if num_scanned is None or _is_spatial(transform):
                 image, labels = _apply(transform, image, labels, rng, spacing_mm)
                 continue
-            changed, labels = _apply(transform, image[:num_scanned], labels, rng, spacing_mm)
+            scanned, labels = _apply(transform, image[:num_scanned], labels, rng, spacing_mm)
             if num_scanned < len(image):
-                image = torch.cat([changed, image[num_scanned:]])
+                image = torch.cat([scanned, image[num_scanned:]])
             else:
-                image = changed
+                image = scanned
         return image, labels
 
 
@@ -100,7 +103,13 @@ def _is_spatial(transform: Any) -> bool:
     """Whether a transform moves voxels, or cuts the field of view."""
     if isinstance(transform, Effect):
         return transform.is_spatial
-    return f"{type(transform).__module__}.".startswith(SPATIAL_MODULES)
+    return _is_spatial_class(type(transform))
+
+
+def _is_spatial_class(target: type) -> bool:
+    """Whether a class is one of MONAI's that move voxels."""
+    # With a dot at its end, the name of a package is no beginning of another name.
+    return f"{target.__module__}.".startswith(SPATIAL_MODULES)
 
 
 def _moves_all_channels(transform: Any) -> bool:
@@ -115,6 +124,7 @@ def _apply(
     rng: np.random.Generator,
     spacing_mm: Spacing,
 ) -> tuple[Tensor, Tensor]:
+    """Apply an effect or a dictionary transform; arguments and result as in `Effect`."""
     if isinstance(transform, Effect):
         return transform(image, labels, rng, spacing_mm)
     return _apply_to_dictionary(transform, image, labels, rng)
@@ -123,11 +133,16 @@ def _apply(
 def _apply_to_dictionary(
     transform: Any, image: Tensor, labels: Tensor, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
+    """Apply a function of dictionaries, such as one of MONAI's.
+
+    The object keeps the state of its last sample; it is seeded again for each.
+    """
     if hasattr(transform, "set_random_state"):
         transform.set_random_state(seed=int(rng.integers(2**32)))
     changed = transform({IMAGE: image, LABEL: labels[None]})
     # MONAI returns tensors of a class of its own, with metadata.
-    image, labels = (torch.as_tensor(changed[key]).as_subclass(Tensor) for key in (IMAGE, LABEL))
+    image = torch.as_tensor(changed[IMAGE]).as_subclass(Tensor)
+    labels = torch.as_tensor(changed[LABEL]).as_subclass(Tensor)
     return image.float().contiguous(), labels[0].to(torch.uint8).contiguous()
 
 
@@ -143,18 +158,22 @@ def default_arguments(
         parameters: Names of the arguments that it takes.
         arguments: Names of the arguments that the user gives.
 
+    Returns:
+        Arguments to add to those of the user.
+
     Raises:
         ValueError: If a transform that moves voxels is given `keys` but no `mode`, which would
             interpolate the labels.
     """
     if "keys" not in parameters:
         return {}
-    is_spatial = f"{target.__module__}.".startswith(SPATIAL_MODULES)
+    is_spatial = _is_spatial_class(target)
     added: dict[str, Any] = {}
     if "keys" not in arguments:
         added["keys"] = [IMAGE, LABEL] if is_spatial else [IMAGE]
     if is_spatial and "mode" in parameters and "mode" not in arguments:
-        if not added:
+        # A list of modes belongs to a list of keys, which is here the user's.
+        if "keys" in arguments:
             raise ValueError(
                 "mode is missing beside keys; give one for each key, such as keys=[image,label] "
                 "mode=[bilinear,nearest]"
@@ -171,13 +190,13 @@ def check_transform(
     num_channels: int = 1,
     has_coarse_channel: bool = False,
 ) -> None:
-    """Try a transform on samples of four blocks.
+    """Try a transform on probes, which are samples of four labelled blocks.
 
     Args:
         transform: Transform of a list of `Transforms`.
         has_sides: Whether the task distinguishes left and right, so that it must not mirror them.
-        is_coarse: Whether the network sees both sides; then a mirrored z or y axis also exchanges
-            left and right.
+        is_coarse: Whether the network sees whole scans, with both sides; then a mirrored z or y
+            axis also exchanges left and right.
         num_channels: Channels of the image.
         has_coarse_channel: Whether the network sees the probabilities of a coarse stage, which must
             move with the voxels.
@@ -187,16 +206,19 @@ def check_transform(
             labels, or mirrors the sides.
     """
     _check_keys(transform)
-    tried = copy.deepcopy(transform)
+    # A copy that acts on every sample: `prob` of MONAI, `probability` of our effects, whose
+    # dataclasses are frozen.
+    eager_transform = copy.deepcopy(transform)
     for name in ("prob", "probability"):
-        if hasattr(tried, name):
-            object.__setattr__(tried, name, 1.0)  # our effects are frozen
-    transforms = Transforms([tried])
+        if hasattr(eager_transform, name):
+            object.__setattr__(eager_transform, name, 1.0)
+    transforms = Transforms([eager_transform])
     labels = _probe_labels()
+    # Each label has a value of its own within [-1, 1].
     image = (labels.float() / 250.0 - 0.9).expand(num_channels, *PROBE_SHAPE)
     for n in range(NUM_PROBES):
-        changed, target = _apply_to_probe(transforms, image, labels, sample_rng(0, n))
-        if changed.shape != image.shape or target.shape != labels.shape:
+        changed_image, target = _apply_to_probe(transforms, image, labels, sample_rng(0, n))
+        if changed_image.shape != image.shape or target.shape != labels.shape:
             raise ValueError(
                 f"it changes the shape of a sample, here from {PROBE_SHAPE} to "
                 f"{tuple(target.shape)}"
@@ -226,7 +248,7 @@ def _check_keys(transform: Any) -> None:
     Raises:
         ValueError: With the keys that are expected.
     """
-    if not f"{type(transform).__module__}.".startswith(SPATIAL_MODULES):
+    if not _is_spatial_class(type(transform)):
         return
     keys = getattr(transform, "keys", None)
     if keys is not None and set(keys) != {IMAGE, LABEL}:
@@ -237,8 +259,9 @@ def _check_keys(transform: Any) -> None:
 
 
 def _probe_labels() -> Tensor:
-    """Make the labels of a probe: a block and its neighbour along each axis; uint8."""
+    """Make the labels of a probe: a block and a neighbour of it along x, y and z; uint8."""
     labels = torch.zeros(PROBE_SHAPE, dtype=torch.uint8)
+    # First voxel of each block, in the order of the values.
     corners = ((3, 4, 5), (3, 4, 17), (3, 14, 5), (11, 4, 5))
     for value, (z, y, x) in zip(PROBE_VALUES, corners, strict=True):
         labels[z : z + 6, y : y + 7, x : x + 8] = value
@@ -253,13 +276,15 @@ def _apply_to_probe(
     Raises:
         ValueError: If they fail.
     """
-    changed = image.clone()
-    target = labels.clone()
+    # Transforms may change their arguments in place.
+    image = image.clone()
+    labels = labels.clone()
+    spacing_mm = (1.0, 1.0, 1.0)
     try:
-        warp = transforms.draw_warp(rng, (1.0, 1.0, 1.0))
+        warp = transforms.draw_warp(rng, spacing_mm)
         if warp is not None:
-            changed, target = warp.apply(changed, target, PROBE_SHAPE)
-        return transforms.alter(changed, target, rng, (1.0, 1.0, 1.0))
+            image, labels = warp.apply(image, labels, PROBE_SHAPE)
+        return transforms.alter(image, labels, rng, spacing_mm)
     except Exception as error:
         raise ValueError(
             f"it cannot be applied to a sample ({type(error).__name__}: {error})"
@@ -270,11 +295,22 @@ def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
     """Whether the four blocks of a probe have changed their handedness.
 
     In a crop of one region only a reversed x axis counts.
+
+    Args:
+        target: Labels of the probe after a transform.
+        is_coarse: See `check_transform`.
     """
-    if any(not (target == value).any() for value in PROBE_VALUES):
-        return False  # a block has left the field of view
-    origin, x_end, y_end, z_end = (
-        (target == value).nonzero().double().mean(0) for value in PROBE_VALUES
-    )
+    centres = []
+    for value in PROBE_VALUES:
+        voxels = (target == value).nonzero()
+        # A block that has left the field of view tells nothing.
+        if len(voxels) == 0:
+            return False
+        centres.append(voxels.double().mean(0))
+    origin, x_end, y_end, z_end = centres
+    # Where the axes z, y and x of the probe point now, one per row. Their determinant was positive
+    # before, and is negative in a mirror image.
     axes = torch.stack([z_end - origin, y_end - origin, x_end - origin])
-    return bool(torch.linalg.det(axes) < 0) and (is_coarse or float(axes[2, 2]) < 0)
+    is_mirror_image = bool(torch.linalg.det(axes) < 0)
+    is_x_reversed = float(axes[2, 2]) < 0
+    return is_mirror_image and (is_coarse or is_x_reversed)

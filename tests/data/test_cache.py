@@ -438,6 +438,34 @@ def test_each_series_of_a_folder_has_an_entry_of_its_own(
         assert not is_current(other, tmp_path, SPACING_MM, task, NAMES)
 
 
+def test_another_series_of_a_folder_is_another_content(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    source = read_source(case, task, NAMES)
+    contents = set()
+    for series in ("1", "2", None):
+        entry = prepare_case(
+            replace(case, series=series), tmp_path, SPACING_MM, task, NAMES, read=lambda: source
+        )
+        contents.add(entry.content)
+    assert len(contents) == 3, "a run must not be resumed on another series"
+
+
+def test_a_copied_cache_does_not_stand_for_another_series(
+    case: Case, tmp_path: Path, task: Task
+) -> None:
+    source = read_source(case, task, NAMES)
+    first = replace(case, series="1")
+    prepare_case(first, tmp_path / "cache", SPACING_MM, task, NAMES, read=lambda: source)
+    shutil.rmtree(tmp_path / "source")  # now this is a machine that got the cache only
+    there = replace(
+        first, image=Path("/nowhere/image.nii.gz"), labels=Path("/nowhere/labels.nii.gz")
+    )
+    assert is_current(there, tmp_path / "cache", SPACING_MM, task, NAMES)
+    other = replace(there, series="2")
+    assert not is_current(other, tmp_path / "cache", SPACING_MM, task, NAMES), "other arrays"
+
+
 def test_processes_that_prepare_the_same_case_do_not_hurt_each_other(
     case: Case, tmp_path: Path, task: Task
 ) -> None:

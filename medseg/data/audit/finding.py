@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from medseg.errors import UserError
@@ -35,8 +35,10 @@ _IGNORE_GRID = (
     "resample it to the image, or, if only its header is wrong, use its voxels as they are with "
     "data.ignore_findings=[label_grid]"
 )
+# A key is the code of a finding, which results list and a user may ignore; after a colon stands a
+# variant of that code with another sentence. `find` fills in the fields in braces.
 KINDS = {
-    # Sentences of the readers.
+    # Sentences that the readers of files have formatted themselves.
     "reading": Kind(WARNING, "{sentence}"),
     "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
@@ -325,8 +327,8 @@ KINDS = {
         "table",
     ),
 }
-"""Code of each finding (before the colon) and its variant to severity, sentence and cure."""
 
+# Without the variants, each code once.
 CODES = tuple(dict.fromkeys(name.partition(":")[0] for name in KINDS))
 
 NEVER_IGNORED = {"label_shape": "the label map has another number of voxels than the image"}
@@ -339,13 +341,14 @@ class CaseAudit:
 
     Attributes:
         grid: Grid of the scan as it was made, oriented.
-        hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU.
+        hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU (the first channel as it is, if it
+            is no CT).
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
         thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if
             it is no CT.
-        profile: Areas of tissues along the body, see `medseg.data.audit.tissue_profile`; empty if
-            it is no CT, or a short one.
+        profile: Areas of tissues along the body in mm², see `medseg.data.audit.tissue_profile`;
+            empty if it is no CT, or a short one.
         findings: All findings, those that the case ignores included.
     """
 
@@ -374,8 +377,9 @@ class CaseAudit:
         """Read what `to_dict` wrote."""
         findings = []
         for values in data["findings"]:
-            finding = Finding(**values)
-            findings.append(replace(finding, severity=Severity(finding.severity)))
+            # JSON has the severity as text.
+            severity = Severity(values["severity"])
+            findings.append(Finding(**(values | {"severity": severity})))
         # JSON has lists where the audit has tuples, and mappings where it has objects.
         restored = {
             "grid": VoxelGrid(**data["grid"]),
@@ -391,23 +395,22 @@ def find(kind: str, **values: Any) -> Finding:
 
     Args:
         kind: Key of `KINDS`.
-        values: Values of its sentence and its cure.
+        values: Fields of its sentence and its cure; further ones are ignored.
     """
     severity, message, cure = KINDS[kind]
-    return Finding(
-        kind.partition(":")[0], severity, message.format(**values), cure.format(**values)
-    )
+    code, _, _ = kind.partition(":")
+    return Finding(code, severity, message.format(**values), cure.format(**values))
 
 
 def check_ignored(codes: Collection[str], where: str) -> frozenset[str]:
-    """Check that findings exist and may be ignored.
+    """Check the codes that a user wants to ignore.
 
     Args:
-        codes: What a person wrote.
+        codes: Codes as they are written in the configuration or the case table.
         where: The key or the cell, for the message.
 
     Raises:
-        UserError: If one does not exist, or may not be ignored.
+        UserError: If a code does not exist, or may not be ignored.
     """
     for code in codes:
         if code in NEVER_IGNORED:

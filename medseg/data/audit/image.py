@@ -1,7 +1,7 @@
 """Audit of the values of an image: their scale, padding and clipping.
 
-All checks use one histogram. A spike (a value that a thousand voxels share while its neighbours
-have few) is padding or clipping by software; spikes are excluded before the tissue is examined.
+All checks use one histogram. A spike is a value that far more voxels hold than its neighbouring
+values: padding, or clipping by software. Spikes are excluded before the tissue is examined.
 """
 
 import hashlib
@@ -17,15 +17,14 @@ from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
 
-# A histogram counts the values of int16; this is the index of 0 HU in it.
-NUM_VALUES = 65536
-ZERO = 32768
+NUM_VALUES = 65536  # a histogram has a bin for each value of int16
+ZERO = 32768  # index of the bin of 0 HU: the bin of a value is value + ZERO
 # A value is a spike if it holds this share of the voxels, and this multiple of the average count of
 # the values nearby. Values without voxels are left out of the average: the histogram of 8-bit data
 # is a comb, not a row of spikes.
 SPIKE_SHARE = 0.001
 SPIKE_CONTRAST = 10.0
-SPIKE_REACH = 25
+SPIKE_REACH = 25  # distance up to which a value is nearby, in HU
 MAX_SPIKES = 4
 
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
@@ -50,6 +49,7 @@ DARK_SHARE = 0.01
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone at all if it has this share of its voxels there.
 PRESENT_SHARE = 0.001
+# A range of values up to this is that of 8 bits or of a normalised image, too small for HU.
 MAX_WINDOWED_RANGE = 256
 # Ends to which programs scale a window, the narrowest first, and the window that the advice takes
 # as an example.
@@ -61,7 +61,7 @@ DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
 # The same with a scanner's padding as the lowest value, to the rounding of a stored number.
-DIVIDED_PADDINGS = (-2.048, -3.024)
+DIVIDED_PADDINGS = (-2.048, -3.024)  # -2048 and -3024 HU
 DIVIDED_ROUNDING = 5e-4
 # Scanners clip air at -1024: a spike at the lowest value is normal up to here.
 FLOOR_HU = -1010
@@ -77,12 +77,13 @@ THUMBNAIL_HU = (-1024, 400)
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Histogram of an image.
+    """Histogram of an image, of a CT in HU; of another modality in its own unit.
 
     Attributes:
         low_hu: Lowest value.
         high_hu: Highest value.
-        counts: Voxels by value rounded to whole HU, from -32768 on.
+        counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
+            is that of -32768.
     """
 
     low_hu: float
@@ -91,18 +92,19 @@ class ImageFacts:
 
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
-        below = np.cumsum(self.counts) / self.counts.sum()
+        share_up_to = np.cumsum(self.counts) / self.counts.sum()
         figures = {"min": self.low_hu}
         for percent in (1, 50, 99):
-            figures[f"p{percent:02d}"] = int(np.searchsorted(below, percent / 100)) - ZERO
+            # The first value up to which there are at least so many voxels.
+            figures[f"p{percent:02d}"] = int(np.searchsorted(share_up_to, percent / 100)) - ZERO
         figures["max"] = self.high_hu
         return figures
 
     @cached_property
     def measured_hu(self) -> tuple[int, int]:
-        """Lowest and highest value above padding, in whole HU.
+        """Lowest and highest value that is not padding, in whole HU.
 
-        Those of the image if all of it is padding.
+        If all of the image is padding, its lowest and highest value.
         """
         values_hu = np.flatnonzero(self.counts[PADDING_BELOW_HU + ZERO :]) + PADDING_BELOW_HU
         if not values_hu.size:
@@ -114,33 +116,47 @@ class ImageFacts:
         """Value of each spike to its share of the voxels, the largest first."""
         counts = self.counts
         total = counts.sum()
-        num_values = np.maximum(1, _sum_nearby((counts > 0).astype(np.int64)))
-        neighbours = _sum_nearby(counts) / num_values
-        is_spike = (counts >= SPIKE_SHARE * total) & (counts >= SPIKE_CONTRAST * neighbours)
-        largest_first = sorted(np.flatnonzero(is_spike), key=lambda index: -counts[index])
-        return {
-            int(index) - ZERO: float(counts[index] / total) for index in largest_first[:MAX_SPIKES]
-        }
+        has_voxels = (counts > 0).astype(np.int64)
+        num_values_nearby = np.maximum(1, _sum_nearby(has_voxels))
+        mean_nearby = _sum_nearby(counts) / num_values_nearby
+        is_spike = (counts >= SPIKE_SHARE * total) & (counts >= SPIKE_CONTRAST * mean_nearby)
+        bins = np.flatnonzero(is_spike)
+        # Stable, so that the lower of two equal spikes comes first.
+        largest_first = bins[np.argsort(-counts[bins], kind="stable")]
+        shares = {}
+        for index in largest_first[:MAX_SPIKES].tolist():
+            shares[index - ZERO] = float(counts[index] / total)
+        return shares
 
     @cached_property
     def tissue(self) -> np.ndarray:
         """Counts without spikes; with them if nothing else is left."""
-        rest = self.counts.copy()
-        rest[[value + ZERO for value in self.spikes]] = 0
-        if rest.any():
-            return rest
+        tissue = self.counts.copy()
+        for value in self.spikes:
+            tissue[value + ZERO] = 0
+        if tissue.any():
+            return tissue
         return self.counts
 
 
 def _sum_nearby(counts: np.ndarray) -> np.ndarray:
     """Sum the counts of all values at most `SPIKE_REACH` away, without the value itself."""
+    # Sum of a window as the difference of two running sums: the one at its last value less the one
+    # before its first. The padding gives the values at both ends a whole window, of zeros outside.
     width = 2 * SPIKE_REACH + 1
-    sums = np.cumsum(np.pad(counts, (SPIKE_REACH + 1, SPIKE_REACH)))
-    return sums[width:] - sums[:-width] - counts
+    running_sums = np.cumsum(np.pad(counts, (SPIKE_REACH + 1, SPIKE_REACH)))
+    window_sums = running_sums[width:] - running_sums[:-width]
+    return window_sums - counts
 
 
 def share_of(counts: np.ndarray, low_hu: float, high_hu: float) -> float:
-    """Share of the counted voxels with low_hu ≤ value < high_hu; the ends may be infinite."""
+    """Compute the share of the counted voxels with low_hu ≤ value < high_hu.
+
+    Args:
+        counts: Histogram, as in `ImageFacts`.
+        low_hu: Lowest value, may be -infinity.
+        high_hu: End of the range, may be infinity.
+    """
     low = int(np.clip(low_hu + ZERO, 0, NUM_VALUES))
     high = int(np.clip(high_hu + ZERO, 0, NUM_VALUES))
     return float(counts[low:high].sum() / counts.sum())
@@ -154,8 +170,9 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
         whole = plane
         if not is_whole:
             whole = np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
-        # As uint16 nothing is negative; the upper half of the bins are the negative values.
+        # `bincount` refuses negative values. Read as uint16, they are those from 32768 on.
         counts += np.bincount(whole.view(np.uint16).ravel(), minlength=NUM_VALUES)
+    # The negative values, in the upper half of the bins, move below 0.
     counts = np.roll(counts, ZERO)
     if not is_whole:
         return ImageFacts(float(image_hu.min()), float(image_hu.max()), counts)
@@ -181,14 +198,14 @@ def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
     """
     if min(image_hu.shape) < THUMBNAIL_SIZE:
         return ()
-    # Slab by slab: a clipped copy of the scan would be a second one.
-    slabs = np.array_split(image_hu, THUMBNAIL_SIZE)
-    means = np.stack(
-        [np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32) for slab in slabs]
-    )
+    # Slab by slab: a clipped copy of the whole scan would take as much memory again.
+    slab_means = []
+    for slab in np.array_split(image_hu, THUMBNAIL_SIZE):
+        slab_means.append(np.clip(slab, *THUMBNAIL_HU).mean(axis=0, dtype=np.float32))
+    means = np.stack(slab_means)  # (8, H, W), at the end (8, 8, 8)
     for axis in (1, 2):
-        parts = np.array_split(means, THUMBNAIL_SIZE, axis)
-        means = np.stack([part.mean(axis=axis) for part in parts], axis)
+        blocks = np.array_split(means, THUMBNAIL_SIZE, axis)
+        means = np.stack([block.mean(axis=axis) for block in blocks], axis)
     return tuple(np.rint(means).astype(int).ravel().tolist())
 
 
@@ -196,10 +213,10 @@ class CheckedChannels(NamedTuple):
     """Channels of a case after the check of their values.
 
     Attributes:
-        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled
-            in.
-        facts: Histogram of each.
-        findings: What was found and replaced.
+        images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled in
+            outside its field of view.
+        facts: Histogram of each, after the replacement.
+        findings: Findings about the values; a replaced constant is one.
     """
 
     images: list[np.ndarray]
@@ -217,10 +234,11 @@ def check_channels(
     Args:
         images: Image (D, H, W) of each channel; a CT in HU.
         modalities: Modality of each.
-        is_owned: Whether the images may be changed in place; otherwise one with a fill is copied.
+        is_owned: Whether the images may be changed in place; otherwise an image in which something
+            is replaced is copied before.
     """
     images = list(images)
-    replaced = []
+    fill_findings = []
     for number, (image, modality) in enumerate(zip(images, modalities, strict=True)):
         fill = None
         if modality == "ct":
@@ -232,9 +250,10 @@ def check_channels(
             images[number] = image.copy()
         share = replace_fill(images[number], fill)
         finding = find("padding:replaced", share=share, value=fill, air=AIR_HU)
-        replaced.append(_of_channel(finding, number))
+        fill_findings.append(_of_channel(finding, number))
+    # Measured again, since the fill no longer counts.
     facts = [measure_image(image) for image in images]
-    return CheckedChannels(images, facts, replaced + audit_channels(facts, modalities))
+    return CheckedChannels(images, facts, fill_findings + audit_channels(facts, modalities))
 
 
 def audit_image(facts: ImageFacts) -> list[Finding]:
@@ -246,10 +265,11 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     Returns:
         Findings; an image that is not in HU gets one error and no other finding about its values.
     """
-    scale = _audit_scale(facts)
-    if scale is not None:
-        return [scale]
+    scale_error = _audit_scale(facts)
+    if scale_error is not None:
+        return [scale_error]
     findings = [*_audit_padding(facts), *_audit_clipping(facts)]
+    # A scan clipped above the values of air holds air, only not at its own values.
     is_clipped = any(finding.code == "clipped" for finding in findings)
     if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
         findings.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
@@ -287,21 +307,26 @@ def _of_channel(finding: Finding, number: int) -> Finding:
 
 
 def _audit_scale(facts: ImageFacts) -> Finding | None:
-    """Find an error that makes the whole scale wrong."""
+    """Find an error that makes the whole scale wrong; the first that is found ends the search.
+
+    The order matters: each check takes for granted that the image has none of the errors before.
+    """
     tissue = facts.tissue
     ends = {"low": facts.low_hu, "high": facts.high_hu}
     if facts.low_hu == facts.high_hu:
         return find("hu_range:constant", **ends)
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return _explain_small_range(facts)
+    # Values that are about 1024 too high lack everything below 0.
     has_fat_or_air = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
     if not has_fat_or_air and _is_soft_at(tissue, OFFSET_HU):
         return _explain_offset(facts, OFFSET_HU, "high")
-    # Air that an offset has moved down, where an image in HU has nothing.
+    # Values that are about 1024 too low: their air lies where an image in HU has nothing.
     has_moved_air = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE
     is_moved_down = _is_soft_at(tissue, -OFFSET_HU) and not _is_soft_at(tissue, 0)
     if has_moved_air and is_moved_down:
-        # An offset moves air to -2048 at the lowest: values far below it were multiplied.
+        # The offset moves air to about -2048, and with its noise no lower than this: values below
+        # come from another scale or modality.
         lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
         far_share = share_of(tissue, -np.inf, lowest_air_hu)
         if far_share >= TISSUE_SHARE:
@@ -325,7 +350,7 @@ def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
         offset_hu: Offset to which soft tissue has moved.
         way: `high` or `low`, for the sentence.
     """
-    # The most frequent value in the range to which the offset moves soft tissue.
+    # The peak is the most frequent value in the range to which the offset moves soft tissue.
     low = SOFT_HU[0] + offset_hu
     high = SOFT_HU[1] + offset_hu
     peak = low + int(np.argmax(facts.tissue[low + ZERO : high + ZERO]))
@@ -344,8 +369,8 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     """Say which scale a range that is too small for HU suggests."""
     low = facts.low_hu
     high = facts.high_hu
-    # Values between -0.5 and 0.5 are soft tissue in HU divided by 1000, and hardly any in an image
-    # of mean 0 and standard deviation 1.
+    # The values that round to 0, from -0.5 to 0.5, are soft tissue in HU divided by 1000, and those
+    # that round to 1 are dense bone, which is rare. Other normalised images have no such peak at 0.
     num_near_zero = facts.counts[ZERO]
     num_near_one = facts.counts[ZERO + 1]
     is_air = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1]
@@ -357,15 +382,12 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
             # -1 to 1: the values do not tell which.
             kind = "hu_range:clipped"
         return find(kind, low=low, high=high, slope=DIVISOR)
+    # The line hu = slope · value + offset that takes the ends of the scale to those of the window.
     bottom, top = _scaled_ends(low, high)
-    slope = (USUAL_WINDOW_HU[1] - USUAL_WINDOW_HU[0]) / (top - bottom)
-    return find(
-        "hu_range:window",
-        low=low,
-        high=high,
-        slope=slope,
-        offset=USUAL_WINDOW_HU[0] - slope * bottom,
-    )
+    window_low_hu, window_high_hu = USUAL_WINDOW_HU
+    slope = (window_high_hu - window_low_hu) / (top - bottom)
+    offset = window_low_hu - slope * bottom
+    return find("hu_range:window", low=low, high=high, slope=slope, offset=offset)
 
 
 def _scaled_ends(low: float, high: float) -> tuple[float, float]:
@@ -381,11 +403,11 @@ def _scaled_ends(low: float, high: float) -> tuple[float, float]:
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it.
 
-    There are enough voxels, and more than in the gap below.
+    There are enough voxels, and no fewer than in the gap below soft tissue.
     """
-    soft = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
-    gap = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)
-    return soft >= max(TISSUE_SHARE, gap)
+    soft_share = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
+    gap_share = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)
+    return soft_share >= max(TISSUE_SHARE, gap_share)
 
 
 def _is_inverted(tissue: np.ndarray) -> bool:
@@ -395,29 +417,32 @@ def _is_inverted(tissue: np.ndarray) -> bool:
     range of dense bone, which is therefore the fuller one, and bone lies below soft tissue. Images
     with an offset and those of other modalities have nothing below soft tissue.
     """
-    bright = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
-    dark = share_of(tissue, *AIR_RANGE_HU)
-    sparse_bone = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
-    is_bright = (
-        bright >= TISSUE_SHARE and bright > sparse_bone and bright > INVERTED_CONTRAST * dark
-    )
-    return is_bright and share_of(tissue, -np.inf, SOFT_HU[0]) >= PRESENT_SHARE
+    # Ranges of air and of the gap below soft tissue, negated: 500 to 1100 and 200 to 500 HU.
+    dense_bone_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
+    sparse_bone_share = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
+    air_share = share_of(tissue, *AIR_RANGE_HU)
+    if dense_bone_share < TISSUE_SHARE or dense_bone_share <= sparse_bone_share:
+        return False
+    if dense_bone_share <= INVERTED_CONTRAST * air_share:
+        return False
+    return share_of(tissue, -np.inf, SOFT_HU[0]) >= PRESENT_SHARE
 
 
 def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
     """Find constants outside the region that the scanner measured."""
-    padded = share_of(facts.counts, -np.inf, PADDING_BELOW_HU)
-    if padded >= PADDING_SHARE:
-        most = int(np.argmax(facts.counts[: PADDING_BELOW_HU + ZERO])) - ZERO
-        # Predicate of the sentence "12 % of the voxels …".
+    padding_share = share_of(facts.counts, -np.inf, PADDING_BELOW_HU)
+    if padding_share >= PADDING_SHARE:
+        # The sentence names the value of the padding if nearly all of it has one.
+        commonest_hu = int(np.argmax(facts.counts[: PADDING_BELOW_HU + ZERO])) - ZERO
         predicate = f"lie below {PADDING_BELOW_HU}"
-        if share_of(facts.counts, most, most + 1) > 0.9 * padded:
-            predicate = f"hold {most}"
-        yield find("padding:outside", share=padded, hold=predicate, air=AIR_HU)
+        if share_of(facts.counts, commonest_hu, commonest_hu + 1) > 0.9 * padding_share:
+            predicate = f"hold {commonest_hu}"
+        yield find("padding:outside", share=padding_share, hold=predicate, air=AIR_HU)
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():
-        # A spike near an end is clipping, and one in the range of air is air.
-        is_inner = max(AIR_RANGE_HU[1], low_hu + SPIKE_REACH) < value < high_hu - SPIKE_REACH
+        # A spike near an end of the values is clipping, and one in the range of air is air.
+        lowest_inner_hu = max(AIR_RANGE_HU[1], low_hu + SPIKE_REACH)
+        is_inner = lowest_inner_hu < value < high_hu - SPIKE_REACH
         if spike_share >= SPIKE_REPORT_SHARE and is_inner:
             yield find("padding:filled", share=spike_share, value=value, air=AIR_HU)
 
@@ -425,8 +450,9 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
 def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
     """Find ends of the scale at which software clipped the values."""
     low_hu, high_hu = facts.measured_hu
-    if low_hu > FLOOR_HU and facts.spikes.get(low_hu, 0.0) >= SPIKE_REPORT_SHARE:
+    share_at_low = facts.spikes.get(low_hu, 0.0)
+    if low_hu > FLOOR_HU and share_at_low >= SPIKE_REPORT_SHARE:
         kind = "clipped:air" if low_hu <= NOMINAL_AIR_HU else "clipped:low"
-        yield find(kind, share=facts.spikes[low_hu], value=low_hu)
+        yield find(kind, share=share_at_low, value=low_hu)
     if high_hu in facts.spikes and high_hu < LOW_CEILING_HU:
         yield find("clipped:high", share=facts.spikes[high_hu], value=high_hu)

@@ -7,7 +7,6 @@ increases towards the patient's left.
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -37,15 +36,15 @@ GRID_TOLERANCE_MM = 0.1
 Rounded decimals and float32 directions differ by less, and it is a small part of any voxel.
 """
 
-MAX_LISTED = 10
+MAX_LISTED = 10  # unknown values in a message
 
-BODY_HU = -500
+BODY_HU = -500  # the body is denser than this, air and organs full of it are not
 # Padding lies below FIELD_HU. A region is cut by the round field of view if FIELD_CM2 of its
-# surface are within FIELD_MM of padding, in plane; at most FIELD_SLICES of its slices are examined.
+# surface are within FIELD_MM of padding, in plane.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
-FIELD_SLICES = 32
+MAX_SLICES = 32  # slices of a region that are examined for padding, or for the body's midline
 
 
 def audit_grids(
@@ -64,7 +63,9 @@ def audit_grids(
     if label_grid.is_close(image_grid, GRID_TOLERANCE_MM):
         return []
     difference = _difference(image_grid, label_grid)
-    if tuple(stored_shapes[0]) == tuple(stored_shapes[1]):
+    stored_image_shape, stored_label_shape = stored_shapes
+    # Equal shapes in the files: perhaps only the header is wrong, and the user may ignore it.
+    if tuple(stored_image_shape) == tuple(stored_label_shape):
         return [find("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
     if label_grid.shape == image_grid.shape:
         return [find("label_shape:axes", difference=difference)]
@@ -83,33 +84,36 @@ def audit_extent(grid: VoxelGrid) -> list[Finding]:
 
 
 def _extents_mm(shape: Sequence[int], grid: VoxelGrid) -> list[float]:
+    """Compute the length in mm of a box of this shape (D, H, W) along each axis."""
     return [size * step_mm for size, step_mm in zip(shape, grid.spacing_mm, strict=True)]
 
 
 def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     """Describe the differences of two grids: shape, spacing, rotation, place."""
+    clauses = []
     is_same_shape = label_grid.shape == image_grid.shape
-    cosines = np.einsum("ij,ij->j", np.array(label_grid.direction), np.array(image_grid.direction))
-    angle_deg = float(np.degrees(np.arccos(np.clip(cosines.min(), -1, 1))))
-    off_mm = np.abs(label_grid.corners_xyz_mm() - image_grid.corners_xyz_mm()).max()
-    shape = times(label_grid.shape)
-    spacing = times(label_grid.spacing_mm)
-    parts = []
     if not is_same_shape:
+        shape = times(label_grid.shape)
         image_shape = times(image_grid.shape)
-        parts.append(f"it has {shape} voxels in LPS order, the image {image_shape}")
+        clauses.append(f"it has {shape} voxels in LPS order, the image {image_shape}")
     if not np.allclose(label_grid.spacing_mm, image_grid.spacing_mm, rtol=1e-3):
+        spacing = times(label_grid.spacing_mm)
         image_spacing = times(image_grid.spacing_mm)
-        parts.append(f"its spacing is {spacing} mm, the image's {image_spacing} mm")
+        clauses.append(f"its spacing is {spacing} mm, the image's {image_spacing} mm")
+    # The columns of a direction are the unit vectors of the axes: the dot product of two is the
+    # cosine of their angle. The axis that is turned most counts.
+    cosines = (np.array(label_grid.direction) * np.array(image_grid.direction)).sum(axis=0)
+    angle_deg = float(np.degrees(np.arccos(np.clip(cosines.min(), -1, 1))))
     if angle_deg > 0.1:
-        parts.append(f"its axes are turned by {angle_deg:.1f} degrees")
+        clauses.append(f"its axes are turned by {angle_deg:.1f} degrees")
     if is_same_shape:
-        parts.append(f"its corners lie up to {off_mm:.2f} mm off")
-    return ", ".join(parts)
+        offsets_mm = np.abs(label_grid.corners_xyz_mm() - image_grid.corners_xyz_mm())
+        clauses.append(f"its corners lie up to {offsets_mm.max():.2f} mm off")
+    return ", ".join(clauses)
 
 
 def times(values: Sequence[float]) -> str:
-    """Format one number per axis."""
+    """Format one number per axis, such as `512×512×60`."""
     return "×".join(f"{value:.4g}" for value in values)
 
 
@@ -121,9 +125,10 @@ def map_values(
     Args:
         labels: Label map (D, H, W), integers.
         task: Gives each label name its value.
-        label_values: Value in the file to label name; 0 is background, and so is a name that the
-            task does not know.
-        may_be_empty: Whether a label map of zeros is accepted.
+        label_values: Value in the file to label name; 0 is background, and a name that the task
+            does not know becomes background.
+        may_be_empty: Whether a label map is accepted that holds no value but 0 and the ignore
+            label.
 
     Returns:
         Label map uint8 with unknown values as background (the input itself if nothing changes), and
@@ -135,7 +140,9 @@ def map_values(
         values.update(_values_of(plane))
     present = sorted(values - {0})
     findings = []
-    if not may_be_empty and all(label_values.get(value) == IGNORE for value in present):
+    # Also true without any value.
+    is_empty = all(label_values.get(value) == IGNORE for value in present)
+    if is_empty and not may_be_empty:
         findings.append(find("empty_labels", regions=", ".join(task.parts)))
     unknown = [value for value in present if value not in label_values]
     if unknown:
@@ -174,9 +181,9 @@ class RegionFacts(NamedTuple):
 
     Attributes:
         region: The region.
-        box: Its tight box.
-        x_index: Index along x of its centre of mass.
-        centre_x_mm: World x of its centre of mass.
+        box: Its tight box in voxels of the label map.
+        x_index: Index along x of its centre of mass, in voxels.
+        centre_x_mm: World x of its centre of mass, towards the patient's left.
     """
 
     region: Region
@@ -196,24 +203,24 @@ def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
 
 
 def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, RegionFacts]:
-    """Locate the regions that have voxels."""
+    """Locate the regions that have voxels: region name to its location."""
     # Only the box around all labels is read more than once.
-    around = VoxelBox.from_mask(labels != 0)
-    if around is None:
+    labels_box = VoxelBox.from_mask(labels != 0)
+    if labels_box is None:
         return {}
-    inner = labels[around.slices()]
+    cropped_labels = labels[labels_box.slices()]
     regions = {}
     for region in task.regions:
-        mask = _mask(inner, region, task)
-        box = VoxelBox.from_mask(mask)
-        if box is None:
+        mask = _mask(cropped_labels, region, task)
+        box_in_crop = VoxelBox.from_mask(mask)
+        if box_in_crop is None:
             continue
-        part = mask[box.slices()]
-        box = box.shifted(around.start)
+        tight_mask = mask[box_in_crop.slices()]
+        box = box_in_crop.shifted(labels_box.start)
         centre = []
         # From the counts along each axis: the indices of all voxels would take far more memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
-            counts = part.sum(axis=other_axes)
+            counts = tight_mask.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))
             centre.append(box.start[axis] + offset)
         centre_x_mm = float(grid.index_to_world_xyz_mm(centre)[0])
@@ -222,8 +229,12 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
 
 
 def _mask(labels: np.ndarray, region: Region, task: Task) -> np.ndarray:
-    """Mask the voxels of a region; `isin` is slower for few values."""
-    return reduce(np.logical_or, (labels == value for value in task.region_values(region)))
+    """Mask the voxels of a region."""
+    # `isin` is slower for few values.
+    mask = np.zeros(labels.shape, dtype=bool)
+    for value in task.region_values(region):
+        mask |= labels == value
+    return mask
 
 
 def audit_labels(
@@ -260,14 +271,14 @@ def audit_labels(
                 most_mm=MAX_REGION_MM,
             )
             findings.append(finding)
-    cuts: dict[str, list[str]] = {}
+    cut_ends: dict[str, list[str]] = {}
     for name, facts in regions.items():
         ends = _cut_ends(image_hu, labels, grid, task, facts)
         if ends:
-            cuts[name] = ends
-    findings += _audit_volumes(labels, grid, task, cuts)
-    if cuts:
-        descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cuts.items()]
+            cut_ends[name] = ends
+    findings += _audit_volumes(labels, grid, task, cut_ends)
+    if cut_ends:
+        descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
         findings.append(find("cut_region", regions=" and ".join(descriptions)))
     return findings
 
@@ -290,11 +301,12 @@ def _audit_position(
     """
     if image_hu is None:
         return _audit_sides(None, labels, grid, task, regions, "")
-    position, sign = _position(image_hu, labels, grid, task, regions)
+    position, sign = _contrary_position(image_hu, labels, grid, task, regions)
     findings = _audit_sides(image_hu, labels, grid, task, regions, position)
+    # A body that lies otherwise than the header says looks mirrored, too: one finding is enough.
     if not position:
         return findings + _audit_mirrored(image_hu, labels, grid, task)
-    # Swapped sides already name the position; either way the sides are exchanged.
+    # The finding of swapped sides already names the position.
     if not any(finding.code == "swapped_sides" for finding in findings):
         findings.append(find("body_position", position=position, sign=sign))
     return findings
@@ -344,7 +356,7 @@ def _audit_sides(
     return findings
 
 
-def _position(
+def _contrary_position(
     image_hu: np.ndarray,
     labels: np.ndarray,
     grid: VoxelGrid,
@@ -353,7 +365,7 @@ def _position(
 ) -> tuple[str, str]:
     """Describe a position of the body that contradicts the header, and its sign in the image.
 
-    Both texts are empty where there is none.
+    Both texts are empty where the body lies as the header says.
     """
     boxes = {name: facts.box for name, facts in regions.items()}
     if turned_pairs(image_hu, boxes, grid, task):
@@ -372,7 +384,7 @@ def _position(
 def _audit_mirrored(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task
 ) -> list[Finding]:
-    """Find an image that was flipped without its header."""
+    """Find an image whose array was flipped while its header was not changed."""
     # Loads scipy, which a training from the cache does not need.
     from medseg.anatomy.mirrored.cues import mirror_evidence
 
@@ -384,18 +396,18 @@ def _audit_mirrored(
 
 
 def _audit_volumes(
-    labels: np.ndarray, grid: VoxelGrid, task: Task, cut: Collection[str]
+    labels: np.ndarray, grid: VoxelGrid, task: Task, cut_regions: Collection[str]
 ) -> list[Finding]:
     """Compare volumes with the plausible ones of the task.
 
-    A region that is cut, or absent, may be smaller.
+    A region that the scan cuts may be smaller, and one that is absent has no volume to judge.
     """
     volumes_ml = measure_volumes(labels, grid, task)
     volumes_ml |= _region_volumes(volumes_ml, task)
-    # A cut region may be small, and so may the labels that it consists of.
-    cut_names = set(cut)
+    # The labels that a cut region consists of may be small, too.
+    cut_names = set(cut_regions)
     for region in task.regions:
-        if region.name in cut:
+        if region.name in cut_regions:
             cut_names.update(region.labels)
     findings = []
     for name, (low, high) in task.volume_ml.items():
@@ -421,20 +433,24 @@ def _region_volumes(volumes_ml: Mapping[str, float], task: Task) -> dict[str, fl
 
 
 def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> tuple[float, float]:
-    """Measure how far a region lies on the wrong side of the body's midline, in its slices.
+    """Measure how far a region lies on the wrong side of the body's midline.
+
+    The midline is the mean position of the body along x, in a sample of the region's slices.
 
     Returns:
-        The distance, and the width of the body; both 0 where there is no body.
+        The distance of the region's centre in mm, negative where the region lies on its own side;
+        and the width of the body in mm. Both are 0 where there is no body.
     """
     start = facts.box.start[0]
     stop = facts.box.stop[0]
-    step = math.ceil((stop - start) / FIELD_SLICES)
-    body = np.count_nonzero(image_hu[start:stop:step] > BODY_HU, axis=(0, 1))
-    if not body.any():
+    step = math.ceil((stop - start) / MAX_SLICES)
+    # Body voxels at each index along x, (W,).
+    body_counts = np.count_nonzero(image_hu[start:stop:step] > BODY_HU, axis=(0, 1))
+    if not body_counts.any():
         return 0.0, 0.0
-    middle = float(np.average(np.arange(len(body)), weights=body))
+    middle = float(np.average(np.arange(len(body_counts)), weights=body_counts))
     off_mm = (facts.x_index - middle) * grid.spacing_mm[2]
-    width_mm = float(np.ptp(np.flatnonzero(body)) * grid.spacing_mm[2])
+    width_mm = float(np.ptp(np.flatnonzero(body_counts)) * grid.spacing_mm[2])
     # The index along x increases towards the patient's left.
     if facts.region.side == "left":
         off_mm = -off_mm
@@ -442,25 +458,27 @@ def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> t
 
 
 def _face_mm2(grid: VoxelGrid, axis: int) -> float:
-    """Area of the face of a voxel across an axis."""
+    """Compute the area of that face of a voxel which is perpendicular to an axis."""
     return math.prod(grid.spacing_mm) / grid.spacing_mm[axis]
 
 
 def _contact_mm2(
     labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
 ) -> float:
-    """Measure the face that two regions share."""
-    # Neighbours lie in both boxes if each is one voxel larger.
+    """Measure the area over which the voxels of two regions are neighbours."""
+    # Where the regions touch, both voxels lie in either box once it is a voxel larger.
     left_box = left.box.expanded((1, 1, 1))
-    near = left_box.intersect(right.box.expanded((1, 1, 1)))
-    inner = labels[near.clipped(labels.shape).slices()]
-    # With the codes 1 and 4, the sum of two neighbours is 5 only where both regions meet.
-    codes = _mask(inner, left.region, task).astype(np.uint8)
-    codes += 4 * _mask(inner, right.region, task).astype(np.uint8)
+    shared_box = left_box.intersect(right.box.expanded((1, 1, 1)))
+    cropped_labels = labels[shared_box.clipped(labels.shape).slices()]
+    # The left region gets the code 1, the right one 4, all else 0: the sum of two neighbours is 5
+    # only where the regions meet.
+    codes = _mask(cropped_labels, left.region, task).astype(np.uint8)
+    codes += 4 * _mask(cropped_labels, right.region, task).astype(np.uint8)
     contact_mm2 = 0.0
     for axis in range(3):
-        lines = np.moveaxis(codes, axis, 0)
-        num_faces = np.count_nonzero(lines[1:] + lines[:-1] == 5)
+        # With the axis in front, neighbours along it are `[:-1]` and `[1:]`.
+        axis_first = np.moveaxis(codes, axis, 0)
+        num_faces = np.count_nonzero(axis_first[1:] + axis_first[:-1] == 5)
         contact_mm2 += num_faces * _face_mm2(grid, axis)
     return contact_mm2
 
@@ -472,17 +490,17 @@ def _cut_ends(
     task: Task,
     facts: RegionFacts,
 ) -> list[str]:
-    """List the ends of the image that a region reaches, with the area of the cut."""
+    """Describe the ends of the image that a region reaches, with the area of each cut."""
     ends = []
     for axis, names in enumerate(FACES):
-        ends_of_image = (0, labels.shape[axis] - 1)
-        ends_of_region = (facts.box.start[axis], facts.box.stop[axis] - 1)
-        for name, end, region_end in zip(names, ends_of_image, ends_of_region, strict=True):
-            if region_end != end:
+        # First and last index along the axis.
+        image_ends = (0, labels.shape[axis] - 1)
+        region_ends = (facts.box.start[axis], facts.box.stop[axis] - 1)
+        for name, image_end, region_end in zip(names, image_ends, region_ends, strict=True):
+            if region_end != image_end:
                 continue
-            cut = _mask(labels.take(end, axis), facts.region, task)
-            num_voxels = np.count_nonzero(cut)
-            area_mm2 = num_voxels * _face_mm2(grid, axis)
+            cut_mask = _mask(labels.take(image_end, axis), facts.region, task)
+            area_mm2 = np.count_nonzero(cut_mask) * _face_mm2(grid, axis)
             ends.append(f"{name} end, {area_mm2 / 100:.1f} cm²")
     if image_hu is not None and _reaches_padding(image_hu, labels, grid, task, facts):
         ends.append("edge of the field of view")
@@ -492,24 +510,26 @@ def _cut_ends(
 def _reaches_padding(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, facts: RegionFacts
 ) -> bool:
-    """Whether a region comes near to padding within the slices, of which a sample is examined."""
-    in_plane = [max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:]]
-    reach = [0, *in_plane]
+    """Whether a region comes near to padding within its slices, of which a sample is examined."""
+    reach_in_plane = [max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:]]
+    reach = [0, *reach_in_plane]  # voxels, (z, y, x)
     box = facts.box.expanded(reach).clipped(labels.shape).slices()
-    step = math.ceil(facts.box.shape[0] / FIELD_SLICES)
+    step = math.ceil(facts.box.shape[0] / MAX_SLICES)
     is_padding = image_hu[box][::step] < FIELD_HU
     if not is_padding.any():
         return False
     mask = _mask(labels[box][::step], facts.region, task)
     area_mm2 = 0.0
     for axis in (1, 2):
-        inside = np.moveaxis(mask, axis, 0)
-        outside = np.moveaxis(is_padding, axis, 0)
-        voxels = reach[axis]
-        hits = np.count_nonzero(inside[:-voxels] & outside[voxels:])
-        hits += np.count_nonzero(inside[voxels:] & outside[:-voxels])
-        # Each line of voxels that ends at the padding is hit up to `reach` times.
-        area_mm2 += hits / voxels * step * _face_mm2(grid, axis)
+        region_axis_first = np.moveaxis(mask, axis, 0)
+        padding_axis_first = np.moveaxis(is_padding, axis, 0)
+        distance = reach[axis]
+        # Pairs of a voxel of the region and one of padding, this distance behind or before it.
+        num_pairs = np.count_nonzero(region_axis_first[:-distance] & padding_axis_first[distance:])
+        num_pairs += np.count_nonzero(region_axis_first[distance:] & padding_axis_first[:-distance])
+        # A line of voxels that runs into padding has up to `distance` pairs, but one face; the
+        # slices that were skipped count like the one that was examined.
+        area_mm2 += num_pairs / distance * step * _face_mm2(grid, axis)
     return area_mm2 >= FIELD_CM2 * 100
 
 
@@ -519,8 +539,8 @@ def audit_vanished(
     """Find regions that resampling has removed; in a task without regions, labels.
 
     Args:
-        volumes_ml: Volume of each label before.
-        boxes: Boxes of the regions, or labels, that are left.
+        volumes_ml: Volume of each label before, in ml.
+        boxes: Boxes of the regions, or labels, that still have voxels.
         task: Labels and regions.
         spacing: The spacing in mm, for the sentence.
     """

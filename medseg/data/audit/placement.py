@@ -3,6 +3,10 @@
 A label map may have the grid of its image and still hold the voxels in another order, because it
 was written from a flipped or transposed array. Headers do not show this, but the image does: its
 values change more across the boundary of a correct label than across the same boundary moved aside.
+
+A face is the border between two neighbouring voxels; those with different labels make the boundary.
+The fit of labels is the mean change of the image across their faces, relative to that across the
+same faces moved aside.
 """
 
 import itertools
@@ -16,28 +20,29 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import AIR_HU
 
-# Labels and image are read every STEP_MM; the boundary of the labels is compared with itself moved
-# by MOVED_MM.
+# For the fit, labels and image are read every STEP_MM, and the faces are moved by MOVED_MM.
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
-# Measured fits. Organs full of air in place: 2.2 to 3.8, mirrored: 0.7 to 1.8. Organs in soft
-# tissue: 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
+# Labels of at least SURE_FIT are in place. Others are misplaced if another placement has at least
+# LEAST_FIT, and LEAST_GAIN times the fit of the labels. Measured: organs full of air in place 2.2
+# to 3.8, mirrored 0.7 to 1.8; organs in soft tissue 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
-MIN_FACES = 200
+MIN_FACES = 200  # fewer faces say nothing
 # Distance in voxels within which edges of the image are searched, and the smallest shift that is
-# reported; real labels are within 1.
+# reported, in voxels and in mm; real labels are within 1 voxel.
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# The change must exceed that at the labels' own edges by SHIFT_GAIN, and the median of all
-# distances by SHIFT_SHARPNESS. Organs full of air shifted by 5 voxels: at least 4.3 and 4.0; edges
-# that belong to other structures: up to 1.5 and 3. Organs in soft tissue stay below both.
+# The change must be more than SHIFT_GAIN times that at the labels' own faces, and more than
+# SHIFT_SHARPNESS times the median of all distances. Measured: organs full of air shifted by 5
+# voxels at least 4.3 and 4.0, edges that belong to other structures up to 1.5 and 3. Organs in soft
+# tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
-_AXES = ("head to feet", "back to front", "left to right")
+_AXES = ("head to feet", "back to front", "left to right")  # axes z, y, x, for the sentence
 
 
 def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> list[Finding]:
@@ -51,30 +56,47 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     Returns:
         One error, or nothing; also nothing if the labels are too few or their edges too faint.
     """
+    # Every `steps`-th voxel of each axis.
     steps = [max(1, round(STEP_MM / step_mm)) for step_mm in grid.spacing_mm]
-    part = tuple(slice(None, None, step) for step in steps)
-    coarse = np.ascontiguousarray(labels[part])
-    image = np.clip(image_hu[part], AIR_HU, MAX_HU).astype(np.float32)
+    sampling = tuple(slice(None, None, step) for step in steps)
+    coarse_labels = np.ascontiguousarray(labels[sampling])
+    coarse_hu = np.clip(image_hu[sampling], AIR_HU, MAX_HU).astype(np.float32)
+    # Distance by which the faces are moved, in coarse voxels.
     moves = []
     for step, step_mm in zip(steps, grid.spacing_mm, strict=True):
         moves.append(max(1, round(MOVED_MM / (step * step_mm))))
-    # `_edge` looks at four voxels in a row.
-    if min(coarse.shape) < 4 or _edge(coarse, image)[1] < MIN_FACES:
+    # A change is measured over four voxels in a row.
+    if min(coarse_labels.shape) < 4:
         return []
-    fit = _fit(coarse, image, moves)
+    _, num_faces = _sum_changes(coarse_labels, coarse_hu)
+    if num_faces < MIN_FACES:
+        return []
+    fit = _fit(coarse_labels, coarse_hu, moves)
     if fit >= SURE_FIT:
         return []
-    fits = {way: _fit(moved, image, moves) for way, moved in _other_placements(coarse)}
-    best = max(fits, key=lambda way: fits[way])
-    if fits[best] < max(LEAST_FIT, LEAST_GAIN * fit):
+    best_fit = 0.0
+    best_way = ""
+    for way, placed_labels in _other_placements(coarse_labels):
+        other_fit = _fit(placed_labels, coarse_hu, moves)
+        if other_fit > best_fit:
+            best_fit = other_fit
+            best_way = way
+    if best_fit < max(LEAST_FIT, LEAST_GAIN * fit):
         return []
-    return [find("misplaced_labels", way=best, best=fits[best], fit=fit)]
+    return [find("misplaced_labels", way=best_way, best=best_fit, fit=fit)]
 
 
 def _other_placements(labels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the labels mirrored and turned in all ways that keep their shape, as views."""
-    for count in (1, 2, 3):
-        for axes in itertools.combinations(range(3), count):
+    """Yield the labels in other placements of the same shape, as views.
+
+    They are mirrored along any axes, and transposed or turned within the slices if these are
+    square.
+
+    Yields:
+        What was done to the labels, for the sentence, and the result.
+    """
+    for num_axes in (1, 2, 3):
+        for axes in itertools.combinations(range(3), num_axes):
             names = " and ".join(_AXES[axis] for axis in axes)
             yield f"mirrored {names}", np.flip(labels, axes)
     if labels.shape[1] == labels.shape[2]:
@@ -99,87 +121,109 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """
     shifts = []
     for axis in range(3):
-        # Every voxel along the axis, every few millimetres beside it.
+        # Lines of all voxels along the axis, of which there is one every STEP_MM.
         steps = [max(1, round(STEP_MM / step_mm)) for step_mm in grid.spacing_mm]
         steps[axis] = 1
-        part = tuple(slice(None, None, step) for step in steps)
-        lines = np.moveaxis(image_hu[part], axis, -1)
-        inside = np.moveaxis(labels[part] != 0, axis, -1)
-        shift_in = _edge_shift(lines, inside[..., 1:] & ~inside[..., :-1])
-        shift_out = _edge_shift(lines, inside[..., :-1] & ~inside[..., 1:])
+        sampling = tuple(slice(None, None, step) for step in steps)
+        lines_hu = np.moveaxis(image_hu[sampling], axis, -1)
+        is_labelled = np.moveaxis(labels[sampling] != 0, axis, -1)
+        before_face = is_labelled[..., :-1]
+        behind_face = is_labelled[..., 1:]
+        # In voxels along the axis, 0 where no shift is found.
+        shift_in = _edge_shift(lines_hu, behind_face & ~before_face)
+        shift_out = _edge_shift(lines_hu, before_face & ~behind_face)
         is_same_way = shift_in * shift_out > 0 and abs(shift_in - shift_out) <= MIN_SHIFT
-        voxels = round((shift_in + shift_out) / 2)
-        is_large = abs(voxels) >= MIN_SHIFT and abs(voxels) * grid.spacing_mm[axis] >= MIN_SHIFT_MM
+        shift = round((shift_in + shift_out) / 2)
+        shift_mm = abs(shift) * grid.spacing_mm[axis]
+        is_large = abs(shift) >= MIN_SHIFT and shift_mm >= MIN_SHIFT_MM
         if is_same_way and is_large:
-            end = FACES[axis][voxels > 0]
-            shifts.append(f"{abs(voxels)} voxels towards the {end} end")
+            low_end, high_end = FACES[axis]
+            end = high_end if shift > 0 else low_end
+            shifts.append(f"{abs(shift)} voxels towards the {end} end")
     if not shifts:
         return []
     return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))]
 
 
-def _edge_shift(lines: np.ndarray, faces: np.ndarray) -> int:
-    """Find where the image changes most beside faces of the labels.
+def _edge_shift(lines_hu: np.ndarray, is_face: np.ndarray) -> int:
+    """Find at which distance from faces of the labels the image changes most.
 
     Args:
-        lines: Image, its last axis is the one that is searched.
-        faces: Whether the labels change between a voxel and the next one of that axis.
+        lines_hu: Image, its last axis is the one that is searched.
+        is_face: Whether the labels change between a voxel and the next one of that axis; one
+            shorter than the image along it.
 
     Returns:
         Distance in voxels; 0 where the faces are too few, or the image changes nowhere much more
         than elsewhere.
     """
-    *places, index = np.nonzero(faces)
+    *line_indices, index = np.nonzero(is_face)
     if len(index) < MIN_FACES:
         return 0
-    change = []
+    changes_hu = []
     for offset in range(-SHIFT_REACH, SHIFT_REACH + 1):
-        # The voxels one before and two behind the face: three voxels apart, across the edge.
-        before = _values_at(lines, places, index + offset - 1)
-        after = _values_at(lines, places, index + offset + 2)
-        change.append(float(np.abs(after - before).mean()))
-    best = int(np.argmax(change))
-    at_faces = SHIFT_GAIN * change[SHIFT_REACH]
-    anywhere = SHIFT_SHARPNESS * float(np.median(change))
-    if change[best] <= max(at_faces, anywhere):
+        # The face lies between `index` and the next voxel. The change is measured from the voxel
+        # before these two to the one behind them, since scanners and resampling blur an edge.
+        before_hu = _values_at(lines_hu, line_indices, index + offset - 1)
+        behind_hu = _values_at(lines_hu, line_indices, index + offset + 2)
+        changes_hu.append(float(np.abs(behind_hu - before_hu).mean()))
+    best = int(np.argmax(changes_hu))
+    # At index SHIFT_REACH the offset is 0: the change at the faces themselves.
+    limit_at_faces_hu = SHIFT_GAIN * changes_hu[SHIFT_REACH]
+    limit_anywhere_hu = SHIFT_SHARPNESS * float(np.median(changes_hu))
+    if changes_hu[best] <= max(limit_at_faces_hu, limit_anywhere_hu):
         return 0
     return best - SHIFT_REACH
 
 
-def _values_at(lines: np.ndarray, places: list[np.ndarray], index: np.ndarray) -> np.ndarray:
-    """Read the image at some voxels of the lines, in HU; beyond the ends, the last voxel."""
-    inside = np.clip(index, 0, lines.shape[-1] - 1)
-    return np.clip(lines[(*places, inside)].astype(np.float32), AIR_HU, MAX_HU)
+def _values_at(
+    lines_hu: np.ndarray, line_indices: list[np.ndarray], index: np.ndarray
+) -> np.ndarray:
+    """Read voxels of an image in HU, clipped to the range from air to bone.
+
+    Args:
+        lines_hu: The image.
+        line_indices: Indices of the voxels along all axes but the last.
+        index: Their index along the last axis; beyond its ends, the last voxel is read.
+    """
+    inside = np.clip(index, 0, lines_hu.shape[-1] - 1)
+    return np.clip(lines_hu[(*line_indices, inside)].astype(np.float32), AIR_HU, MAX_HU)
 
 
-def _edge(labels: np.ndarray, image: np.ndarray) -> tuple[float, int]:
-    """Sum the changes of the image across faces between different labels, and count the faces."""
-    total = 0.0
+def _sum_changes(labels: np.ndarray, image_hu: np.ndarray) -> tuple[float, int]:
+    """Sum the changes of the image in HU across the faces of the labels, and count the faces."""
+    sum_hu = 0.0
     num_faces = 0
     for axis in range(3):
-        values = np.moveaxis(labels, axis, 0)
-        hu = np.moveaxis(image, axis, 0)
-        is_face = values[1:-2] != values[2:-1]
-        # Across the edge: from the voxel before the two at a face to the one behind them.
-        total += float(np.abs(hu[3:] - hu[:-3])[is_face].sum())
+        labels_axis_first = np.moveaxis(labels, axis, 0)
+        hu_axis_first = np.moveaxis(image_hu, axis, 0)
+        # Of four voxels in a row, the inner two lie at the face; the change is that between the
+        # outer two. Faces at the ends of the image lack an outer voxel.
+        is_face = labels_axis_first[1:-2] != labels_axis_first[2:-1]
+        changes_hu = np.abs(hu_axis_first[3:] - hu_axis_first[:-3])
+        sum_hu += float(changes_hu[is_face].sum())
         num_faces += int(np.count_nonzero(is_face))
-    return total, num_faces
+    return sum_hu, num_faces
 
 
-def _fit(labels: np.ndarray, image: np.ndarray, moves: list[int]) -> float:
-    """Compare the change of the image across the boundary with that beside it.
+def _fit(labels: np.ndarray, image_hu: np.ndarray, moves: list[int]) -> float:
+    """Compute the fit of labels, as described at the top of this module.
 
-    Returns:
-        Mean change across the boundary, relative to that across the boundary moved to either side
-        along each axis.
+    Args:
+        labels: Labels, (D, H, W).
+        image_hu: Image of the same shape in HU.
+        moves: Distance along each axis by which the faces are moved aside, to either end; in
+            voxels.
     """
-    total, num_faces = _edge(labels, image)
-    total_beside = 0.0
+    sum_hu, num_faces = _sum_changes(labels, image_hu)
+    sum_beside_hu = 0.0
     num_beside = 0
     for axis, move in enumerate(moves):
         for shift in (move, -move):
-            change, count = _edge(np.roll(labels, shift, axis), image)
-            total_beside += change
-            num_beside += count
-    beside = total_beside / max(1, num_beside)
-    return total / max(1, num_faces) / max(1.0, beside)
+            moved_sum_hu, num_moved = _sum_changes(np.roll(labels, shift, axis), image_hu)
+            sum_beside_hu += moved_sum_hu
+            num_beside += num_moved
+    mean_hu = sum_hu / max(1, num_faces)
+    mean_beside_hu = sum_beside_hu / max(1, num_beside)
+    # At least 1 HU: an image that is constant there must not make any label fit.
+    return mean_hu / max(1.0, mean_beside_hu)

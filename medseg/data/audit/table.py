@@ -18,7 +18,8 @@ DUPLICATE = "duplicate_image"
 READY = "ready"
 REFUSED = "refused"
 FAILED = "failed"
-# Columns of codes; that of information keeps its first name.
+# Column of the table that lists the codes of each severity. That of information is still called
+# "notes", as in older tables.
 SEVERITY_COLUMNS = {
     Severity.error: "errors",
     Severity.warning: "warnings",
@@ -28,17 +29,17 @@ SEVERITY_COLUMNS = {
 # Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
 MIN_CASES = 5
 OUTLIER_FACTOR = 3.0
-# Scans of different patients differ by more than 100 HU, a scan from its noisier or slightly
-# cropped copy by less than 10.
+# Largest `copy_distance` of copies. Scans of different patients differ by more than 100 HU, a scan
+# from its noisier or slightly cropped copy by less than 10.
 NEAR_HU = 12.0
-# See `contrast_distance`. Scans of different patients are 0.28 and more apart, their copies scaled
-# by 0.8 or 1.2, shifted by 200 HU, or scaled by 0.9 and shifted, 0.093 at most: 39 scans.
+# Largest `contrast_distance` of copies. Measured on 39 scans: different patients 0.28 and more;
+# copies scaled by 0.8 or 1.2, shifted by 200 HU, or scaled by 0.9 and shifted 0.093 at most.
 NEAR_CONTRAST = 0.1
-# From the middle of a slice, in blocks of a thumbnail: the corners beyond a round field of view
-# hold a constant that is not scaled with the rest once it is clipped.
+# Radius of the round field of view, in blocks of a thumbnail. The corners beyond it are left out:
+# they hold a constant that is not scaled with the rest once it is clipped.
 FIELD_RADIUS = 3.6
 Contrast = np.ndarray
-"""Values of a thumbnail with mean 0 and length 1, made once for each scan."""
+"""Values of a thumbnail within the field of view, flat, with mean 0 and length 1."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,27 @@ class AuditedCase:
         case: The case.
         audit: Its audit; None if it could not be read.
         failure: Why it could not be read or stored; else empty.
-        compared: Findings of the comparison with the other cases.
+        comparison: Findings of the comparison with the other cases.
     """
 
     case: Case
     audit: CaseAudit | None
     failure: str = ""
-    compared: tuple[Finding, ...] = ()
+    comparison: tuple[Finding, ...] = ()
 
     def findings(self) -> list[Finding]:
         """List all findings that the case does not ignore, errors first."""
-        findings = list(self.compared)
+        findings = list(self.comparison)
         if self.audit is not None:
-            findings = [*self.audit.findings, *self.compared]
-        heeded = [item for item in findings if item.code not in self.case.ignore_findings]
-        return sorted(heeded, key=lambda finding: list(Severity).index(finding.severity))
+            findings = [*self.audit.findings, *self.comparison]
+        sorted_findings = []
+        # `Severity` lists errors first.
+        for severity in Severity:
+            for finding in findings:
+                is_ignored = finding.code in self.case.ignore_findings
+                if finding.severity is severity and not is_ignored:
+                    sorted_findings.append(finding)
+        return sorted_findings
 
     @property
     def status(self) -> str:
@@ -78,6 +85,8 @@ class AuditedCase:
 def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     """Add the findings that need a comparison of the cases: odd spacings and duplicates.
 
+    Of two copies, the one that is later in the table gets the finding.
+
     Returns:
         The cases in their order.
     """
@@ -87,33 +96,31 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         # One sequence per axis.
         spacings_by_axis = zip(*spacings_mm, strict=True)
         usual_mm = [median(spacings) for spacings in spacings_by_axis]
-    # A table without the column `patient` takes each case for another patient, which nobody has
-    # claimed.
+    # Without the column `patient`, each case is taken for another patient. That is no claim of the
+    # table, which a copy would contradict.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
     earlier: list[AuditedCase] = []
     earlier_areas: list[tuple[Case, Areas]] = []
     earlier_contrasts: list[tuple[Case, Contrast]] = []
     compared_cases = []
     for audited in cases:
+        case = audited.case
         findings: list[Finding] = []
         if audited.audit is not None:
-            areas = areas_of(audited.audit.profile)
-            copies = list(_compare(audited.case, audited.audit, usual_mm, earlier, names_patients))
+            findings += _compare(case, audited.audit, usual_mm, earlier, names_patients)
+            # Three searches for copies, from the strictest to the loosest. The first that finds one
+            # ends them, since the looser ones would find the same copy again.
             contrast = contrast_of(audited.audit.thumbnail)
             if contrast is not None:
-                if not _has_copy(copies):
-                    copies += _scaled_copies(
-                        audited.case, contrast, earlier_contrasts, names_patients
-                    )
-                earlier_contrasts.append((audited.case, contrast))
-            findings += copies
-            # What is a copy by its voxels has a profile like that of its twin, too.
-            is_copy = _has_copy(copies)
-            if areas is not None and not is_copy:
-                findings += _near_profiles(audited.case, areas, earlier_areas, names_patients)
+                if not _has_copy(findings):
+                    findings += _scaled_copies(case, contrast, earlier_contrasts, names_patients)
+                earlier_contrasts.append((case, contrast))
+            areas = areas_of(audited.audit.profile)
             if areas is not None:
-                earlier_areas.append((audited.case, areas))
-        compared_cases.append(replace(audited, compared=tuple(findings)))
+                if not _has_copy(findings):
+                    findings += _near_profiles(case, areas, earlier_areas, names_patients)
+                earlier_areas.append((case, areas))
+        compared_cases.append(replace(audited, comparison=tuple(findings)))
         earlier.append(audited)
     return compared_cases
 
@@ -133,13 +140,15 @@ def _compare(
         usual_mm: Median spacing of all cases, (z, y, x); empty where there are too few.
         earlier: The cases before it.
         names_patients: Whether the table names patients.
+
+    Yields:
+        At most one finding about the spacing, and at most one about a copy.
     """
     differences = []
-    names_of_steps = ("slices", "pixels")
-    # Without a usual spacing there is nothing to compare. Pixels are judged by their step along y.
-    for name, step_mm, median_mm in zip(
-        names_of_steps, audit.grid.spacing_mm, usual_mm, strict=False
-    ):
+    names = ("slices", "pixels")
+    # The shortest sequence ends the loop: only z and y are compared, since pixels are judged by
+    # their spacing along y; and nothing, where there is no usual spacing.
+    for name, step_mm, median_mm in zip(names, audit.grid.spacing_mm, usual_mm, strict=False):
         if max(step_mm / median_mm, median_mm / step_mm) > OUTLIER_FACTOR:
             differences.append(
                 f"its {name} are {step_mm:.3g} mm apart where the median of all cases is "
@@ -151,19 +160,28 @@ def _compare(
     for audited in earlier:
         if audited.audit is not None:
             distances.append((copy_distance(audited.audit, audit), audited.case))
-    distance, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
-    names = {"twin": twin.name, "patient": case.patient, "twin_patient": twin.patient}
+    distance, twin = _nearest(distances, case)
     if distance == 0:
         kind = DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients"
-        yield find(kind, **names)
+        yield find(kind, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
     elif distance < NEAR_HU and case.patient != twin.patient:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy" if claim else "near_copy:unclaimed"
         yield find(kind, twin=twin.name, difference=distance, claim=claim)
 
 
+def _nearest(distances: Sequence[tuple[float, Case]], case: Case) -> tuple[float, Case]:
+    """Choose the nearest of other cases, the first of equal ones.
+
+    Args:
+        distances: Other cases with their distance.
+        case: The case itself, returned at an infinite distance where there are no others.
+    """
+    return min(distances, key=lambda pair: pair[0], default=(math.inf, case))
+
+
 def _has_copy(findings: Sequence[Finding]) -> bool:
-    """Whether a finding is that of a copy."""
+    """Whether one of the findings says that the case is a copy."""
     return any(finding.code in (DUPLICATE, "near_copy") for finding in findings)
 
 
@@ -175,7 +193,7 @@ def _scaled_copies(
     for earlier_case, earlier_contrast in earlier:
         if earlier_case.patient != case.patient:
             distances.append((contrast_distance(earlier_contrast, contrast), earlier_case))
-    distance, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
+    distance, twin = _nearest(distances, case)
     if distance < NEAR_CONTRAST:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy:scaled" if claim else "near_copy:scaled_unclaimed"
@@ -190,7 +208,7 @@ def _near_profiles(
     for earlier_case, earlier_areas in earlier:
         if earlier_case.patient != case.patient:
             distances.append((profile_distance(earlier_areas, areas), earlier_case))
-    difference, twin = min(distances, key=lambda pair: pair[0], default=(math.inf, case))
+    difference, twin = _nearest(distances, case)
     if difference < NEAR_PROFILE:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy:profile" if claim else "near_copy:profile_unclaimed"
@@ -198,7 +216,7 @@ def _near_profiles(
 
 
 def _claim(case: Case, twin: Case, names_patients: bool) -> str:
-    """Say what the case table claims that two copies contradict: two patients, or two sides.
+    """Say what the case table claims and two copies contradict: other patients, or other sides.
 
     Empty if it claims neither.
     """
@@ -220,7 +238,7 @@ def copy_distance(audit: CaseAudit, twin: CaseAudit) -> float:
 
     Returns:
         0 for the same voxels; else the root mean square difference of their thumbnails in HU, above
-        0; infinite where one has none.
+        0; infinite where one has no thumbnail.
     """
     if audit.voxels_sha256 == twin.voxels_sha256:
         return 0.0
@@ -237,9 +255,12 @@ def contrast_of(thumbnail: Sequence[int]) -> Contrast | None:
     if not thumbnail:
         return None
     blocks_hu = np.array(thumbnail, dtype=np.float64).reshape((THUMBNAIL_SIZE,) * 3)
+    # Position of each block of a slice from its middle, in blocks.
     y, x = np.indices(blocks_hu.shape[1:]) - (THUMBNAIL_SIZE - 1) / 2
-    values_hu = blocks_hu[:, np.hypot(y, x) <= FIELD_RADIUS]
-    if not np.ptp(values_hu):
+    is_in_field = np.hypot(y, x) <= FIELD_RADIUS
+    values_hu = blocks_hu[:, is_in_field]
+    is_constant = np.ptp(values_hu) == 0
+    if is_constant:
         return None
     deviations_hu = values_hu - values_hu.mean()
     return np.asarray(deviations_hu / np.linalg.norm(deviations_hu)).ravel()
@@ -248,11 +269,13 @@ def contrast_of(thumbnail: Sequence[int]) -> Contrast | None:
 def contrast_distance(first: Contrast, second: Contrast) -> float:
     """Measure how far two images are from being copies with another scale and shift.
 
+    With the correlation r, a line fitted to the values of one as a function of those of the other
+    leaves √(1 - r²) of their standard deviation.
+
     Returns:
-        Part of the standard deviation of one that the best line through the values of the other
-        leaves, 0 to 1; 1 where one is the negative of the other.
+        This share, 0 to 1; 1 also where one image is the negative of the other.
     """
-    # Rounding may bring the correlation above 1.
+    # Mean 0 and length 1 make the dot product the correlation; rounding may bring it above 1.
     correlation = min(1.0, max(0.0, float(first @ second)))
     return math.sqrt(1.0 - correlation**2)
 
@@ -262,16 +285,17 @@ def audit_csv(cases: Sequence[AuditedCase]) -> str:
     columns = ["case", "patient", "status"]
     columns += ["size_z", "size_y", "size_x", "spacing_z_mm", "spacing_y_mm", "spacing_x_mm"]
     columns += ["hu_min", "hu_p01", "hu_p50", "hu_p99", "hu_max"]
-    volumes: dict[str, None] = {}
+    # The labels of all cases, each once, in the order in which they first appear.
+    volume_columns: dict[str, None] = {}
     for audited in cases:
         if audited.audit is not None:
-            volumes |= {f"{name}_ml": None for name in audited.audit.volumes_ml}
-    columns += [*volumes, *SEVERITY_COLUMNS.values(), "details"]
+            volume_columns |= {f"{name}_ml": None for name in audited.audit.volumes_ml}
+    columns += [*volume_columns, *SEVERITY_COLUMNS.values(), "details"]
     return csv_text([_row(audited) for audited in cases], columns)
 
 
 def _row(audited: AuditedCase) -> dict[str, object]:
-    """Make the line of a case."""
+    """Make the line of a case, column to cell; a case that could not be read has few of them."""
     row: dict[str, object] = {
         "case": audited.case.name,
         "patient": audited.case.patient,
@@ -284,8 +308,9 @@ def _row(audited: AuditedCase) -> dict[str, object]:
         row |= {f"hu_{name}": f"{value:g}" for name, value in audit.hu.items()}
         row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in audit.volumes_ml.items()}
     findings = audited.findings()
-    for level, column in SEVERITY_COLUMNS.items():
-        row[column] = " ".join(finding.code for finding in findings if finding.severity is level)
+    for severity, column in SEVERITY_COLUMNS.items():
+        codes = [finding.code for finding in findings if finding.severity is severity]
+        row[column] = " ".join(codes)
     details = [audited.failure] if audited.failure else []
     details += map(str, findings)
     row["details"] = " | ".join(details)

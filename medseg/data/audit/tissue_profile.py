@@ -1,8 +1,8 @@
 """Profile of a CT: the areas of its tissues along the body.
 
-It recognises a cropped, shortened or resampled copy.
-Air around the patient does not count, so a crop beside the body changes nothing; a copy that lacks
-slices is found by moving the profiles along each other.
+Profiles recognise a cropped, shortened or resampled copy of a scan. Air around the patient does not
+count, so a crop beside the body changes nothing; a copy that lacks slices is found by moving the
+profiles along each other.
 """
 
 import math
@@ -10,26 +10,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-STEP_MM = 5.0
-# Fat, soft tissue with blood and contrast agent, bone.
+STEP_MM = 5.0  # distance of the areas of a profile, from feet to head
+# Fat, soft tissue with blood and contrast agent, bone; low ≤ value < high.
 BANDS_HU = ((-200, -20), (-20, 150), (150, 3072))
-MIN_STEPS = 20
-# Part of the longer profile that both must have.
+MIN_STEPS = 20  # shorter scans of different patients look alike too easily
+# Share of the longer profile over which two profiles must overlap.
 OVERLAP = 0.8
-# Measured on 13 scans: cropped by two voxels a side, short of a tenth of the slices, resampled or
-# noisy (8 HU) 0.04 at most, scans of different patients 0.18 and more.
+# Largest `profile_distance` of copies. Measured on 13 scans: copies that were cropped by two voxels
+# a side, short of a tenth of the slices, resampled or noisy (8 HU) 0.04 at most, scans of different
+# patients 0.18 and more.
 NEAR_PROFILE = 0.06
-# Copies agree in the median of a band within this; comparing medians first saves most of the time.
+# Largest relative difference of the medians of a band in copies; comparing medians first saves most
+# of the time.
 NEAR_MEDIAN = 0.15
 
+# For each step along the body, the area of each band in mm².
 Profile = tuple[tuple[int, ...], ...]
 
 
 class Areas(NamedTuple):
-    """A profile as it is compared, made once for each scan.
+    """A profile prepared for comparisons, once for each scan.
 
     Attributes:
-        steps_mm2: Areas, (steps, bands).
+        steps_mm2: Area of each band at each step, (steps, bands).
         medians_mm2: Median of each band over the steps.
     """
 
@@ -47,21 +50,24 @@ def make_profile(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -
     Returns:
         For each step the area of each band in mm²; empty for a scan of less than `MIN_STEPS` steps.
     """
-    step_z_mm, step_y_mm, step_x_mm = spacing_mm
-    num_steps = int(len(image_hu) * step_z_mm / STEP_MM)
+    spacing_z_mm, spacing_y_mm, spacing_x_mm = spacing_mm
+    num_slices = len(image_hu)
+    num_steps = int(num_slices * spacing_z_mm / STEP_MM)
     if num_steps < MIN_STEPS:
         return ()
-    counts = np.empty((len(image_hu), len(BANDS_HU)))
+    counts = np.empty((num_slices, len(BANDS_HU)))
     for index, plane in enumerate(image_hu):
-        counts[index] = [
-            np.count_nonzero((plane >= low) & (plane < high)) for low, high in BANDS_HU
-        ]
-    places_mm = (np.arange(len(image_hu)) + 0.5) * step_z_mm
+        for band, (low, high) in enumerate(BANDS_HU):
+            counts[index, band] = np.count_nonzero((plane >= low) & (plane < high))
+    # Middle of each slice and of each step, from the lower end of the scan.
+    slices_mm = (np.arange(num_slices) + 0.5) * spacing_z_mm
     steps_mm = (np.arange(num_steps) + 0.5) * STEP_MM
+    pixel_mm2 = spacing_y_mm * spacing_x_mm
     areas_mm2 = [
-        np.interp(steps_mm, places_mm, band) * (step_y_mm * step_x_mm) for band in counts.T
+        np.interp(steps_mm, slices_mm, counts_of_band) * pixel_mm2 for counts_of_band in counts.T
     ]
-    return tuple(map(tuple, np.rint(np.transpose(areas_mm2)).astype(int).tolist()))
+    whole_mm2 = np.rint(np.transpose(areas_mm2)).astype(int)  # (steps, bands)
+    return tuple(map(tuple, whole_mm2.tolist()))
 
 
 def areas_of(profile: Profile) -> Areas | None:
@@ -82,25 +88,35 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
     first = first_areas.steps_mm2
     second = second_areas.steps_mm2
     longer = max(len(first), len(second))
-    least = max(MIN_STEPS, math.ceil(OVERLAP * longer))
-    if min(len(first), len(second)) < least:
+    min_overlap = max(MIN_STEPS, math.ceil(OVERLAP * longer))
+    if min(len(first), len(second)) < min_overlap:
         return math.inf
-    medians = first_areas.medians_mm2, second_areas.medians_mm2
-    if (np.abs(medians[0] - medians[1]) > NEAR_MEDIAN * np.maximum(*medians)).any():
+    differences_mm2 = np.abs(first_areas.medians_mm2 - second_areas.medians_mm2)
+    larger_medians_mm2 = np.maximum(first_areas.medians_mm2, second_areas.medians_mm2)
+    if (differences_mm2 > NEAR_MEDIAN * larger_medians_mm2).any():
         return math.inf
     distances = []
-    for shift in range(least - len(second), len(first) - least + 1):
-        # The second profile begins `shift` steps after the first, or before it.
-        part_of_first = first[max(0, shift) :]
-        part_of_second = second[max(0, -shift) :]
-        num_steps = min(len(part_of_first), len(part_of_second))
-        if num_steps >= least:
-            distances.append(_difference(part_of_first[:num_steps], part_of_second[:num_steps]))
+    # All shifts with enough overlap. The second profile begins `shift` steps after the first; a
+    # negative shift is before it.
+    for shift in range(min_overlap - len(second), len(first) - min_overlap + 1):
+        first_part = first[max(0, shift) :]
+        second_part = second[max(0, -shift) :]
+        num_steps = min(len(first_part), len(second_part))
+        if num_steps >= min_overlap:
+            distances.append(_difference(first_part[:num_steps], second_part[:num_steps]))
     return min(distances)
 
 
-def _difference(first: np.ndarray, second: np.ndarray) -> float:
-    """Largest relative difference of a band; areas (steps, bands)."""
-    sizes = (np.sqrt((first**2).mean(axis=0)) + np.sqrt((second**2).mean(axis=0))) / 2
-    differences = np.sqrt(((first - second) ** 2).mean(axis=0))
-    return float((differences / np.maximum(1.0, sizes)).max())
+def _difference(first_mm2: np.ndarray, second_mm2: np.ndarray) -> float:
+    """Compute the relative difference of the band that differs most.
+
+    Args:
+        first_mm2: Areas, (steps, bands).
+        second_mm2: Areas of the same shape.
+    """
+    root_mean_squares_mm2 = np.sqrt(((first_mm2 - second_mm2) ** 2).mean(axis=0))
+    first_sizes_mm2 = np.sqrt((first_mm2**2).mean(axis=0))
+    second_sizes_mm2 = np.sqrt((second_mm2**2).mean(axis=0))
+    mean_sizes_mm2 = (first_sizes_mm2 + second_sizes_mm2) / 2
+    # At least 1 mm²: a band may be empty.
+    return float((root_mean_squares_mm2 / np.maximum(1.0, mean_sizes_mm2)).max())

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from medseg.io.inputs import leads_nowhere, volume_suffix
 
+# Names in a row of the closing table.
 MAX_NAMES = 3
+# Keys of a row of the closing table and the headings of their columns, which are the same.
 COLUMNS = {"what": "what", "number": "number", "became": "became", "why": "why", "names": "names"}
 
 
@@ -35,14 +37,14 @@ class Kind(StrEnum):
 
 
 class Item(NamedTuple):
-    """One thing that an importer has found.
+    """One thing that an importer has found; its fields are the columns of the file of items.
 
     Attributes:
         kind: What it is.
         name: Its name in the data set.
         fate: What became of it.
         why: The reason, a clause; "" where there is nothing to add.
-        number: How many things the item stands for.
+        number: How many things the item stands for; 0 for a note about all of a kind.
     """
 
     kind: Kind
@@ -55,7 +57,8 @@ class Item(NamedTuple):
 class Account:
     """What the reader of a layout has found, written while it reads.
 
-    Files need no entry each: `close` finds those that nothing has claimed.
+    Files are not entered one by one: the reader claims those that it uses, and `close` enters the
+    others.
 
     Attributes:
         items: The entries.
@@ -65,6 +68,7 @@ class Account:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self.original_names: dict[str, str] = {}
+        # Absolute paths, in which links are not followed.
         self._claimed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
@@ -80,17 +84,17 @@ class Account:
         """Enter something that was not used."""
         self.items.append(Item(kind, name, Fate.left_out, why))
 
-    def leave_out_keys(self, keys: Iterable[str], read: Collection[str], of: str) -> None:
+    def leave_out_keys(self, keys: Iterable[str], used_keys: Collection[str], place: str) -> None:
         """Enter the keys of a mapping or the columns of a table that are not read.
 
         Args:
             keys: All keys.
-            read: Those that are read.
-            of: Whose keys they are, for the reason.
+            used_keys: Those that are read.
+            place: Where the keys stand, for the reason.
         """
         for key in keys:
-            if key not in read:
-                self.leave_out(Kind.key, str(key), f"medseg does not read it in {of}")
+            if key not in used_keys:
+                self.leave_out(Kind.key, str(key), f"medseg does not read it in {place}")
 
     def claim(self, path: Path) -> None:
         """State that a file, or all files of a folder, are used."""
@@ -105,14 +109,14 @@ class Account:
 
         Args:
             root: The folder.
-            is_deep: Whether also the files of the folders below.
+            is_deep: Whether to enter the files of the folders below, too.
         """
         num_used = 0
-        for path, is_claimed, inherited in self._walk(os.path.abspath(root), False, "", is_deep):
+        for path, is_claimed, given_why in self._walk(os.path.abspath(root), False, "", is_deep):
             if is_claimed:
                 num_used += 1
                 continue
-            why = inherited or _reason_of(Path(path))
+            why = given_why or _reason_of(Path(path))
             self.leave_out(Kind.file, os.path.relpath(path, root), why)
         if num_used:
             self.items.append(Item(Kind.file, "", Fate.used, "read for the cases", num_used))
@@ -120,7 +124,18 @@ class Account:
     def _walk(
         self, path: str, is_claimed: bool, why: str, is_deep: bool
     ) -> Iterator[tuple[str, bool, str]]:
-        """Find the files at a path, with whether each is claimed, and the reason given for it."""
+        """Find the files at a path.
+
+        Args:
+            path: A file or a folder.
+            is_claimed: Whether a folder around it is claimed.
+            why: Reason that was given for a folder around it; "" if there is none.
+            is_deep: Whether to search the folders below, too.
+
+        Yields:
+            Path of each file, whether it is claimed, and the reason that was given for it or the
+            nearest folder around it.
+        """
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)
         # A link is a file to us, unless cases lie behind it: links may form a circle.
@@ -139,7 +154,7 @@ class Account:
                 yield from self._walk(inner, is_claimed, why, is_deep)
 
     def _claims_below(self, path: str) -> bool:
-        """Whether something in a folder is claimed; only asked of links, which are rare."""
+        """Whether something in a folder is claimed; slow, but only asked of links."""
         return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
 
 
@@ -155,10 +170,11 @@ def _reason_of(path: Path) -> str:
 
 
 def closing_rows(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Group items of one kind, fate and reason to rows of a table, sorted by kind and fate.
+    """Group items of one kind, fate and reason to rows of the closing table.
 
     Returns:
-        Rows with the keys of `COLUMNS`; `names` gives the first names of each group.
+        Rows with the keys of `COLUMNS`, sorted by kind and fate in the order of these classes;
+        `names` gives the first names of each group, `number` is None for a note.
     """
     groups: dict[tuple[Kind, Fate, str], list[Item]] = {}
     for item in items:
@@ -169,14 +185,15 @@ def closing_rows(items: Iterable[Item]) -> list[dict[str, Any]]:
     rows = []
     for kind, fate, why in keys:
         group = groups[kind, fate, why]
-        number = sum(item.number for item in group) or None
+        number = sum(item.number for item in group)
+        # Each name once, in the order of the items.
         names = list(dict.fromkeys(item.name for item in group if item.name))
         first_names = ", ".join(names[:MAX_NAMES])
         if len(names) > MAX_NAMES:
             first_names += ", …"
         row = {
             "what": kind.value,
-            "number": number,
+            "number": None if number == 0 else number,
             "became": fate.value,
             "why": why,
             "names": first_names,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from medseg.data.audit.labels import ABSENT
-from medseg.data.case_table import Case, check_case_name
+from medseg.data.case_table import Case, check_case_name, normalise_name
 from medseg.data.importers.account import Account, Fate, Item, Kind
-from medseg.data.importers.splits import nfc
 from medseg.data.source_files import files_of
 from medseg.errors import UserError
 from medseg.io.inputs import CONTROL_CHARACTERS
@@ -21,11 +20,13 @@ from medseg.wording import first_few
 
 # Between the words of a name.
 WORD_BREAK = re.compile(r"[\s_.-]+")
+# Word in the name of a structure, in small letters, to the side that it names.
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
 # Label maps have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
 # Air to dense bone: a data set does not say which tissue it is about.
 WINDOW_HU = (-1000.0, 1000.0)
+# Words in the name of a channel that mean MR, many of them sequences.
 MR_WORDS = frozenset(
     {
         "mr",
@@ -49,10 +50,10 @@ MR_WORDS = frozenset(
 )
 
 LabelMembers = dict[str, list[int | str]]
-"""Label name to its values, or names of structures, in the files."""
+"""Label name to its members: its values in the label maps, or the names of its structures."""
 
 Structures = Mapping[str, Sequence[int | str]]
-"""Case name to the structures in its file, as `LabelMembers` names them; a name may repeat."""
+"""Case name to the structures in its files, as members of labels; a name may repeat."""
 
 # Names of cases or files in a message; the others are counted.
 MAX_NAMED = 3
@@ -68,13 +69,13 @@ class DataSet:
         format: Name of the layout.
         name: Name of the task.
         cases: Cases by name.
-        labels: Labels of the task with their values in the files.
+        labels: Labels of the task with their members.
         channels: Channels of the task.
-        background: Further names in the files, which become background.
-        ignore: Value of ignored voxels; None where there are none.
+        background: Further names in the files with their members, which become background.
+        ignore: Value of ignored voxels in the files; None where there are none.
         notes: Sentences for the user.
-        structures: Structures of each case with labels; None where label maps hold values that only
-            their voxels tell.
+        structures: Structures of each case with labels; None for label maps, whose values are only
+            known when their voxels are read.
         account: What the reader has found, apart from labels and structures.
     """
 
@@ -94,27 +95,31 @@ class DataSet:
 
         Args:
             choice: Names of labels, or new labels with the names or values that they consist of;
-                None = all.
+                None keeps all.
+
+        Returns:
+            The data set with the chosen labels.
 
         Raises:
             UserError: If a name is unknown, or a value would have two labels.
         """
         if choice is None:
             return self
-        named = {**self.background, **self.labels}
-        chosen = _choose(choice, named)
-        owners = _owners(chosen)
+        all_members = {**self.background, **self.labels}
+        chosen = _choose(choice, all_members)
+        label_of_member = _label_of_each_member(chosen)
         background: LabelMembers = {}
-        for name, members in named.items():
-            rest = [member for member in members if member not in owners]
-            if not rest:
+        for name, members in all_members.items():
+            left_members = [member for member in members if member not in label_of_member]
+            if not left_members:
                 # All its members are in labels of the task.
                 continue
-            if rest == members and name not in chosen:
-                background[name] = rest
+            if left_members == members and name not in chosen:
+                background[name] = members
             else:
-                # A part is left, or a label of the task has taken the name.
-                background[_name_of_rest(name, {*named, *chosen, *background})] = rest
+                # Only a part is left, or a label of the task has taken the name.
+                rest_name = _name_of_rest(name, {*all_members, *chosen, *background})
+                background[rest_name] = left_members
         return replace(self, labels=chosen, background=background)
 
     def require_structures(self) -> None:
@@ -131,16 +136,16 @@ class DataSet:
                     raise UserError(self._missing_structure(member, label))
 
     def _missing_structure(self, member: int | str, label: str) -> str:
-        """Name the cases that lack a structure of a label, and the ways out."""
+        """Write the refusal of a label: which cases lack a structure of it, and three cures."""
         cases = self._cases_without(member)
         num_cases = len(self._compared_names)
-        part = f" (a part of {label})" if len(self.labels[label]) > 1 else ""
+        note = f" (a part of {label})" if len(self.labels[label]) > 1 else ""
         # Other labels may be incomplete too, and would be refused next: propose only complete ones.
         complete = [name for name, members in self.labels.items() if self._is_complete(members)]
         choice = f"labels=[{','.join(complete) or '…'}]"
         return (
             f"{first_few(cases, MAX_NAMED)} ({len(cases)} of {num_cases} cases): the "
-            f"structure {_display_name(member, label)}{part} is missing, and would be trained on "
+            f"structure {_display_name(member, label)}{note} is missing, and would be trained on "
             f"as background; add it, leave the label out (medseg import … {choice}), or state that "
             "these patients do not have it (medseg import … missing=absent)."
         )
@@ -159,16 +164,18 @@ class DataSet:
         for case in self.cases:
             trust = dict(case.trust)
             names = self._compared_names.get(case.name)
-            for label, members in self.labels.items():
-                # A label with one of several structures is present, if in part.
-                if names is not None and names.isdisjoint(map(_compared_name, members)):
-                    trust[label] = ABSENT
+            # Without labels or with a label map, nothing is known of its structures.
+            if names is not None:
+                for label, members in self.labels.items():
+                    # A label with one of several structures is present, if in part.
+                    if names.isdisjoint(map(_compared_name, members)):
+                        trust[label] = ABSENT
             cases.append(replace(case, trust=trust))
         return replace(self, cases=tuple(cases))
 
     @functools.cached_property
     def _compared_names(self) -> dict[str, frozenset[int | str]]:
-        """Structures of each case in the form in which names are compared.
+        """Case name to its structures, their names in the form in which they are compared.
 
         Empty where label maps hold values.
         """
@@ -201,7 +208,7 @@ class DataSet:
         ]
         printable_items = []
         for item in items:
-            # Names of files and in JSON may hold what no text file can.
+            # Names of files and in JSON may hold line breaks and other control characters.
             name = CONTROL_CHARACTERS.sub("_", item.name)
             why = CONTROL_CHARACTERS.sub("_", item.why)
             printable_items.append(item._replace(name=name, why=why))
@@ -227,7 +234,8 @@ class DataSet:
         for name, members in self.background.items():
             items.append(Item(Kind.label, f"{name} ({_origin(members)})", Fate.left_out, why))
             if self.structures is not None:
-                items += [Item(Kind.structure, str(part), Fate.left_out, why) for part in members]
+                for member in members:
+                    items.append(Item(Kind.structure, str(member), Fate.left_out, why))
         return items
 
     def _value_items(self) -> list[Item]:
@@ -248,7 +256,8 @@ class DataSet:
         num_present = num_cases - len(self._cases_without(member))
         where = f"in {num_present} of {num_cases} cases"
         if num_present < num_cases:
-            # Of the structure: whether its label is absent too, see `state_absence`.
+            # Otherwise the import would have been refused. This is said of the structure; its label
+            # is only absent if none of its structures is there, see `state_absence`.
             where += ", stated as absent in the others"
         name = _display_name(member, label)
         if num_members > 1:
@@ -256,21 +265,21 @@ class DataSet:
         return Item(Kind.structure, name, Fate.used, where)
 
     def _spelling_items(self) -> list[Item]:
-        """List the structures of one file that become one: their names differ in signs at most."""
+        """List the structures of one file that become one: their names agree by `plain_name`."""
         items = []
         why = "several of one name in a file are one structure"
         for case, names in (self.structures or {}).items():
             spellings: dict[int | str, list[str]] = {}
             for name in names:
                 spellings.setdefault(_compared_name(name), []).append(str(name))
-            for group in spellings.values():
-                if len(group) > 1:
-                    title = f"{' = '.join(group)} of {case}"
+            for same_names in spellings.values():
+                if len(same_names) > 1:
+                    title = f"{' = '.join(same_names)} of {case}"
                     items.append(Item(Kind.structure, title, Fate.merged, why))
         return items
 
     def _overlap_items(self) -> list[Item]:
-        """Say what counts where structures overlap, which only their voxels tell."""
+        """Say what counts where structures overlap; whether they do is only known in `prepare`."""
         if self.structures is None or len(self.labels) < 2:
             return []
         members = itertools.chain.from_iterable(self.labels.values())
@@ -289,6 +298,7 @@ class DataSet:
 
         Regions are made if every label has a side; a task with other labels has one stage.
         """
+        # New values 1, 2, …, which `data.label_values` maps from those of the files.
         labels = {name: value for value, name in enumerate(self.labels, start=1)}
         task: dict[str, Any] = {
             "name": safe_name(self.name),
@@ -297,10 +307,10 @@ class DataSet:
             "channels": [_channel_keys(channel) for channel in self.channels],
         }
         label_values: dict[str, Any] = {}
-        for name, values in {**self.labels, **self.background}.items():
-            label_values[name] = values[0] if len(values) == 1 else values
+        for name, members in {**self.labels, **self.background}.items():
+            label_values[name] = members[0] if len(members) == 1 else members
         if self.ignore is not None:
-            # The value of the files stays if it lies above the labels and fits a label map.
+            # The value of the files stays if it lies above those of the labels and fits a byte.
             keeps_value = len(labels) < self.ignore <= MAX_IGNORE_LABEL
             if keeps_value:
                 task["ignore_label"] = self.ignore
@@ -310,7 +320,7 @@ class DataSet:
         return {"task": task, "data": {"label_values": label_values}}
 
     def _regions(self) -> dict[str, Any] | None:
-        """Make a region of each label; None unless every label has a side."""
+        """Make a region of each label, name to its keys; None unless every label has a side."""
         sides = {name: side_of(name)[0] for name in self.labels}
         if None in sides.values():
             return None
@@ -318,7 +328,7 @@ class DataSet:
 
 
 def _channel_keys(channel: Channel) -> dict[str, Any]:
-    """Write a channel as the configuration does."""
+    """Write a channel with the keys of the configuration."""
     if channel.window_hu:
         return {"modality": channel.modality, "window_hu": list(channel.window_hu)}
     return {"modality": channel.modality, "normalise": channel.normalise}
@@ -326,6 +336,9 @@ def _channel_keys(channel: Channel) -> dict[str, Any]:
 
 def _groups_of(choice: Any) -> dict[str, Any]:
     """Read the value of `labels`: a name, a list of names, or new names with their members.
+
+    Returns:
+        Name of each label to what it shall consist of, not yet checked.
 
     Raises:
         UserError: If it is something else, or a new name cannot name a label.
@@ -355,20 +368,20 @@ def _allowed_name(label: str) -> str:
     return f"label_{label}" if label.isdigit() else safe_name(label)
 
 
-def _choose(choice: Sequence[str] | Mapping[str, Any], named: LabelMembers) -> LabelMembers:
+def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers) -> LabelMembers:
     """Find the members of each label that a person has chosen.
 
     Args:
         choice: Names of labels, or new labels with the names or members that they consist of.
-        named: Members of each name in the data set.
+        all_members: Members of each name in the data set.
 
     Raises:
         UserError: If a name is not in the data set, none is chosen, a label would consist of
             nothing, or one of a list is a value or a structure that cannot name a label.
     """
     groups = _groups_of(choice)
-    members = set(itertools.chain.from_iterable(named.values()))
-    names = ", ".join(named)
+    known_members = set(itertools.chain.from_iterable(all_members.values()))
+    names = ", ".join(all_members)
     if not groups:
         raise UserError(
             f"labels: no label is chosen from the data set, which has {names}; "
@@ -377,23 +390,25 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], named: LabelMembers) -> L
     chosen: LabelMembers = {}
     unknown = []
     for label, content in groups.items():
-        parts: list[int | str] = []
+        members: list[int | str] = []
         for part in _parts_of(label, content):
-            # The configuration reads a name of digits as a number.
-            if str(part) in named:
-                parts += named[str(part)]
-            # True and 1.0 equal the value 1, and are none.
-            elif type(part) in (int, str) and part in members:
-                parts.append(part)
+            # A name stands for all of its members. The configuration reads a name of digits as a
+            # number, hence the `str`.
+            if str(part) in all_members:
+                members += all_members[str(part)]
+            # True and 1.0 are equal to the value 1, but they are no values.
+            elif type(part) in (int, str) and part in known_members:
+                members.append(part)
             else:
                 unknown.append(str(part))
-        chosen[label] = list(dict.fromkeys(parts))
+        # Each member once, in their order.
+        chosen[label] = list(dict.fromkeys(members))
     if unknown:
         raise UserError(
             f"labels: {', '.join(unknown)} is not in the data set, which has {names}; "
             "give some of these names."
         )
-    _check_new_names(chosen, named)
+    _check_new_names(chosen, all_members)
     return chosen
 
 
@@ -401,7 +416,7 @@ def _parts_of(label: str, content: Any) -> Sequence[Any]:
     """List the names or values of which a label shall consist, not yet looked up.
 
     Raises:
-        UserError: If there is none, or something else stands there.
+        UserError: If there is none, or one is a list or a mapping.
     """
     parts = content if isinstance(content, list | tuple) else [content]
     if not parts or any(isinstance(part, Mapping | list) for part in parts):
@@ -412,36 +427,42 @@ def _parts_of(label: str, content: Any) -> Sequence[Any]:
     return parts
 
 
-def _check_new_names(chosen: LabelMembers, named: LabelMembers) -> None:
-    """Refuse labels that a list names by a value or a structure which cannot name a label."""
-    for label, parts in chosen.items():
+def _check_new_names(chosen: LabelMembers, all_members: LabelMembers) -> None:
+    """Refuse labels that a list names by a value or a structure which cannot name a label.
+
+    Raises:
+        UserError: With an allowed name.
+    """
+    for label, members in chosen.items():
         name = _allowed_name(label)
-        if label not in named and name != label:
-            members_text = ",".join(map(str, parts))
+        if label not in all_members and name != label:
+            members_text = ",".join(map(str, members))
             raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {{{name}: [{members_text}]}}.")
 
 
-def _owners(chosen: LabelMembers) -> dict[int | str, str]:
+def _label_of_each_member(labels: LabelMembers) -> dict[int | str, str]:
     """Map each member to its label.
 
     Raises:
         UserError: If a member would have two labels.
     """
-    owners: dict[int | str, str] = {}
-    for label, members in chosen.items():
+    label_of_member: dict[int | str, str] = {}
+    for label, members in labels.items():
         for member in members:
-            owner = owners.setdefault(member, label)
-            if owner != label:
+            first_label = label_of_member.setdefault(member, label)
+            if first_label != label:
                 raise UserError(
-                    f"labels: {member} would be {owner} and {label}; name it in one of them."
+                    f"labels: {member} would be {first_label} and {label}; name it in one of them."
                 )
-    return owners
+    return label_of_member
 
 
 def _name_of_rest(name: str, taken: Collection[str]) -> str:
-    """Name the members of a label that are left.
+    """Name the members of a label of the data set that are in no label of the task.
 
-    The label's own name may be given to other members by the task.
+    Args:
+        name: Name of the label in the data set.
+        taken: Names that are not free.
     """
     rest_name = f"{name}_rest"
     while rest_name in taken:
@@ -456,14 +477,17 @@ def check_dataset(data: DataSet, source: Path) -> DataSet:
         data: The data set.
         source: Its folder, or the file that lists its cases.
 
+    Returns:
+        The data set with normalised names of patients; the account is changed in place.
+
     Raises:
         UserError: If there is no case, two cases are the same, a name cannot name a file, or a file
             is missing.
     """
     if not data.cases:
         raise UserError(f"{source}: the {data.format} data set has no case; check the folder.")
-    # Normalised to NFC, as a case table is when it is read: programs write ü in two ways.
-    cases = tuple(replace(case, patient=nfc(case.patient)) for case in data.cases)
+    # As the reader of a case table does.
+    cases = tuple(replace(case, patient=normalise_name(case.patient)) for case in data.cases)
     data = replace(data, cases=cases)
     _check_names(data, source)
     files: list[Path] = []
@@ -481,7 +505,7 @@ def check_dataset(data: DataSet, source: Path) -> DataSet:
             "add them."
         )
     _check_images(cases, source)
-    _account_shared(data)
+    _account_shared_files(data)
     _account_files(data, files, source)
     return data
 
@@ -498,7 +522,16 @@ def _files_by_role(case: Case) -> dict[str, Path]:
 
 
 def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
-    """Enter the files of the cases, and all others at the same place."""
+    """Enter the files of the cases, and all others at the same place.
+
+    Args:
+        data: The data set, to whose account they are added.
+        files: Images and labels of all cases, as the cases name them.
+        source: Folder of the data set, or the file that lists its cases.
+
+    Raises:
+        UserError: If the voxels that belong to a header are missing.
+    """
     root = Path(os.path.realpath(source if source.is_dir() else source.parent))
     for path in files:
         for file in _data_files(path):
@@ -506,7 +539,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
                 raise UserError(
                     f"{file} does not exist, but {path} holds its header; copy both files."
                 )
-        # The importer of DICOM claims the files of each series itself: several may share a folder.
+        # The importer of DICOM has claimed the files of each series: several may share a folder.
         if data.format != DICOM or not path.is_dir():
             for file in files_of(path):
                 data.account.claim(file)
@@ -519,12 +552,15 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and
     # labels are searched.
     data.account.claim(source)
-    for place in sorted({path.parent for path in files}):
-        data.account.close(place, is_deep=False)
+    for folder in sorted({path.parent for path in files}):
+        data.account.close(folder, is_deep=False)
 
 
 def _check_names(data: DataSet, source: Path) -> None:
-    """Refuse names that clash, or that cannot name a file."""
+    """Refuse cases of one name, and names that cannot name a file.
+
+    Names that only differ in case are entered in the account.
+    """
     images: dict[str, Path] = {}
     spellings: dict[str, list[str]] = {}
     for case in data.cases:
@@ -556,13 +592,12 @@ def _check_images(cases: Sequence[Case], source: Path) -> None:
             )
 
 
-def _account_shared(data: DataSet) -> None:
-    """Enter files that are read for several cases or channels: an error, unless it is meant."""
+def _account_shared_files(data: DataSet) -> None:
+    """Enter files that are read for several cases or channels: a mistake, unless it is meant."""
+    # Key: the file to which links lead, and the DICOM series, since several may share a folder.
     uses: dict[tuple[str, str | None], list[str]] = {}
-    # By the files that links lead to: two names may be one file.
     for case in data.cases:
         for role, path in _files_by_role(case).items():
-            # Several DICOM series may share the folder that is the image.
             series = case.series if path == case.image else None
             key = os.path.realpath(path), series
             uses.setdefault(key, []).append(f"{role} of {case.name}")
@@ -577,20 +612,29 @@ def _account_shared(data: DataSet) -> None:
 
 
 def _data_files(path: Path) -> tuple[Path, ...]:
-    """Find the files with the voxels of a header that is a file of its own."""
+    """Find the files with the voxels of an image whose header is a file of its own.
+
+    Empty for an image of another format.
+    """
     if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):
         return ()
     from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
     try:
         voxel_files = read_header(path).files
-    except UserError:  # a damaged header stops its case alone, in `prepare`
+    # A damaged header does not stop the import: `prepare` will refuse this case alone.
+    except UserError:
         return ()
     return voxel_files
 
 
 def _case_item(case: Case, *, has_folds: bool) -> Item:
-    """Say what a case is used for; `has_folds`: whether the column `fold` divides the cases."""
+    """Say what a case is used for.
+
+    Args:
+        case: The case.
+        has_folds: Whether any case of the data set has a number in the column `fold`.
+    """
     use = _use_of(case, has_folds=has_folds)
     if use is not None:
         return Item(Kind.case, case.name, Fate.used, use)
@@ -605,14 +649,16 @@ def _use_of(case: Case, *, has_folds: bool) -> str | None:
     """Say in which part of a training a case is used; None if in none."""
     suffix = "" if case.labels is not None else ", without labels"
     if case.split is not None:
-        uses = {"train": "training", "val": "validation", "test": "test"}
-        return uses[case.split] + suffix
+        name_of_split = {"train": "training", "val": "validation", "test": "test"}
+        return name_of_split[case.split] + suffix
     if case.fold_sides:
-        sides = enumerate(case.fold_sides)
-        places = [f"fold {number}: {side}" for number, side in sides if side is not None]
-        if not places:
+        folds = []
+        for number, side in enumerate(case.fold_sides):
+            if side is not None:
+                folds.append(f"fold {number}: {side}")
+        if not folds:
             return None
-        return "; ".join(places) + suffix
+        return "; ".join(folds) + suffix
     if case.labels is None:
         return None
     if case.fold is not None:
@@ -660,11 +706,11 @@ def side_of(name: str) -> tuple[str | None, str]:
 
 
 def safe_name(name: str) -> str:
-    """Join the words of a name by `_`, without signs that file names or keys cannot have."""
+    """Replace signs that file names or keys cannot have by `_`."""
     text = CONTROL_CHARACTERS.sub("_", name)
-    joined = re.sub(r"[^\w-]+", "_", text)
+    safe_text = re.sub(r"[^\w-]+", "_", text).strip("_-")
     # Nothing is left of a name of signs alone.
-    return joined.strip("_-") or "label"
+    return safe_text or "label"
 
 
 def plain_name(name: str) -> str:
@@ -700,26 +746,26 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
     safe_names = {name: safe_name(name) for name in names}
-    sides_of: dict[str, set[str | None]] = {}
+    sides_of_organ: dict[str, set[str | None]] = {}
     for label in safe_names.values():
         side, organ = side_of(label)
-        sides_of.setdefault(organ, set()).add(side)
+        sides_of_organ.setdefault(organ, set()).add(side)
     labels = {}
     for name, label in safe_names.items():
         side, organ = side_of(label)
-        # `vessel_l` alone may be a letter, not a side.
-        is_pair = {"left", "right"} <= sides_of[organ]
+        # Without a partner on the other side, the `l` of `vessel_l` may be a mere letter.
+        is_pair = {"left", "right"} <= sides_of_organ[organ]
         is_written_out = side in WORD_BREAK.split(label.casefold())
         if side is not None and is_pair and not is_written_out:
             labels[name] = f"{side}_{organ.casefold()}"
         else:
             labels[name] = label
-    owners: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     for name, label in labels.items():
-        owner = owners.setdefault(label.casefold(), name)
-        if owner != name:
+        first_name = first_names.setdefault(label.casefold(), name)
+        if first_name != name:
             raise UserError(
-                f"the labels {owner!r} and {name!r} would both be {label}; "
+                f"the labels {first_name!r} and {name!r} would both be {label}; "
                 "rename one of them in the data set."
             )
     return labels
@@ -728,7 +774,7 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
 def named_groups(names: Iterable[str], account: Account) -> LabelMembers:
     """Make one label of each structure.
 
-    Spellings that differ in case, signs or the place of the side are one structure.
+    Spellings that are equal by `plain_name` are one structure.
 
     Args:
         names: Names of the structures of all cases in the order of the labels; they may repeat.
@@ -760,12 +806,18 @@ def require_pairs(
 ) -> None:
     """Refuse images without labels and labels without images.
 
+    Args:
+        images: Names of the cases that have images.
+        labels: Names of the cases that have labels.
+        images_at: Folder of the images, for messages.
+        labels_at: Folder of the labels.
+
     Raises:
         UserError: With the name of the first.
     """
     without_labels = sorted(set(images) - set(labels))
     if without_labels:
-        if nfc(without_labels[0]) in map(nfc, labels):
+        if normalise_name(without_labels[0]) in map(normalise_name, labels):
             raise UserError(
                 f"{labels_at}: it writes a letter of {without_labels[0]} in another way than "
                 f"{images_at.name}, as one character or as two (Unicode NFC and NFD), so that the "

@@ -26,8 +26,9 @@ from medseg.wording import first_few
 def import_dicom(folder: Path) -> DataSet:
     """Read a folder of DICOM files.
 
-    Each series that a SEG or an RTSTRUCT refers to is a case, named after its patient. Structures
-    whose names agree by `plain_name` are one label.
+    Each series that a SEG or an RTSTRUCT refers to is a case, named after its patient; a patient
+    with several has the cases `<patient>_1`, `<patient>_2`, …. Structures whose names agree by
+    `plain_name` are one label.
 
     Raises:
         UserError: If there are no labels, none of them has its series, two label one series, or the
@@ -37,7 +38,7 @@ def import_dicom(folder: Path) -> DataSet:
     account = Account()
     series = catalogue.series
     if not catalogue.labels:
-        # Labels that cannot be read are the likely cause.
+        # Labels that cannot be read are the likely cause: the first reason that is known.
         for path, reason in catalogue.unreadable.items():
             if reason:
                 raise UserError(f"{path}: {reason}")
@@ -45,23 +46,23 @@ def import_dicom(folder: Path) -> DataSet:
             f"{folder}: expected DICOM labels (SEG or RTSTRUCT) beside {len(series)} image series, "
             "but found none; add them."
         )
-    chosen = _choose_labels(catalogue, folder, account)
-    modalities = sorted({series[uid].modality for uid in chosen})
+    label_files = _choose_labels(catalogue, folder, account)
+    modalities = sorted({series[uid].modality for uid in label_files})
     if len(modalities) != 1:
         raise UserError(
             f"{folder}: expected series of one modality, got {' and '.join(modalities)}; "
             "import a folder of each."
         )
-    _account_series(catalogue, chosen, account)
-    patients = {uid: _patient(series[uid], folder) for uid in chosen}
+    _account_series(catalogue, label_files, account)
+    patients = {uid: _patient_name(series[uid], folder) for uid in label_files}
     _check_patients(patients, series)
-    # A patient with several labelled series has a case of each: `<patient>_1`, `<patient>_2`, …
+    # Labelled series of each patient, and those of them that have been named so far.
     counts = Counter(patients.values())
     numbers: Counter[str] = Counter()
     cases = []
     structures: dict[str, tuple[str, ...]] = {}
     names: list[str] = []
-    for uid, file in chosen.items():
+    for uid, file in label_files.items():
         patient = patients[uid]
         numbers[patient] += 1
         name = f"{patient}_{numbers[patient]}" if counts[patient] > 1 else patient
@@ -73,12 +74,12 @@ def import_dicom(folder: Path) -> DataSet:
             account.use(Kind.structure, f"{structure} of {name}", why)
     labels = named_groups(sorted(names, key=plain_name), account)
     return DataSet(
-        DICOM,
-        folder.name,
-        tuple(cases),
-        labels,
-        (channel_of(modalities[0]),),
-        {},
+        format=DICOM,
+        name=folder.name,
+        cases=tuple(cases),
+        labels=labels,
+        channels=(channel_of(modalities[0]),),
+        background={},
         structures=structures,
         account=account,
     )
@@ -87,38 +88,45 @@ def import_dicom(folder: Path) -> DataSet:
 def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict[str, LabelEntry]:
     """Find the file that labels each series.
 
+    Returns:
+        UID of each labelled series to its file.
+
     Raises:
         UserError: If no file has its series, or a series has the labels of two files.
     """
-    chosen: dict[str, LabelEntry] = {}
-    lost: list[Path] = []
+    label_files: dict[str, LabelEntry] = {}
+    without_series: list[Path] = []
     for file in catalogue.labels:
         image = _series_of(file, catalogue.series)
         if image is None:
-            lost.append(file.path)
+            without_series.append(file.path)
             account.explain(file.path, "labels a series that is not below the folder")
             continue
-        first = chosen.setdefault(image.uid, file)
+        first = label_files.setdefault(image.uid, file)
         if first is file:
             continue
         if is_copy(file, first):
             account.explain(file.path, f"a copy of {first.path.relative_to(folder)}")
             continue
         raise UserError(
-            f"{file.path} and {first.path} label the same series of {_patient(image, folder)}; "
+            f"{file.path} and {first.path} label the same series of "
+            f"{_patient_name(image, folder)}; "
             "which one counts is not said: move the other one to another folder."
         )
-    if lost and not chosen:
+    if without_series and not label_files:
         raise UserError(
-            f"{first_few(lost, 1)}: the series that it labels is not below {folder}; copy it there."
+            f"{first_few(without_series, 1)}: the series that it labels is not below {folder}; "
+            "copy it there."
         )
-    return chosen
+    return label_files
 
 
-def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account: Account) -> None:
+def _account_series(
+    catalogue: Catalogue, label_files: dict[str, LabelEntry], account: Account
+) -> None:
     """Enter the files of the series, and those that are neither images nor labels."""
     for image in catalogue.series.values():
-        if image.uid not in chosen:
+        if image.uid not in label_files:
             account.leave_out(Kind.series, image.uid, "no labels refer to it")
             for path in image.files:
                 account.explain(path, "of a series without labels")
@@ -139,6 +147,8 @@ def _account_series(catalogue: Catalogue, chosen: dict[str, LabelEntry], account
 def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries | None:
     """Find the series that a file labels: that which it names, else the only one of its patient.
 
+    None if it names none that is there, or names none and its patient has several.
+
     Raises:
         UserError: If it names several that are there.
     """
@@ -156,15 +166,29 @@ def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries 
     return of_patient[0]
 
 
-def _patient(series: ImageSeries, folder: Path) -> str:
-    """Name the patient of a series by its Patient ID, else by the first folder on the way to it."""
-    name = series.patient or next(iter(series.folder.relative_to(folder).parts), folder.name)
+def _patient_name(series: ImageSeries, folder: Path) -> str:
+    """Name the patient of a series by its Patient ID, else by the first folder on the way to it.
+
+    Signs that the name of a case must not have are replaced.
+    """
+    name = series.patient
+    if not name:
+        inner_folders = series.folder.relative_to(folder).parts
+        name = inner_folders[0] if inner_folders else folder.name
     name = re.sub(r"[/\\]", "_", CONTROL_CHARACTERS.sub("_", name))
     return name.lstrip(".") or "patient"
 
 
 def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) -> None:
-    """Refuse two patients whose IDs become one name."""
+    """Refuse two patients whose IDs become one name.
+
+    Args:
+        patients: UID of each labelled series to the name of its patient.
+        series: Series by UID.
+
+    Raises:
+        UserError: With both IDs.
+    """
     identities: dict[str, str] = {}
     for uid, patient in patients.items():
         identity = series[uid].patient

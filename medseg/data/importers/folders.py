@@ -49,15 +49,19 @@ if TYPE_CHECKING:
 TOTALSEGMENTATOR = "totalsegmentator"
 LUNA16 = "luna16"
 PAIRS = "pairs"
+# Folder of the masks in each case of TotalSegmentator.
 MASK_FOLDER = "segmentations"
+# Folder of all masks of LUNA16, and their values. An algorithm has drawn them; the audit checks
+# that the sides agree with the geometry.
 LUNA16_MASKS = "seg-lungs-LUNA16"
-# Values of its masks, which an algorithm has drawn; the audit compares the sides with the geometry.
 LUNA16_LABELS: dict[str, list[int | str]] = {"left_lung": [3], "right_lung": [4]}
 LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
+# Names of a folder of images and its folder of labels.
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
 # A lobe of a paired organ, as `plain_name` writes it.
 LOBE = re.compile(r"((?:left|right)_\w+)_(?:upper|middle|lower)_lobe")
+# By which other programs tell the name of a label map from that of its image.
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
@@ -73,7 +77,7 @@ def import_totalsegmentator(folder: Path) -> DataSet:
     """
     account = Account()
     meta = folder / "meta.csv"
-    splits = _read_meta(meta, account)
+    split_of = _read_meta(meta, account)
     cases = []
     structures: dict[str, list[str]] = {}
     for case_folder in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -88,16 +92,16 @@ def import_totalsegmentator(folder: Path) -> DataSet:
                 f"{masks_at}: expected masks such as liver.nii.gz, but the folder holds none; "
                 "copy them there."
             )
-        if splits and name not in splits:
+        if split_of and name not in split_of:
             raise UserError(
                 f"{meta}: expected the split of {name}, but found no row; "
                 "add it, or remove the table."
             )
         structures[name] = list(masks)
-        cases.append(Case(name, image, masks_at, patient=name, split=splits.get(name)))
-    for name in sorted(splits.keys() - structures.keys()):
+        cases.append(Case(name, image, masks_at, patient=name, split=split_of.get(name)))
+    for name in sorted(split_of.keys() - structures.keys()):
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
-    # A structure need not be in every case.
+    # The structures of any case: each need not be in all.
     names = sorted(set(itertools.chain.from_iterable(structures.values())))
     labels = _merge_lobes(named_groups(names, account))
     # The file of a scan is called after its modality: `ct` or `mri`.
@@ -109,27 +113,27 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         )
     channel = channel_of("mr" if "mri" in image_names else "ct")
     return DataSet(
-        TOTALSEGMENTATOR,
-        folder.name,
-        tuple(cases),
-        labels,
-        (channel,),
-        {},
+        format=TOTALSEGMENTATOR,
+        name=folder.name,
+        cases=tuple(cases),
+        labels=labels,
+        channels=(channel,),
+        background={},
         structures=structures,
         account=account,
     )
 
 
 def _merge_lobes(structures: LabelMembers) -> LabelMembers:
-    """Merge the lobes of an organ, and its mask as a whole where there is one.
+    """Merge the lobes of an organ to one label, together with the mask of the whole organ.
 
-    That mask must not compete with the lobes.
+    As a label of its own, that mask would overlap with the lobes.
 
     Args:
         structures: Labels of one structure each.
 
     Returns:
-        Labels in the order of their first structure.
+        Labels in the order of the names of their first structures.
     """
     organ_of: dict[str, str] = {}
     organs_of_lobes: set[str] = set()
@@ -142,7 +146,7 @@ def _merge_lobes(structures: LabelMembers) -> LabelMembers:
             organ_of[label] = lobe[1]
             organs_of_lobes.add(lobe[1])
     merged: LabelMembers = {}
-    # Only now is it known which organs are divided into lobes.
+    # A second loop, since the mask of an organ may come before its lobes.
     for label, members in structures.items():
         organ = organ_of[label]
         name = organ if organ in organs_of_lobes else label
@@ -157,15 +161,15 @@ def _is_case(folder: Path) -> bool:
 
 
 def _image_of(folder: Path) -> Path:
-    """Find the image of a case.
+    """Find the image of a case of TotalSegmentator.
 
     Raises:
         UserError: If there is none, or more than one.
     """
-    images = [path.name for path in volume_files(folder) if case_name(path) in CASE_IMAGES]
     image = image_in(folder)
     if image is not None:
         return image
+    images = [path.name for path in volume_files(folder) if case_name(path) in CASE_IMAGES]
     if images:
         raise UserError(
             f"{folder}: expected one image, but found {' and '.join(images)}; keep one of them."
@@ -177,7 +181,7 @@ def _image_of(folder: Path) -> Path:
 
 
 def import_luna16(folder: Path) -> DataSet:
-    """Read LUNA16.
+    """Read the data set LUNA16.
 
     It holds `subset<n>/<series>.mhd` and the lung masks `seg-lungs-LUNA16/<series>.mhd`; the
     subsets are the folds.
@@ -187,8 +191,8 @@ def import_luna16(folder: Path) -> DataSet:
     """
     account = Account()
     masks_at = folder / LUNA16_MASKS
-    images = _by_stem(folder.glob("subset*/**/*"))
-    masks = _by_stem(masks_at.rglob("*"))
+    images = _mhd_files_by_uid(folder.glob("subset*/**/*"))
+    masks = _mhd_files_by_uid(masks_at.rglob("*"))
     if not masks:
         raise UserError(
             f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of "
@@ -209,16 +213,13 @@ def import_luna16(folder: Path) -> DataSet:
         account.use(Kind.list, f"subset{subset}", why)
     cases = []
     for name, path in images.items():
-        fold = None
-        if has_folds:
-            fold = subset_of[name]
         case = Case(
             name,
             path,
             masks[name],
             patient=name,
             trust=dict.fromkeys(LUNA16_LABELS, "approximate"),
-            fold=fold,
+            fold=subset_of[name] if has_folds else None,
         )
         cases.append(case)
     notes = [
@@ -226,17 +227,19 @@ def import_luna16(folder: Path) -> DataSet:
         "the columns trust_left_lung and trust_right_lung say approximate"
     ]
     if has_folds:
+        # Numbers may be missing: the folds are counted up to the last.
+        num_folds = 1 + subsets[-1]
         notes.append(
             "each subset is a fold: data.fold=0 validates on subset0; "
-            f"give data.num_folds={1 + subsets[-1]} to choose among all of them"
+            f"give data.num_folds={num_folds} to choose among all of them"
         )
     return DataSet(
-        LUNA16,
-        LUNA16,
-        tuple(cases),
-        LUNA16_LABELS,
-        (Channel("ct", LUNA16_WINDOW_HU),),
-        LUNA16_BACKGROUND,
+        format=LUNA16,
+        name=LUNA16,
+        cases=tuple(cases),
+        labels=LUNA16_LABELS,
+        channels=(Channel("ct", LUNA16_WINDOW_HU),),
+        background=LUNA16_BACKGROUND,
         notes=tuple(notes),
         account=account,
     )
@@ -258,8 +261,10 @@ def _subset_of(image: Path, folder: Path) -> int:
     return int(match[1])
 
 
-def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
+def _mhd_files_by_uid(paths: Iterable[Path]) -> dict[str, Path]:
     """Index the scans or masks of LUNA16 among some files by the UID of their series.
+
+    The UID is the name of the file.
 
     Raises:
         UserError: If one is there twice.
@@ -275,14 +280,14 @@ def _by_stem(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def import_pairs(folder: Path) -> DataSet:
-    """Read a folder of images and a folder of label maps, or of folders of masks, of equal names.
+    """Read a folder of images, and a folder with the labels of each under the name of its image.
 
-    3D Slicer saves `<case>.seg.nrrd` beside `<case>.nrrd`; both may lie in one folder. The names of
-    its segments become labels.
+    The labels of a case are a label map, or a folder of masks. 3D Slicer saves `<case>.seg.nrrd`
+    beside `<case>.nrrd`; both may lie in one folder, and the names of its segments become labels.
 
     Raises:
-        UserError: If one has no partner, two pairs of folders could be meant, or labels are of
-            several kinds.
+        UserError: If an image or labels have no partner, two pairs of folders could be meant, or
+            labels are of several kinds.
     """
     account = Account()
     pairs = _pair_folders(folder)
@@ -299,6 +304,7 @@ def import_pairs(folder: Path) -> DataSet:
     cases = [Case(name, path, labels[name], patient=name) for name, path in images.items()]
     _require_one_kind(list(labels.values()), labels_at)
     notes: list[str] = []
+    # What the data set names: masks, segments or, in label maps, nothing but values.
     structures: Structures | None = None
     segments = _segments_of(labels)
     if any(path.is_dir() for path in labels.values()):
@@ -313,25 +319,28 @@ def import_pairs(folder: Path) -> DataSet:
         groups = values_in(cases, notes)
     channel = channel_of(guess_modality(cases, notes))
     return DataSet(
-        PAIRS,
-        folder.name,
-        tuple(cases),
-        groups,
-        (channel,),
-        {},
+        format=PAIRS,
+        name=folder.name,
+        cases=tuple(cases),
+        labels=groups,
+        channels=(channel,),
+        background={},
         notes=tuple(notes),
         structures=structures,
         account=account,
     )
 
 
-def _label_files(images_at: Path, labels_at: Path, names: Collection[str]) -> dict[str, Path]:
+def _label_files(images_at: Path, labels_at: Path, case_names: Collection[str]) -> dict[str, Path]:
     """Find the label map, or the folder of masks, of each case.
 
     Args:
         images_at: Folder of the images.
         labels_at: Folder of the labels; the same one where 3D Slicer saved both.
-        names: Names of the cases.
+        case_names: Names of the cases.
+
+    Returns:
+        Name of each label map or folder, without an ending such as `_seg`, to its path.
 
     Raises:
         UserError: If two label maps have the name of one case.
@@ -345,8 +354,8 @@ def _label_files(images_at: Path, labels_at: Path, names: Collection[str]) -> di
             if path.is_dir() and volume_files(path):
                 files.append(path)
     labels = {case_name(path): path for path in files}
-    # Other programs name the label map `<case>_seg`.
-    if labels.keys().isdisjoint(names):
+    # If no label map has the name of a case, they may be called `<case>_seg`.
+    if labels.keys().isdisjoint(case_names):
         labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
     if len(labels) != len(files):
         raise UserError(
@@ -415,24 +424,27 @@ def _slicer_groups(
         its own, else by the names.
     """
     every_segment = list(itertools.chain.from_iterable(segments.values()))
-    names = sorted({segment.name for segment in every_segment})
-    groups = named_groups(names, account)
-    places = {(segment.name, segment.value) for segment in every_segment}
+    segment_names = sorted({segment.name for segment in every_segment})
+    labels_by_name = named_groups(segment_names, account)
+    pairs = {(segment.name, segment.value) for segment in every_segment}
     num_values = len({segment.value for segment in every_segment})
     has_layers = any(segment.num_layers > 1 for segment in every_segment)
     # As many names, values and pairs of both: each name has one value and each value one name. And
     # as many labels: no name is another spelling of a second one.
-    has_one_value_each = len(places) == len(names) == num_values == len(groups)
+    has_one_value_each = len(pairs) == len(segment_names) == num_values == len(labels_by_name)
     structures: dict[str, list[int | str]] = {}
     if has_layers or not has_one_value_each:
         for case, case_segments in segments.items():
             structures[case] = [segment.name for segment in case_segments]
-        return structures, groups
+        return structures, labels_by_name
     for case, case_segments in segments.items():
         structures[case] = [segment.value for segment in case_segments]
-    value_of = dict(places)
-    by_value: LabelMembers = {label: [value_of[str(names[0])]] for label, names in groups.items()}
-    return structures, dict(sorted(by_value.items(), key=lambda item: item[1][0]))
+    value_of_name = dict(pairs)
+    labels_by_value: LabelMembers = {}
+    for label, (segment_name,) in labels_by_name.items():
+        labels_by_value[label] = [value_of_name[str(segment_name)]]
+    # In the order of the values.
+    return structures, dict(sorted(labels_by_value.items(), key=lambda item: item[1][0]))
 
 
 def is_slicer_file(path: Path) -> bool:
@@ -475,13 +487,14 @@ def _read_meta(path: Path, account: Account) -> dict[str, str]:
         return {}
     account.claim(path)
     rows = list(csv.DictReader(io.StringIO(read_text(path)), delimiter=";"))
+    # A row has the keys of the header, also where its cells are missing.
     if not rows or not {"image_id", "split"} <= rows[0].keys():
         raise UserError(
             f"{path}: expected the columns image_id and split, separated by ';'; "
             "restore or remove it."
         )
     account.leave_out_keys(map(str, rows[0]), ("image_id", "split"), path.name)
-    splits: dict[str, str] = {}
+    split_of: dict[str, str] = {}
     for row in rows:
         name = row["image_id"]
         split = row["split"]
@@ -489,12 +502,12 @@ def _read_meta(path: Path, account: Account) -> dict[str, str]:
             raise UserError(
                 f"{path}: expected {', '.join(SPLITS)} as the split of {name}, got {split!r}."
             )
-        if name not in splits:
-            splits[name] = split
-        elif splits[name] == split:
+        if name not in split_of:
+            split_of[name] = split
+        elif split_of[name] == split:
             account.merge(Kind.row, name, "listed more than once in meta.csv, counts once")
         else:
             raise UserError(
-                f"{path}: {name} has the splits {splits[name]} and {split}; keep one row."
+                f"{path}: {name} has the splits {split_of[name]} and {split}; keep one row."
             )
-    return splits
+    return split_of

@@ -39,8 +39,8 @@ class Format(NamedTuple):
 
     Attributes:
         sign: What its folder holds, for messages.
-        is_at: Whether a path looks like it.
-        read: Reads the data set.
+        is_at: Whether a path looks like a data set of this layout.
+        read: Reads the data set at a path.
     """
 
     sign: str
@@ -51,22 +51,24 @@ class Format(NamedTuple):
 def _is_nnunet(path: Path) -> bool:
     """Whether a folder has a `dataset.json` of nnU-Net.
 
-    That of nnU-Net 2 has `channel_names`; with nnU-Net 1, images have the number of a channel.
-    Cases of the Decathlon may be called `liver_0000` too, but then the list names all of its files
-    as they are.
+    The file of nnU-Net 2 has the key `channel_names`. That of nnU-Net 1 has the keys of the
+    Decathlon, but the names of its images end in the number of a channel, which its list leaves
+    out. Cases of the Decathlon may be called `liver_0000`, too; there the list names all files as
+    they are.
     """
     if not (path / DATASET_FILE).is_file():
         return False
     about = read_about(path / DATASET_FILE)
     if "channel_names" in about:
         return True
-    if "modality" not in about or next((path / "imagesTr").glob("*_0000.*"), None) is None:
+    has_numbered_image = next((path / "imagesTr").glob("*_0000.*"), None) is not None
+    if "modality" not in about or not has_numbered_image:
         return False
-    return not _lists_files(path, about.get("training"))
+    return not _is_decathlon_list(path, about.get("training"))
 
 
-def _lists_files(folder: Path, entries: Any) -> bool:
-    """Whether a list of the Decathlon names files that exist, some without a channel's number."""
+def _is_decathlon_list(folder: Path, entries: Any) -> bool:
+    """Whether a list names files that all exist, some of them without the number of a channel."""
     if not isinstance(entries, list):
         return False
     paths = []
@@ -90,12 +92,14 @@ def _is_dicom(path: Path) -> bool:
 
 
 def _import_dicom(folder: Path) -> DataSet:
+    """Read a folder of DICOM files, see `medseg.data.importers.dicom.import_dicom`."""
     from medseg.data.importers.dicom import import_dicom  # pydicom takes 30 MiB
 
     return import_dicom(folder)
 
 
-# In the order in which they are tried: the files of an earlier one may also look like a later one.
+# In the order in which they are tried: the folder of an earlier layout may also look like a later
+# one.
 FORMATS = {
     NNUNET: Format(
         "dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet
@@ -116,11 +120,13 @@ FORMATS = {
 def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
     """Read a data set in the layout of another program.
 
-    Only headers, tables and names are read where these name the labels.
+    Only headers, tables and names are read where these name the labels; otherwise label maps are
+    read for their values. The result is remembered: a process reads a data set once, and does not
+    notice a later change.
 
     Args:
         path: Folder, or datalist (.json).
-        format_name: Name of its layout in `FORMATS`; None = detected from the content of the
+        format_name: Name of its layout in `FORMATS`; None detects it from the content of the
             folder.
 
     Raises:
@@ -128,10 +134,11 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
     """
     if not path.exists():
         raise UserError(f"{path}: this folder does not exist; check the path.")
-    # The names of the folder and of those around it count: "." has none.
+    # Importers use the names of the folder and of those around it, which "." does not have.
     path = Path(os.path.abspath(path))
     try:
-        return check_dataset(FORMATS[format_name or find_format(path)].read(path), path)
+        layout = FORMATS[format_name or find_format(path)]
+        return check_dataset(layout.read(path), path)
     except OSError as error:
         raise UserError(
             f"{error.filename or path}: cannot be read ({error.strerror}); "
@@ -152,8 +159,8 @@ def find_format(path: Path) -> str:
     folders: list[Path] = []
     if path.is_dir():
         folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
-    # DICOM files at any depth would have made the folder itself a data set: they are not searched
-    # for again.
+    # The user may have given the folder around a data set. DICOM files at any depth would have made
+    # the folder itself a data set, and are not searched for again.
     inner = [folder.name for folder in folders if _format_at(folder, excluded=DICOM) is not None]
     if inner:
         count = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
@@ -161,12 +168,12 @@ def find_format(path: Path) -> str:
             f"{path}: it holds {count}: {', '.join(inner[:10])}; "
             f"give one of them, such as {path / inner[0]}."
         )
-    whole = path.absolute().parent
-    # DICOM files anywhere beside the folder say nothing about it.
-    name = _format_at(whole, excluded=DICOM)
+    # Or a folder inside of one. DICOM files anywhere beside the folder say nothing about it.
+    outer = path.absolute().parent
+    name = _format_at(outer, excluded=DICOM)
     if name is not None:
         raise UserError(
-            f"{path}: expected a data set, but found a part of the {name} data set {whole}; "
+            f"{path}: expected a data set, but found a part of the {name} data set {outer}; "
             "give that folder."
         )
     signs = "; ".join(f"{name}: {layout.sign}" for name, layout in FORMATS.items())
@@ -193,7 +200,12 @@ def _refuse_case_table(path: Path) -> None:
 
 
 def _format_at(path: Path, excluded: str = "") -> str | None:
-    """Find the first layout that a path looks like; None if there is none."""
+    """Find the first layout that a path looks like; None if there is none.
+
+    Args:
+        path: The path.
+        excluded: Layout that is not tried.
+    """
     for name, layout in FORMATS.items():
         if name != excluded and layout.is_at(path):
             return name

@@ -33,14 +33,16 @@ from medseg.task import IGNORE, Channel
 NNUNET = "nnunet"
 MSD = "msd"
 DATASET_FILE = "dataset.json"
-BACKGROUND = "background"
-# A first volume with values below this is CT in HU: air is -1000, and MR has no negative values of
-# this size.
+BACKGROUND = "background"  # name of the background among labels
+# A scan with values below this is a CT in HU: air is -1000, and MR has no negative values of this
+# size.
 CT_HU = -500
-# Lists of a datalist, and the split of their cases.
+# Lists of a datalist, and the split of their cases; None for training cases, of which folds may
+# validate a part.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
+# Keys of an entry of these lists, and of dataset.json, that are read; all others are listed in the
+# closing table.
 ENTRY_KEYS = ("image", "label", "fold", "patient")
-# Keys of dataset.json that are read; all others are listed in the closing table.
 NNUNET_KEYS = (
     "channel_names",
     "modality",
@@ -60,24 +62,24 @@ class _RawFolder:
     Attributes:
         folder: The folder.
         about: Content of its `dataset.json`.
-        channels: Names of the channels in their order.
+        channel_names: Names of the channels in their order.
         ending: Ending of all images and labels, such as `.nii.gz`.
         account: Gets what was used and what was left out.
     """
 
     folder: Path
     about: Mapping[str, Any]
-    channels: Sequence[str]
+    channel_names: Sequence[str]
     ending: str
     account: Account
 
     @property
-    def path(self) -> Path:
-        """The file that describes the folder."""
+    def json_path(self) -> Path:
+        """The file that describes the folder, for messages."""
         return self.folder / DATASET_FILE
 
     def has_list(self, key: str) -> bool:
-        """Whether a list of the cases counts: nnU-Net 1 takes those of its list, nnU-Net 2 all."""
+        """Whether a list chooses the cases: nnU-Net 1 takes those of its list, nnU-Net 2 all."""
         return "channel_names" not in self.about and key in self.about
 
 
@@ -95,7 +97,7 @@ def import_nnunet(folder: Path) -> DataSet:
     raw = _read_raw_folder(folder)
     images, labels = _training_files(raw)
     _check_count(raw.about, "numTraining", len(images), raw.account)
-    # nnU-Net writes its own splits among the preprocessed data.
+    # nnU-Net writes its own splits among the preprocessed data, beside its folder of raw data.
     preprocessed = folder.parent.parent / "nnUNet_preprocessed" / folder.name
     split_files = [folder / SPLITS_FILE, preprocessed / SPLITS_FILE]
     folds = read_folds(split_files, images, raw.account)
@@ -113,8 +115,8 @@ def import_nnunet(folder: Path) -> DataSet:
         )
         cases.append(case)
     cases += _test_cases(raw, num_sides=folds.num_sides)
-    named_values = field(raw.about, "labels", dict, raw.path)
-    groups, background, ignore = _label_groups(named_values, raw.path, raw.account)
+    values_by_name = field(raw.about, "labels", dict, raw.json_path)
+    groups, background, ignore = _label_groups(values_by_name, raw.json_path, raw.account)
     notes: tuple[str, ...] = ()
     if folds.advice:
         notes = (folds.advice,)
@@ -123,7 +125,7 @@ def import_nnunet(folder: Path) -> DataSet:
         name=str(raw.about.get("name") or folder.name),
         cases=tuple(cases),
         labels=groups,
-        channels=tuple(map(channel_of, raw.channels)),
+        channels=tuple(map(channel_of, raw.channel_names)),
         background=background,
         ignore=ignore,
         notes=notes,
@@ -143,14 +145,15 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     account.claim(path)
     is_first_version = "channel_names" not in about
     channels_key = "modality" if is_first_version else "channel_names"
-    channels = _names(field(about, channels_key, dict, path))
+    channel_names = _names_in_order(field(about, channels_key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
+    # A list, since the value in the file may be one that cannot be hashed.
     if ending not in list(SUFFIXES):
         raise UserError(
             f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; "
             "convert the files to one of them."
         )
-    # Reason for all files of the folders that no later step uses, or explains better.
+    # The reason for all files that no later step uses or explains better.
     why = f"no file of a case that ends in {ending}"
     if "dataset" in about:
         why = "the key dataset does not name it"
@@ -159,13 +162,13 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     account.explain(
         folder / "splits_final.pkl", f"a pickle is not read: save the folds as {SPLITS_FILE}"
     )
-    keys = (*NNUNET_KEYS, "training", "test") if is_first_version else NNUNET_KEYS
-    account.leave_out_keys(about, keys, DATASET_FILE)
-    return _RawFolder(folder, about, channels, ending, account)
+    used_keys = (*NNUNET_KEYS, "training", "test") if is_first_version else NNUNET_KEYS
+    account.leave_out_keys(about, used_keys, DATASET_FILE)
+    return _RawFolder(folder, about, channel_names, ending, account)
 
 
 def _training_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Path]]:
-    """Find the images, one per channel, and the labels of each training case."""
+    """Find the images, one per channel, and the labels of each training case, by its name."""
     if "dataset" in raw.about:
         images, labels = _listed_files(raw)
     else:
@@ -180,15 +183,18 @@ def _listed_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Pat
     """Read the images and labels that the key `dataset` lists."""
     images: dict[str, list[Path]] = {}
     labels: dict[str, Path] = {}
-    for name, content in field(raw.about, "dataset", dict, raw.path).items():
-        # `file_paths` and `file_path` refuse the keys that an empty entry lacks.
+    for name, content in field(raw.about, "dataset", dict, raw.json_path).items():
+        # Anything else than a mapping is taken for an empty one, whose missing keys are refused by
+        # `file_paths` and `file_path`.
         entry = content if isinstance(content, dict) else {}
-        images[name] = [raw.folder / image for image in file_paths(entry.get("images"), raw.path)]
-        labels[name] = raw.folder / file_path(entry.get("label"), raw.path)
-        if len(images[name]) != len(raw.channels):
+        images[name] = [
+            raw.folder / image for image in file_paths(entry.get("images"), raw.json_path)
+        ]
+        labels[name] = raw.folder / file_path(entry.get("label"), raw.json_path)
+        if len(images[name]) != len(raw.channel_names):
             raise UserError(
-                f"{raw.path}: expected {len(raw.channels)} images of {name}, one per channel, "
-                f"got {len(images[name])}."
+                f"{raw.json_path}: expected {len(raw.channel_names)} images of {name}, "
+                f"one per channel, got {len(images[name])}."
             )
     return images, labels
 
@@ -197,13 +203,14 @@ def _files_in_folders(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str,
     """Find the images and labels of the training cases by the names of the files."""
     images_at = raw.folder / "imagesTr"
     labels_at = raw.folder / "labelsTr"
-    images = _numbered(images_at, raw)
+    images = _images_by_case(images_at, raw)
     if not images:
         raise UserError(
-            f"{images_at}: expected files that end in {raw.ending} (file_ending of {raw.path}), "
-            "found none; rename the files, or correct file_ending."
+            f"{images_at}: expected files that end in {raw.ending} "
+            f"(file_ending of {raw.json_path}), found none; rename the files, or correct "
+            "file_ending."
         )
-    labels = _by_name(labels_at, raw.ending)
+    labels = _files_by_name(labels_at, raw.ending)
     require_pairs(images, labels, images_at, labels_at)
     return images, labels
 
@@ -221,17 +228,20 @@ def _choose_listed(
         images: Images of each case in the folder.
         folder: The folder, for messages.
 
+    Returns:
+        Images of the cases that are in the list.
+
     Raises:
         UserError: If the list names a case that has no file.
     """
     counts: Counter[str] = Counter()
-    for entry in field(raw.about, key, list, raw.path):
+    for entry in field(raw.about, key, list, raw.json_path):
         image = entry.get("image") if isinstance(entry, dict) else entry
-        counts[_name_in_list(file_path(image, raw.path))] += 1
+        counts[_name_in_list(file_path(image, raw.json_path))] += 1
     for name, count in counts.items():
         if name not in images:
             raise UserError(
-                f"{raw.path}: the list {key} names {name}, which {folder} does not hold; "
+                f"{raw.json_path}: the list {key} names {name}, which {folder} does not hold; "
                 "add the file, or remove the entry."
             )
         if count > 1:
@@ -252,17 +262,22 @@ def _require_own_labels(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
 
     nnU-Net 1 takes the file that the list names, nnU-Net 2 the one that has the name of the case.
 
+    Args:
+        raw: The data set.
+        labels: Labels that were found for each case by its name.
+
     Raises:
         UserError: With the case and both files.
     """
     for entry in raw.about["training"]:
         if not isinstance(entry, dict) or "label" not in entry:
             continue
-        name = _name_in_list(file_path(entry.get("image"), raw.path))
-        listed = Path(file_path(entry["label"], raw.path)).name
-        if listed != labels[name].name:
+        name = _name_in_list(file_path(entry.get("image"), raw.json_path))
+        listed_name = Path(file_path(entry["label"], raw.json_path)).name
+        if listed_name != labels[name].name:
             raise UserError(
-                f"{raw.path}: the list training gives the case {name} the labels {listed}, "
+                f"{raw.json_path}: the list training gives the case {name} the labels "
+                f"{listed_name}, "
                 f"but expected {labels[name].name}; name the file of the right labels so, "
                 "and correct the list."
             )
@@ -278,21 +293,24 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
 
     Args:
         raw: The data set.
-        num_sides: Number of folds; a test case is on neither side of each.
+        num_sides: Number of columns `fold_0`, `fold_1`, …, in all of which the cell of a test case
+            is empty.
     """
     images_at = raw.folder / "imagesTs"
     if not images_at.is_dir():
-        if raw.has_list("test") and field(raw.about, "test", list, raw.path):
+        if raw.has_list("test") and field(raw.about, "test", list, raw.json_path):
             raise UserError(
-                f"{raw.path}: the list test names cases, but {images_at} does not exist; "
+                f"{raw.json_path}: the list test names cases, but {images_at} does not exist; "
                 "copy the folder, or empty the list."
             )
         return []
-    images = _numbered(images_at, raw)
+    images = _images_by_case(images_at, raw)
     if raw.has_list("test"):
         images = _choose_listed(raw, "test", images, images_at)
     labels_at = raw.folder / "labelsTs"
-    labels = _by_name(labels_at, raw.ending) if labels_at.is_dir() else {}
+    labels: dict[str, Path] = {}
+    if labels_at.is_dir():
+        labels = _files_by_name(labels_at, raw.ending)
     for name, file in labels.items():
         if name not in images:
             raw.account.explain(file, "labels without an image")
@@ -312,7 +330,10 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
 
 
 def _check_count(about: Mapping[str, Any], key: str, count: int, account: Account) -> None:
-    """Enter whether a stated number of cases is right; the files count, not the number."""
+    """Enter whether the number of cases that the file states is right.
+
+    It has no effect: the cases that are there count.
+    """
     if key not in about:
         return
     if about[key] == count:
@@ -337,10 +358,11 @@ def import_msd(source: Path) -> DataSet:
     account = Account()
     account.claim(path)
     account.leave_out_keys(about, MSD_KEYS, path.name)
+    # Checks, too, that the lists are lists, whose lengths are compared here.
     entries = _entries(about, path, account)
-    num_tested = len(about.get("test", ())) + len(about.get("testing", ()))
+    num_test = len(about.get("test", ())) + len(about.get("testing", ()))
     _check_count(about, "numTraining", len(about["training"]), account)
-    _check_count(about, "numTest", num_tested, account)
+    _check_count(about, "numTest", num_test, account)
     images = []
     for _, entry in entries:
         images.append([path.parent / image for image in file_paths(entry.get("image"), path)])
@@ -348,17 +370,17 @@ def import_msd(source: Path) -> DataSet:
     background: LabelMembers = {}
     ignore = None
     if "labels" in about:
-        named_values = field(about, "labels", dict, path)
-        groups, background, ignore = _label_groups(named_values, path, account)
+        values_by_name = field(about, "labels", dict, path)
+        groups, background, ignore = _label_groups(values_by_name, path, account)
     else:
         groups = values_in(cases, notes)
     channels: list[Channel] = []
     if "modality" in about:
         modalities = field(about, "modality", dict, path)
-        channels = [channel_of(name) for name in _names(modalities)]
+        channels = [channel_of(name) for name in _names_in_order(modalities)]
     _check_channels(path, images, len(channels))
     if not channels:
-        # One guess for all channels. There are as many as an entry has files.
+        # As many channels as an entry has files, all of the modality of the first.
         channel = channel_of(guess_modality(cases, notes))
         channels = [channel] * max(map(len, images), default=1)
     return DataSet(
@@ -375,14 +397,14 @@ def import_msd(source: Path) -> DataSet:
 
 
 Entries = list[tuple[str | None, dict[str, Any]]]
-"""Entries of the lists of a datalist: the split, None = training, and the mapping of the file."""
+"""Entries of the lists of a datalist: the split as in `LISTS`, and the mapping of the file."""
 
 
 def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
-    """Read the lists of a datalist.
+    """Read the lists of a datalist; an entry that is repeated counts once.
 
     Raises:
-        UserError: If a list is none, or two entries have the same image.
+        UserError: If the value of a list is no list, or two different entries have the same image.
     """
     entries: Entries = []
     first_uses: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -392,6 +414,7 @@ def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
         content = field(about, key, list, path)
         account.use(Kind.list, key, f"has {len(content)} entries")
         for value in content:
+            # An entry of the list `test` may be the path of its image alone.
             entry = value if isinstance(value, dict) else {"image": value}
             account.leave_out_keys(entry, ENTRY_KEYS, f"an entry of {key}")
             # An entry is known by its first image; "./a.nii.gz" and "a.nii.gz" are one file.
@@ -420,7 +443,7 @@ def _msd_cases(
         entries: The entries.
         images: Images of each entry, one per channel, or one file of all channels.
         path: The datalist.
-        account: Gets the folds that do not count.
+        account: Gets the folds that have no effect.
 
     Raises:
         UserError: If a fold is no whole number, or a file has folds and a list of validation cases.
@@ -429,6 +452,7 @@ def _msd_cases(
     cases = []
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
         fold = entry.get("fold")
+        # `isinstance` would take True for a fold.
         if fold is not None and (type(fold) is not int or fold < 0):
             raise UserError(f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
         if fold is not None and split is not None:
@@ -453,7 +477,7 @@ def _msd_cases(
 
 
 def _check_folds(cases: Sequence[Case], path: Path, account: Account) -> None:
-    """Enter the training cases without a fold, if others have one.
+    """Enter the training cases without a fold in the account, if others have one.
 
     Raises:
         UserError: If the file has folds and a list of validation cases.
@@ -479,12 +503,12 @@ def _check_channels(path: Path, images: Sequence[Sequence[Path]], num_channels: 
     Args:
         path: The datalist, for messages.
         images: Images of each entry.
-        num_channels: Number of channels in `modality`; 0 = not stated.
+        num_channels: Number of channels in `modality`; 0 where it is not stated.
     """
     most = max(map(len, images), default=1)
     if most == 1:
         return
-    expected = num_channels or most
+    expected = most if num_channels == 0 else num_channels
     for files in images:
         if len(files) != expected:
             raise UserError(
@@ -510,6 +534,12 @@ def read_about(path: Path) -> dict[str, Any]:
 def field(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
     """Return a value of a JSON file, checked to be a list or a mapping.
 
+    Args:
+        about: Content of the file.
+        key: Key of the value.
+        kind: `list` or `dict`.
+        path: The file, for messages.
+
     Raises:
         UserError: If it is missing or of another kind.
     """
@@ -523,7 +553,11 @@ def field(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
 
 
 def file_path(value: Any, path: Path) -> str:
-    """Return a path of a JSON file.
+    """Return a value of a JSON file, checked to be a path.
+
+    Args:
+        value: The value.
+        path: The file, for messages.
 
     Raises:
         UserError: If it is no text.
@@ -537,7 +571,7 @@ def file_path(value: Any, path: Path) -> str:
 
 
 def file_paths(value: Any, path: Path) -> list[str]:
-    """Return one path or several, at least one."""
+    """Return the paths of a value that is one path or a list of at least one; see `file_path`."""
     if isinstance(value, list) and value:
         return [file_path(item, path) for item in value]
     return [file_path(value, path)]
@@ -546,8 +580,15 @@ def file_paths(value: Any, path: Path) -> list[str]:
 def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
     """Find the values of all label maps, for data sets that name no labels.
 
+    Args:
+        cases: The cases, whose label maps are read completely.
+        notes: Gets a sentence that says so.
+
     Returns:
         Labels with the names `label_<value>`.
+
+    Raises:
+        UserError: If there is no value but 0.
     """
     present: set[int] = set()
     for case in cases:
@@ -566,6 +607,10 @@ def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
 def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
     """Guess from the values of the first scan whether the scans are CT.
 
+    Args:
+        cases: The cases, of which the first image is read.
+        notes: Gets a sentence that says so.
+
     Returns:
         `ct` or `other`, the latter also for a data set without cases, which is refused later.
     """
@@ -581,30 +626,32 @@ def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
     return "ct" if is_ct else "other"
 
 
-def _names(by_number: Mapping[str, Any]) -> list[str]:
+def _names_in_order(names_by_number: Mapping[str, Any]) -> list[str]:
     """List the names of channels in the order of their numbers, which are texts in JSON."""
     # By length first: "10" comes after "9".
-    numbers = sorted(by_number, key=lambda number: (len(number), number))
-    return [str(by_number[number]) for number in numbers]
+    numbers = sorted(names_by_number, key=lambda number: (len(number), number))
+    return [str(names_by_number[number]) for number in numbers]
 
 
-def _numbered(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
-    """Find the images `<case>_0000`, `<case>_0001`, … of each case.
+def _images_by_case(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
+    """Find the images `<case>_0000`, `<case>_0001`, … of each case, in the order of the channels.
 
     Raises:
         UserError: If the folder or a channel is missing, or a name has no number.
     """
-    channels: dict[str, dict[int, Path]] = {}
-    for name, path in _by_name(folder, raw.ending).items():
+    # Case to the number of each channel to its file.
+    files_of_case: dict[str, dict[int, Path]] = {}
+    for name, path in _files_by_name(folder, raw.ending).items():
         match = re.fullmatch(r"(.+)_(\d{4})", name, re.ASCII)
         if match is None:
             raise UserError(
                 f"{path}: expected a name that ends in the number of a channel, "
                 f"such as {name}_0000{raw.ending}; rename the file."
             )
-        channels.setdefault(match[1], {})[int(match[2])] = path
-    expected = range(len(raw.channels))
-    for name, files in channels.items():
+        case, number = match.groups()
+        files_of_case.setdefault(case, {})[int(number)] = path
+    expected = range(len(raw.channel_names))
+    for name, files in files_of_case.items():
         missing = sorted(set(expected) - set(files))
         if missing:
             raise UserError(
@@ -618,13 +665,13 @@ def _numbered(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
                 f"but {DATASET_FILE} names {len(expected)}; correct one of them."
             )
     images = {}
-    for name, files in channels.items():
+    for name, files in files_of_case.items():
         images[name] = [files[number] for number in expected]
     return images
 
 
-def _by_name(folder: Path, ending: str) -> dict[str, Path]:
-    """Find the volume files of a folder with one ending, by name.
+def _files_by_name(folder: Path, ending: str) -> dict[str, Path]:
+    """Find the volume files of a folder with one ending, by their names without it.
 
     Raises:
         UserError: If the folder is missing, or two files have one name.
@@ -647,13 +694,16 @@ def _by_name(folder: Path, ending: str) -> dict[str, Path]:
 
 
 Members = dict[str, tuple[int, ...]]
-"""Values of each label or region, as `dataset.json` names them; regions may share values."""
+"""Name of each label or region in `dataset.json` to its values; regions may share values."""
 
 
 def _label_groups(
     named_values: Mapping[str, Any], path: Path, account: Account
 ) -> tuple[LabelMembers, LabelMembers, int | None]:
-    """Make disjoint labels of what `dataset.json` names.
+    """Make disjoint labels of the labels and regions that `dataset.json` names.
+
+    Regions of nnU-Net may overlap, as a whole tumour and its core do. Each group of values that
+    belong to the same regions becomes a label.
 
     Args:
         named_values: Name to value or list of values; or value to name, as in the Decathlon.
@@ -667,7 +717,7 @@ def _label_groups(
     Raises:
         UserError: If a value is no whole number, or has several names.
     """
-    members = _members(named_values, path)
+    members = _read_members(named_values, path)
     ignored = members.pop(IGNORE, ())
     if len(ignored) > 1:
         raise UserError(
@@ -686,27 +736,28 @@ def _label_groups(
     _check_values(members, reserved, path)
     groups = _disjoint_groups(members)
     label_of_group = label_names(groups)
-    for name, label in label_of_group.items():
-        if name != label:
-            account.original_names[label] = name
+    for group_name, label in label_of_group.items():
+        if group_name != label:
+            account.original_names[label] = group_name
     for region, values in members.items():
-        parts = []
-        for name, group in groups.items():
+        labels_of_region = []
+        for group_name, group in groups.items():
             if set(group) <= set(values):
-                parts.append(label_of_group[name])
+                labels_of_region.append(label_of_group[group_name])
         # A region that is one group, under its own name, has not been divided.
-        if parts != [label_of_group.get(region)]:
-            why = f"region that overlaps others: divided into {', '.join(parts)}"
+        if labels_of_region != [label_of_group.get(region)]:
+            why = f"region that overlaps others: divided into {', '.join(labels_of_region)}"
             account.merge(Kind.label, region, why)
-    labels = {label_of_group[name]: group for name, group in groups.items()}
-    return labels, background, ignored[0] if ignored else None
+    labels = {label_of_group[group_name]: group for group_name, group in groups.items()}
+    ignored_value = ignored[0] if ignored else None
+    return labels, background, ignored_value
 
 
 def _take_background(members: Members, path: Path, account: Account) -> LabelMembers:
-    """Remove the names of the background from the members of labels.
+    """Remove the names of the background from the members of labels, in place.
 
     Returns:
-        Values of the background other than 0, by name.
+        Name of the background to its values other than 0; empty where it has none.
 
     Raises:
         UserError: If a label has the value 0 beside others.
@@ -715,8 +766,9 @@ def _take_background(members: Members, path: Path, account: Account) -> LabelMem
     for name, values in list(members.items()):
         if name.casefold() == BACKGROUND:
             del members[name]
-            if any(values):
-                background[name] = [value for value in values if value]
+            other_values = [value for value in values if value != 0]
+            if other_values:
+                background[name] = list(other_values)
         elif values == (0,):
             del members[name]
             account.leave_out(Kind.label, name, "its value 0 is the background")
@@ -731,20 +783,20 @@ def _take_background(members: Members, path: Path, account: Account) -> LabelMem
 def _disjoint_groups(members: Members) -> LabelMembers:
     """Divide regions that overlap: values that belong to the same regions become one group.
 
-    A group has the name of the smallest of its regions, with `_rest` where that region holds
-    further values, and a number where a label has that name.
+    A group has the name of the smallest of its regions, which says the most; with `_rest` where
+    that region holds further values, and a number where a label has that name.
 
     Returns:
-        Groups in the order of their smallest values.
+        Name of each group to its values, in the order of their smallest values.
     """
-    regions_of: dict[int, list[str]] = {}
+    regions_of_value: dict[int, list[str]] = {}
     for name, values in members.items():
         for value in values:
-            regions_of.setdefault(value, []).append(name)
+            regions_of_value.setdefault(value, []).append(name)
+    # Regions, the smallest first, to the values that belong to all of them and no others.
     groups: dict[tuple[str, ...], list[int | str]] = {}
-    for value in sorted(regions_of):
-        # A group is named after the smallest of its regions, which says the most.
-        smallest_first = sorted(regions_of[value], key=lambda name: len(members[name]))
+    for value in sorted(regions_of_value):
+        smallest_first = sorted(regions_of_value[value], key=lambda name: len(members[name]))
         groups.setdefault(tuple(smallest_first), []).append(value)
     named_groups: LabelMembers = {}
     for regions, group in groups.items():
@@ -752,7 +804,7 @@ def _disjoint_groups(members: Members) -> LabelMembers:
         if set(group) == set(members[smallest]):
             named_groups[smallest] = group
             continue
-        # Smaller regions within it have taken the other values.
+        # The further values of this region belong to other groups.
         name = f"{smallest}_rest"
         # Another group has the same smallest region: the names of all regions tell them apart.
         if name in named_groups:
@@ -764,7 +816,7 @@ def _disjoint_groups(members: Members) -> LabelMembers:
 
 
 def _free_name(name: str, taken: Collection[str]) -> str:
-    """Number a name that is taken."""
+    """Append `_2`, `_3`, … to a name that is taken."""
     free_name = name
     number = 2
     while free_name in taken:
@@ -773,13 +825,16 @@ def _free_name(name: str, taken: Collection[str]) -> str:
     return free_name
 
 
-def _members(named_values: Mapping[str, Any], path: Path) -> Members:
+def _read_members(named_values: Mapping[str, Any], path: Path) -> Members:
     """Read the values of each label.
 
     Args:
         named_values: Name to value or list of values; or value to name, as in the Decathlon, where
             several values may have one name.
         path: File, for messages.
+
+    Raises:
+        UserError: If a value is no whole number from 0, or names and values are mixed up.
     """
     values_of = dict(named_values)
     # The Decathlon: {"1": "liver"}.
@@ -795,11 +850,13 @@ def _members(named_values: Mapping[str, Any], path: Path) -> Members:
     for name, content in values_of.items():
         values = content if isinstance(content, list) else [content]
         # A bool is an int in Python, but no value of a label.
-        if not values or not all(type(value) is int and value >= 0 for value in values):
+        are_whole = all(type(value) is int and value >= 0 for value in values)
+        if not values or not are_whole:
             raise UserError(
                 f"{path}: expected whole numbers from 0 as values of the label {name!r}, "
                 f"got {content!r}; correct the file."
             )
+        # Each value once, in their order.
         members[name] = tuple(dict.fromkeys(values))
     return members
 
@@ -815,12 +872,12 @@ def _check_values(members: Members, reserved: set[int | str], path: Path) -> Non
     Raises:
         UserError: If two labels have the same values, or a label has a reserved value.
     """
-    owners: dict[frozenset[int], str] = {}
+    first_names: dict[frozenset[int], str] = {}
     for name, values in members.items():
-        owner = owners.setdefault(frozenset(values), name)
-        if owner != name:
+        first_name = first_names.setdefault(frozenset(values), name)
+        if first_name != name:
             raise UserError(
-                f"{path}: the labels {owner!r} and {name!r} have the same value {values[0]}; "
+                f"{path}: the labels {first_name!r} and {name!r} have the same value {values[0]}; "
                 "remove one of them."
             )
         shared = sorted(reserved.intersection(values))
@@ -834,22 +891,22 @@ def _check_values(members: Members, reserved: set[int | str], path: Path) -> Non
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     """Name cases after their files, with their folders where two files have one name.
 
-    The number of a first channel is left out where all files end in it; else `liver_0000` is the
-    name of a case.
+    `_0000`, the number of a first channel, is left out where all names end in it, as those of files
+    that were written for nnU-Net do; else `liver_0000` is the name of a case.
 
     Args:
         folder: Folder of the datalist, whose own name is not part of the names.
         images: First image of each case.
     """
     names = [case_name(path) for path in images]
-    # Files that were written for nnU-Net.
     if all(name.endswith("_0000") for name in names):
         names = [name.removesuffix("_0000") for name in names]
     if len(set(names)) == len(names):
         return names
     long_names = []
     for path, name in zip(images, names, strict=True):
-        inner = path.relative_to(folder) if path.is_relative_to(folder) else path
-        parts = [part for part in inner.parts[:-1] if part not in (path.anchor, ".", "..")]
-        long_names.append("_".join([*parts, name]))
+        inner_path = path.relative_to(folder) if path.is_relative_to(folder) else path
+        # Without the file itself, and without what is no name of a folder.
+        folders = [part for part in inner_path.parts[:-1] if part not in (path.anchor, ".", "..")]
+        long_names.append("_".join([*folders, name]))
     return long_names

@@ -1,27 +1,27 @@
 """Folds of nnU-Net: the lists of `splits_final.json`, as columns of the case table."""
 
 import difflib
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from medseg.data.case_table import FOLD_SIDES, normalise_name
 from medseg.data.importers.account import Account, Kind
 from medseg.errors import UserError
 from medseg.io.text import read_json
 
 SPLITS_FILE = "splits_final.json"
-SIDES = ("train", "val")
 
 
 class Place(NamedTuple):
-    """Place of a case in the folds.
+    """Place of a case in the folds: the values of its columns in the case table.
 
     Attributes:
-        fold: Fold that validates the case, while all others train on it.
-        sides: Its side in each fold, where `fold` cannot say it; `train`, `val`, or None where the
-            fold leaves it out.
+        fold: Fold that validates the case, while all others train on it, for the column `fold`;
+            None where there is none, or where `sides` say it.
+        sides: Its side in each fold, for the columns `fold_0`, `fold_1`, …: `train`, `val`, or None
+            where the fold leaves it out; empty where the column `fold` can say it.
     """
 
     fold: int | None = None
@@ -32,9 +32,9 @@ class Folds(NamedTuple):
     """Folds of a data set.
 
     Attributes:
-        places: Case to its place.
+        places: Name of each case, normalised, to its place.
         advice: How to choose a fold; "" where there are none.
-        num_sides: Length of `sides` of each place.
+        num_sides: Length of `Place.sides` of each case.
     """
 
     places: Mapping[str, Place]
@@ -43,12 +43,8 @@ class Folds(NamedTuple):
 
     def place(self, name: str) -> Place:
         """Find the place of a case; one that the folds do not know is in none of them."""
-        return self.places.get(nfc(name), Place(sides=(None,) * self.num_sides))
-
-
-def nfc(name: str) -> str:
-    """Write letters with marks as one character; file systems may store them as two."""
-    return unicodedata.normalize("NFC", name)
+        in_no_fold = Place(sides=(None,) * self.num_sides)
+        return self.places.get(normalise_name(name), in_no_fold)
 
 
 def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) -> Folds:
@@ -57,7 +53,7 @@ def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) 
     Args:
         paths: Where `splits_final.json` may lie.
         cases: Names of the training cases.
-        account: Gets the lists.
+        account: Gets the lists of the folds.
 
     Raises:
         UserError: If two files differ, a list names an unknown case, or a fold trains on what it
@@ -76,20 +72,22 @@ def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) 
             )
         account.merge(Kind.file, str(other), f"holds the folds of {path}")
         account.claim(other)
-    folds = _checked(content, path)
-    names = {nfc(name) for name in cases}
-    members = [_read_fold(fold, number, names, path, account) for number, fold in enumerate(folds)]
-    return _folds(members, names)
+    folds = _check_folds(content, path)
+    names = {normalise_name(name) for name in cases}
+    sides_in_folds = []
+    for number, fold in enumerate(folds):
+        sides_in_folds.append(_read_fold(fold, number, names, path, account))
+    return _place_cases(sides_in_folds, names)
 
 
-def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Folds:
+def _place_cases(sides_in_folds: Sequence[Mapping[str, str]], names: Collection[str]) -> Folds:
     """Find the place of each case.
 
     Args:
-        members: Of each fold, case to its side.
+        sides_in_folds: For each fold, the cases that it uses with their side.
         names: All training cases.
     """
-    num_folds = len(members)
+    num_folds = len(sides_in_folds)
     advice = (
         f"the folds of {SPLITS_FILE} are in the case table: "
         "data.fold=0 is the only one, and needs no key"
@@ -101,10 +99,10 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
         )
     sides_of = {}
     for name in names:
-        sides_of[name] = tuple(fold.get(name) for fold in members)
+        sides_of[name] = tuple(side_of_case.get(name) for side_of_case in sides_in_folds)
     # The column `fold` says that a case is validated in one fold and trained on in all others. It
     # cannot say that a fold leaves a case out, or validates nothing.
-    fits_column = all("val" in fold.values() for fold in members)
+    fits_column = all("val" in side_of_case.values() for side_of_case in sides_in_folds)
     for sides in sides_of.values():
         if None in sides or sides.count("val") > 1:
             fits_column = False
@@ -120,8 +118,12 @@ def _folds(members: Sequence[Mapping[str, str]], names: Collection[str]) -> Fold
     return Folds(places, advice, num_sides=num_sides)
 
 
-def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
-    """Check that the file holds a list of folds, each with its two lists."""
+def _check_folds(content: Any, path: Path) -> list[dict[str, list[Any]]]:
+    """Check that the file holds a list of folds, each with its two lists, and return it.
+
+    Raises:
+        UserError: If it holds something else.
+    """
     folds: list[Any] = content if isinstance(content, list) else []
     if not folds or not all(map(_is_fold, folds)):
         raise UserError(
@@ -133,7 +135,9 @@ def _checked(content: Any, path: Path) -> list[dict[str, list[Any]]]:
 
 def _is_fold(fold: Any) -> bool:
     """Whether a value of the file is a fold with its two lists."""
-    return isinstance(fold, dict) and all(isinstance(fold.get(side), list) for side in SIDES)
+    if not isinstance(fold, dict):
+        return False
+    return all(isinstance(fold.get(side), list) for side in FOLD_SIDES)
 
 
 def _read_fold(
@@ -143,18 +147,33 @@ def _read_fold(
     path: Path,
     account: Account,
 ) -> dict[str, str]:
-    """Read the lists of one fold; returns case to its side."""
-    members: dict[str, str] = {}
-    for side in SIDES:
+    """Read the lists of one fold.
+
+    Args:
+        fold: The lists by side.
+        number: Number of the fold, for messages.
+        names: All training cases.
+        path: The file, for messages.
+        account: Gets the lists.
+
+    Returns:
+        The cases that the fold uses, with their side.
+
+    Raises:
+        UserError: If a list names an unknown case or one of the other list, or none is trained on.
+    """
+    side_of_case: dict[str, str] = {}
+    for side in FOLD_SIDES:
         where = f"{side} of fold {number}"
-        counts = Counter(nfc(str(name)) for name in fold[side])
+        counts = Counter(normalise_name(str(name)) for name in fold[side])
         for name, count in counts.items():
             if name not in names:
                 raise UserError(
                     f"{path}: {where} names {name!r}, which is no training "
-                    f"case{_hint(name, names)}; {_CURE}."
+                    f"case{_hint(name, names)}; correct the name, add the case, or remove the name "
+                    "from the list."
                 )
-            if name in members:
+            if name in side_of_case:
                 raise UserError(
                     f"{path}: fold {number} names {name!r} in train and in val, but no case is "
                     "trained on and validated at once; remove it from one of the lists, or remove "
@@ -162,22 +181,19 @@ def _read_fold(
                 )
             if count > 1:
                 account.merge(Kind.list, f"{name} in {where}", "named more than once, counts once")
-        members |= dict.fromkeys(counts, side)
+        side_of_case |= dict.fromkeys(counts, side)
         account.use(Kind.list, where, f"names {len(counts)} cases of {path.name}")
-    if "train" not in members.values():
+    if "train" not in side_of_case.values():
         raise UserError(
             f"{path}: train of fold {number} is empty; name the cases to train on, or remove the "
             "fold."
         )
     for key in fold:
-        if key not in SIDES:
+        if key not in FOLD_SIDES:
             account.leave_out(
                 Kind.list, f"{key} of fold {number}", "a fold has train and val alone"
             )
-    return members
-
-
-_CURE = "correct the name, add the case, or remove the name from the list"
+    return side_of_case
 
 
 def _hint(name: str, names: Collection[str]) -> str:

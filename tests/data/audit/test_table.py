@@ -62,8 +62,8 @@ def test_a_spacing_is_an_outlier_among_enough_others(
         audited("odd", spacing_mm),
     ]
     compared = compare_cases(cases)
-    assert all(one.compared == () for one in compared[:-1])
-    assert [finding.message for finding in compared[-1].compared] == ([said] if said else [])
+    assert all(one.comparison == () for one in compared[:-1])
+    assert [finding.message for finding in compared[-1].comparison] == ([said] if said else [])
 
 
 def test_copies_are_found_in_the_order_of_the_table() -> None:
@@ -133,7 +133,7 @@ def near_copies(by_profile: bool, **cells: tuple[Any, Any]) -> Finding:
         assert one.audit is not None
         audit = replace(one.audit, profile=profile if by_profile else ())
         pair.append(replace(one, case=replace(one.case, **row), audit=audit))
-    (finding,) = compare_cases(pair)[1].compared
+    (finding,) = compare_cases(pair)[1].comparison
     return finding
 
 

@@ -412,12 +412,12 @@ def test_thumbnails_that_differ_by_less_than_12_hu_are_copies(
     changed = (100 + difference, 100 - difference, -100 + difference, -100 - difference)
     cases = [audited("a", (100, 100, -100, -100)), audited("b", changed)]
     first, second = compare_cases(cases)
-    assert first.compared == ()
-    assert [finding.code for finding in second.compared] == ["near_copy"] * is_told
+    assert first.comparison == ()
+    assert [finding.code for finding in second.comparison] == ["near_copy"] * is_told
     assert (
         compare_cases([audited("a", (1,), patient="p"), audited("b", (2,), patient="p")])[
             1
-        ].compared
+        ].comparison
         == ()
     )
 
@@ -430,11 +430,13 @@ def test_thumbnails_that_a_line_maps_within_10_percent_are_copies(
     noise = difference * np.array([1, -1, 1, -1])
     scaled = tuple((0.8 * (values + noise) + 200).astype(int).tolist())
     cases = [audited("a", tuple(values.tolist())), audited("b", scaled)]
-    assert [finding.code for finding in compare_cases(cases)[1].compared] == ["near_copy"] * is_told
+    assert [finding.code for finding in compare_cases(cases)[1].comparison] == [
+        "near_copy"
+    ] * is_told
     same_patient = [replace(one, case=replace(one.case, patient="p")) for one in cases]
-    assert compare_cases(same_patient)[1].compared == ()
+    assert compare_cases(same_patient)[1].comparison == ()
     negative = [cases[0], audited("c", tuple((-values).tolist())), audited("d", (7, 7, 7, 7))]
-    assert [one.compared for one in compare_cases(negative)] == [(), (), ()]
+    assert [one.comparison for one in compare_cases(negative)] == [(), (), ()]
 
 
 def test_the_nearest_copy_is_named() -> None:
@@ -444,7 +446,7 @@ def test_the_nearest_copy_is_named() -> None:
         audited("other", ()),
         audited("copy", (0, 0)),
     ]
-    (finding,) = compare_cases(cases)[-1].compared
+    (finding,) = compare_cases(cases)[-1].comparison
     assert "'near' (3.0 HU apart)" in finding.message
     audits = [case.audit for case in cases]
     assert all(audit is not None for audit in audits)
@@ -475,12 +477,12 @@ def row(scale: float, slope: int = 0) -> profile.Profile:
 def test_profiles_within_6_percent_are_copies(scale: float, is_told: bool) -> None:
     """Of the mean of both areas: 1.061 differs by 5.9 %, and 1.063 by 6.1 %."""
     second = compare_cases([audited("a", areas=row(1.0)), audited("b", areas=row(scale))])[1]
-    assert [finding.code for finding in second.compared] == ["near_copy"] * is_told
+    assert [finding.code for finding in second.comparison] == ["near_copy"] * is_told
     same_patient = [
         audited("a", areas=row(1.0), patient="p"),
         audited("b", areas=row(scale), patient="p"),
     ]
-    assert compare_cases(same_patient)[1].compared == ()
+    assert compare_cases(same_patient)[1].comparison == ()
 
 
 @pytest.mark.parametrize(("steps", "is_near"), [(32, True), (31, False)])
