@@ -223,8 +223,8 @@ def _tile_probs(
     # As many batches at a time as there are processes to take them.
     for start in range(0, len(batches), num_parallel):
         group = batches[start : start + num_parallel]
-        images = [_cut_batch(image, batch_boxes) for batch_boxes in group]
-        for logits in run_batches(images):
+        # The images get no name: it would keep them while the results are blended.
+        for logits in run_batches([_cut_batch(image, batch_boxes) for batch_boxes in group]):
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
 
@@ -264,8 +264,8 @@ class _ProbsCollector:
         planes_at_a_time = max(1, SLAB_VOXELS // (height * width))
         for slab in inside.split(planes_at_a_time, dim=1):
             stop = self._num_filled + slab.shape[1]
-            slab_probs = torch.softmax(slab, dim=0, dtype=torch.float32)
-            self.probs[:, self._num_filled : stop] = slab_probs
+            target = self.probs[:, self._num_filled : stop]
+            target[:] = torch.softmax(slab, dim=0, dtype=torch.float32)
             self._num_filled = stop
 
 
