@@ -20,7 +20,7 @@ from medseg.io.text import read_json
 from medseg.memory.profile import peak_resident_bytes
 from medseg.prediction.case import CaseData
 from medseg.prediction.forecast import Forecast, record_cost
-from medseg.prediction.load_models import RangeCascade
+from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.result_files import result_paths, write_results
 from medseg.prediction.scans import Scan
@@ -30,7 +30,7 @@ from medseg.weights.files import checksum
 def write_case(
     scan: Scan,
     output: Path,
-    chosen: RangeCascade,
+    chosen: RangeModel,
     case: CaseData,
     earlier_report: dict[str, Any],
     config: PredictConfig,
@@ -57,7 +57,7 @@ def write_case(
         UserError: If a file cannot be written, or a prediction of another scan has written it
             meanwhile.
     """
-    paths = result_paths(output, chosen.cascade, config.save)
+    paths = result_paths(output, chosen.model, config.save)
     with locked_folder(output.parent):
         # Asked again under the lock: another process may have written since the case was read.
         report = read_report(output)
@@ -73,7 +73,7 @@ def write_case(
                 case.volume,
                 case.result,
                 case.views,
-                chosen.cascade.task,
+                chosen.model.task,
                 config,
             )
         return _write_report(scan, output, chosen, case, list(paths.values()), expect)
@@ -82,7 +82,7 @@ def write_case(
 def _write_report(
     scan: Scan,
     output: Path,
-    chosen: RangeCascade,
+    chosen: RangeModel,
     case: CaseData,
     outputs: list[Path],
     expect: Callable[[ScanModel, VoxelGrid], Forecast],
@@ -94,7 +94,7 @@ def _write_report(
     expected = None
     with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
         expected = record_cost(
-            expect(chosen.cascade, volume.grid), chosen.cascade, total_s, result.pass_s
+            expect(chosen.model, volume.grid), chosen.model, total_s, result.pass_s
         )
     by_spacing = None
     if chosen.name:
@@ -129,7 +129,7 @@ def _write_report(
         "peak_resident_bytes": peak_resident_bytes(),
         "expected": expected,
         "memory_gb_s": case.memory_gb_s,
-        "checkpoints": chosen.cascade.checkpoints,
+        "checkpoints": chosen.model.checkpoints,
         "by_spacing": by_spacing,
         "version": __version__,
         "settings": {**chosen.settings, **scan.reading()},
@@ -141,7 +141,7 @@ def _write_report(
     return report
 
 
-def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: PredictConfig) -> bool:
+def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictConfig) -> bool:
     """Whether a new prediction of the case would give the results that are there.
 
     The report, which is written last, must be there. The files must be those that it was written
@@ -158,10 +158,10 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: Predic
         settings = json.loads(json.dumps({**chosen.settings, **scan.reading()}))
         if report["settings"] != settings:
             return False
-        paths = list(result_paths(output, chosen.cascade, config.save).values())
+        paths = list(result_paths(output, chosen.model, config.save).values())
         if not checksums(paths).items() <= report["results"].items():
             return False
-        return _has_same_sources(scan, report, len(chosen.cascade.task.channels))
+        return _has_same_sources(scan, report, len(chosen.model.task.channels))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, UserError):
         # Missing, damaged, of another version or not readable, which the prediction will report.
         return False

@@ -79,7 +79,7 @@ class JoinedModels(CombinedModel):
         A part does not see the labels of the others. Bounds on Dice are left out: a later part may
         paint over the label that they are about.
         """
-        assert not keep_probabilities, "`load_cascades` refuses probabilities of joined models"
+        assert not keep_probabilities, "`load_range_models` refuses probabilities of joined models"
         # The labels of the first part take the place of this empty map.
         result = Segmentation(np.empty(0))
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):

@@ -23,11 +23,11 @@ from medseg.prediction.batch import (
     BatchCase,
     Observer,
     has_other_ranks,
-    load_cascades,
+    load_range_models,
     make_batch,
     run_overlapped,
 )
-from medseg.prediction.load_models import RangeCascade
+from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import Engine, PredictConfig, Save
 from medseg.prediction.ray_engine import predict_on_ray
 from medseg.prediction.result_files import result_paths
@@ -77,7 +77,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     if has_other_ranks():
         _refuse_on_several_processes(config)
         if int(os.environ["RANK"]) > 0:
-            (chosen,) = load_cascades(config)
+            (chosen,) = load_range_models(config)
             _cascade_of(chosen).serve_tiles()
             return []
     source = _source_of(config)
@@ -145,8 +145,8 @@ def _predict_source(
     if not has_studies:
         check_outputs(_outputs(output, scans, is_one_scan), protected)
     loading_config = _for_the_task_alone(config) if is_on_ray else config
-    cascades = load_cascades(loading_config)
-    task = cascades[0].cascade.task
+    range_models = load_range_models(loading_config)
+    task = range_models[0].model.task
     scans = _complete_scans(source, scans, task, config, observer)
     outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
@@ -160,11 +160,11 @@ def _predict_source(
             f"the scores of an evaluation; give another output than {output}",
         )
     page = output / PAGE_FILE if is_batch else None
-    cases = _place_results(scans, outputs, cascades[0], config.save, protected, page)
+    cases = _place_results(scans, outputs, range_models[0], config.save, protected, page)
     if is_on_ray:
-        predict_on_ray(cases, cascades[0].cascade, config, observer)
+        predict_on_ray(cases, range_models[0].model, config, observer)
     else:
-        _predict_here(cases, cascades, config, observer)
+        _predict_here(cases, range_models, config, observer)
     if is_batch:
         write_summary(output, cases, task)
     return cases
@@ -173,7 +173,7 @@ def _predict_source(
 def _place_results(
     scans: Sequence[Scan],
     outputs: Sequence[Path],
-    any_cascade: RangeCascade,
+    any_model: RangeModel,
     save: Sequence[Save],
     protected: Mapping[Path, str],
     page: Path | None,
@@ -183,7 +183,7 @@ def _place_results(
     Args:
         scans: The scans.
         outputs: Path of the label map of each scan.
-        any_cascade: Any of the cascades: all have the same labels, which decide the names of files.
+        any_model: Any of the models: all have the same labels, which decide the names of files.
         save: Kinds of files.
         protected: Description of each file of the input.
         page: HTML page over the batch; None without one.
@@ -194,7 +194,7 @@ def _place_results(
     cases = []
     all_paths: list[Path] = []
     for scan, output in zip(scans, outputs, strict=True):
-        paths = list(result_paths(output, any_cascade.cascade, save).values())
+        paths = list(result_paths(output, any_model.model, save).values())
         all_paths += paths
         cases.append(BatchCase(scan, output, paths))
     check_outputs(all_paths, protected)
@@ -295,10 +295,10 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
         )
 
 
-def _cascade_of(chosen: RangeCascade) -> Cascade:
+def _cascade_of(chosen: RangeModel) -> Cascade:
     """Return the cascade whose tiles the processes of torchrun share."""
     # Model folders, which may hold another kind of model, have been refused.
-    return cast(Cascade, chosen.cascade)
+    return cast(Cascade, chosen.model)
 
 
 def _source_of(config: PredictConfig) -> Path | list[Path]:
@@ -319,7 +319,7 @@ def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
 
 def _predict_here(
     cases: Sequence[BatchCase],
-    cascades: Sequence[RangeCascade],
+    range_models: Sequence[RangeModel],
     config: PredictConfig,
     observer: Observer,
 ) -> None:
@@ -327,17 +327,17 @@ def _predict_here(
 
     Args:
         cases: The cases.
-        cascades: Cascades to choose from.
+        range_models: Models to choose from.
         config: Configuration of the prediction.
         observer: Is told what happens.
     """
-    batch = make_batch(cascades, config, len(cases), observer)
+    batch = make_batch(range_models, config, len(cases), observer)
     cost_sentence = batch.describe_cost(cases)
     if cost_sentence is not None:
         observer.forecast(cost_sentence)
     shared_tiles: AbstractContextManager[None] = nullcontext()
     if has_other_ranks():
-        shared_tiles = _cascade_of(batch.cascades[0]).shared_tiles()
+        shared_tiles = _cascade_of(batch.range_models[0]).shared_tiles()
     with shared_tiles:
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
 

@@ -30,7 +30,7 @@ from medseg.inference.scan_model import ScanModel
 from medseg.io.lean_nibabel import import_nibabel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
-from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
+from medseg.prediction.batch import BatchCase, Observer, load_range_models, make_batch
 from medseg.prediction.forecast import LABEL_BYTES, SCAN_BYTES, forecast
 from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
@@ -79,9 +79,9 @@ class CaseActor:
             ) from error
         # Before there are threads that read, and before loaded memory is measured.
         import_nibabel()
-        cascades = load_cascades(config)
+        range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
-        self.batch = make_batch(cascades, config, max(2, num_cases), Observer())
+        self.batch = make_batch(range_models, config, max(2, num_cases), Observer())
         return os.uname().nodename
 
     def predict(self, scan: Scan, output: Path, is_retry: bool) -> Outcome:

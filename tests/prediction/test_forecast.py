@@ -228,13 +228,13 @@ def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
     monkeypatch.setattr(batch, "read_report", lambda _: {})
     monkeypatch.setattr(
         batch,
-        "pick_cascade",
-        lambda scan, _: (SimpleNamespace(cascade=SimpleNamespace(name=scan.name, task=None)), []),
+        "pick_model",
+        lambda scan, _: (SimpleNamespace(model=SimpleNamespace(name=scan.name, task=None)), []),
     )
     monkeypatch.setattr(batch, "scan_grid", lambda *_: None)
     expected = Forecast({}, 10)
     monkeypatch.setattr(batch.Batch, "_forecast", lambda *_: expected)
-    monkeypatch.setattr(batch, "machine_key", lambda cascade: cascade.name)
+    monkeypatch.setattr(batch, "machine_key", lambda model: model.name)
     rates = {"a": Rate(1.0, 0.0), "b": Rate(3.0, 0.0)}
     monkeypatch.setattr(batch, "known_rate", lambda key: rates[key] if key in known else None)
     monkeypatch.setattr(batch, "forecast_text", lambda *arguments: told.append(arguments) or "said")
