@@ -220,8 +220,8 @@ class _UnetPass(SlabPass):
         assert isinstance(conv, nn.Conv3d)
         result = Features(source.depth // conv.stride[0], self)
         norm = functions[0] if functions else None
-        needs_statistics = isinstance(norm, (InstanceNorm, nn.GroupNorm))
-        if not needs_statistics:
+        # Only these norms need statistics of the whole feature map.
+        if not isinstance(norm, (InstanceNorm, nn.GroupNorm)):
             for start, stop in self.slabs(source, conv):
                 planes = self.convolve(conv, source, start, stop)
                 planes = _apply(functions, planes)
@@ -233,8 +233,8 @@ class _UnetPass(SlabPass):
             statistics.add(planes)
             result.write(start, planes)
         # Only now are the statistics complete: the next layer applies the norm as it reads.
-        functions_left = [statistics.norm(norm), *functions[1:]]
-        result.finish = functools.partial(_apply, functions_left)
+        pending: list[Finish] = [statistics.norm(norm), *functions[1:]]
+        result.finish = functools.partial(_apply, pending)
         return result
 
     def _block(self, block: ConvNormAct | ResidualBlock, features: Features) -> Features:

@@ -552,7 +552,7 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
                 )
             return [output]
         # A new name without the suffix of a volume is a new folder. For one scan a name with
-        # another suffix, such as `lungs.nii.gx`, is rather a mistyped file.
+        # another suffix, such as `labels.nii.gx`, is rather a mistyped file.
         is_mistyped = is_one_scan and bool(output.suffix)
         is_new_folder = suffix is None and not output.exists() and not is_mistyped
         if not is_new_folder:

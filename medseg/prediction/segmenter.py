@@ -279,9 +279,9 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 class LungSegmenter(Segmenter):
-    """Another name of `Segmenter`, whose default, the included weights, segments the lungs.
+    """Segmenter under the name of the task of the included weights, which are its default.
 
-    Label 1 is the left side, 2 the right.
+    `Segmenter` does the same. With these weights label 1 is the left side, 2 the right.
     """
 
     def __init__(
