@@ -150,7 +150,7 @@ class _Statistics:
         values = planes if planes.dtype == torch.float64 else planes.float()
         variance, mean = torch.var_mean(values, dim=(0, 2, 3, 4), correction=0)
         variance, mean = variance.double(), mean.double()
-        count = planes[0, 0].numel()
+        count = planes[0, 0].numel()  # voxels of a channel
         count_before = self._count
         mean_before = self._mean.to(mean.device)
         squares_before = self._squares.to(mean.device)
@@ -168,7 +168,7 @@ class _Statistics:
         if isinstance(module, nn.GroupNorm):
             channels_per_group = len(mean) // module.num_groups
             means = mean.view(module.num_groups, channels_per_group)
-            group_means = means.mean(1, keepdim=True)
+            group_means = means.mean(1, keepdim=True)  # (groups, 1)
             # Variance of a group: the mean of its channels' variances, plus the variance of their
             # means.
             squares = variance.view_as(means) + (means - group_means).square()
@@ -275,23 +275,24 @@ class _UnetPass(SlabPass):
     ) -> None:
         """Run the refining head, slab by slab.
 
-        Its last convolution reaches beyond a slab. The cells of the planes beside a slab are
-        computed again with each of the two slabs.
+        Its last convolution reaches voxels beyond a slab. Their cells are computed twice, once with
+        each of the two slabs.
         """
         cell_depth = head.cell[0]
         # Planes that the kernel of the last convolution reaches on each side.
         reach, padding_y, padding_x = map(int, head.conv.padding)
         _, area = image.plane
         bytes_per_plane = _refining_bytes(head, area)
-        for start, stop in self.split(features.depth, bytes_per_plane, 2 * bytes_per_plane):
-            # As many planes of cells beside the slab as planes of voxels are needed: enough, since
-            # a cell has at least one of these.
+        # Beside the planes of a slab one more on each side.
+        extra_bytes = 2 * bytes_per_plane
+        for start, stop in self.split(features.depth, bytes_per_plane, extra_bytes):
+            # `reach` planes of cells hold at least `reach` planes of voxels.
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
             voxels.add_(self.convolve(head.detail, image, low * cell_depth, high * cell_depth))
             voxels = head.activation(voxels)
-            # Planes of `voxels` that the convolution needs; the numbers lie outside of it at the
-            # ends of the volume, where there are zeros as in the convolution of the whole.
+            # Planes of `voxels` that the convolution needs. At the ends of the volume these lie
+            # partly outside, where zeros are added as in the convolution of the whole.
             needed_start = (start - low) * cell_depth - reach
             needed_stop = (stop - low) * cell_depth + reach
             num_before = max(-needed_start, 0)

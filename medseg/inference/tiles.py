@@ -59,8 +59,8 @@ def predict_probs(
         run_batches: Runs the network on several batches at once, in several processes; None runs
             them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
-        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in
-            the body.
+        skips_air: Whether a tile of nothing but `AIR`, the value of air after normalisation, is
+            background; not for images in whose body that value occurs.
         run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
             slab of planes after the other to a function; None runs it in one pass. Tiles do not
             use it: the logits of a tile are small, so `network` itself may run a tile in slabs.
@@ -185,6 +185,7 @@ def _blend_tiles(
             tile_sums[0].add_(weight)
         else:
             tile_sums.addcmul_(next(tiles), weight)
+    # The planes of the last layer of tiles.
     probs[:, sums_start:] = sums[:, : depth - sums_start]
     return probs
 
