@@ -317,7 +317,7 @@ class Batch:
         Raises:
             Exception: A defect of the program, in a batch of one case.
         """
-        case.is_skipped = data is UP_TO_DATE
+        case.is_skipped = data is UP_TO_DATE  # the constant itself, which no step copies
         try:
             # Raised here, so that it is described like an exception of the writers.
             if isinstance(data, Exception):
@@ -345,11 +345,13 @@ class Batch:
         return case
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
-        return not self.config.overwrite and is_up_to_date(
-            case.scan, case.output, case.chosen, self.config
-        )
+        """Tell whether a case may be skipped; with `overwrite` none may."""
+        if self.config.overwrite:
+            return False
+        return is_up_to_date(case.scan, case.output, case.chosen, self.config)
 
     def _begin(self, case: BatchCase, step: str) -> None:
+        """Tell the observer that a step of a case begins."""
         steps = ["read", *case.chosen.model.steps, "write"]
         self.observer.step_begins(case.scan.name, step, steps.index(step), len(steps))
 

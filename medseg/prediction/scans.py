@@ -396,7 +396,7 @@ def _cases_with_series(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
     with_series = {case for case in in_scope if any(map(choice.is_meant, case.series))}
     # A study whose series are in several folders makes several cases. If one of them holds the
-    # series, the others cannot.
+    # series, the others cannot. Without a UID, folders of one patient may be different studies.
     studies_with_series = {case.study.scope for case in with_series if case.study.uid}
     candidates = []
     for case in in_scope:
