@@ -122,7 +122,8 @@ class CaseActor:
             if data is None:
                 data = batch.read(case, False)
             computed = batch.compute(case, data)  # type: ignore[arg-type]
-        del data  # frees the memory before the results are written
+        # If the case failed, `computed` is the error, and nothing holds the voxels any more.
+        del data
         batch.finish(case, computed)
         return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
 
@@ -167,7 +168,7 @@ def predict_on_ray(
             memory=memory_bytes,
             max_concurrency=CASES_PER_ACTOR,
         )
-        # Of `CaseActor.load`.
+        # Arguments of `CaseActor.load`.
         load_arguments = (os.getcwd(), replace(config, threads=num_threads), len(cases))
         num_useful = math.ceil(len(cases) / CASES_PER_ACTOR)  # more actors would have no case
         num_actors = min(options.num_actors or max_actors, num_useful)
