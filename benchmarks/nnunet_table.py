@@ -207,7 +207,7 @@ def predict_job(job: Row) -> Row:
         "case_cpu_s": end_s - begin_s,
         "case_network_cpu_s": pass_end_s - pass_begin_s,
         "expected_gb": forecasts[0].peak_bytes / 1e9,
-        "expected_voxels": forecasts[0].voxels,
+        "expected_voxels": forecasts[0].time_units,
         "expected_operations": forecasts[0].operations,
     }
 

@@ -13,11 +13,12 @@ from medseg.task import CleanUp, Task
 
 
 def check_clean_up(clean_up: CleanUp, task: Task) -> None:
-    """Refuse a clean-up that a task has no use for.
+    """Refuse a clean-up that cannot be done to the labels of a task.
 
     Raises:
         KeyError: If the task has no such part.
-        ValueError: If holes of a region of several labels shall be filled: with which of them?
+        ValueError: If holes of a region with several labels shall be filled. It is not defined
+            with which of them.
     """
     num_labels = len(task.part_values(clean_up.part))
     if clean_up.fill_holes and num_labels > 1:
@@ -36,14 +37,16 @@ def clean(labels: np.ndarray, grid: VoxelGrid, task: Task, clean_ups: Sequence[C
     for clean_up in clean_ups:
         if not clean_up.only_largest and clean_up.min_ml == 0:
             continue
+        # As large as the largest component: then only the largest is kept.
+        min_fraction = 1.0 if clean_up.only_largest else 0.0
         remove_components(
             labels,
             task.part_values(clean_up.part),
-            min_fraction=float(clean_up.only_largest),
+            min_fraction=min_fraction,
             min_voxels=clean_up.min_ml / voxel_ml(grid),
         )
-    # After all removals: a removed component of one label may lie in a hole of another.
+    # After all removals: a component that was removed from one label may lie in a hole of another.
     for clean_up in clean_ups:
         if clean_up.fill_holes:
-            (value,) = task.part_values(clean_up.part)
+            (value,) = task.part_values(clean_up.part)  # one, see `check_clean_up`
             fill_holes(labels, value)

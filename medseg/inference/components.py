@@ -1,8 +1,9 @@
-"""Post-processing of masks and label maps: small components, gas components and holes.
+"""Post-processing of label maps: components that are small or lie in a mask, and holes.
 
-A component is connected over faces (6 neighbours). Masks are processed in slabs along z, and a slab
-as runs: rows of voxels along x without a gap. A smooth organ has a hundred times fewer runs than
-voxels, and no number of a component is stored for a voxel.
+A component is a set of voxels that are connected over faces (6 neighbours). Masks are processed in
+slabs along z, and a slab as runs, each a row of voxels along x without a gap. A smooth organ has a
+hundred times fewer runs than voxels. The number of a component is stored for each run, never for
+each voxel.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,8 @@ import numpy as np
 
 from medseg.geometry.grid import VoxelBox
 
-# The masks of a slab stay in the cache of the processor, and noise in them, of which each voxel may
-# be a run, takes at most 100 MB.
+# Few enough voxels for the masks of a slab to stay in the processor's cache. In noise each voxel
+# may be a run of its own: the runs of a slab then take at most 100 MB.
 SLAB_VOXELS = 2**21
 
 # Returns the planes of a boolean volume, (d, H, W), for a range of z.
@@ -27,8 +28,8 @@ class Rejection(NamedTuple):
     """A reason to remove a component: more than a share of its voxels lies in a mask.
 
     Attributes:
-        where: The mask.
-        share: Largest share in a kept component.
+        where: The mask, for any part of the volume.
+        share: Largest share of a component's voxels that may lie in the mask, in [0, 1].
     """
 
     where: Part
@@ -38,17 +39,18 @@ class Rejection(NamedTuple):
 class Runs:
     """Runs of voxels along x in the mask of a slab, and the components that they form.
 
-    Positions count through the slab in rows that are one voxel longer than those of the mask, so
-    that the end of a row is no position in the next one.
+    The voxel (z, y, x) has the position `z * plane + y * row + x` with `row = W + 1` and
+    `plane = H * row`. Rows of positions are one longer than those of the mask, so that the position
+    after the last voxel of a row is not that of the first voxel of the next row.
 
     Attributes:
         mask: The mask (d, H, W).
-        row: Length of a row of positions.
-        plane: Positions of a plane.
-        start: Position of the first voxel of each run, in their order.
-        stop: Position after its last voxel.
-        component: Number of its component in this slab, from 0.
-        num_components: Components in this slab.
+        row: Number of positions of a row, W + 1.
+        plane: Number of positions of a plane.
+        start: Position of the first voxel of each run, ascending.
+        stop: Position after the last voxel of each run.
+        component: For each run the number of its component in this slab, from 0.
+        num_components: Number of components in this slab.
     """
 
     def __init__(self, mask: np.ndarray) -> None:
@@ -63,39 +65,50 @@ class Runs:
         np.not_equal(mask[..., 1:], mask[..., :-1], out=is_edge[..., 1:-1])
         is_edge[..., -1] = mask[..., -1]
         edges = np.flatnonzero(is_edge)
-        # Both ends of a run are in one row, so they alternate.
+        # Each run has both of its ends in the same row, so starts and stops alternate.
         self.start, self.stop = edges[::2], edges[1::2]
-        # No run of the last row of a plane touches the first row of the next one.
+        # The position one row on from the last row of a plane lies in the next plane, which is no
+        # neighbour.
         has_next_row = self.start % self.plane < self.plane - self.row
-        pairs = [
-            _touching(self, np.flatnonzero(has_next_row), self, self.row),
-            _touching(self, np.arange(len(self.start)), self, self.plane),
-        ]
-        self.num_components, self.component = _join(len(self.start), np.concatenate(pairs, axis=1))
+        in_next_row = _touching(self, np.flatnonzero(has_next_row), self, offset=self.row)
+        in_next_plane = _touching(self, np.arange(len(self.start)), self, offset=self.plane)
+        pairs = np.concatenate([in_next_row, in_next_plane], axis=1)
+        self.num_components, self.component = _join(len(self.start), pairs)
 
     def count(self, where: np.ndarray | None = None) -> np.ndarray:
-        """Count the voxels of each component, all or those where a mask (d, H, W) is true."""
+        """Count the voxels of each component.
+
+        Args:
+            where: Mask (d, H, W) of the voxels to count; None = all.
+
+        Returns:
+            Number of voxels by the number of the component, int64.
+        """
         if where is None:
-            # Float64 sums of lengths are exact up to 2**53.
-            lengths = np.bincount(self.component, self.stop - self.start, self.num_components)
-            return lengths.astype(np.int64)
+            # The weights of `bincount` make its sums float64, which are exact up to 2**53.
+            num_voxels = np.bincount(self.component, self.stop - self.start, self.num_components)
+            return num_voxels.astype(np.int64)
         voxels = np.flatnonzero(where & self.mask)
-        positions = voxels + voxels // self.mask.shape[2]  # in rows that are one voxel longer
+        # Each row of positions before a voxel is one longer than a row of voxels.
+        positions = voxels + voxels // self.mask.shape[2]
+        # The run of a voxel is the last one that starts at or before it.
         runs = np.searchsorted(self.start, positions, side="right") - 1
         return np.bincount(self.component[runs], minlength=self.num_components)
 
     def open_components(self, is_first: bool, is_last: bool) -> np.ndarray:
-        """List the components that reach a face of the volume.
+        """List the numbers of the components that reach a face of the volume.
 
         Args:
-            is_first: Whether the first plane of the slab is that of the volume.
-            is_last: Whether its last plane is.
+            is_first: Whether the slab holds the first plane of the volume.
+            is_last: Whether the slab holds its last plane.
         """
-        # The faces left and right, then those in front and behind, then those below and above.
+        # Faces x = 0 and x = W - 1.
         is_open = self.start % self.row == 0
         is_open |= self.stop % self.row == self.row - 1
+        # Faces y = 0 and y = H - 1.
         in_plane = self.start % self.plane
         is_open |= (in_plane < self.row) | (in_plane >= self.plane - self.row)
+        # Faces z = 0 and z = D - 1.
         if is_first:
             is_open |= self.start < self.plane
         if is_last:
@@ -103,21 +116,27 @@ class Runs:
         return np.unique(self.component[is_open])
 
     def draw(self, is_chosen: np.ndarray) -> np.ndarray:
-        """Make the mask (d, H, W) of the chosen components; `is_chosen` is by their number."""
-        runs = np.flatnonzero(is_chosen[self.component])
-        chosen = np.zeros(self.mask.shape, dtype=bool)
-        _, positions = _ranges(self.start[runs], self.stop[runs])
-        chosen.reshape(-1)[positions - positions // self.row] = True
-        return chosen
+        """Make the mask (d, H, W) of the chosen components.
+
+        Args:
+            is_chosen: Boolean, by the component's number.
+        """
+        chosen_runs = np.flatnonzero(is_chosen[self.component])
+        _, positions = _ranges(self.start[chosen_runs], self.stop[chosen_runs])
+        # As in `count`, the other way: rows of voxels are one shorter.
+        voxels = positions - positions // self.row
+        drawn = np.zeros(self.mask.shape, dtype=bool)
+        drawn.reshape(-1)[voxels] = True
+        return drawn
 
 
 class Components:
     """Connected components of a mask, numbered from 0.
 
     Attributes:
-        counts: For each mask to count, its number of voxels in each component, by the component's
-            number.
-        is_open: Whether the component reaches a face of the volume.
+        counts: For each mask to count, the number of its voxels in each component, by the
+            component's number, int64.
+        is_open: Whether each component reaches a face of the volume, by its number.
     """
 
     def __init__(
@@ -134,40 +153,50 @@ class Components:
         step = max(1, SLAB_VOXELS // (height * width))
         self._mask = mask
         self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
-        self._offsets = [0]  # numbers given before each slab
-        slab_counts: list[list[np.ndarray]] = [[] for _ in counted]
-        open_numbers: list[np.ndarray] = []
-        pairs = [np.zeros((2, 0), np.int64)]
+        # A piece is a component of one slab. Pieces are numbered through all slabs: offset of the
+        # slab plus number in the slab.
+        self._offsets = [0]  # of each slab, and at last the number of all pieces
+        piece_counts: list[list[np.ndarray]] = [[] for _ in counted]
+        open_pieces: list[np.ndarray] = []
+        touching_pieces = [np.zeros((2, 0), np.int64)]
         below: Runs | None = None
         for planes in self._slabs:
             runs = Runs(mask(planes))
             offset = self._offsets[-1]
-            for counts, where in zip(slab_counts, counted, strict=True):
-                counts.append(runs.count(None if where is None else where(planes)))
+            for counts, where in zip(piece_counts, counted, strict=True):
+                counted_here = None if where is None else where(planes)
+                counts.append(runs.count(counted_here))
             is_first, is_last = planes.start == 0, planes.stop == depth
-            open_numbers.append(offset + runs.open_components(is_first, is_last))
+            open_pieces.append(offset + runs.open_components(is_first, is_last))
             if below is not None:
+                offset_below = self._offsets[-2]
                 lower, upper = _pairs_across(below, runs)
-                pairs.append(np.stack([self._offsets[-2] + lower, offset + upper]))
+                touching_pieces.append(np.stack([offset_below + lower, offset + upper]))
             self._offsets.append(offset + runs.num_components)
             below = runs
-        num_components, self._component_of = _join(self._offsets[-1], np.concatenate(pairs, axis=1))
+        num_pieces = self._offsets[-1]
+        num_components, self._component_of = _join(
+            num_pieces, np.concatenate(touching_pieces, axis=1)
+        )
         self.counts = []
-        for counts in slab_counts:
+        for counts in piece_counts:
             sums = np.bincount(self._component_of, np.concatenate(counts), num_components)
             self.counts.append(sums.astype(np.int64))
         self.is_open = np.zeros(num_components, dtype=bool)
-        self.is_open[self._component_of[np.concatenate(open_numbers)]] = True
+        self.is_open[self._component_of[np.concatenate(open_pieces)]] = True
 
     def where(self, is_chosen: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield the planes of the slabs with chosen components, and the voxels of these in them.
+        """Find the voxels of chosen components, slab by slab.
 
         Args:
             is_chosen: Boolean, by the component's number.
+
+        Yields:
+            Planes of each slab that holds chosen voxels, and the mask (d, H, W) of these in it.
         """
         for index, planes in enumerate(self._slabs):
-            numbers = slice(self._offsets[index], self._offsets[index + 1])
-            is_chosen_here = is_chosen[self._component_of[numbers]]
+            pieces = slice(self._offsets[index], self._offsets[index + 1])
+            is_chosen_here = is_chosen[self._component_of[pieces]]
             if is_chosen_here.any():
                 yield planes, Runs(self._mask(planes)).draw(is_chosen_here)
 
@@ -181,27 +210,28 @@ def remove_components(
 ) -> list[int]:
     """Remove a label's rejected components, then those that are small beside its largest.
 
-    The label map is changed in place.
-    Of several largest components of equal size all are kept.
+    The label map is changed in place. Of several largest components of equal size all are kept.
 
     Args:
         labels: Label map (D, H, W).
-        value: The label, or those of a region, whose components may hold several of them.
-        rejections: Each removes components.
-        min_fraction: Least size of a kept component, as a share of the largest, in [0, 1].
-        min_voxels: Least size of a kept component in voxels; the largest is kept in any case.
+        value: The label, or the labels of a region. A component of a region may hold voxels of
+            several labels.
+        rejections: Reasons to remove a component, of which one is enough.
+        min_fraction: Smallest size of a kept component, as a share of the largest, in [0, 1].
+        min_voxels: Smallest size of a kept component in voxels; the largest is kept in any case.
 
     Returns:
-        Number of voxels that each rejection speaks against, whichever removed them.
+        For each rejection the number of voxels in the components that it removes. A component with
+        two reasons counts for both.
     """
     box = label_box(labels, value)
     if box is None:
         return [0] * len(rejections)
-    inner = labels[box.slices()]
     z, y, x = box.slices()
+    inner = labels[z, y, x]  # a view: what is removed from it is removed from the label map
 
     def planes_of(where: Part) -> Planes:
-        """Make the planes of the box from a mask of the whole volume."""
+        """Let a mask of the whole volume be read by planes of the box."""
 
         def read(planes: slice) -> np.ndarray:
             whole_planes = slice(z.start + planes.start, z.start + planes.stop)
@@ -209,21 +239,21 @@ def remove_components(
 
         return read
 
-    counted = [planes_of(rejection.where) for rejection in rejections]
-    mask = partial(_mask_of, inner, value)
-    components = Components(inner.shape, mask, [None, *counted])
-    sizes, *counts = components.counts
-    left_sizes = sizes.copy()
+    masks = [planes_of(rejection.where) for rejection in rejections]
+    components = Components(inner.shape, partial(_mask_of, inner, value), [None, *masks])
+    sizes, *counts_in_masks = components.counts
+    kept_sizes = sizes.copy()  # 0 for rejected components, which do not count as the largest
     num_rejected = []
-    for rejection, count in zip(rejections, counts, strict=True):
-        is_rejected = count > rejection.share * sizes
+    for rejection, num_in_mask in zip(rejections, counts_in_masks, strict=True):
+        is_rejected = num_in_mask > rejection.share * sizes
         num_rejected.append(int(sizes[is_rejected].sum()))
-        left_sizes[is_rejected] = 0
-    # Rejected ones do not count as the largest. At least one voxel, so that they are removed.
-    largest = left_sizes.max()
-    is_removed = left_sizes < max(1.0, min_fraction * largest, min(min_voxels, largest))
-    for planes, is_in in components.where(is_removed):
-        inner[planes][is_in] = 0
+        kept_sizes[is_rejected] = 0
+    largest = kept_sizes.max()
+    # At least one voxel, so that the rejected components are removed too.
+    min_size = max(1.0, min_fraction * largest, min(min_voxels, largest))
+    is_removed = kept_sizes < min_size
+    for planes, is_removed_voxel in components.where(is_removed):
+        inner[planes][is_removed_voxel] = 0
     return num_rejected
 
 
@@ -240,11 +270,16 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
     if box is None:
         return
     inner = labels[box.slices()]
-    # A cavity cannot touch the faces of the bounding box: background components that do are
-    # outside.
-    components = Components(inner.shape, lambda planes: inner[planes] != value)
+
+    def read_others(planes: slice) -> np.ndarray:
+        """Read the mask of all voxels without the label."""
+        return inner[planes] != value
+
+    components = Components(inner.shape, read_others)
+    # A cavity cannot touch a face of the bounding box: a component that does is outside.
     for planes, is_cavity in components.where(~components.is_open):
-        inner[planes][is_cavity & (inner[planes] == 0)] = value
+        is_background = inner[planes] == 0
+        inner[planes][is_cavity & is_background] = value
 
 
 def label_box(labels: np.ndarray, value: int | Sequence[int]) -> VoxelBox | None:
@@ -253,7 +288,7 @@ def label_box(labels: np.ndarray, value: int | Sequence[int]) -> VoxelBox | None
 
 
 def _mask_of(labels: np.ndarray, value: int | Sequence[int], planes: slice | int) -> np.ndarray:
-    """Voxels of a label, or of several, in a range of planes."""
+    """Make the mask of a label, or of several, in a range of planes or in one plane."""
     values = [value] if isinstance(value, int) else value
     if len(values) == 1:
         return np.asarray(labels[planes] == values[0])
@@ -261,59 +296,74 @@ def _mask_of(labels: np.ndarray, value: int | Sequence[int], planes: slice | int
 
 
 def _ranges(start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """List the numbers of several ranges, one after the other.
+    """List the numbers of several ranges, one range after the other.
+
+    For the ranges 3 … 4 and 7 … 9 these are 3, 4, 7, 8, 9.
+
+    Args:
+        start: First number of each range.
+        stop: End of each range, exclusive; a range may be empty.
 
     Returns:
-        The range of each number, and the number.
+        For each number the index of its range (0, 0, 1, 1, 1), and the number itself.
     """
     lengths = stop - start
     ranges = np.repeat(np.arange(len(lengths)), lengths)
     # Place of the first number of each range in the list.
-    firsts = np.cumsum(lengths) - lengths
-    places_in_range = np.arange(len(ranges)) - firsts[ranges]
+    first_places = np.cumsum(lengths) - lengths
+    places_in_range = np.arange(len(ranges)) - first_places[ranges]
     return ranges, start[ranges] + places_in_range
 
 
 def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.ndarray:
-    """List the pairs (2, P) of a chosen run and a run of others that share an x.
+    """List the pairs of runs whose voxels are neighbours at a given offset.
 
     Args:
         runs: Runs of a slab.
-        chosen: Numbers of some of them.
-        others: Runs of the same or another slab.
-        offset: Distance from a position to its neighbour among the others.
+        chosen: Indices of some of them.
+        others: Runs of the same or another slab, where neighbours are searched.
+        offset: What to add to a position in `runs` for the position of its neighbour in `others`.
+
+    Returns:
+        Indices (2, P): of the chosen run and of its neighbour in each pair.
     """
     starts = runs.start[chosen] + offset
     stops = runs.stop[chosen] + offset
-    # Those that end after the start of the run and begin before its end, which follow each other.
+    # The neighbours of a run end after its start and start before its end. As runs are sorted and
+    # disjoint, they follow each other in `others`.
     first = np.asarray(np.searchsorted(others.stop, starts, side="right"))
-    last = np.asarray(np.searchsorted(others.start, stops, side="left"))
-    ranges, neighbours = _ranges(first, np.maximum(first, last))
-    return np.stack([chosen[ranges], neighbours])
+    end = np.asarray(np.searchsorted(others.start, stops, side="left"))
+    # Where a run has no neighbour, `end` may be smaller than `first`.
+    chosen_places, neighbours = _ranges(first, np.maximum(first, end))
+    return np.stack([chosen[chosen_places], neighbours])
 
 
 def _pairs_across(below: Runs, above: Runs) -> np.ndarray:
     """List the pairs (2, P) of components that touch across the border of two slabs."""
-    last_plane = (len(below.mask) - 1) * below.plane
-    in_last_plane = np.flatnonzero(below.start >= last_plane)
-    # The first plane of the slab above is the next one.
-    lower, upper = _touching(below, in_last_plane, above, -last_plane)
+    last_plane_start = (len(below.mask) - 1) * below.plane
+    in_last_plane = np.flatnonzero(below.start >= last_plane_start)
+    # The last plane of `below` lies on the first plane of `above`, whose positions start at 0.
+    lower, upper = _touching(below, in_last_plane, above, offset=-last_plane_start)
     return np.stack([below.component[lower], above.component[upper]])
 
 
-def _join(num: int, pairs: np.ndarray) -> tuple[int, np.ndarray]:
-    """Map the numbers 0 … `num` - 1 to components, so that touching pairs (2, P) share one.
+def _join(num_nodes: int, pairs: np.ndarray) -> tuple[int, np.ndarray]:
+    """Find the connected components of a graph of runs, or of components of slabs.
+
+    Args:
+        num_nodes: Number of nodes.
+        pairs: Nodes that touch, (2, P).
 
     Returns:
-        Number of components, and the component of each number, from 0.
+        Number of components, and the component of each node, from 0.
     """
     if not pairs.size:
-        return num, np.arange(num)
-    # Imported here: a mask without a voxel does not need it.
+        return num_nodes, np.arange(num_nodes)
+    # Imported here: it takes long, and where nothing touches it is not needed.
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
     edges = (pairs[0], pairs[1])
     is_edge = np.ones(pairs.shape[1], dtype=bool)
-    graph = coo_array((is_edge, edges), shape=(num, num))
+    graph = coo_array((is_edge, edges), shape=(num_nodes, num_nodes))
     return connected_components(graph, directed=False)

@@ -23,9 +23,13 @@ from medseg.models.stage_network import Logits
 Run = Callable[[Tensor], Tensor]
 # Largest difference of the logits to those of torch, as a share of the largest logit.
 TOLERANCE = 1e-3
-# Multiples of the divisor, different on each axis, of the size that a conversion has not seen.
+# A network that was converted for any size is also run on a size that the conversion has not seen:
+# these multiples of the divisor, different on each axis.
 OTHER_MULTIPLES = (2, 3, 4)
-INPUT, OUTPUT = "image", "logits"
+# Names of the input and the output of a converted network.
+INPUT = "image"
+OUTPUT = "logits"
+# Entry of the file under which the metadata lies.
 METADATA_KEY = "medseg"
 
 
@@ -33,7 +37,7 @@ class Exported(NamedTuple):
     """A converted network.
 
     Attributes:
-        files: Content of each file, by its suffix.
+        files: Suffix of each file to its content.
         fixed_size: The only input size, (z, y, x), of the converted network; None = every multiple
             of the divisor.
         difference: Largest difference of the logits to those of torch, as a share of the largest
@@ -54,12 +58,12 @@ class Format(NamedTuple):
         name: Name of the format.
         extra: Extra of medseg that installs its libraries.
         modules: These libraries.
-        convert: Converts a network with an example image (1, C, D, H, W), for any size or for that
-            of the example alone.
+        convert: From a network, an example image (1, C, D, H, W), and whether it is converted for
+            any size, or for that of the example alone, to a converted network.
         load: Makes a function that runs a converted network.
         describe: Names format and version of a converted network.
-        write: Turns a converted network and its metadata, a JSON text, into the content of files by
-            suffix.
+        write: From a converted network and its metadata, a JSON text, to suffix and content of
+            files.
     """
 
     name: str
@@ -76,7 +80,7 @@ class _Trial(NamedTuple):
 
     Attributes:
         example_size: Size of the image that the conversion sees, (z, y, x).
-        only_size: The only input size of the result; None = any.
+        only_size: The only input size of the converted network; None = any.
         compared_sizes: Sizes of the images whose logits are compared with torch.
     """
 
@@ -106,43 +110,47 @@ def export_network(
         fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it
             may not.
         suffix: Key of `FORMATS`.
-        describe: Function of the only input size, or of None, that makes the metadata.
+        describe: Makes the metadata from the only input size of the converted network; from None
+            for one that takes any size.
 
     Raises:
-        UserError: If a library is missing, or the network cannot be converted, or computes
-            something else than in torch.
+        UserError: If a library is missing, or the network cannot be converted, or the converted
+            network computes something else than in torch.
     """
     form = FORMATS[suffix]
     _check_libraries(form)
     depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
-    # First for any size. A network that reads its input size in Python cannot be converted so: then
-    # for the fixed size alone.
+    other_size = (depth, height, width)
+    # First for any size. That fails for a network that reads its input size in Python: then for the
+    # fixed size alone.
     trials: list[_Trial] = []
     if small_size != fixed_size:
-        trials.append(_Trial(small_size, None, [small_size, (depth, height, width)]))
+        trials.append(_Trial(small_size, None, [small_size, other_size]))
     if fixed_size is not None:
         trials.append(_Trial(fixed_size, fixed_size, [fixed_size]))
-    reasons = []
+    reasons = []  # why each trial failed
     for trial in trials:
         try:
             example = torch.zeros(1, in_channels, *trial.example_size)
             converted = form.convert(network, example, trial.only_size is None)
             run = form.load(converted)
-            difference = max(
+            differences = [
                 _difference(network, run, in_channels, size) for size in trial.compared_sizes
-            )
+            ]
         except Exception as error:  # converters and runtimes raise errors of many classes
+            # No fault of the network: another size or format would not help.
             if is_out_of_memory(error):
                 raise
             reasons.append(first_line(error) or type(error).__name__)
             continue
+        difference = max(differences)
         if difference <= TOLERANCE:
             files = form.write(converted, json.dumps(describe(trial.only_size)))
             return Exported(files, trial.only_size, difference, form.describe(converted))
         reasons.append(
             f"its logits differ from those of torch by {difference:.2g} of the largest logit"
         )
-    # The reason of the first trial: that of a fixed size is seldom another one.
+    # Only the first reason is told: that of the second trial is seldom another one.
     name = type(network.network).__name__
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
@@ -152,10 +160,10 @@ def export_network(
 
 
 def _check_libraries(form: Format) -> None:
-    """Import the libraries of a format.
+    """Check that the libraries of a format can be imported.
 
     Raises:
-        UserError: With the command that installs one that is missing.
+        UserError: If one cannot; says the command that installs it.
     """
     for module in form.modules:
         try:
@@ -167,31 +175,43 @@ def _check_libraries(form: Format) -> None:
 
 
 def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> float:
-    """Largest difference of the logits on noise, as a share of the largest logit.
+    """Compare the logits of a converted network with those of torch on an image of noise.
 
-    Infinite for another shape or NaN.
+    Returns:
+        Largest difference as a share of the largest logit of torch. Infinite if the shapes differ,
+        or a logit is not finite.
     """
-    image = torch.randn(1, in_channels, *size, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(1, in_channels, *size, generator=generator)
     with torch.inference_mode():
         expected = network(image)
         logits = run(image)
-    if logits.shape != expected.shape or not bool(torch.isfinite(logits).all()):
+    if logits.shape != expected.shape:
         return math.inf
-    return float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
+    is_finite = bool(torch.isfinite(logits).all())
+    if not is_finite:
+        return math.inf
+    difference = (logits - expected).abs().max()
+    largest = expected.abs().max().clamp_min(1e-6)  # nothing divides by logits that are all zero
+    return float(difference / largest)
 
 
 def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
     """Convert to an `onnx.ModelProto`; the batch has one image."""
-    # Axes z, y and x of the only input; the number of images and channels is fixed.
-    sizes = (dict.fromkeys((2, 3, 4), torch.export.Dim.AUTO),) if is_dynamic else None
+    dynamic_shapes = None
+    if is_dynamic:
+        # One dictionary for the only input. The sizes of its axes 2, 3 and 4 (z, y, x) may vary;
+        # the numbers of images and channels are fixed.
+        dynamic_shapes = (dict.fromkeys((2, 3, 4), torch.export.Dim.AUTO),)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter about itself
+        # The exporter warns about its own code.
+        warnings.simplefilter("ignore")
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
             network,
             (example,),
             dynamo=True,
-            dynamic_shapes=sizes,
+            dynamic_shapes=dynamic_shapes,
             input_names=[INPUT],
             output_names=[OUTPUT],
             verbose=False,
@@ -210,7 +230,12 @@ def _load_onnx(model: Any) -> Run:
     session = onnxruntime.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    return lambda image: torch.from_numpy(session.run([OUTPUT], {INPUT: image.numpy()})[0])
+
+    def run(image: Tensor) -> Tensor:
+        (logits,) = session.run([OUTPUT], {INPUT: image.numpy()})
+        return torch.from_numpy(logits)
+
+    return run
 
 
 def _write_onnx(model: Any, metadata: str) -> dict[str, bytes]:
@@ -222,16 +247,18 @@ def _write_onnx(model: Any, metadata: str) -> dict[str, bytes]:
 
 
 def _describe_onnx(model: Any) -> str:
-    # ONNX's own operators have either of these names.
-    version = next(opset.version for opset in model.opset_import if opset.domain in ("", "ai.onnx"))
+    # Both are names of the set of ONNX's own operators; a model may also import other sets.
+    own_domains = ("", "ai.onnx")
+    version = next(opset.version for opset in model.opset_import if opset.domain in own_domains)
     return f"ONNX, opset {version}"
 
 
 def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
     _, in_channels, depth, height, width = example.shape
     model = convert_to_openvino(network, in_channels, (depth, height, width))
-    # -1 is any size.
-    size = (-1, -1, -1) if is_dynamic else (depth, height, width)
+    size = (depth, height, width)
+    if is_dynamic:
+        size = (-1, -1, -1)  # -1 is any size in OpenVINO
     model.reshape([1, in_channels, *size])
     model.inputs[0].get_tensor().set_names({INPUT})
     model.outputs[0].get_tensor().set_names({OUTPUT})
@@ -239,38 +266,47 @@ def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
 
 
 def _load_openvino(model: Any) -> Run:
+    # Without the hint OpenVINO computes in bf16 where the processor can.
     compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    return lambda image: torch.from_numpy(compiled([image.numpy()])[0])
+
+    def run(image: Tensor) -> Tensor:
+        outputs = compiled([image.numpy()])
+        return torch.from_numpy(outputs[0])
+
+    return run
 
 
 def _write_openvino(model: Any, metadata: str) -> dict[str, bytes]:
     model.set_rt_info(metadata, [METADATA_KEY])
-    return dict(zip((".xml", ".bin"), to_ir(model), strict=True))
+    xml, weights = to_ir(model)
+    return {".xml": xml, ".bin": weights}
 
 
 def _describe_openvino(_: Any) -> str:
     import openvino
 
-    return f"OpenVINO IR of {openvino.__version__.split('-')[0]}"
+    release = openvino.__version__.split("-")[0]  # without the number of the build
+    return f"OpenVINO IR of {release}"
 
 
+# Suffix of the file that a user names to the format that writes it.
 FORMATS = {
     ".onnx": Format(
-        "ONNX",
-        "export",
-        ("onnx", "onnxscript", "onnxruntime"),
-        _to_onnx,
-        _load_onnx,
-        _describe_onnx,
-        _write_onnx,
+        name="ONNX",
+        extra="export",
+        modules=("onnx", "onnxscript", "onnxruntime"),
+        convert=_to_onnx,
+        load=_load_onnx,
+        describe=_describe_onnx,
+        write=_write_onnx,
     ),
     ".xml": Format(
-        "OpenVINO",
-        "openvino",
-        ("openvino",),
-        _to_openvino,
-        _load_openvino,
-        _describe_openvino,
-        _write_openvino,
+        name="OpenVINO",
+        extra="openvino",
+        modules=("openvino",),
+        convert=_to_openvino,
+        load=_load_openvino,
+        describe=_describe_openvino,
+        write=_write_openvino,
     ),
 }

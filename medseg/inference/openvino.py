@@ -2,9 +2,9 @@
 
 It needs the extra `medseg[openvino]`.
 
-On two cores held to AVX2 its networks take 2.4 s of processor time for a CT of 512×512×300 voxels
-where torch takes 4.2 s, both in fp32. The whole prediction takes about 9 s with either; its memory
-is 1.07 GB with OpenVINO and 0.97 GB with torch.
+On two cores limited to AVX2 the networks take 2.4 s of processor time for a CT of 512×512×300
+voxels in OpenVINO, and 4.2 s in torch, both in fp32. The whole prediction takes about 9 s with
+either. Its memory is 1.07 GB with OpenVINO and 0.97 GB with torch.
 """
 
 from __future__ import annotations
@@ -36,45 +36,48 @@ from medseg.io.calibration import Circumstances, measure_until, read_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
-# Packages whose code a converted network may come from: their versions and files say whether it has
-# changed.
+# Only networks of these packages are kept when they are converted: the versions and files of these
+# packages tell whether the code of a network has changed.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
-# Limits that oneDNN knows and OpenVINO does not: with one of them OpenVINO still chooses bf16
-# kernels, and 2026.4 ends in a segmentation fault (openvinotoolkit/openvino#36980).
+# Instruction sets without bf16 to which oneDNN can be limited. OpenVINO does not know these limits:
+# it still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
+# (openvinotoolkit/openvino#36980).
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
-# Libraries and kernels of a compiled network, measured; OpenVINO also holds its weights twice, as a
-# model and in the layout of its kernels.
+# Memory of the libraries and kernels of a compiled network, measured.
 KERNELS_BYTES = 25 * 2**20
+# OpenVINO holds the weights of a network twice, as a model and in the layout of its kernels.
 WEIGHT_COPIES = 2
-# Two measurements agree if they differ by at most this part of the longer one.
+# Two measurements agree if they differ by at most this fraction of the longer one.
 SECONDS_BOUND = 0.2
 # After so many measurements the last two count, whether they agree or not.
 MOST_MEASUREMENTS = 5
 
 # OpenVINO 2026.4 sends statistics of its use to Google at its import and at each conversion, in
 # forked copies of this process. It sends nothing where `openvino_telemetry` cannot be imported, and
-# Python refuses the import of a module that is None. This module precedes any import of OpenVINO.
+# Python refuses to import a module whose entry is None. All imports of OpenVINO come after that of
+# this module.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
 
 
 def has_openvino() -> bool:
-    """Whether the extra is installed."""
+    """Tell whether the extra is installed."""
     return importlib.util.find_spec("openvino") is not None
 
 
 def openvino_bytes(network: nn.Module) -> int:
     """Estimate what OpenVINO holds for a network from its first pass on.
 
-    The feature maps of a pass are not counted. Where less memory is left, OpenVINO is not chosen;
-    where it is chosen, these bytes are reserved.
+    The feature maps of a pass are not counted.
+
+    Where less memory is left, OpenVINO is not chosen; where it is chosen, these bytes are reserved.
     """
-    weights = sum(parameter.nbytes for parameter in network.parameters())
-    return KERNELS_BYTES + WEIGHT_COPIES * weights
+    weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    return KERNELS_BYTES + WEIGHT_COPIES * weight_bytes
 
 
 @cache
 def core() -> Any:
-    """OpenVINO's devices, the same object as long as the process lives.
+    """Return OpenVINO's entry to its devices: one object, which lives as long as the process.
 
     OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When
     the last OpenVINO object is deleted in another thread, that stack is freed but stays in use: the
@@ -90,15 +93,15 @@ def use_openvino(
 ) -> None:
     """Let the forward passes of a network run in OpenVINO, in place.
 
-    Its weights, their names and its slabs stay those of torch.
+    Its weights and their names stay those of torch, and passes in slabs run in torch.
 
     Args:
         network: Network on the CPU, in evaluation mode, with weights in fp32.
         precision: `fp32` or `bf16`.
         checksum: SHA-256 of its checkpoint, under which the converted network is kept on this
             machine; empty = it is not kept.
-        is_required: Whether a network that cannot be converted is refused at its first pass; else
-            it runs in torch.
+        is_required: Whether a network that cannot be converted is refused, at its first pass.
+            Otherwise it runs in torch.
 
     Raises:
         UserError: If OpenVINO is not installed, or would crash.
@@ -111,19 +114,24 @@ def use_openvino(
     if precision == "bf16":
         _check_bf16()
     cached_path = _cache_path(network.network, checksum) if checksum else None
-    hint = "bf16" if precision == "bf16" else "f32"
+    precision_hint = "bf16" if precision == "bf16" else "f32"  # in OpenVINO's words
+    # An attribute of the object hides the method of its class.
     network.network.forward = _Compiled(
         network.network,
         network.in_channels,
         network.traits.small_size,
-        hint,
+        precision_hint,
         cached_path,
         is_required=is_required,
     )
 
 
 def _check_bf16() -> None:
-    """Refuse bf16 where the environment limits the instructions of the processor."""
+    """Refuse bf16 where the environment limits the instructions of the processor.
+
+    Raises:
+        UserError: Names the variable that limits them.
+    """
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         limit = os.environ.get(name, "").upper()
         if limit in LIMITS_WITHOUT_BF16:
@@ -149,15 +157,17 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     import openvino
 
     with (
-        # The first pass of a prediction converts. It is in inference mode, in which the head of our
-        # UNet cuts the image into parts; their number would become a constant of the trace.
+        # A conversion happens in the first pass of a prediction, which is in inference mode. There
+        # the head of our UNet cuts the image into parts, whose number would become a constant of
+        # the trace.
         torch.inference_mode(False),
         torch.no_grad(),
         # Autocast would write conversions into the trace that OpenVINO does not know.
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
     ):
-        # Checks of the input size and choices of the layout become constants; they change no value.
+        # The tracer warns that Python's checks of the input size and choices of the layout become
+        # constants. These change no value.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         # OpenVINO calls `torch.jit.trace`, which is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -179,42 +189,53 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
 
 
 def _cache_path(network: nn.Module, checksum: str) -> Path | None:
-    """Path under which a converted network is kept on this machine.
+    """Name the file in which a converted network is kept on this machine.
 
-    None for code of other packages, which may change unnoticed.
+    Args:
+        network: The network.
+        checksum: SHA-256 of its checkpoint.
+
+    Returns:
+        Path of the file, existing or not; None for a network with code of other packages, which may
+        change unnoticed.
     """
-    modules = {type(module).__module__ for module in network.modules()}
-    if any(module.partition(".")[0] not in KNOWN_PACKAGES for module in modules):
-        return None
+    code_modules = {type(layer).__module__ for layer in network.modules()}
+    for code_module in code_modules:
+        package = code_module.partition(".")[0]
+        if package not in KNOWN_PACKAGES:
+            return None
     # The name changes with the weights, the versions and the code of the network.
     digest = hashlib.sha256(checksum.encode())
     versions = map(importlib.metadata.version, ("monai", "openvino", "torch"))
     digest.update(" ".join(versions).encode())
-    for module in sorted(modules):
-        digest.update(Path(sys.modules[module].__file__ or "").read_bytes())
+    for code_module in sorted(code_modules):
+        code_file = Path(sys.modules[code_module].__file__ or "")
+        digest.update(code_file.read_bytes())
     return machine_folder() / "openvino" / f"{digest.hexdigest()[:32]}.zip"
 
 
 def _read_cached(path: Path) -> Any:
-    """Read a converted network; None where there is none, or its file is damaged."""
+    """Read a converted network; None if there is none, or its file is damaged."""
     try:
-        # The archive compares the checksums of its parts as it reads them.
+        # Zip files hold a checksum of each part, which is compared when the part is read.
         with zipfile.ZipFile(path) as archive:
             return core().read_model(archive.read("model.xml"), archive.read("model.bin"))
-    # Whatever zipfile and OpenVINO raise for damaged bytes.
+    # These are what zipfile and OpenVINO raise for damaged bytes.
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, RuntimeError):
         return None
 
 
 def _write_cached(path: Path, model: Any) -> None:
-    """Keep a converted network where the folder can be written.
+    """Keep a converted network in a file, if the folder can be written.
 
-    In one file, so that its parts belong together.
+    It is one file, so that no process reads the two parts of different networks.
     """
+    xml, weights = to_ir(model)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
-        for name, part in zip(("model.xml", "model.bin"), to_ir(model), strict=True):
-            archive.writestr(name, part)
+        archive.writestr("model.xml", xml)
+        archive.writestr("model.bin", weights)
+    # The file only saves time: a prediction goes on without it.
     with suppress(OSError, UserError):
         replace_bytes(path, content.getvalue())
 
@@ -226,21 +247,31 @@ class _Compiled:
         self,
         network: nn.Module,
         in_channels: int,
-        size: Shape,
-        precision: str,
+        example_size: Shape,
+        precision_hint: str,
         cached_path: Path | None = None,
         *,
         is_required: bool = True,
     ) -> None:
+        """Convert nothing yet.
+
+        Args:
+            network: See `use_openvino`.
+            in_channels: Channels of its input.
+            example_size: An input size that it accepts, for the conversion.
+            precision_hint: `f32` or `bf16`.
+            cached_path: File that keeps the converted network; None = it is not kept.
+            is_required: See `use_openvino`.
+        """
         self._network = network
         self._in_channels = in_channels
-        self._size = size
-        self._precision = precision
+        self._example_size = example_size
+        self._precision_hint = precision_hint
         self._cached_path = cached_path
         self._is_required = is_required
         self._model: Any = None
         self._compiled: Any = None
-        self._shape: tuple[int, ...] = ()
+        self._compiled_shape: tuple[int, ...] = ()
 
     def __call__(self, image: Tensor) -> Tensor:
         if self._model is None:
@@ -249,7 +280,8 @@ class _Compiled:
             except UserError:
                 if self._is_required:
                     raise
-                # The choice was measured with another network, see `quickest_backend`.
+                # OpenVINO was chosen by a measurement of another network, see `quickest_backend`.
+                # Without this attribute the network has the forward pass of its class again.
                 del self._network.forward
                 return self._network.forward(image)
         self._compile(tuple(image.shape))
@@ -259,19 +291,19 @@ class _Compiled:
         """Compile for an input shape (N, C, D, H, W), unless the last one was the same."""
         import openvino
 
-        if self._shape == shape:
+        if self._compiled_shape == shape:
             return
-        # Its memory is freed before that of the next size is taken. If there is not enough, the
-        # next pass compiles again.
+        # The memory of the last size is freed before that of the next one is taken. The shape is
+        # cleared too: if the memory is not enough and this fails, the next pass compiles again.
         self._compiled = None
-        self._shape = ()
+        self._compiled_shape = ()
         self._model.reshape(openvino.PartialShape(list(shape)))
         options = {
-            "INFERENCE_PRECISION_HINT": self._precision,
+            "INFERENCE_PRECISION_HINT": self._precision_hint,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
         }
         self._compiled = core().compile_model(self._model, "CPU", options)
-        self._shape = shape
+        self._compiled_shape = shape
 
     def _run(self, image: Tensor) -> Tensor:
         """Make one forward pass of the compiled network."""
@@ -282,21 +314,24 @@ class _Compiled:
         # OpenVINO writes into this array: no copy of the logits is made.
         request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))
         request.infer([image.contiguous().numpy()], share_inputs=True, share_outputs=True)
-        # OpenVINO would keep the feature maps of this pass for the next one, beside the other stage
-        # and the rest of the prediction.
+        # OpenVINO would keep the memory of the feature maps for the next pass, while the other
+        # stage and the rest of the prediction need theirs.
         del request
         self._compiled.release_memory()
         return torch.from_numpy(logits)
 
     def _load(self) -> Any:
-        """Read the converted network that is kept, or convert it and keep it."""
-        model = None
+        """Read the converted network that is kept, or convert the network and keep the result.
+
+        Raises:
+            UserError: If it cannot be converted.
+        """
         if self._cached_path is not None:
-            model = _read_cached(self._cached_path)
-        if model is not None:
-            return model
+            cached_model = _read_cached(self._cached_path)
+            if cached_model is not None:
+                return cached_model
         try:
-            model = convert(Logits(self._network), self._in_channels, self._size)
+            model = convert(Logits(self._network), self._in_channels, self._example_size)
         # The converter raises errors of many classes.
         except Exception as error:
             raise UserError(
@@ -309,17 +344,17 @@ class _Compiled:
 
 
 class PassSeconds(NamedTuple):
-    """Durations of a pass in both backends, in s."""
+    """Durations of a forward pass in both backends, in s."""
 
     torch: float
     openvino: float
 
 
 def quickest_backend(network: StageNetwork) -> str:
-    """Measure a network in torch and in OpenVINO, both in fp32.
+    """Choose the backend in which a forward pass takes less time, both in fp32.
 
-    The measurement is repeated until two agree, and kept for this machine and these versions, see
-    `medseg.io.calibration`.
+    The measurement is repeated until two agree. It is kept for this machine and these versions, see
+    `medseg.io.calibration`, and used for all networks.
 
     Args:
         network: Network on the CPU, in evaluation mode.
@@ -327,7 +362,8 @@ def quickest_backend(network: StageNetwork) -> str:
     Returns:
         `torch` or `openvino`.
     """
-    # What decides which backend is quicker; the network hardly does, so one measurement serves all.
+    # The name of the file says what decides which backend is quicker. The network hardly does, so
+    # one measurement serves all.
     capability = torch.backends.cpu.get_cpu_capability()
     num_threads = torch.get_num_threads()
     machine = (
@@ -355,35 +391,37 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     Raises:
         UserError: If OpenVINO cannot convert the network.
     """
-    depth, height, width = (2 * size for size in network.traits.small_size)
+    small_size = network.traits.small_size
+    depth, height, width = (2 * size for size in small_size)
     in_torch = network.network
     channels = network.in_channels
     image = torch.zeros(1, channels, depth, height, width)
-    in_openvino = _Compiled(in_torch, channels, network.traits.small_size, "f32")
-    previous, latest, circumstances = measure_until(
-        lambda: PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image)),
-        _agree,
-        MOST_MEASUREMENTS,
-    )
-    # Other programs only lengthen a duration.
-    return [min(durations) for durations in zip(previous, latest, strict=True)], circumstances
+    in_openvino = _Compiled(in_torch, channels, small_size, "f32")
+
+    def measure() -> PassSeconds:
+        return PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image))
+
+    previous, latest, circumstances = measure_until(measure, _agree, MOST_MEASUREMENTS)
+    # Of each backend the shorter duration counts: other programs can only lengthen it.
+    shorter_s = [min(durations) for durations in zip(previous, latest, strict=True)]
+    return shorter_s, circumstances
 
 
 def _agree(first: PassSeconds, second: PassSeconds) -> bool:
-    """Whether each backend took as long in two measurements, within `SECONDS_BOUND`."""
-    for backend_seconds in zip(first, second, strict=True):
-        shorter, longer = sorted(backend_seconds)
-        if longer - shorter > SECONDS_BOUND * longer:
+    """Tell whether two measurements agree for both backends, within `SECONDS_BOUND`."""
+    for durations_s in zip(first, second, strict=True):
+        shorter_s, longer_s = sorted(durations_s)
+        if longer_s - shorter_s > SECONDS_BOUND * longer_s:
             return False
     return True
 
 
 def _seconds(call: Any, image: Tensor) -> float:
-    """Return the shorter time of the second and third pass; the first one compiles."""
-    durations = []
+    """Time three passes and return the shorter of the last two, in s; the first one compiles."""
+    durations_s = []
     with torch.inference_mode():
         for _ in range(3):
-            start = time.perf_counter()
+            start_s = time.perf_counter()
             call(image)
-            durations.append(time.perf_counter() - start)
-    return min(durations[1:])
+            durations_s.append(time.perf_counter() - start_s)
+    return min(durations_s[1:])

@@ -22,7 +22,7 @@ class Seen(StrEnum):
 
 @dataclass(kw_only=True)
 class TilingOptions:
-    """Execution of a trained stage on a whole case."""
+    """Keys of the sliding window, with which a network runs on a whole case."""
 
     tile_size: Annotated[
         Shape | None,
@@ -39,7 +39,7 @@ class TilingOptions:
 
 @dataclass(kw_only=True)
 class InferenceOptions(TilingOptions):
-    """Inference keys of `predict`."""
+    """All keys of `inference` that `predict` takes."""
 
     budget_gib: Annotated[
         float,

@@ -1,4 +1,4 @@
-"""Interface of models that make the labels of a scan, and the base of models made of others.
+"""Interface of models that segment scans, and the base class of models that combine others.
 
 Cascades and models of nnU-Net implement it, and so do classes that join, average or wrap them.
 """
@@ -20,23 +20,26 @@ from medseg.task import Task
 
 
 class ScanModel(Protocol):
-    """Makes the labels of a scan; all else, from reading to the report, is the same for all."""
+    """Makes the labels of a scan.
+
+    All else, from reading the scan to writing the report, is the same for all models.
+    """
 
     @property
     def options(self) -> InferenceOptions:
-        """Keys of `inference`."""
+        """Keys of the group `inference`."""
 
     @property
     def task(self) -> Task:
-        """Labels and channels."""
+        """Labels that the model makes and channels that it takes."""
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`, as in `Segmentation.durations_s`."""
+        """Names of the steps of `segment` in their order, as in `Segmentation.durations_s`."""
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Name of each stage to the SHA-256 of its files by their paths."""
+        """Name of each stage to its files: path to SHA-256."""
 
     @property
     def device(self) -> torch.device:
@@ -48,7 +51,7 @@ class ScanModel(Protocol):
 
     @property
     def backend_bytes(self) -> int:
-        """Memory that backends take with their first pass and keep."""
+        """Memory that the backends take with the first pass of a network and keep."""
 
     @property
     def waiting_bytes(self) -> float:
@@ -56,11 +59,14 @@ class ScanModel(Protocol):
 
     @property
     def has_views(self) -> bool:
-        """Whether averaged views give a map of their disagreement."""
+        """Whether several checkpoints or flips are averaged and give a map of disagreement."""
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the model takes voxels as stored, with the padding of scanners; else with air."""
+        """Whether the model takes voxels as stored.
+
+        Otherwise the values with which scanners pad an image must be replaced by that of air.
+        """
 
     def segment(
         self,
@@ -76,12 +82,16 @@ class ScanModel(Protocol):
         """Return the same model with a bound on the memory of a network pass."""
 
     def check_budget(self, grid: VoxelGrid) -> None:
-        """Refuse a scan that cannot keep the bound, by its header alone."""
+        """Refuse a scan that cannot be segmented within the bound, by its header alone.
+
+        Raises:
+            UserError: If it cannot.
+        """
 
 
 @dataclass(frozen=True)
 class CombinedModel:
-    """Base of models that are made of others; a step has the number of the part that takes it.
+    """Base of models that combine others; the name of a step ends with the number of its part.
 
     Attributes:
         parts: The models, in the order given.
@@ -89,7 +99,7 @@ class CombinedModel:
 
     parts: tuple[ScanModel, ...]
 
-    # Parts may differ, so `segment` replaces padding for each part that needs it.
+    # Parts may differ, so `segment` of the subclass replaces padding for each part that needs it.
     keeps_values = True
     has_views = False
 
@@ -105,9 +115,9 @@ class CombinedModel:
 
     @property
     def precision(self) -> str:
-        """Number formats of the parts."""
-        precisions = [part.precision for part in self.parts]
-        return ", ".join(dict.fromkeys(precisions))
+        """Number formats of the parts, each once."""
+        precisions = dict.fromkeys(part.precision for part in self.parts)  # a set in their order
+        return ", ".join(precisions)
 
     @property
     def backend_bytes(self) -> int:
@@ -116,12 +126,12 @@ class CombinedModel:
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which arrays that wait are files; one part may need them in memory."""
+        """Largest of the parts' sizes, since one part may need these arrays in memory."""
         return max(part.waiting_bytes for part in self.parts)
 
     @property
     def steps(self) -> list[str]:
-        """Steps of all parts, with the number of the part."""
+        """Steps of all parts, each with the number of its part."""
         steps: list[str] = []
         for number, part in enumerate(self.parts, start=1):
             steps += [self.step_name(number, step) for step in part.steps]
@@ -129,16 +139,18 @@ class CombinedModel:
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Checksums of the stages of all parts, with the number of the part."""
-        files: dict[str, dict[str, str]] = {}
+        """Stages of all parts, each with the number of its part; see `ScanModel.checkpoints`."""
+        checkpoints: dict[str, dict[str, str]] = {}
         for number, part in enumerate(self.parts, start=1):
             for stage, checksums in part.checkpoints.items():
-                files[self.step_name(number, stage)] = checksums
-        return files
+                checkpoints[self.step_name(number, stage)] = checksums
+        return checkpoints
 
     def step_name(self, number: int, step: str) -> str:
-        """Name a step or stage of part `number`; a single part keeps its names."""
-        return step if len(self.parts) == 1 else f"{step}_{number}"
+        """Name a step or stage of part `number`, from 1; a single part keeps its names."""
+        if len(self.parts) == 1:
+            return step
+        return f"{step}_{number}"
 
     def within(self, budget_gib: float) -> Self:
         """Return the same models with a bound on the memory of a network pass."""
@@ -153,17 +165,17 @@ class CombinedModel:
     def announced(
         self, number: int, on_step: Callable[[str], None] | None
     ) -> Callable[[str], None] | None:
-        """Make the `on_step` of a part, which passes its steps on with the number of the part."""
+        """Make the `on_step` of a part, which adds the number of the part to its steps."""
         if on_step is None:
             return None
         return lambda step: on_step(self.step_name(number, step))
 
-    def note_part(self, number: int, segmented: Segmentation, result: Segmentation) -> None:
-        """Note in the result how long the steps of a part took, and how they ran."""
-        for step, duration_s in segmented.durations_s.items():
+    def note_part(self, number: int, part_result: Segmentation, result: Segmentation) -> None:
+        """Add to `result` how long the steps of a part took, and how they ran."""
+        for step, duration_s in part_result.durations_s.items():
             result.durations_s[self.step_name(number, step)] = duration_s
-        for step, described in segmented.tiling_plans.items():
-            result.tiling_plans[self.step_name(number, step)] = described
-        for step, distortion in segmented.distortions.items():
+        for step, tiling_plan in part_result.tiling_plans.items():
+            result.tiling_plans[self.step_name(number, step)] = tiling_plan
+        for step, distortion in part_result.distortions.items():
             result.distortions[self.step_name(number, step)] = distortion
-        result.pass_s += segmented.pass_s
+        result.pass_s += part_result.pass_s

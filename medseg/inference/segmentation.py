@@ -1,4 +1,4 @@
-"""Result of a model on one scan: its labels, and what is told about them."""
+"""Result of a model on one scan: its labels, their measurements and the findings about them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class StatedBound:
     patients: int
 
     def __post_init__(self) -> None:
-        if not (0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1):
+        is_in_range = 0 <= self.value <= 1 and 0 < self.level < 1 and self.patients >= 1
+        if not is_in_range:
             raise ValueError(
                 "expected a value in [0, 1], a level in (0, 1) and a patient, got "
                 f"{self.value}, {self.level} and {self.patients}"
@@ -58,12 +59,13 @@ class StatedBound:
 
     @property
     def value_text(self) -> str:
-        """The value, rounded down."""
+        """The value with two decimals, rounded down: rounded up it would promise too much."""
         return f"{rounded_down(self.value, 2):.2f}"
 
     @property
     def calibration_text(self) -> str:
         """For how many patients the value holds, and on how many it was calibrated."""
+        # 0.9 is not 9/10 but the nearest binary fraction; the limit finds the 9/10 again.
         share = Fraction(self.level).limit_denominator(10_000)
         calibrated_on = "1 patient" if self.patients == 1 else f"{self.patients} patients"
         return f"in {share.numerator} of {share.denominator} patients ({calibrated_on})"
@@ -84,15 +86,18 @@ def describe_bounds(bounds: Mapping[str, StatedBound]) -> str:
         >>> print(describe_bounds({"liver": high, "left_kidney": high}))
         Dice at least 0.98 (liver and left kidney) in 9 of 10 patients (26 patients)
     """
-    # Text of a calibration to text of a value to the regions with both. What is shown is compared:
-    # bounds that differ only in hidden digits are one.
+    # For each calibration the regions of each value. The keys are the texts that are shown: bounds
+    # that differ only in digits that are not shown are one.
     calibrations: dict[str, dict[str, list[str]]] = {}
     for region, bound in bounds.items():
         regions_by_value = calibrations.setdefault(bound.calibration_text, {})
-        regions_by_value.setdefault(bound.value_text, []).append(region.replace("_", " "))
+        regions = regions_by_value.setdefault(bound.value_text, [])
+        regions.append(region.replace("_", " "))
     sentences = []
     for calibration_text, regions_by_value in calibrations.items():
-        values = [f"{value} ({' and '.join(names)})" for value, names in regions_by_value.items()]
+        values = []
+        for value_text, regions in regions_by_value.items():
+            values.append(f"{value_text} ({' and '.join(regions)})")
         sentences.append(f"Dice at least {', '.join(values)} {calibration_text}")
     return "; ".join(sentences)
 
@@ -112,7 +117,10 @@ class RegionBox:
     grid: VoxelGrid
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for a JSON file: voxels, spacing, and centres of the corner voxels in LPS."""
+        """Convert to plain types for a JSON file.
+
+        The corners are the centres of the corner voxels, in LPS.
+        """
         return {
             "voxels": asdict(self.voxels),
             "spacing_mm": list(self.grid.spacing_mm),
@@ -172,40 +180,57 @@ class Segmentation:
     disagreement: np.ndarray | None = None
 
     def measure(self, grid: VoxelGrid, task: Task) -> None:
-        """Measure the volumes of the labels, which lie on the grid of the scan; warn of none."""
+        """Measure the volumes of the labels, and add the finding `empty_result` if all are zero.
+
+        Args:
+            grid: Grid of the labels.
+            task: Has the names and values of the labels.
+        """
         self.volumes_ml = label_volumes_ml(self.labels, grid, task)
         if not any(self.volumes_ml.values()):
             self.findings += warnings_of("empty_result", [NO_LABEL])
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences of all findings but information."""
+        """Sentences of the findings that need attention: all but those of mere information."""
         return sentences_of(self.findings)
 
     @property
     def information(self) -> list[str]:
-        """Sentences of the findings that ask for nothing."""
+        """Sentences of the findings that need no attention."""
         return information_in(self.findings)
 
 
-# Up to so many labels, a comparison with each is faster than `bincount`, which converts each voxel
-# to eight bytes.
+# Largest number of labels that are counted by one comparison each. For more, `bincount` is faster,
+# though it converts each voxel to eight bytes.
 MAX_COMPARED = 8
 
 
 def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
-    """Volume of each label of a label map (D, H, W) of bytes, counted plane by plane."""
-    counts = np.zeros(256, dtype=np.int64)
+    """Measure the volume of each label by its name.
+
+    Args:
+        labels: Label map (D, H, W), uint8.
+        grid: Its grid.
+        task: Has the names and values of the labels.
+
+    Returns:
+        Name of each label to its volume in ml.
+    """
+    num_voxels = np.zeros(256, dtype=np.int64)  # by value; a byte has 256 of them
+    # Plane by plane, so that temporary arrays stay small.
     for plane in labels:
         if len(task.labels) <= MAX_COMPARED:
             for value in task.labels.values():
-                counts[value] += np.count_nonzero(plane == value)
+                num_voxels[value] += np.count_nonzero(plane == value)
         else:
-            counts += np.bincount(plane.reshape(-1), minlength=256)
-    return {name: voxel_ml(grid) * int(counts[value]) for name, value in task.labels.items()}
+            num_voxels += np.bincount(plane.reshape(-1), minlength=256)
+    ml_per_voxel = voxel_ml(grid)
+    return {name: ml_per_voxel * int(num_voxels[value]) for name, value in task.labels.items()}
 
 
 def rounded_down(value: float, digits: int) -> float:
-    """Round down, but not from 0.57 to 0.56 for the binary form of the number."""
+    """Round down to a number of decimal digits."""
     scale = 10**digits
+    # 100 * 0.57 is 56.99…: without the rounding 0.57 would become 0.56.
     return math.floor(round(scale * value, 6)) / scale

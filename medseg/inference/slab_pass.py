@@ -20,16 +20,17 @@ from medseg.io.scratch import release_pages, scratch_array
 from medseg.models.blocks import ScaledConv3d
 from medseg.models.convolution import convolve_as_whole
 
-# Bytes that a layer takes per byte of its input and output: copies in the layout of the kernels,
-# and sums in fp32.
+# Memory of a layer as a multiple of its input and output: beside them it holds copies in the layout
+# of the kernels, and sums in fp32.
 WORKSPACE = 3.0
-# Bytes of a feature in fp32; the plan of the slabs counts those of half precision the same.
+# Bytes of a feature in fp32. The plan of the slabs counts as many in half precision.
 ITEMSIZE = 4
+# What is left to do to planes (1, C, d, H, W) when they are read: a norm and an activation.
 Finish = Callable[[Tensor], Tensor]
 
 
 class Planes(Protocol):
-    """Feature map of which ranges of planes are read.
+    """Feature map that is read in ranges of planes.
 
     Attributes:
         depth: Number of planes.
@@ -42,33 +43,40 @@ class Planes(Protocol):
         """Channels and voxels of a plane."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
+        """Return planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
 
 
 def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
-    """Memory of a convolution.
+    """Estimate the memory that a convolution takes for a slab.
 
     Args:
         conv: The convolution.
         area: Voxels of a plane of its input.
 
     Returns:
-        Bytes for each plane of its output, and for the planes beside them that its kernel reaches.
+        Bytes for each plane of its output, and bytes for the planes of its input that the kernel
+        reaches beside them, once a slab.
     """
     kernel, stride = conv.kernel_size[0], conv.stride[0]
     input_bytes = ITEMSIZE * conv.in_channels * area
     output_bytes = ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:])
-    # The last summand is the copy in fp32 for the statistics.
-    bytes_per_plane = WORKSPACE * (stride * input_bytes + output_bytes) + output_bytes
-    return bytes_per_plane, WORKSPACE * (kernel - stride) * input_bytes
+    # The statistics of a norm that follows take a copy of the output in fp32.
+    statistics_bytes = output_bytes
+    bytes_per_plane = WORKSPACE * (stride * input_bytes + output_bytes) + statistics_bytes
+    # d planes of output read (d - 1) * stride + kernel planes of input: beside the stride for each
+    # of them, kernel - stride planes once.
+    extra_bytes = WORKSPACE * (kernel - stride) * input_bytes
+    return bytes_per_plane, extra_bytes
 
 
 class Features:
-    """Feature map (1, C, D, H, W) of which ranges of planes are read and written.
+    """Feature map (1, C, D, H, W) that is read and written in ranges of planes.
 
     Attributes:
-        finish: Function of each voxel that is due to planes when they are read: the norm and
-            activation of their layer.
+        depth: Number of planes.
+        finish: Norm and activation of the layer that wrote the planes, applied whenever planes are
+            read; None = the values are final as they are stored.
+        num_bytes: Size in memory; 0 in a file, and for values of the caller.
     """
 
     def __init__(
@@ -78,11 +86,20 @@ class Features:
         values: Tensor | None = None,
         finish: Finish | None = None,
     ) -> None:
+        """Make a feature map.
+
+        Args:
+            depth: Number of planes.
+            owner: The pass, whose budget holds the feature map.
+            values: All planes, (D, C, H, W); None = they are written later.
+            finish: See the class.
+        """
         self.depth = depth
         self.finish = finish
-        self.num_bytes = 0  # in memory
+        self.num_bytes = 0
         self._owner = owner
-        self._values = values  # (D, C, H, W): a plane is one piece of memory, or of a file
+        # Planes come first, (D, C, H, W): each is one piece of memory, or of a file.
+        self._values = values
         self._is_file = False
 
     @property
@@ -98,25 +115,26 @@ class Features:
         return WORKSPACE * ITEMSIZE * channels * area
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Planes start … stop - 1, (1, C, d, H, W), on the device of the network.
+        """Return planes start … stop - 1, (1, C, d, H, W), on the device of the network.
 
         Beyond the ends they are zero.
         """
-        assert self._values is not None
+        assert self._values is not None, "planes are written before they are read"
         if self._is_file:
-            release_pages()  # those of the slab before
+            release_pages()  # pages that the slab before read
         low, high = max(start, 0), min(stop, self.depth)
         planes = self._values[low:high].transpose(0, 1)[None].to(self._owner.device)
         if self.finish is not None:
             planes = self.finish(planes)
         if (low, high) == (start, stop):
             return planes
-        # After the norm: the zeros are those that the next convolution pads with.
+        # After the norm, since the zeros are the padding of the next convolution, which no norm
+        # changes. `pad` takes the last axis first: x, y, then the planes before and after.
         return F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
 
     def write(self, start: int, planes: Tensor) -> None:
-        """Set the planes from `start` on to (1, C, d, H, W)."""
-        values = planes[0].transpose(0, 1)
+        """Set the planes from `start` on to `planes`, (1, C, d, H, W)."""
+        values = planes[0].transpose(0, 1)  # (d, C, H, W)
         if self._values is None:
             self._values = self._allocate(values)
         self._values[start : start + len(values)] = values
@@ -128,32 +146,40 @@ class Features:
 
         Args:
             size: Channels of a group, at most.
-            function: Maps all planes of a group (1, c, D, H, W) and its channels to new values.
+            function: Maps all planes of a group (1, c, D, H, W) and the place of the group among
+                all channels to new values of the same shape.
         """
-        assert self._values is not None
+        assert self._values is not None, "planes are written before they are replaced"
         for start in range(0, self._values.shape[1], size):
             channels = slice(start, start + size)
             group = self._values[:, channels].transpose(0, 1)[None].to(self._owner.device)
+            # The new values get no name: it would keep them while the next group is read.
             self._values[:, channels] = function(group.contiguous(), channels)[0].transpose(0, 1)
             if self._is_file:
                 release_pages()
 
-    def _allocate(self, like: Tensor) -> Tensor:
-        """Make room for all planes, in the layout of the first ones."""
-        channels, height, width = like.shape[1:]
-        is_channels_last = like.is_contiguous(memory_format=torch.channels_last)
+    def _allocate(self, first_planes: Tensor) -> Tensor:
+        """Make room for all planes, with the type and layout of the first ones (d, C, H, W).
+
+        Returns:
+            Values (D, C, H, W), not yet set; a view of (D, H, W, C) for channels-last planes.
+        """
+        channels, height, width = first_planes.shape[1:]
+        is_channels_last = first_planes.is_contiguous(memory_format=torch.channels_last)
         sizes = (self.depth, channels, height, width)
         if is_channels_last:
             sizes = (self.depth, height, width, channels)
-        num_bytes = self.depth * like[0].nbytes
+        num_bytes = self.depth * first_planes[0].nbytes
         if self._owner.has_room(num_bytes):
             self.num_bytes = num_bytes
             self._owner.in_memory.add(self)
-            values = torch.empty(sizes, dtype=like.dtype, device=self._owner.storage)
+            values = torch.empty(sizes, dtype=first_planes.dtype, device=self._owner.storage)
         else:
             self._is_file = True
-            values = self._owner.new_file(sizes, like.dtype)
-        return values.permute(0, 3, 1, 2) if is_channels_last else values
+            values = self._owner.new_file(sizes, first_planes.dtype)
+        if is_channels_last:
+            return values.permute(0, 3, 1, 2)
+        return values
 
 
 class SlabPass:
@@ -161,91 +187,113 @@ class SlabPass:
 
     Attributes:
         device: Device of the network.
-        storage: Device of the feature maps.
-        in_memory: Feature maps that are no files.
+        storage: Device of the feature maps that are held in memory.
+        in_memory: These feature maps.
         least_bytes: Smallest budget with which the layers so far would have run.
     """
 
     def __init__(self, budget_bytes: float, device: torch.device, storage: torch.device) -> None:
+        """Begin a pass.
+
+        Args:
+            budget_bytes: Memory of feature maps and layers, half for each of the two.
+            device: See the class.
+            storage: See the class.
+        """
         self.device = device
         self.storage = storage
-        self._half = budget_bytes / 2
-        # Weak: a feature map counts until its last reader has dropped it.
+        self._half_budget_bytes = budget_bytes / 2
+        # Weak: a feature map leaves the set when its last reader has dropped it.
         self.in_memory: WeakSet[Features] = WeakSet()
         self.least_bytes = 0.0
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether another feature map fits beside those in memory."""
         used_bytes = sum(features.num_bytes for features in self.in_memory)
-        return used_bytes + num_bytes <= self._half
+        return used_bytes + num_bytes <= self._half_budget_bytes
 
     def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Make a feature map in a scratch file."""
-        # As bytes, because numpy lacks bfloat16.
-        content = torch.from_numpy(scratch_array((math.prod(sizes) * dtype.itemsize,), np.uint8))
+        """Make room for a feature map in a scratch file."""
+        # The file is made as bytes and seen as the type, because numpy has no bfloat16.
+        num_bytes = math.prod(sizes) * dtype.itemsize
+        content = torch.from_numpy(scratch_array((num_bytes,), np.uint8))
         return content.view(dtype).view(sizes)
 
     def slabs(self, source: Planes, conv: nn.Conv3d) -> Iterator[tuple[int, int]]:
-        """Split the output of a convolution into as few slabs as half of the budget allows."""
-        bytes_per_plane, extra_bytes = layer_bytes(conv, source.plane[1])
-        return self.split(source.depth // conv.stride[0], bytes_per_plane, extra_bytes)
+        """Split the output of a convolution into as few slabs as half of the budget allows.
+
+        See `split` for what it yields and raises.
+        """
+        _, area = source.plane
+        bytes_per_plane, extra_bytes = layer_bytes(conv, area)
+        output_depth = source.depth // conv.stride[0]
+        return self.split(output_depth, bytes_per_plane, extra_bytes)
 
     def split(
         self, depth: int, bytes_per_plane: float, extra_bytes: float, step: int = 1
     ) -> Iterator[tuple[int, int]]:
-        """Split planes into slabs that half of the budget holds.
+        """Split planes into slabs of about equal depth that half of the budget holds.
 
         Args:
             depth: Number of planes.
             bytes_per_plane: Memory of each.
             extra_bytes: Memory of a slab beside its planes.
-            step: The planes of a slab are a multiple of it.
+            step: The number of planes of a slab is a multiple of it, but for the last slab.
 
         Yields:
-            First plane and end of each slab.
+            First plane of each slab, and the plane after its last one.
 
         Raises:
             ValueError: If the budget is too small for `step` planes.
         """
-        fitting = self._fitting(depth, bytes_per_plane, extra_bytes, step)
-        num_slabs = math.ceil(depth / fitting)
-        planes = math.ceil(depth / step / num_slabs) * step
-        for start in range(0, depth, planes):
-            yield start, min(start + planes, depth)
+        max_planes = self._num_fitting(depth, bytes_per_plane, extra_bytes, step)
+        num_slabs = math.ceil(depth / max_planes)
+        # Equal slabs: a short last one would take almost as long as a full one.
+        steps_per_slab = math.ceil(depth / step / num_slabs)
+        planes_per_slab = steps_per_slab * step
+        for start in range(0, depth, planes_per_slab):
+            yield start, min(start + planes_per_slab, depth)
 
     def convolve(self, conv: nn.Conv3d, source: Planes, start: int, stop: int) -> Tensor:
-        """Planes start … stop - 1 of the output of a convolution."""
+        """Compute planes start … stop - 1 of the output of a convolution, (1, C, d, H, W)."""
         stride = conv.stride[0]
-        if (start, stop * stride) == (0, source.depth):
+        is_whole = start == 0 and stop * stride == source.depth
+        if is_whole:
             return conv(source.read(0, source.depth))
-        padding, high, wide = cast(Shape, conv.padding)
-        # The planes that the kernel reaches are read, so along z nothing is padded.
-        first = start * stride - padding
+        padding_z, padding_y, padding_x = cast(Shape, conv.padding)
+        # All planes that the kernel reaches are read, with zeros beyond the ends: along z the
+        # convolution itself pads nothing.
+        first = start * stride - padding_z
         num_planes = (stop - start - 1) * stride + conv.kernel_size[0]
         planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
-        return convolve_as_whole(
-            planes, weight, conv.bias, conv.stride, (0, high, wide), source.depth
-        )
+        padding = (0, padding_y, padding_x)
+        return convolve_as_whole(planes, weight, conv.bias, conv.stride, padding, source.depth)
 
     def channels_at_a_time(self, features: Features) -> int:
-        """Channels of all planes that half of the budget holds, for `replace_channels`.
+        """Count the channels that half of the budget holds in full depth, for `replace_channels`.
 
         Raises:
             ValueError: If the budget is too small for one.
         """
         channels, area = features.plane
-        return self._fitting(channels, WORKSPACE * ITEMSIZE * area * features.depth, 0, 1)
+        bytes_per_channel = WORKSPACE * ITEMSIZE * area * features.depth
+        return self._num_fitting(channels, bytes_per_channel, extra_bytes=0, step=1)
 
-    def _fitting(self, count: int, bytes_each: float, extra_bytes: float, step: int) -> int:
-        """How many of `count` planes or channels fit at a time, a multiple of `step`.
+    def _num_fitting(self, count: int, bytes_each: float, extra_bytes: float, step: int) -> int:
+        """Count how many of `count` planes or channels half of the budget holds at a time.
+
+        Returns:
+            A multiple of `step`.
 
         Raises:
-            ValueError: If `step` of them do not.
+            ValueError: If `step` of them do not fit.
         """
+        # The whole budget, of which a layer has half.
         least_bytes = 2 * (extra_bytes + step * bytes_each)
         self.least_bytes = max(self.least_bytes, least_bytes)
-        if least_bytes > 2 * self._half:
+        if least_bytes > 2 * self._half_budget_bytes:
             raise ValueError(f"a plane of a layer needs {least_bytes / 2**30:.2f} GiB")
-        fitting = min(count, (self._half - extra_bytes) / bytes_each)
-        return int(fitting) // step * step
+        # The minimum comes before `int`: an infinite budget has no integer.
+        num_fitting = min(count, (self._half_budget_bytes - extra_bytes) / bytes_each)
+        return int(num_fitting) // step * step

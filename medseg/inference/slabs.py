@@ -41,7 +41,9 @@ def logits_in_slabs(
     budget_bytes: float,
     take: Callable[[Tensor], None],
 ) -> None:
-    """Run a network on one image; the caller sets the precision.
+    """Run a network on one image in slabs along z.
+
+    The caller sets the precision, for example with `torch.autocast`.
 
     Args:
         network: In evaluation mode.
@@ -59,7 +61,9 @@ def logits_in_slabs(
 
 
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
-    """Budget with which `logits_in_slabs` runs at any depth, one plane at a time, in fp32 or less.
+    """Estimate the smallest budget with which `logits_in_slabs` runs an image of any depth.
+
+    It is enough for one plane at a time, in fp32 or half precision.
 
     Args:
         network: The network.
@@ -67,89 +71,119 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
         width: Voxels along x, likewise.
     """
     area = height * width
-    _, high, wide = network.stem.cell
-    stem = layer_bytes(cast(nn.Conv3d, network.stem.unit[0]), area // (high * wide))
-    # Each layer as it needs least: one plane of output, and the planes that its kernel reaches.
-    needs = [sum(stem)]
-    # Deeper levels need less: a plane has twice the channels and a quarter of the voxels.
+    # A layer needs least for one plane of output with the planes that its kernel reaches: the sum
+    # of the two numbers of `layer_bytes`.
+    _, cell_height, cell_width = network.stem.cell
+    stem_conv = cast(nn.Conv3d, network.stem.unit[0])
+    stem_bytes = layer_bytes(stem_conv, area // (cell_height * cell_width))
+    least_bytes = [sum(stem_bytes)]
+    # Of encoder and decoder the finest level is enough: a plane of a deeper level has twice the
+    # channels and a quarter of the voxels.
     parts: list[nn.Module] = [network.encoder[0], network.decoder[0]]
     if isinstance(network.head, Head):
         parts.append(network.head)
     else:
         # One plane of cells and its neighbours on both sides.
-        needs.append(3 * _refined_bytes(network.head, area))
-    _, high, wide = network.cell
+        least_bytes.append(3 * _refining_bytes(network.head, area))
+    _, cell_height, cell_width = network.cell
+    level_area = area // (cell_height * cell_width)
     for part in parts:
         for module in part.modules():
             if isinstance(module, nn.Conv3d):
-                needs.append(sum(layer_bytes(module, area // (high * wide))))
+                least_bytes.append(sum(layer_bytes(module, level_area)))
     # Feature maps share the other half of the budget.
-    return 2 * max(needs)
+    return 2 * max(least_bytes)
 
 
-def _refined_bytes(head: RefiningHead, area: int) -> float:
-    """Memory of the refining head for one plane of cells, at full resolution."""
+def _refining_bytes(head: RefiningHead, area: int) -> float:
+    """Estimate the memory of the refining head for one plane of cells.
+
+    Args:
+        head: The head.
+        area: Voxels of a plane of the image.
+    """
+    # At full resolution: the image, the features once before and once after the activation, and the
+    # logits.
     channels = head.detail.in_channels + 2 * head.detail.out_channels + head.conv.out_channels
-    return WORKSPACE * ITEMSIZE * head.cell[0] * area * channels
+    planes_of_voxels = head.cell[0]
+    return WORKSPACE * ITEMSIZE * planes_of_voxels * area * channels
 
 
 class _Cells:
-    """Image whose cells of voxels are channels, as the stem `space_to_depth` sees it.
+    """Image as the stem `space_to_depth` sees it: the voxels of a cell are channels of one voxel.
 
     Attributes:
-        depth: Planes of cells.
+        depth: Number of planes of cells.
         plane: Channels and cells of a plane.
     """
 
     def __init__(self, image: Features, cell: Shape) -> None:
-        self.depth = image.depth // cell[0]
+        cell_depth, cell_height, cell_width = cell
         channels, area = image.plane
-        self.plane = channels * math.prod(cell), area // math.prod(cell[1:])
+        self.depth = image.depth // cell_depth
+        self.plane = channels * math.prod(cell), area // (cell_height * cell_width)
         self._image = image
         self._cell = cell
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Planes of cells, as `Features.read`."""
-        high = self._cell[0]
-        return space_to_depth(self._image.read(start * high, stop * high), self._cell)
+        """Return planes of cells, as `Features.read`."""
+        cell_depth = self._cell[0]
+        voxels = self._image.read(start * cell_depth, stop * cell_depth)
+        return space_to_depth(voxels, self._cell)
 
 
 class _Statistics:
-    """Mean and variance of each channel over slabs, in float64 by Chan's update (1979)."""
+    """Mean and variance of each channel over all slabs of a feature map, in float64.
+
+    Source: Chan, Golub and LeVeque (1979), the update of a mean and of a sum of squares by those of
+    further values.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.mean = torch.zeros(())
-        self.square = torch.zeros(())  # sum of the squared differences from the mean
+        self._count = 0  # voxels of a channel so far
+        # Both become (C,) with the first planes.
+        self._mean = torch.zeros(())
+        self._squares = torch.zeros(())  # sum of the squared differences from the mean
 
     def add(self, planes: Tensor) -> None:
         """Include planes (1, C, d, H, W)."""
         values = planes if planes.dtype == torch.float64 else planes.float()
         variance, mean = torch.var_mean(values, dim=(0, 2, 3, 4), correction=0)
         variance, mean = variance.double(), mean.double()
-        count, count_before = planes[0, 0].numel(), self.count
-        self.count += count
-        mean_before = self.mean.to(mean.device)
+        count = planes[0, 0].numel()  # voxels of a channel
+        count_before = self._count
+        mean_before = self._mean.to(mean.device)
+        squares_before = self._squares.to(mean.device)
+        self._count += count
         shift = mean - mean_before
-        between = shift.square() * count_before * count / self.count
-        self.square = self.square.to(mean.device) + variance * count + between
-        self.mean = mean_before + shift * count / self.count
+        # Squares within the new planes, and those between the two means.
+        within = variance * count
+        between = shift.square() * count_before * count / self._count
+        self._squares = squares_before + within + between
+        self._mean = mean_before + shift * count / self._count
 
     def norm(self, module: InstanceNorm | nn.GroupNorm) -> Finish:
-        """Make the function that normalises planes with the statistics of all."""
-        mean, variance = self.mean, self.square / self.count
+        """Make the function that normalises planes as `module` does with all planes at once."""
+        mean, variance = self._mean, self._squares / self._count
         if isinstance(module, nn.GroupNorm):
-            # The variance of a group is the mean variance of its channels and that of their means.
-            size = len(mean) // module.num_groups
-            means = mean.view(module.num_groups, -1)
-            variances = variance.view_as(means) + (means - means.mean(1, keepdim=True)).square()
-            mean = means.mean(1).repeat_interleave(size)
-            variance = variances.mean(1).repeat_interleave(size)
+            channels_per_group = len(mean) // module.num_groups
+            means = mean.view(module.num_groups, channels_per_group)
+            group_means = means.mean(1, keepdim=True)  # (groups, 1)
+            # Variance of a group: the mean of its channels' variances, plus the variance of their
+            # means.
+            squares = variance.view_as(means) + (means - group_means).square()
+            mean = group_means.squeeze(1).repeat_interleave(channels_per_group)
+            variance = squares.mean(1).repeat_interleave(channels_per_group)
         weight, bias = module.weight, module.bias
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
-        return lambda planes: F.batch_norm(
-            planes, mean, variance, weight, bias, training=False, eps=module.eps
-        )
+
+        # Batch norm in evaluation mode is a norm with statistics that are given.
+        def normalise(planes: Tensor) -> Tensor:
+            return F.batch_norm(
+                planes, mean, variance, weight, bias, training=False, eps=module.eps
+            )
+
+        return normalise
 
 
 class _UnetPass(SlabPass):
@@ -166,10 +200,11 @@ class _UnetPass(SlabPass):
             for block in level:  # type: ignore[attr-defined]
                 features = self._block(block, features)
             skips.append(features)
-        skips.pop()  # the lowest level, which goes on as it is
+        skips.pop()  # the features of the deepest level, which are no skip
         for level in reversed(network.decoder):
             up = level["up"]  # type: ignore[index]
-            features = self._add_up(self._unit(up.unit, features), skips.pop(), up.scale_factor)
+            features = self._unit(up.unit, features)
+            features = self._add_to_skip(features, skips.pop(), up.scale_factor)
             features = self._block(level["block0"], features)  # type: ignore[index]
         head = network.head
         if isinstance(head, RefiningHead):
@@ -177,7 +212,7 @@ class _UnetPass(SlabPass):
             return
         for start, stop in self.slabs(features, head.conv):
             planes = features.read(start, stop)
-            take(head(planes, planes))
+            take(head(planes, planes))  # a head without refinement ignores its second input
 
     def _unit(self, unit: ConvNormAct, source: Planes) -> Features:
         """Run a convolution with what follows it: a norm, or none, and an activation."""
@@ -185,6 +220,7 @@ class _UnetPass(SlabPass):
         assert isinstance(conv, nn.Conv3d)
         result = Features(source.depth // conv.stride[0], self)
         norm = functions[0] if functions else None
+        # Only these norms need statistics of the whole feature map.
         if not isinstance(norm, (InstanceNorm, nn.GroupNorm)):
             for start, stop in self.slabs(source, conv):
                 planes = self.convolve(conv, source, start, stop)
@@ -196,32 +232,37 @@ class _UnetPass(SlabPass):
             planes = self.convolve(conv, source, start, stop)
             statistics.add(planes)
             result.write(start, planes)
-        result.finish = functools.partial(_apply, [statistics.norm(norm), *functions[1:]])
+        # Only now are the statistics complete: the next layer applies the norm as it reads.
+        pending: list[Finish] = [statistics.norm(norm), *functions[1:]]
+        result.finish = functools.partial(_apply, pending)
         return result
 
     def _block(self, block: ConvNormAct | ResidualBlock, features: Features) -> Features:
+        """Run a unit or a residual block; the sum of the latter takes the place of its branch."""
         if isinstance(block, ConvNormAct):
             return self._unit(block, features)
         branch = features
         for unit in block.branch:
             branch = self._unit(cast(ConvNormAct, unit), branch)
         for start, stop in self.split(branch.depth, branch.plane_bytes, 0):
-            # Without a name: it would keep the planes of this slab while the next one is read.
+            # The planes get no name: it would keep those of this slab while the next one is read.
             branch.write(
                 start, block.activation(branch.read(start, stop).add_(features.read(start, stop)))
             )
-        # What is read from now on has had its norm.
+        # The norm of the branch was applied as it was read, and must not be applied again.
         branch.finish = None
         return branch
 
-    def _add_up(self, deeper: Features, skip: Features, factors: tuple[float, ...]) -> Features:
-        """Add the deeper features to the skip, in its place."""
+    def _add_to_skip(
+        self, deeper: Features, skip: Features, factors: tuple[float, ...]
+    ) -> Features:
+        """Upsample the deeper features by factors (z, y, x) and add them to the skip, in place."""
         step = int(factors[0])  # planes of the skip for each one of the deeper features
         for start, stop in self.split(skip.depth, skip.plane_bytes, 0, step):
-            low = F.interpolate(
-                deeper.read(start // step, stop // step), scale_factor=factors, mode="nearest"
-            )
-            skip.write(start, low.add_(skip.read(start, stop)))
+            planes = deeper.read(start // step, stop // step)
+            planes = F.interpolate(planes, scale_factor=factors, mode="nearest")
+            skip.write(start, planes.add_(skip.read(start, stop)))
+        # As in `_block`: the norm of the skip has been applied.
         skip.finish = None
         return skip
 
@@ -232,27 +273,34 @@ class _UnetPass(SlabPass):
         image: Features,
         take: Callable[[Tensor], None],
     ) -> None:
-        """Run the refining head.
+        """Run the refining head, slab by slab.
 
-        Beside a border of two slabs, its voxels of half resolution are computed twice.
+        Its last convolution reaches voxels beyond a slab. Their cells are computed twice, once with
+        each of the two slabs.
         """
-        step = head.cell[0]
+        cell_depth = head.cell[0]
+        # Planes that the kernel of the last convolution reaches on each side.
         reach, padding_y, padding_x = map(int, head.conv.padding)
-        per_plane = _refined_bytes(head, image.plane[1])
-        for start, stop in self.split(features.depth, per_plane, 2 * per_plane):
+        _, area = image.plane
+        bytes_per_plane = _refining_bytes(head, area)
+        # Beside the planes of a slab one more on each side.
+        extra_bytes = 2 * bytes_per_plane
+        for start, stop in self.split(features.depth, bytes_per_plane, extra_bytes):
+            # `reach` planes of cells hold at least `reach` planes of voxels.
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
-            voxels.add_(self.convolve(head.detail, image, low * step, high * step))
+            voxels.add_(self.convolve(head.detail, image, low * cell_depth, high * cell_depth))
             voxels = head.activation(voxels)
-            # Zeros beyond the ends, as in the convolution of the whole.
-            first = (start - low) * step - reach
-            last = (stop - low) * step + reach
-            num_before = max(-first, 0)
-            num_after = max(last - voxels.shape[2], 0)
+            # Planes of `voxels` that the convolution needs. At the ends of the volume these lie
+            # partly outside, where zeros are added as in the convolution of the whole.
+            needed_start = (start - low) * cell_depth - reach
+            needed_stop = (stop - low) * cell_depth + reach
+            num_before = max(-needed_start, 0)
+            num_after = max(needed_stop - voxels.shape[2], 0)
             padding = (0, 0, 0, 0, num_before, num_after)
-            voxels = F.pad(voxels[:, :, max(first, 0) : last], padding)
+            voxels = F.pad(voxels[:, :, max(needed_start, 0) : needed_stop], padding)
             weight, bias = head.conv.weight, head.conv.bias
-            take(F.conv3d(voxels, weight, bias, 1, (0, padding_y, padding_x)))
+            take(F.conv3d(voxels, weight, bias, stride=1, padding=(0, padding_y, padding_x)))
 
 
 def _apply(functions: Iterable[Callable[[Tensor], Tensor]], planes: Tensor) -> Tensor:

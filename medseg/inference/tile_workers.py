@@ -1,9 +1,10 @@
 """Tile workers: processes of torchrun that run a network on the tiles that rank 0 distributes.
 
 Rank 0 reads, cuts, blends and writes. Every other rank is a tile worker. Each call of
-`TileWorkers.run` is one scatter (a batch of tiles for each rank) followed by one gather (the
-logits, or the exception that the rank met). An empty task means "no batch this time" and None means
-"all work is done", so that scatter and gather always come in pairs on all ranks.
+`TileWorkers.run` is one scatter, which sends a task to each rank, followed by one gather, which
+returns the logits of each rank, or the exception that it met. A task is a job with a batch of
+tiles. An empty task means "no batch this time": all ranks take part in each scatter and gather,
+since these wait for all. The task None means "all work is done", and no gather follows.
 """
 
 import os
@@ -37,7 +38,7 @@ class Job(NamedTuple):
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Join the processes of torchrun for a while.
+    """Join the processes of torchrun inside the block.
 
     Torch finds them by the environment variables that torchrun sets.
     """
@@ -56,9 +57,10 @@ def process_group() -> Iterator[None]:
 
 
 class TileWorkers:
-    """All processes of the group, as rank 0 uses them; each takes one batch of tiles at a time.
+    """All processes of the group, as rank 0 uses them.
 
-    An exception in another process is raised in rank 0, which alone decides how to go on.
+    Each takes one batch of tiles at a time. An exception in another process is raised in rank 0,
+    which alone decides how to go on.
 
     Attributes:
         size: Number of processes, rank 0 included.
@@ -75,31 +77,34 @@ class TileWorkers:
         Args:
             job: What the tile workers run.
             run_here: Runs the same network in rank 0.
-            batches: Images (N, 1, d, h, w), the first for rank 0.
+            batches: Images (N, C, d, h, w), the first for rank 0.
 
         Returns:
             Logits (N, K, d, h, w) of each batch, on the device of rank 0.
         """
-        # Cloned: pickling a view would send the whole volume that it shares.
+        # Each batch is a copy: pickling a view would send the whole volume that it shares.
         tasks: list[Any] = [(job, batch.detach().cpu().clone()) for batch in batches]
-        # The last batches may be fewer than the processes.
-        tasks += [()] * (self.size - len(tasks))
+        # The last batches of a volume may be fewer than the processes.
+        num_idle = self.size - len(tasks)
+        tasks += [()] * num_idle
+        # The first argument receives the task of rank 0, which `run_here` does instead.
         dist.scatter_object_list([None], tasks, src=0)
         answers: list[Any] = [None] * self.size
         try:
             logits_here = run_here(batches[0])
         finally:
-            # Also after an error here: the workers are in the gather already.
+            # Also after an error here: the workers wait in the gather.
             dist.gather_object(None, answers, dst=0)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         device = logits_here.device
+        # The answer of rank 0 and those to empty tasks are None.
         logits_of_others = [answer.to(device) for answer in answers[1 : len(batches)]]
         return [logits_here, *logits_of_others]
 
     def dismiss(self) -> None:
-        """End the loop of every tile worker."""
+        """End `serve_tiles` in every other process."""
         dist.scatter_object_list([None], [None] * self.size, src=0)
 
 
@@ -107,19 +112,29 @@ def serve_tiles(run: Callable[[Job, Tensor], Tensor]) -> None:
     """Run networks for rank 0 until it dismisses this process.
 
     Args:
-        run: From a job and images (N, 1, d, h, w) to logits.
+        run: Maps a job and images (N, C, d, h, w) to logits.
     """
     while True:
-        tasks: list[Any] = [None]
-        dist.scatter_object_list(tasks, None, src=0)
-        if tasks[0] is None:
+        received: list[Any] = [None]  # `scatter_object_list` writes the task into it
+        dist.scatter_object_list(received, None, src=0)
+        if received[0] is None:
             return
-        answer: Tensor | Exception | None = None
-        if tasks[0]:
-            try:
-                with torch.inference_mode():
-                    answer = run(*tasks[0]).cpu()
-            # Rank 0 raises it, and decides how to go on.
-            except Exception as error:
-                answer = error
-        dist.gather_object(answer, dst=0)
+        # The answer gets no name: it would keep the logits while this process waits.
+        dist.gather_object(_answer(run, received[0]), dst=0)
+
+
+def _answer(run: Callable[[Job, Tensor], Tensor], task: Any) -> Tensor | Exception | None:
+    """Do one task.
+
+    Returns:
+        Logits on the CPU; the exception that came instead; None for an empty task.
+    """
+    if not task:
+        return None
+    job, images = task
+    try:
+        with torch.inference_mode():
+            return run(job, images).cpu()
+    # Rank 0 raises it, and decides how to go on.
+    except Exception as error:
+        return error

@@ -7,7 +7,7 @@ class probabilities.
 import math
 from collections.abc import Callable, Iterator
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,12 @@ from medseg.io.scratch import new_tensor
 from medseg.preprocess.crop import pad_at_end
 from medseg.preprocess.intensity import AIR
 
-# Number format of stored probabilities; rounds by 0.00025 at most.
+# Number format of stored probabilities. Below one its values lie 1/2048 apart at most, so rounding
+# changes a probability by 0.00025 at most.
 PROBS_DTYPE = torch.float16
-# Voxels whose logits become float32 probabilities at a time, within the cache of the processor.
+# Voxels whose logits become float32 probabilities at a time. Few enough for the processor's cache.
 SLAB_VOXELS = 2**18
-# Standard deviation of the weights of a tile, as part of its length.
+# Standard deviation of the Gaussian weights of a tile, as a fraction of the tile's length.
 SIGMA_SHARE = 1 / 8
 
 
@@ -58,8 +59,8 @@ def predict_probs(
         run_batches: Runs the network on several batches at once, in several processes; None runs
             them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
-        skips_air: Whether a tile of nothing but `AIR` is background; not where that value occurs in
-            the body.
+        skips_air: Whether a tile of nothing but `AIR`, the value of air after normalisation, is
+            background; not for images in whose body that value occurs.
         run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
             slab of planes after the other to a function; None runs it in one pass. Tiles do not
             use it: the logits of a tile are small, so `network` itself may run a tile in slabs.
@@ -70,41 +71,50 @@ def predict_probs(
     shape = image.shape[2:]
     with torch.inference_mode():
         if tile_size is None:
-            result = _Probabilities(shape)
+            collector = _ProbsCollector(shape)
             padded = pad_at_end(image, network_size(shape, divisor), AIR)
             if run_in_slabs is None:
-                result.add(network(padded))
+                collector.add(network(padded))
             else:
-                run_in_slabs(padded, result.add)
-            return result.probs
+                run_in_slabs(padded, collector.add)
+            return collector.probs
+
+        def run_one_by_one(batches: list[Tensor]) -> list[Tensor]:
+            return [network(batch) for batch in batches]
+
+        if run_batches is None:
+            run_batches = run_one_by_one
         tile_size = network_size(tile_size, divisor)
         # An axis that is shorter than a tile is filled up to one.
-        padded = pad_at_end(image, tuple(map(max, shape, tile_size)), AIR)
-        run = run_batches or (lambda batches: [network(batch) for batch in batches])
-        probs = _blend_tiles(run, padded, tile_size, overlap, batch_size, num_parallel, skips_air)
+        padded_shape = [max(size, tile) for size, tile in zip(shape, tile_size, strict=True)]
+        padded = pad_at_end(image, tuple(padded_shape), AIR)
+        probs = _blend_tiles(
+            run_batches, padded, tile_size, overlap, batch_size, num_parallel, skips_air
+        )
         depth, height, width = shape
         return probs[:, :depth, :height, :width]
 
 
 def most_probable(probs: Tensor) -> Tensor:
-    """Pick the most probable class of each voxel; the first of equals.
+    """Pick the most probable class of each voxel; of equally probable classes the first.
 
     Args:
         probs: Probabilities (K, D, H, W), K at most 256.
 
     Returns:
-        Labels (D, H, W), uint8; `argmax` would use eight bytes a voxel.
+        Labels (D, H, W), uint8.
     """
-    best = probs[0].clone()
-    labels = torch.zeros(best.shape, dtype=torch.uint8, device=probs.device)
-    for value, prob in enumerate(probs[1:], start=1):
-        labels.masked_fill_(prob > best, value)
-        torch.maximum(best, prob, out=best)
+    # `argmax` would do the same, but its result has eight bytes a voxel.
+    highest = probs[0].clone()
+    labels = torch.zeros(highest.shape, dtype=torch.uint8, device=probs.device)
+    for label, class_probs in enumerate(probs[1:], start=1):
+        labels.masked_fill_(class_probs > highest, label)
+        torch.maximum(highest, class_probs, out=highest)
     return labels
 
 
 def _blend_tiles(
-    run: Callable[[list[Tensor]], list[Tensor]],
+    run_batches: Callable[[list[Tensor]], list[Tensor]],
     image: Tensor,
     tile_size: Shape,
     overlap: float,
@@ -114,11 +124,12 @@ def _blend_tiles(
 ) -> Tensor:
     """Sum weighted tiles in a fixed order, so that the number of processes changes no bit.
 
-    Float32 sums exist only for the planes that the present layer of tiles covers. No later tile
-    reaches the planes below, which are final and move to float16.
+    The tiles come in the order of their z. Float32 sums are held only for the planes z … z + d - 1
+    of the present tile, d being its depth. No later tile reaches a plane below z: these planes are
+    final and are stored as float16.
 
     Args:
-        run: Runs the network on several batches.
+        run_batches: Runs the network on several batches.
         image: Padded crop (1, C, D, H, W), no axis shorter than the tile.
         tile_size: See `predict_probs`, a multiple of the divisor.
         overlap: See `predict_probs`.
@@ -132,7 +143,7 @@ def _blend_tiles(
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
     # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of
-    # their axis.
+    # their axis. Each table maps the start of a tile to the weights of its voxels on that axis.
     axis_tables = []
     for size, tile in zip(shape, tile_size, strict=True):
         axis_tables.append(_axis_weights_on(image.device, size, tile, overlap))
@@ -141,39 +152,41 @@ def _blend_tiles(
     is_skipped = [False] * len(boxes)
     if skips_air:
         is_skipped = _has_air_only(image, boxes)
-        # At least one tile must go through the network: its result has the number of classes.
+        # At least one tile must go through the network: only its result tells the number of
+        # classes.
         if all(is_skipped):
             is_skipped[0] = False
     run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
-    tiles = _tile_probs(run, image, run_boxes, batch_size, num_parallel)
-    # Only a result tells the number of classes: the first is looked at and put back.
+    tiles = _tile_probs(run_batches, image, run_boxes, batch_size, num_parallel)
+    # The first tile is taken for the number of classes, and put back for the loop below.
     first = next(tiles)
     num_classes = len(first)
     tiles = chain([first], tiles)
     probs = new_tensor((num_classes, *shape), PROBS_DTYPE, image.device)
     sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
     sums.zero_()
-    lowest = 0  # z of the lowest plane of `sums`
-    # The boxes come in the order of their z. Final planes are stored, and the others move down.
+    sums_start = 0  # z of the first plane of `sums`
     for box, skips in zip(boxes, is_skipped, strict=True):
-        num_final = box.start[0] - lowest
-        if num_final:
-            probs[:, lowest : box.start[0]] = sums[:, :num_final]
+        z, y, x = box.start
+        num_final = z - sums_start
+        if num_final > 0:
+            probs[:, sums_start:z] = sums[:, :num_final]
+            # The planes that still grow move to the start; a copy, since source and target overlap.
             sums[:, :-num_final] = sums[:, num_final:].clone()
             sums[:, -num_final:] = 0
-            lowest = box.start[0]
-        z, y, x = box.start
+            sums_start = z
         plane_weights = weights_z[z][:, None, None]
         row_weights = weights_y[y][:, None]
-        weight = plane_weights * row_weights * weights_x[x]
+        weight = plane_weights * row_weights * weights_x[x]  # (d, h, w)
         _, rows, columns = box.slices()
-        view = sums[..., rows, columns]
+        tile_sums = sums[..., rows, columns]  # a view (K, d, h, w): what is added goes into `sums`
         if skips:
             # The background has probability one, all other classes zero.
-            view[0].add_(weight)
+            tile_sums[0].add_(weight)
         else:
-            view.addcmul_(next(tiles), weight)
-    probs[:, lowest:] = sums[:, : depth - lowest]
+            tile_sums.addcmul_(next(tiles), weight)
+    # The planes of the last layer of tiles.
+    probs[:, sums_start:] = sums[:, : depth - sums_start]
     return probs
 
 
@@ -186,49 +199,58 @@ def _axis_weights_on(
 
 
 def _has_air_only(image: Tensor, boxes: list[VoxelBox]) -> list[bool]:
-    """Whether each box of an image holds nothing but `AIR`."""
-    has_body = [(image[(..., *box.slices())] > AIR).any() for box in boxes]
-    # One transfer for all tiles: each would wait for the GPU.
+    """Tell for each box of an image whether it holds nothing but `AIR`."""
+    has_body = []
+    for box in boxes:
+        tile = image[(..., *box.slices())]
+        has_body.append((tile > AIR).any())
+    # All answers leave the GPU in one transfer: a transfer for each would wait for the GPU.
     return torch.stack(has_body).logical_not().tolist()
 
 
 def _tile_probs(
-    run: Callable[[list[Tensor]], list[Tensor]],
+    run_batches: Callable[[list[Tensor]], list[Tensor]],
     image: Tensor,
     boxes: list[VoxelBox],
     batch_size: int,
     num_parallel: int,
 ) -> Iterator[Tensor]:
-    """Run the network on tiles.
+    """Run the network on tiles, as they are asked for.
 
     Yields:
-        The probabilities (K, d, h, w) of each tile, float32, in their order.
+        The probabilities (K, d, h, w) of each tile, float32, in the order of the boxes.
     """
-    places = [(..., *box.slices()) for box in boxes]
-    batches = [places[start : start + batch_size] for start in range(0, len(places), batch_size)]
+    batches = [boxes[start : start + batch_size] for start in range(0, len(boxes), batch_size)]
     # As many batches at a time as there are processes to take them.
     for start in range(0, len(batches), num_parallel):
         group = batches[start : start + num_parallel]
-        for logits in run([_batch_of(image, batch) for batch in group]):
+        # The images get no name: it would keep them while the results are blended.
+        for logits in run_batches([_cut_batch(image, batch_boxes) for batch_boxes in group]):
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
 
-def _batch_of(image: Tensor, places: list[Any]) -> Tensor:
+def _cut_batch(image: Tensor, boxes: list[VoxelBox]) -> Tensor:
     """Cut tiles out of an image (1, C, D, H, W) and join them, (N, C, d, h, w)."""
-    if len(places) == 1:
-        # A view: nothing is copied.
-        return image[places[0]]
-    return torch.cat([image[place] for place in places])
+    tiles = [image[(..., *box.slices())] for box in boxes]
+    # A single tile stays a view: nothing is copied.
+    if len(tiles) == 1:
+        return tiles[0]
+    return torch.cat(tiles)
 
 
-class _Probabilities:
-    """Probabilities (K, D, H, W) of a crop, made from the logits of its planes, in their order."""
+class _ProbsCollector:
+    """Turns the logits of a crop into probabilities as its planes arrive, in the order of their z.
+
+    Attributes:
+        probs: Probabilities (K, D, H, W), float16; exist from the first planes on.
+    """
 
     probs: Tensor
 
     def __init__(self, shape: tuple[int, ...]) -> None:
+        """Expect the planes of a crop of a shape (D, H, W)."""
         self._shape = shape
-        self._filled = 0  # planes from z = 0 on
+        self._num_filled = 0  # planes of `probs` that have their values
 
     def add(self, logits: Tensor) -> None:
         """Take the logits (1, K, d, H', W') of the next planes, of any precision.
@@ -236,15 +258,16 @@ class _Probabilities:
         Voxels beyond the crop are left out.
         """
         depth, height, width = self._shape
-        if self._filled == 0:
+        if self._num_filled == 0:
             self.probs = new_tensor((logits.shape[1], *self._shape), PROBS_DTYPE, logits.device)
-        # Without the padding at the end of each axis.
-        inside = logits[0, :, : depth - self._filled, :height, :width]
-        step = max(1, SLAB_VOXELS // (height * width))
-        for source in inside.split(step, 1):
-            target = self.probs[:, self._filled : self._filled + source.shape[1]]
-            target[:] = torch.softmax(source, dim=0, dtype=torch.float32)
-            self._filled += source.shape[1]
+        # The crop was padded at the end of each axis.
+        inside = logits[0, :, : depth - self._num_filled, :height, :width]
+        planes_at_a_time = max(1, SLAB_VOXELS // (height * width))
+        for slab in inside.split(planes_at_a_time, dim=1):
+            stop = self._num_filled + slab.shape[1]
+            target = self.probs[:, self._num_filled : stop]
+            target[:] = torch.softmax(slab, dim=0, dtype=torch.float32)
+            self._num_filled = stop
 
 
 class TilingPlan(NamedTuple):
@@ -254,8 +277,8 @@ class TilingPlan(NamedTuple):
         tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a
             whole.
         batch_size: Number of tiles that go through the network together.
-        slab_bytes: Memory of a pass layer by layer in slabs, see `medseg.inference.slabs`; None
-            runs one pass, with the same result.
+        slab_bytes: Memory that a pass layer by layer in slabs may use, see
+            `medseg.inference.slabs`; None runs the network in one pass, with the same result.
     """
 
     tile_size: Shape | None
@@ -263,6 +286,7 @@ class TilingPlan(NamedTuple):
     slab_bytes: float | None = None
 
     def __str__(self) -> str:
+        """Describe the plan in reports, e.g. `tiles of 96×96×96, 4 at a time`."""
         text = "whole"
         if self.tile_size is not None:
             text = f"tiles of {'×'.join(map(str, self.tile_size))}"
@@ -282,7 +306,7 @@ def plan_tiling(
     max_batch: int = 1,
     least_slab_bytes: float = math.inf,
 ) -> TilingPlan:
-    """Choose between one pass and slabs by the budget, and count the tiles that fit together.
+    """Choose between one pass and slabs by the budget, and count the tiles that fit into a batch.
 
     The budget never changes the tile: a norm that depends on the field of view would change the
     labels.
@@ -290,52 +314,58 @@ def plan_tiling(
     Args:
         shape: Size of the crop, (z, y, x).
         divisor: Required multiple of the input size, (z, y, x).
-        bytes_per_voxel: Memory of the network per voxel of its input.
+        bytes_per_voxel: Memory of the network per voxel of its input; 0 = not known, fits always.
         budget_bytes: Memory that the network may use.
-        tile_size: Tile; None runs the crop as a whole.
-        max_batch: Largest number of tiles at a time.
+        tile_size: Tile in voxels, (z, y, x); None runs the crop as a whole.
+        max_batch: Largest number of tiles that go through the network together.
         least_slab_bytes: Smallest budget for slabs; infinite for a network that cannot run in
             slabs.
 
     Raises:
         ValueError: If the budget allows neither; the message names the smallest one that does.
     """
-    size = network_size(tile_size or shape, divisor)
-    num_bytes = math.prod(size) * bytes_per_voxel
-    if num_bytes > budget_bytes >= least_slab_bytes:
-        slab_tile_size = size if tile_size else None
-        return TilingPlan(slab_tile_size, slab_bytes=budget_bytes)
-    if num_bytes > budget_bytes:
-        gib = least_budget_gib(size, bytes_per_voxel, least_slab_bytes)
-        subject = "one tile" if tile_size else "the crop"
-        raise ValueError(f"{subject} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
-    if not tile_size:
-        return TilingPlan(None)
-    # A network whose memory is not counted (0 bytes) does not limit the batch.
-    num_fitting = int(budget_bytes // max(1, num_bytes))
-    return TilingPlan(size, max(1, min(max_batch, num_fitting)))
+    is_tiled = tile_size is not None
+    size = network_size(shape if tile_size is None else tile_size, divisor)
+    pass_bytes = math.prod(size) * bytes_per_voxel
+    if pass_bytes <= budget_bytes:
+        if not is_tiled:
+            return TilingPlan(None)
+        # At least one byte: nothing divides by the 0 of a memory that is not known.
+        num_fitting = int(budget_bytes // max(1, pass_bytes))
+        # At least one tile: a budget below one byte has room for none.
+        return TilingPlan(size, max(1, min(max_batch, num_fitting)))
+    if budget_bytes >= least_slab_bytes:
+        return TilingPlan(size if is_tiled else None, slab_bytes=budget_bytes)
+    gib = least_budget_gib(size, bytes_per_voxel, least_slab_bytes)
+    subject = "one tile" if is_tiled else "the crop"
+    raise ValueError(f"{subject} of {'×'.join(map(str, size))} voxels needs {gib:.2f} GiB")
 
 
 def least_budget_gib(size: Shape, bytes_per_voxel: float, least_slab_bytes: float) -> float:
-    """Count the smallest budget of an input, in GiB with two decimals.
+    """Return the smallest budget with which an input runs, in one pass or in slabs.
 
     Args:
         size: Size of the network's input, (z, y, x).
         bytes_per_voxel: See `plan_tiling`.
         least_slab_bytes: See `plan_tiling`.
+
+    Returns:
+        Budget in GiB, rounded up to two decimals, so that a user who types it has enough.
     """
-    num_bytes = min(math.prod(size) * bytes_per_voxel, least_slab_bytes)
-    # Rounded up: the number must be enough.
-    return math.ceil(num_bytes / 2**30 * 100) / 100
+    pass_bytes = math.prod(size) * bytes_per_voxel
+    least_gib = min(pass_bytes, least_slab_bytes) / 2**30
+    return math.ceil(least_gib * 100) / 100
 
 
-def _starts(size: int, tile: int, overlap: float) -> list[int]:
+def _tile_starts(size: int, tile: int, overlap: float) -> list[int]:
     """Spread tiles of one length evenly over an axis, from its start to its end."""
-    span = size - tile
-    if span <= 0:
+    last_start = size - tile
+    if last_start <= 0:
         return [0]
-    num_steps = math.ceil(span / max(1.0, tile * (1.0 - overlap)))
-    return [round(step * span / num_steps) for step in range(num_steps + 1)]
+    # At least one voxel: an overlap near one would repeat a tile.
+    largest_step = max(1.0, tile * (1.0 - overlap))
+    num_steps = math.ceil(last_start / largest_step)
+    return [round(step * last_start / num_steps) for step in range(num_steps + 1)]
 
 
 def tile_boxes(
@@ -348,8 +378,8 @@ def tile_boxes(
     Args:
         shape: Volume size in voxels, (D, H, W).
         tile_shape: Tile size in voxels, (D, H, W).
-        overlap: Least part of a tile's length that neighbours share per axis, in [0, 1), to a voxel
-            of rounding.
+        overlap: Smallest fraction of a tile's length that neighbours share per axis, in [0, 1). It
+            may be missed by one voxel, since starts are rounded.
 
     Returns:
         Boxes in C order (x fastest) that cover every voxel.
@@ -367,9 +397,9 @@ def tile_boxes(
         raise ValueError(f"overlap must lie in [0, 1), got {overlap}")
     lengths = [min(size, tile) for size, tile in zip(shape, tile_shape, strict=True)]
     depth, height, width = lengths
-    z_starts, y_starts, x_starts = (
-        _starts(size, length, overlap) for size, length in zip(shape, lengths, strict=True)
-    )
+    z_starts = _tile_starts(shape[0], depth, overlap)
+    y_starts = _tile_starts(shape[1], height, overlap)
+    x_starts = _tile_starts(shape[2], width, overlap)
     boxes = []
     for z, y, x in product(z_starts, y_starts, x_starts):
         stop = (z + depth, y + height, x + width)
@@ -380,8 +410,9 @@ def tile_boxes(
 def axis_weights(size: int, tile: int, overlap: float) -> dict[int, np.ndarray]:
     """Weigh the tiles of `tile_boxes` along one axis.
 
-    The middle of a tile weighs most, and the weights at each voxel sum to one. The tiles stand in
-    rows, so the products of three axes' weights sum to one as well, and no sum needs to be kept.
+    The middle of a tile weighs most, and at each voxel the weights of all tiles over it sum to one.
+    The tiles form a regular lattice, so the products of the weights of three axes sum to one too:
+    the blended probabilities need no division by a sum of weights.
 
     Args:
         size: Voxels of the volume along the axis.
@@ -389,21 +420,22 @@ def axis_weights(size: int, tile: int, overlap: float) -> dict[int, np.ndarray]:
         overlap: As for `tile_boxes`.
 
     Returns:
-        Weights of a tile's voxels, float32, by the tile's start.
+        Start of each tile to the weights of its voxels, float32.
 
     Source: Isensee et al., nnU-Net, Nature Methods 18 (2021), importance weighting of sliding
     windows.
     """
     length = min(size, tile)
-    distance = (np.arange(length) - (length - 1) / 2) / (SIGMA_SHARE * length)
-    profile = np.exp(-0.5 * distance**2)
-    starts = _starts(size, length, overlap)
-    # At each voxel the weights of all tiles over it are divided by their sum.
-    total = np.zeros(size)
+    distance_voxels = np.arange(length) - (length - 1) / 2  # from the middle of the tile
+    distance_sigmas = distance_voxels / (SIGMA_SHARE * length)
+    gaussian = np.exp(-0.5 * distance_sigmas**2)
+    starts = _tile_starts(size, length, overlap)
+    # Sum of the weights of all tiles over a voxel, by which each of them is divided.
+    totals = np.zeros(size)
     for start in starts:
-        total[start : start + length] += profile
+        totals[start : start + length] += gaussian
     weights = {}
     for start in starts:
-        share = profile / total[start : start + length]
-        weights[start] = share.astype(np.float32)
+        tile_weights = gaussian / totals[start : start + length]
+        weights[start] = tile_weights.astype(np.float32)
     return weights

@@ -1,6 +1,6 @@
-"""Batch: scans read, segmented and written in an overlapping pipeline.
+"""Batch: scans are read, segmented and written in an overlapping pipeline.
 
-Each case has an outcome of its own.
+Each case has an outcome of its own: a failing case does not affect the others.
 """
 
 import os
@@ -41,10 +41,10 @@ from medseg.prediction.forecast import (
     machine_key,
 )
 from medseg.prediction.load_models import (
-    RangeCascade,
+    RangeModel,
     load_cascade,
     load_model_folders,
-    pick_cascade,
+    pick_model,
     result_settings,
 )
 from medseg.prediction.memory_limit import share_memory
@@ -52,12 +52,12 @@ from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import Scan, scan_grid
 
-# Stands for the data of a case whose results are up to date.
+# Takes the place of the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
-# With this budget our UNet runs in slabs on any scanner's field of view, so that headers need not
-# be read twice.
+# From this budget on our UNet runs in slabs on any scanner's field of view. Only below it must the
+# header of a scan be read once more, to check the budget.
 SURE_BUDGET_GIB = 0.9
-# Headers that are read for the forecast of a batch.
+# Largest number of headers that are read for the forecast of a batch, about.
 MAX_FORECASTS = 50
 
 
@@ -69,10 +69,10 @@ class BatchCase:
         scan: The scan.
         output: Path of its label map, whether or not `save` has it.
         result_paths: Files that are written beside the report.
-        chosen: Its cascade, set when it is read.
-        earlier_report: Report that was there when it was read.
+        chosen: The model that segments it, set when it is read.
+        earlier_report: Report that was there when it was read; empty without one.
         messages: Sentences for the error stream.
-        exit_code: Exit code of the case alone.
+        exit_code: Exit code that the case would have alone; 0 if it has a result.
         report: Content of `<case>.json`; None where nothing was written.
         is_skipped: Whether its results were up to date.
     """
@@ -80,7 +80,7 @@ class BatchCase:
     scan: Scan
     output: Path
     result_paths: Sequence[Path] = ()
-    chosen: RangeCascade = field(init=False)
+    chosen: RangeModel = field(init=False)
     earlier_report: dict[str, Any] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
     exit_code: int = 0
@@ -89,7 +89,7 @@ class BatchCase:
 
 
 class Observer:
-    """What a prediction tells its caller while it runs.
+    """Receives what a prediction tells its caller while it runs.
 
     The methods do nothing until a subclass replaces them.
     """
@@ -107,25 +107,29 @@ class Observer:
         """Called with a case, the step that begins, its place and the number of steps."""
 
     def case_ends(self, case: BatchCase) -> None:
-        """Called with each case when it is done: in the order of the cases, but with engine=ray."""
+        """Called with each case when it is done: in their order, or with engine=ray in any."""
 
 
 def has_other_ranks() -> bool:
-    """Whether torchrun started this process together with others."""
+    """Tell whether torchrun started this process together with others."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ["WORLD_SIZE"]) > 1
 
 
-def load_cascades(config: PredictConfig) -> list[RangeCascade]:
+def load_range_models(config: PredictConfig) -> list[RangeModel]:
     """Load the model folder, or the cascade of each range of spacings.
+
+    The number of threads and, under torchrun, the GPU of this process are set first.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    # Under torchrun, each process takes a GPU of its own.
-    if has_other_ranks() and pick_device(config.accelerator, "accelerator").type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if has_other_ranks():
+        device = pick_device(config.accelerator, "accelerator")
+        # Each process of torchrun takes a GPU of its own.
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     precision = None if config.precision is None else config.precision.value
     if config.weights is not None:
         model = load_model_folders(
@@ -143,50 +147,65 @@ def load_cascades(config: PredictConfig) -> list[RangeCascade]:
                 "save=probabilities: only one model folder of medseg keeps probabilities, which "
                 "would fill the memory otherwise; leave it out"
             )
+        # `label_values` may give the labels of a folder other values.
         settings = {**result_settings(model, precision), "labels": model.task.labels}
-        return [RangeCascade(model, settings)]
-    loaded = []
-    for name, checkpoints in config.ranges.items():
+        return [RangeModel(model, settings)]
+    range_models = []
+    for name, range_options in config.ranges.items():
         cascade = load_cascade(
-            checkpoints.coarse,
-            checkpoints.fine,
-            checkpoints.single,
+            range_options.coarse,
+            range_options.fine,
+            range_options.single,
             accelerator=config.accelerator.value,
             precision=precision,
             options=config.inference,
             trusted=config.trusted_targets,
         )
-        loaded.append(
-            RangeCascade(cascade, result_settings(cascade, precision), name, checkpoints.range_mm)
-        )
-    return loaded
+        settings = result_settings(cascade, precision)
+        range_models.append(RangeModel(cascade, settings, name, range_options.range_mm))
+    return range_models
 
 
 def make_batch(
-    cascades: Sequence[RangeCascade], config: PredictConfig, num_cases: int, observer: Observer
+    range_models: Sequence[RangeModel], config: PredictConfig, num_cases: int, observer: Observer
 ) -> "Batch":
-    """Divide what the loaded weights leave of `max_ram_gib`, and make a batch that keeps it.
+    """Make a batch that keeps `max_ram_gib`, once the weights are loaded.
 
-    See `share_memory`.
+    What the weights leave of it is divided between the networks and the arrays of a scan, see
+    `share_memory`.
+
+    Args:
+        range_models: The loaded models.
+        config: Configuration of the prediction.
+        num_cases: Number of cases of the batch.
+        observer: Is told what happens.
+
+    Raises:
+        UserError: If the process already holds too much.
     """
     device = pick_device(config.accelerator, "accelerator")
     if device.type == "cuda":
-        # Their host memory counts as that of the loaded weights.
+        # The libraries of a GPU take memory of the host. They start before it is measured, so that
+        # it counts like that of the loaded weights.
         start_libraries(device)
-    backend_bytes = sum(chosen.cascade.backend_bytes for chosen in cascades)
+    backend_bytes = sum(range_model.model.backend_bytes for range_model in range_models)
     shares = share_memory(config.inference.max_ram_gib, backend_bytes)
     bounded = []
-    for chosen in cascades:
-        bounded.append(chosen._replace(cascade=chosen.cascade.within(shares.network_gib)))
+    for range_model in range_models:
+        bounded_model = range_model.model.within(shares.network_gib)
+        bounded.append(range_model._replace(model=bounded_model))
     return Batch(bounded, resident_bytes(), shares.array_bytes, config, num_cases, observer)
 
 
 @dataclass
 class Batch:
-    """The three steps of a case for `run_overlapped`; errors are values until the case is finished.
+    """The three steps of a case for `run_overlapped`: `read`, `compute` and `finish`.
+
+    What goes from one step to the next is the data of the case, or `UP_TO_DATE`, or the exception
+    that a step met: `finish` turns it into the outcome of the case.
 
     Attributes:
-        cascades: Cascades to choose from.
+        range_models: Models to choose from.
         loaded_bytes: Resident memory before the first scan.
         array_bytes: Size above which an array of a scan is a temporary file.
         config: Which result files are written, and whether results that are up to date are made
@@ -195,7 +214,7 @@ class Batch:
         observer: Is told what happens.
     """
 
-    cascades: list[RangeCascade]
+    range_models: list[RangeModel]
     loaded_bytes: int
     array_bytes: float
     config: PredictConfig
@@ -205,60 +224,78 @@ class Batch:
     def describe_cost(self, cases: Sequence[BatchCase]) -> str | None:
         """Say what the cases are expected to cost; None if no header can be read.
 
-        The headers of some of the cases that have no report yet are read.
+        Cases that have a report are left out. Of many others only some headers are read.
         """
-        new = [case for case in cases if self.config.overwrite or not read_report(case.output)]
+        new_cases = []
+        for case in cases:
+            if self.config.overwrite or not read_report(case.output):
+                new_cases.append(case)
         forecasts: dict[str, Forecast] = {}
-        seconds: list[float | None] = []
-        for case in new[:: max(1, len(new) // MAX_FORECASTS)]:
-            # Any reader may fail; the case tells it in its turn.
+        # Expected seconds of each case; None for a model that has no rate on this machine yet.
+        durations_s: list[float | None] = []
+        step = max(1, len(new_cases) // MAX_FORECASTS)
+        for case in new_cases[::step]:
+            # Any reader may fail. The case reports it in its turn.
             with suppress(Exception):
-                cascade = pick_cascade(case.scan, self.cascades)[0].cascade
-                grid = scan_grid(case.scan, cascade.task)
-                expected = self._forecast(cascade, grid)
-                rate = known_rate(machine_key(cascade))
+                chosen, _ = pick_model(case.scan, self.range_models)
+                grid = scan_grid(case.scan, chosen.model.task)
+                expected = self._forecast(chosen.model, grid)
+                rate = known_rate(machine_key(chosen.model))
                 forecasts[case.scan.name] = expected
-                seconds.append(None if rate is None else rate.seconds(expected))
+                durations_s.append(None if rate is None else rate.seconds(expected))
         if not forecasts:
             return None
-        known_s = [case_s for case_s in seconds if case_s is not None]
-        mean_s = mean(known_s) if len(known_s) == len(seconds) else None
-        return forecast_text(forecasts, mean_s, len(new))
+        known_s = [duration_s for duration_s in durations_s if duration_s is not None]
+        mean_s = None
+        if len(known_s) == len(durations_s):
+            mean_s = mean(known_s)
+        return forecast_text(forecasts, mean_s, len(new_cases))
 
-    def _forecast(self, cascade: ScanModel, grid: VoxelGrid) -> Forecast:
-        return forecast(cascade, grid, self.loaded_bytes, self.array_bytes)
+    def _forecast(self, model: ScanModel, grid: VoxelGrid) -> Forecast:
+        return forecast(model, grid, self.loaded_bytes, self.array_bytes)
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
         """Read a case unless its results are up to date.
 
-        Called ahead of its turn while other cases need the memory, it returns None.
+        Args:
+            case: The case; its model, its messages and its earlier report are set.
+            is_ahead: Whether other cases are still in work.
+
+        Returns:
+            The data, `UP_TO_DATE` or an exception. None if the case is ahead of its turn and too
+            large to be read beside another: it is then read again in its turn.
         """
         try:
             if case.scan.refusal:
                 raise UserError(case.scan.refusal)
-            case.chosen, case.messages = pick_cascade(case.scan, self.cascades)
+            case.chosen, case.messages = pick_model(case.scan, self.range_models)
             case.earlier_report = read_report(case.output)
             check_kinds(case.scan, self.config.save)
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            cascade = case.chosen.cascade
-            if is_ahead and not is_small(case.scan, cascade.task, cascade.options.budget_gib):
+            model = case.chosen.model
+            if is_ahead and not is_small(case.scan, model.task, model.options.budget_gib):
                 return None
-            if cascade.options.budget_gib < SURE_BUDGET_GIB:
-                cascade.check_budget(scan_grid(case.scan, cascade.task))
+            if model.options.budget_gib < SURE_BUDGET_GIB:
+                model.check_budget(scan_grid(case.scan, model.task))
+            # The step that is shown is that of the case whose turn it is.
             if not is_ahead:
                 self._begin(case, "read")
-            with scratch_above(self.array_bytes, cascade.waiting_bytes):
-                return read_case(case.scan, cascade.task)
+            with scratch_above(self.array_bytes, model.waiting_bytes):
+                return read_case(case.scan, model.task)
         except Exception as error:
             if is_ahead and is_out_of_memory(error):
                 return None
-            return self._as_value(error)
+            return self._without_frames(error)
 
     def compute(
         self, case: BatchCase, data: CaseData | str | Exception
     ) -> CaseData | str | Exception:
-        """Segment a case."""
+        """Segment a case that was read; what is no data is passed on.
+
+        Returns:
+            The data with its result, `UP_TO_DATE` or an exception.
+        """
         self.observer.case_begins(case.scan.name, self.num_cases)
         if not isinstance(data, CaseData):
             return data
@@ -266,21 +303,28 @@ class Batch:
             # Another prediction into this folder may have finished the case since it was read.
             if self._is_up_to_date(case):
                 return UP_TO_DATE
-            cascade = case.chosen.cascade
-            with scratch_above(self.array_bytes, cascade.waiting_bytes):
-                segment_case(case.scan, cascade, data, self.config, partial(self._begin, case))
+            model = case.chosen.model
+            on_step = partial(self._begin, case)
+            with scratch_above(self.array_bytes, model.waiting_bytes):
+                segment_case(case.scan, model, data, self.config, on_step)
         except Exception as error:
-            return self._as_value(error)
+            return self._without_frames(error)
         return data
 
     def finish(self, case: BatchCase, data: CaseData | str | Exception) -> BatchCase:
-        """Write a case and note its outcome."""
-        case.is_skipped = data is UP_TO_DATE
+        """Write a case and note its outcome.
+
+        Raises:
+            Exception: A defect of the program, in a batch of one case.
+        """
+        case.is_skipped = data is UP_TO_DATE  # the constant itself, which no step copies
         try:
+            # Raised here, so that it is described like an exception of the writers.
             if isinstance(data, Exception):
                 raise data
             if isinstance(data, CaseData):
-                if self.num_cases == 1:  # else the next case is shown
+                # In a batch the steps of the next case are shown, which is segmented meanwhile.
+                if self.num_cases == 1:
                     self._begin(case, "write")
                 with scratch_above(self.array_bytes):
                     case.report = write_case(
@@ -301,18 +345,21 @@ class Batch:
         return case
 
     def _is_up_to_date(self, case: BatchCase) -> bool:
-        return not self.config.overwrite and is_up_to_date(
-            case.scan, case.output, case.chosen, self.config
-        )
+        """Tell whether a case may be skipped; with `overwrite` none may."""
+        if self.config.overwrite:
+            return False
+        return is_up_to_date(case.scan, case.output, case.chosen, self.config)
 
     def _begin(self, case: BatchCase, step: str) -> None:
-        steps = ["read", *case.chosen.cascade.steps, "write"]
+        """Tell the observer that a step of a case begins."""
+        steps = ["read", *case.chosen.model.steps, "write"]
         self.observer.step_begins(case.scan.name, step, steps.index(step), len(steps))
 
     def _describe(self, error: Exception) -> tuple[int, str]:
-        """Exit code and sentence of an error.
+        """Choose the exit code and the sentence of an error.
 
-        Of a single case, a defect keeps its traceback and ends the program.
+        An error of another kind than the program expects is a defect. In a batch of one case it is
+        raised, so that the user sees its traceback.
         """
         if isinstance(error, SeveralSeriesError):
             return EXIT_USER_ERROR, f"{error} Or give series_pick=thinnest."
@@ -325,13 +372,16 @@ class Batch:
             raise error
         return EXIT_FAILED, f"{type(error).__name__}: {error}"
 
-    def _as_value(self, error: Exception) -> Exception:
-        """Remove the frames of an error in a batch.
+    def _without_frames(self, error: Exception) -> Exception:
+        """Remove the frames of an error and of its causes in a batch.
 
-        They would hold a scan and its crops while the next cases run.
+        The frames would hold a scan and its crops while the next cases run. A single case keeps
+        them for the traceback of a defect.
         """
+        if self.num_cases == 1:
+            return error
         link: BaseException | None = error
-        while link is not None and self.num_cases > 1:
+        while link is not None:
             link.__traceback__ = None
             link = link.__cause__ or link.__context__
         return error
@@ -350,25 +400,26 @@ def run_overlapped(
 ) -> list[Answer]:
     """Run the three steps of all cases, each step in the order of the cases.
 
-    Beside the computed case at most two others are in memory: one that is read ahead and one that
-    is finished. An interrupt waits for the case that is being finished, and abandons the one that
-    is being read.
+    While a case is computed, the next one is read and the previous one is finished, in a thread
+    each; more cases are never in memory. An interrupt waits for the case that is being finished,
+    and abandons the one that is being read.
 
     Args:
         cases: The cases.
-        read: Reads a case; the flag says whether it is ahead of its turn, in a thread of its own.
-            There it may return None, and is called again in its turn.
+        read: Reads a case. The flag says that it is ahead of its turn: then it runs in a thread of
+            its own, and may return None to be called again in its turn.
         compute: Takes what was read; runs in the caller's thread.
-        finish: Runs in a thread of its own, one case after the other.
+        finish: Takes what was computed; runs in a thread of its own, one case after the other.
 
     Returns:
-        Results of `finish`, by case.
+        Result of `finish` for each case.
 
     Raises:
         Exception: The first exception of a step ends the whole; steps must return the errors of
             single cases as values.
     """
     answers: list[Answer] = []
+    # The names of a case are deleted as early as possible: each would keep its scan in memory.
     ahead: Future[Any] | None = None
     finishing: Future[Answer] | None = None
     try:
@@ -383,7 +434,8 @@ def run_overlapped(
             computed = compute(case, loaded)
             del loaded
             if finishing is not None:
-                # Read once, also where an interrupt comes now.
+                # The name is cleared before the answer is awaited: if an interrupt comes now, the
+                # `finally` below must not take the same answer again.
                 last, finishing = finishing, None
                 answers.append(last.result())
                 del last
@@ -396,7 +448,10 @@ def run_overlapped(
 
 
 def _start(call: Callable[..., Answer], *arguments: Any, daemon: bool) -> Future[Answer]:
-    """Run a call in a thread of its own; an executor's threads would all be waited for at exit."""
+    """Run a call in a thread of its own, which at exit is awaited unless it is a daemon.
+
+    The threads of an executor would all be awaited.
+    """
     future: Future[Answer] = Future()
 
     def run(*arguments: Any) -> None:

@@ -28,7 +28,7 @@ from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import HuScale
 from medseg.task import Task
 
-# Largest size of a voxel of a scan in memory.
+# Memory of a voxel of a scan, at most: float32.
 BYTES_PER_VOXEL = 4
 
 
@@ -37,14 +37,16 @@ class CaseData:
     """Data of a case on its way from the scan to the result files.
 
     Attributes:
-        volume: The first channel, set by `read_case`; its grid and its labels once it is segmented.
-        more_channels: The other channels on its grid, (D, H, W) each.
+        volume: The first channel, set by `read_case`; `segment_case` replaces its voxels by the
+            labels.
         result: The segmentation, set by `segment_case`.
         views: What the pictures need of the voxels, set by `segment_case`.
+        more_channels: The other channels on the grid of the first, (D, H, W) each, set by
+            `read_case`; `segment_case` drops them.
         sources: Fingerprint of the files of each channel when they were read; None where they could
             not be read.
         durations_s: Seconds by step; the time between the steps belongs to other cases.
-        memory_gb_s: Area under the curve of the process' memory during the steps.
+        memory_gb_s: Memory of the process, integrated over the time of the steps, in GB·s.
     """
 
     volume: Volume = field(init=False)
@@ -57,7 +59,7 @@ class CaseData:
 
     @contextmanager
     def measured(self, step: str) -> Iterator[None]:
-        """Record time and memory of a step."""
+        """Record time and memory of a step, which is the block."""
         start_s = time.perf_counter()
         with MemoryProfile() as profile:
             yield
@@ -66,7 +68,7 @@ class CaseData:
 
 
 def is_small(scan: Scan, task: Task, budget_gib: float) -> bool:
-    """Whether the voxels of all channels of a scan fit into the budget.
+    """Tell whether the voxels of all channels of a scan fit into the budget of a network pass.
 
     Raises:
         UserError: If its header cannot be read.
@@ -84,10 +86,12 @@ def read_case(scan: Scan, task: Task) -> CaseData:
     case = CaseData()
     paths = scan.paths(len(task.channels))
     with case.measured("read"):
+        # Before the voxels: a file that changes meanwhile then differs from its fingerprint, and
+        # the case counts as outdated.
         for path, files in zip(paths, scan.files_by_channel(len(paths)), strict=True):
             source = None
-            with suppress(OSError):  # the reader reports it in a sentence
-                if path is not None:
+            if path is not None:
+                with suppress(OSError):  # the reader reports it in a sentence
                     source = fingerprint(path, files)
             case.sources.append(source)
         case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu, scan.files)
@@ -104,11 +108,11 @@ def read_scan(
     """Read the channels of a scan on the grid of the first.
 
     Args:
-        paths: File of each channel.
-        task: Its channels.
-        series: DICOM series of the first.
-        hu: Scale that turns the values of the first into HU.
-        files: DICOM files of the first, where they are not all files at its path.
+        paths: File of each channel; None where there is none.
+        task: Has the modality of each channel, and its value outside the field of view.
+        series: DICOM series of the first channel, as for `read_image`.
+        hu: Scale that turns the values of the first channel into HU.
+        files: DICOM files of the first channel; empty where these are all files at its path.
 
     Returns:
         The first channel, and the arrays (D, H, W) of the others.
@@ -126,12 +130,19 @@ def read_scan(
 
 def segment_case(
     scan: Scan,
-    cascade: ScanModel,
+    model: ScanModel,
     case: CaseData,
     config: PredictConfig,
     on_step: Callable[[str], None] | None = None,
 ) -> None:
     """Segment a scan, take the views of it that the results need, and drop its voxels.
+
+    Args:
+        scan: The scan.
+        model: What segments it.
+        case: Its data from `read_case`, to which result and views are added.
+        config: Says which results are written.
+        on_step: Called with the name of each step of the model when it begins.
 
     Raises:
         UserError: If all its voxels have one value.
@@ -140,13 +151,13 @@ def segment_case(
         case.result = segment_scan(
             case.volume,
             scan.path,
-            cascade,
+            model,
             case.more_channels,
             on_step=on_step,
             keep_probabilities=Save.probabilities in config.save,
         )
-        case.views = take_views(scan, case.volume, case.result, cascade.task, config)
-    # The next case is read while this one is written: its voxels must not wait in memory.
+        case.views = take_views(scan, case.volume, case.result, model.task, config)
+    # Another case is segmented while this one is written: the voxels of both would be in memory.
     case.volume = replace(case.volume, array=case.result.labels)
     case.more_channels = []
 
@@ -154,7 +165,7 @@ def segment_case(
 def segment_scan(
     volume: Volume,
     name: str | Path,
-    cascade: ScanModel,
+    model: ScanModel,
     more_channels: Sequence[np.ndarray] = (),
     *,
     is_owned: bool = True,
@@ -164,41 +175,45 @@ def segment_scan(
 
     Args:
         volume: First channel; a CT in HU.
-        name: Its name in messages.
-        cascade: The trained stages.
-        more_channels: The other channels on its grid, (D, H, W) each.
-        is_owned: Whether the channels may be changed in place, as where a constant is filled in
-            outside the field of view.
-        options: `on_step` and `keep_probabilities` of `Cascade.segment`.
+        name: Name of the scan in messages.
+        model: What segments it.
+        more_channels: The other channels on the grid of the first, (D, H, W) each.
+        is_owned: Whether the channels may be changed in place: values with which a scanner fills
+            the space outside the field of view are replaced by air.
+        options: `on_step` and `keep_probabilities` of `ScanModel.segment`.
 
     Returns:
-        Labels in the scan's storage order; the warnings include those of the reader and of the
+        Labels in the storage order of the scan; the findings include those of the reader and of the
         audit of its values.
 
     Raises:
         UserError: If all voxels have one value.
     """
     _refuse_constant(volume.array, name)
+    task = model.task
     arrays = [volume.array, *more_channels]
-    modalities = [channel.modality for channel in cascade.task.channels]
-    findings: list[Finding] = []
-    if len(arrays) == len(modalities):  # otherwise the model refuses them
-        if cascade.keeps_values:
-            findings = audit_channels([measure_image(array) for array in arrays], modalities)
+    modalities = [channel.modality for channel in task.channels]
+    audit_findings: list[Finding] = []
+    # The model refuses another number of channels.
+    if len(arrays) == len(modalities):
+        if model.keeps_values:
+            facts = [measure_image(array) for array in arrays]
+            audit_findings = audit_channels(facts, modalities)
         else:
-            arrays, _, findings = check_channels(arrays, modalities, is_owned=is_owned)
+            arrays, _, audit_findings = check_channels(arrays, modalities, is_owned=is_owned)
         volume = replace(volume, array=arrays[0])
-    result = cascade.segment(volume, arrays[1:], **options)
-    task = cascade.task
+    result = model.segment(volume, arrays[1:], **options)
     image_hu = volume.array if task.is_ct else None
     statistics = scan_statistics(image_hu, result.labels, volume.grid, task.labels)
     result.statistics, result.total_statistics = statistics
-    has_errors = any(finding.severity is Severity.error for finding in findings)
+    has_errors = any(finding.severity is Severity.error for finding in audit_findings)
     is_turned = any(finding.code == "body_position" for finding in result.findings)
     # The check reads organs of air in HU, in a patient who lies as the header says.
-    if task.is_ct and not has_errors and not is_turned:
+    can_check_sides = task.is_ct and not has_errors and not is_turned
+    if can_check_sides:
         result.findings += mirrored_findings(volume, result.labels, task)
-    result.findings[:0] = [*volume.findings, *findings]
+    # What was found before the segmentation comes first.
+    result.findings = [*volume.findings, *audit_findings, *result.findings]
     if has_errors:
         result.status = "not_hu"
     elif result.warnings:
@@ -212,23 +227,30 @@ def _refuse_constant(image: np.ndarray, name: str | Path) -> None:
     """Refuse an image (D, H, W) of one value.
 
     Raises:
-        UserError: With the value.
+        UserError: Names the value.
     """
-    first = image.flat[0]
+    first_value = image.flat[0]
     for plane in image:
+        is_constant = bool((plane == first_value).all())
         # A usual scan leaves here after its first plane, without a mask of all voxels.
-        if not (plane == first).all():
+        if not is_constant:
             return
-    raise UserError(f"{name}: expected a scan, but every voxel holds {first:g}; export it again.")
+    raise UserError(
+        f"{name}: expected a scan, but every voxel holds {first_value:g}; export it again."
+    )
 
 
 def mirrored_findings(volume: Volume, labels: np.ndarray, task: Task) -> list[Finding]:
-    """Warn of a CT that seems to be mirrored under its header.
+    """Warn of a CT whose left and right seem to be exchanged, against its header.
 
     Args:
         volume: The scan in HU, in storage order.
-        labels: Its label map, likewise.
-        task: Labels; a task without two organs full of air that have a side has no such check.
+        labels: Its label map, in storage order.
+        task: Its labels. The check needs two organs full of air that have a side; without them no
+            CT counts as mirrored.
+
+    Returns:
+        One warning, or none.
     """
     image_hu, grid, orientation = orient(volume.array, volume.grid)
     evidence = mirror_evidence(image_hu, orientation.to_lps(labels), grid.spacing_mm, task)

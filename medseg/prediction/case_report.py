@@ -1,4 +1,8 @@
-"""Report of a case, `<case>.json`: written last, after the results, and read to skip the case."""
+"""Report of a case, `<case>.json`.
+
+It is written after all results of the case, and read by later predictions, which skip a case whose
+results are up to date.
+"""
 
 import fcntl
 import json
@@ -20,7 +24,7 @@ from medseg.io.text import read_json
 from medseg.memory.profile import peak_resident_bytes
 from medseg.prediction.case import CaseData
 from medseg.prediction.forecast import Forecast, record_cost
-from medseg.prediction.load_models import RangeCascade
+from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.result_files import result_paths, write_results
 from medseg.prediction.scans import Scan
@@ -30,7 +34,7 @@ from medseg.weights.files import checksum
 def write_case(
     scan: Scan,
     output: Path,
-    chosen: RangeCascade,
+    chosen: RangeModel,
     case: CaseData,
     earlier_report: dict[str, Any],
     config: PredictConfig,
@@ -38,15 +42,16 @@ def write_case(
 ) -> dict[str, Any]:
     """Write the results and their report.
 
-    They always belong together: one process writes into a folder at a time.
+    Results and report always belong together, since the folder is locked meanwhile: one process
+    writes into it at a time.
 
     Args:
         scan: The scan.
         output: Path of the label map; the report is written beside it as `<case>.json`, last of
             all.
-        chosen: The cascade that segmented it.
+        chosen: The model that segmented it.
         case: What is written.
-        earlier_report: Report that was there when the scan was read.
+        earlier_report: Report that was there when the scan was read; empty without one.
         config: Which files are written.
         expect: Makes the forecast of a case from its grid.
 
@@ -57,13 +62,16 @@ def write_case(
         UserError: If a file cannot be written, or a prediction of another scan has written it
             meanwhile.
     """
-    paths = result_paths(output, chosen.cascade, config.save)
+    paths = result_paths(output, chosen.model, config.save)
     with locked_folder(output.parent):
-        # Asked again under the lock: another process may have written since the case was read.
-        report = read_report(output)
-        if report != earlier_report and report.get("input") != scan.place:
+        # Read again under the lock: another process may have written since the case was read. A
+        # report of the same scan may be replaced.
+        present_report = read_report(output)
+        has_changed = present_report != earlier_report
+        other_input = present_report.get("input")
+        if has_changed and other_input != scan.place:
             raise UserError(
-                f"{output}: another prediction, of {report.get('input')}, has written it while "
+                f"{output}: another prediction, of {other_input}, has written it while "
                 "this one ran; give another output"
             )
         with case.measured("write"):
@@ -73,7 +81,7 @@ def write_case(
                 case.volume,
                 case.result,
                 case.views,
-                chosen.cascade.task,
+                chosen.model.task,
                 config,
             )
         return _write_report(scan, output, chosen, case, list(paths.values()), expect)
@@ -82,24 +90,35 @@ def write_case(
 def _write_report(
     scan: Scan,
     output: Path,
-    chosen: RangeCascade,
+    chosen: RangeModel,
     case: CaseData,
     outputs: list[Path],
     expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
-    """Write the report of a case beside its results."""
+    """Write the report of a case beside its results, and return it.
+
+    Args:
+        scan: The scan.
+        output: Path of the label map.
+        chosen: The model.
+        case: The segmented scan.
+        outputs: Files that were written.
+        expect: Makes the forecast of a case from its grid.
+    """
     result = case.result
     volume = case.volume
     total_s = sum(case.durations_s.values())
-    expected = None
-    with suppress(UserError):  # crops of usual size exceed a budget that those of the case keep
-        expected = record_cost(
-            expect(chosen.cascade, volume.grid), chosen.cascade, total_s, result.pass_s
-        )
+    expected_cost = None
+    # A forecast may fail although the case did not: it counts with crops of usual size, which may
+    # exceed a budget that the crops of this case keep.
+    with suppress(UserError):
+        forecast = expect(chosen.model, volume.grid)
+        expected_cost = record_cost(forecast, chosen.model, total_s, result.pass_s)
     by_spacing = None
     if chosen.name:
         by_spacing = {"name": chosen.name, "range_mm": chosen.range_mm}
-    # Scans of one channel have no such key, as before there were several.
+    # Only scans of several channels have this key, so that reports of older versions, which knew
+    # one channel, stay valid.
     more_sources = {}
     if len(case.sources) > 1:
         more_sources = {"more_sources": case.sources[1:]}
@@ -127,9 +146,9 @@ def _write_report(
             "total": total_s,
         },
         "peak_resident_bytes": peak_resident_bytes(),
-        "expected": expected,
+        "expected": expected_cost,
         "memory_gb_s": case.memory_gb_s,
-        "checkpoints": chosen.cascade.checkpoints,
+        "checkpoints": chosen.model.checkpoints,
         "by_spacing": by_spacing,
         "version": __version__,
         "settings": {**chosen.settings, **scan.reading()},
@@ -141,12 +160,12 @@ def _write_report(
     return report
 
 
-def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: PredictConfig) -> bool:
-    """Whether a new prediction of the case would give the results that are there.
+def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictConfig) -> bool:
+    """Tell whether a new prediction of the case would give the results that are there.
 
-    The report, which is written last, must be there. The files must be those that it was written
-    with. The content of the scan and of the checkpoints and all settings that decide the result
-    must be unchanged.
+    The report must be there, which is written last. The result files must be those that it was
+    written with. The content of the scan and of the checkpoints, and all settings that decide the
+    result, must be unchanged.
     """
     try:
         report = read_report(output)
@@ -154,26 +173,32 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeCascade, config: Predic
             return False
         if not isinstance(report["volume_ml"], dict) or not isinstance(report["warnings"], list):
             return False
-        # Through JSON, which turns tuples into lists.
+        # To JSON and back, as the settings of the report: tuples become lists.
         settings = json.loads(json.dumps({**chosen.settings, **scan.reading()}))
         if report["settings"] != settings:
             return False
-        paths = list(result_paths(output, chosen.cascade, config.save).values())
-        if not checksums(paths).items() <= report["results"].items():
+        paths = list(result_paths(output, chosen.model, config.save).values())
+        # The report may name more files than this prediction would write.
+        has_same_results = checksums(paths).items() <= report["results"].items()
+        if not has_same_results:
             return False
-        return _has_same_sources(scan, report, len(chosen.cascade.task.channels))
+        return _has_same_sources(scan, report, len(chosen.model.task.channels))
     except (OSError, KeyError, TypeError, ValueError, AttributeError, UserError):
-        # Missing, damaged, of another version or not readable, which the prediction will report.
+        # The report or a file is missing or damaged, or is of another version; or the scan cannot
+        # be read, which the prediction will report.
         return False
 
 
 def _has_same_sources(scan: Scan, report: dict[str, Any], num_channels: int) -> bool:
-    """Whether the files of each channel are those of the report."""
+    """Tell whether the files of each channel are those of the report.
+
+    Raises:
+        ValueError: If the report has another number of channels.
+    """
     paths = scan.paths(num_channels)
+    files_by_channel = scan.files_by_channel(num_channels)
     sources = [report["source"], *report.get("more_sources", [])]
-    for path, source, files in zip(
-        paths, sources, scan.files_by_channel(num_channels), strict=True
-    ):
+    for path, source, files in zip(paths, sources, files_by_channel, strict=True):
         if path is None or not is_same_source(path, source, files):
             return False
     return True
@@ -184,15 +209,16 @@ def read_report(output: Path) -> dict[str, Any]:
     try:
         report = read_json(report_path(output))
     except UserError:
-        report = None
+        return {}
     return report if isinstance(report, dict) else {}
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, which leaves no file behind and ends with its holder.
+    """Hold the lock of a folder during the block.
 
-    On a file system without locks it has no effect.
+    The lock is that of the folder itself: it leaves no file behind, and the system releases it when
+    the process ends. On a file system without locks it has no effect.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -204,17 +230,19 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
 
 def report_path(output: Path) -> Path:
-    """Path of the report beside a label map."""
+    """Name the report beside a label map."""
     return output.parent / f"{case_name(output)}.json"
 
 
 def checksums(paths: list[Path]) -> dict[str, str]:
-    """SHA-256 of result files by name; a volume of two files has one."""
-    sums = {}
+    """Compute the SHA-256 of result files by their names.
+
+    A volume whose voxels are in a second file has one checksum of both.
+    """
+    sha256_by_name = {}
     for path in paths:
         if volume_suffix(path) is None:
-            sums[path.name] = checksum(path)
+            sha256_by_name[path.name] = checksum(path)
         else:
-            # A volume may have its voxels in a second file.
-            sums[path.name] = fingerprint(path)["sha256"]
-    return sums
+            sha256_by_name[path.name] = fingerprint(path)["sha256"]
+    return sha256_by_name

@@ -17,8 +17,9 @@ from medseg.preprocess.crop import BODY_MARGIN_MM
 from medseg.preprocess.intensity import AIR
 from medseg.task import Region, Task
 
+# All regions share one network. A class of it that a region with fewer labels does not have gets
+# this name.
 UNUSED = "unused"
-"""Name of a class of the network that a region with fewer labels does not have."""
 
 
 def export_stage(stage: TrainedStage, output: Path) -> Exported:
@@ -26,10 +27,13 @@ def export_stage(stage: TrainedStage, output: Path) -> Exported:
 
     Args:
         stage: The stage, on the CPU in fp32.
-        output: File.
+        output: File; a second file with the weights may be written beside it.
+
+    Returns:
+        The converted network.
 
     Raises:
-        UserError: If the output is no place for it, or the network cannot be converted.
+        UserError: If the output cannot be written, or the network cannot be converted.
     """
     suffix = output.suffix.lower()
     if suffix not in FORMATS or output.is_dir():
@@ -45,14 +49,14 @@ def export_stage(stage: TrainedStage, output: Path) -> Exported:
         suffix,
         partial(describe_stage, stage),
     )
-    # In this order the weights are there before the file that needs them.
-    for part, content in sorted(exported.files.items()):
-        replace_bytes(output.with_suffix(part), content)
+    # Sorted, `.bin` comes before `.xml`: the weights are there before the file that needs them.
+    for file_suffix, content in sorted(exported.files.items()):
+        replace_bytes(output.with_suffix(file_suffix), content)
     return exported
 
 
 def _tile_size(stage: TrainedStage) -> Shape | None:
-    """Size of a tile as the network takes it; None for a stage that sees whole crops."""
+    """Return the size of a tile as the network takes it; None for a stage that sees whole crops."""
     if not stage.tile_size:
         return None
     return network_size(stage.tile_size, stage.divisor)
@@ -67,23 +71,24 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
             the divisor.
     """
     task = stage.task
-    is_whole = stage.name != "fine"
+    # A coarse or single stage sees the body and all classes. The fine stage sees the crop of a
+    # region and its classes.
     classes = {"all": ["background", *task.labels]}
     num_classes = task.num_classes
     crop: dict[str, Any] = {
         "of": "body: values above -500.5 HU in the first channel (other than 0 where it is no CT)",
         "margin_mm": BODY_MARGIN_MM,
     }
-    flipped = []
+    flipped_regions = []
     least_size = None
-    if not is_whole:
+    if stage.name == "fine":
         classes = {region.name: _region_classes(task, region) for region in task.regions}
         num_classes = task.num_region_classes
         crop = {"of": "region: box of its coarse labels", "margin_mm": stage.region_margin_mm}
-        # The network knows the left side of a pair alone.
-        flipped = [region.name for region in task.regions if region.side == "right"]
+        # The network knows only the left side of a pair: crops of the right side are mirrored.
+        flipped_regions = [region.name for region in task.regions if region.side == "right"]
         least_size = network_size(stage.tile_size or stage.least_size, stage.divisor)
-    size = fixed_size or ("D", "H", "W")
+    size = fixed_size or ("D", "H", "W")  # letters: any size
     return {
         "medseg": __version__,
         "checkpoints": sorted(stage.checkpoints.values()),
@@ -107,7 +112,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         "grid_rule": asdict(stage.rule),
         "channels": _describe_channels(stage),
         "crop": crop,
-        "flipped_x": flipped,
+        "flipped_x": flipped_regions,
         "padding": {
             "where": "at the end of each axis",
             "z": "the last slice is repeated",
@@ -124,22 +129,22 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
 def _region_classes(task: Task, region: Region) -> list[str]:
     """Name the classes of the fine network in the crop of a region, in their order."""
     num_unused = task.num_region_labels - len(region.labels)
-    return ["background", *region.labels, *[UNUSED] * num_unused, *task.helper_labels]
+    unused = [UNUSED] * num_unused
+    return ["background", *region.labels, *unused, *task.helper_labels]
 
 
 def _describe_channels(stage: TrainedStage) -> list[dict[str, Any]]:
     """Describe how each channel becomes an input of the network."""
-    channels = []
+    descriptions = []
     for channel, limits, outside in zip(
         stage.task.channels, stage.limits, stage.outside, strict=True
     ):
-        channels.append(
-            {
-                "modality": channel.modality,
-                "clip": limits,
-                "normalise": channel.normalise,
-                "window_hu": channel.window_hu,
-                "outside": outside,
-            }
-        )
-    return channels
+        description = {
+            "modality": channel.modality,
+            "clip": limits,
+            "normalise": channel.normalise,
+            "window_hu": channel.window_hu,
+            "outside": outside,
+        }
+        descriptions.append(description)
+    return descriptions

@@ -1,12 +1,13 @@
-"""Forecast of a prediction: what a case holds in memory, step by step, and how long it takes.
+"""Forecast of a prediction: the memory of a case, step by step, and its time.
 
-Only the grid of its scan is known.
+It needs only the grid of the scan, which is in the header of its file.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple, cast
 
@@ -38,42 +39,45 @@ from medseg.prediction.totalsegmentator import (
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
-# Bytes of a voxel of a scan (int16), of its labels (uint8), of an image at the spacing of a stage
+# Bytes of a voxel: of a scan (int16), of its labels (uint8), of an image at the spacing of a stage
 # (float32), of a stored probability (float16), and of one that is summed up over tiles (float32).
 SCAN_BYTES = 2
 LABEL_BYTES = 1
 IMAGE_BYTES = 4
 PROBABILITY_BYTES = 2
 SUM_BYTES = 4
-# Bytes of a pass, with the workspaces of its kernels, by those of its live tensors, which are
-# counted on a small image. Below 1, because the head predicts a few planes at a time, which saves
-# more of a large image. Measured on phantoms of 1 to 520 slices in bf16; the budget counts with the
-# larger `WORKSPACE`.
+# Memory of a pass with the workspaces of its kernels, as a multiple of its live tensors, which are
+# counted on a small image. It is below 1, because the head predicts a few planes at a time, which
+# saves more of a large image. Measured on phantoms of 1 to 520 slices in bf16. The budget counts
+# with the larger `WORKSPACE`.
 USUAL_WORKSPACE = 0.75
-# Box of the body with the table, (z, y, x): its share of a scan's axes, and the most that it takes
-# of a wide field of view. Medians of 33 scans.
+# Box of the body with the table, (z, y, x): its share of the axes of a scan, and its largest size
+# in a wide field of view. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
 BODY_MM = (math.inf, 360.0, 480.0)
-# Bytes of resampling per voxel of the scan that the threads have in work. The heap keeps them until
-# the step of the crop ends, unless large blocks are mapped.
+# Bytes of resampling for each voxel of the scan on which the threads work at the time. The heap
+# keeps them until the step of the crop ends, unless large blocks are mapped.
 RESAMPLING_BYTES = 24
-# Freed memory that a further thread keeps for itself, unless large blocks are mapped: glibc gives
-# each thread heaps of 64 MiB.
+# Freed memory that each thread but the first keeps for itself, unless large blocks are mapped:
+# glibc gives each thread heaps of 64 MiB.
 THREAD_HEAP_BYTES = 64 * 2**20
-# Kernels that our networks compile for their first scan. Their libraries are loaded before.
+# Memory of the kernels that our networks compile for their first scan. Their libraries are loaded
+# before.
 FIRST_SCAN_BYTES = 10 * 2**20
-# Bytes while probabilities are pasted and labels are cleaned, slab by slab (`SLAB_VOXELS`).
+# Memory for pasting probabilities and cleaning labels, which is done in slabs.
 JOINING_BYTES = 18 * 2**20
-# The unit of time is that of a voxel of the scan. Measured on two cores of an AMD EPYC with the
-# included weights. Time of a voxel that goes through a network:
+# Times are in units of the time that a voxel of the scan takes outside of networks. A voxel that
+# goes through a network takes so many units more. Measured on two cores of an AMD EPYC with the
+# included weights.
 NETWORK_TIME = 5
-# Time of a case of a model of nnU-Net, however small: 20 ms for checks, statistics and report.
+# Time of any case of a model of nnU-Net, in the same unit: 20 ms for checks, statistics and report.
 CASE_TIME = 1.5e6
-# What a model of nnU-Net takes once a scan is read; libraries that read scans are loaded before.
+# Memory that a model of nnU-Net takes when a scan is read, beside the scan. The libraries that read
+# scans are loaded before.
 READING_BYTES = 4 * 2**20
 # The same from its first pass on, which compiles kernels and leaves free memory in the heap.
 PASS_BYTES = 15 * 2**20
-# Durations of this many finished cases are kept.
+# Number of finished cases of a model whose rates are kept.
 MAX_CASES = 20
 
 
@@ -82,19 +86,19 @@ class Forecast(NamedTuple):
 
     Attributes:
         memory: Resident bytes of the process by step.
-        voxels: Time in the unit of `NETWORK_TIME`: 1 for each voxel of the scan, and `NETWORK_TIME`
-            for each that goes through one of our networks.
-        operations: Additions and multiplications of networks of nnU-Net, whose seconds differ more
-            from one to the other and are known by themselves.
+        time_units: Time without the networks of nnU-Net: 1 for each voxel of the scan, and
+            `NETWORK_TIME` for each voxel that goes through one of our networks.
+        operations: Additions and multiplications of the networks of nnU-Net. Their time is counted
+            by itself, since it differs more from network to network.
     """
 
     memory: dict[str, int]
-    voxels: int
+    time_units: int
     operations: float = 0.0
 
     @property
     def peak_bytes(self) -> int:
-        """Largest resident memory."""
+        """Largest resident memory of all steps."""
         return max(self.memory.values())
 
 
@@ -102,48 +106,65 @@ class ArrayLimits(NamedTuple):
     """Sizes above which arrays are temporary files, see `medseg.io.scratch.scratch_above`.
 
     Attributes:
-        array_bytes: Of an array.
-        waiting_bytes: Of an array that waits.
+        array_bytes: Size for most arrays.
+        waiting_bytes: Size for arrays that wait.
     """
 
     array_bytes: float
     waiting_bytes: float
 
     def held(self, num_bytes: int, *, waits: bool) -> int:
-        """Bytes of an array in memory."""
-        return _held(num_bytes, self.waiting_bytes if waits else self.array_bytes)
+        """Count the bytes that an array takes in memory: none if it is a temporary file.
+
+        Args:
+            num_bytes: Size of the array.
+            waits: Whether it waits.
+        """
+        limit_bytes = self.waiting_bytes if waits else self.array_bytes
+        return _held(num_bytes, limit_bytes)
 
     def held_of_scan(self, itemsize: int, grid: VoxelGrid) -> int:
-        """Bytes in memory of an array (D, H, W) of a scan, which waits where planes are axial."""
-        return self.held(itemsize * math.prod(grid.shape), waits=grid.is_axial)
+        """Count the bytes in memory of an array (D, H, W) of a scan.
+
+        It counts as one that waits if the stored planes are axial: then models of nnU-Net write and
+        read it plane by plane.
+
+        Args:
+            itemsize: Bytes of a voxel.
+            grid: Grid of the scan, in storage order.
+        """
+        num_bytes = itemsize * math.prod(grid.shape)
+        return self.held(num_bytes, waits=grid.is_axial)
 
 
 class Rate(NamedTuple):
     """Time that a model takes on this machine.
 
     Attributes:
-        voxel_s: Seconds of one of `Forecast.voxels`.
+        unit_s: Seconds of one of `Forecast.time_units`.
         operation_s: Seconds of one of `Forecast.operations`.
     """
 
-    voxel_s: float
+    unit_s: float
     operation_s: float
 
     def seconds(self, expected: Forecast) -> float:
-        """Seconds of a case."""
-        return self.voxel_s * expected.voxels + self.operation_s * expected.operations
+        """Return the expected seconds of a case."""
+        return self.unit_s * expected.time_units + self.operation_s * expected.operations
 
 
 def rate_of(expected: Forecast, total_s: float, pass_s: float) -> Rate:
-    """Rate of a finished case.
+    """Compute the rate of a finished case.
 
     Args:
-        expected: What was expected of it.
-        total_s: Its seconds.
-        pass_s: Those inside the passes of networks of nnU-Net.
+        expected: Its forecast.
+        total_s: Seconds that it took.
+        pass_s: Seconds of them inside the passes of networks of nnU-Net.
     """
-    operation_s = pass_s / expected.operations if expected.operations else 0.0
-    return Rate((total_s - pass_s) / expected.voxels, operation_s)
+    operation_s = 0.0
+    if expected.operations:
+        operation_s = pass_s / expected.operations
+    return Rate((total_s - pass_s) / expected.time_units, operation_s)
 
 
 def forecast(
@@ -153,10 +174,10 @@ def forecast(
     array_bytes: float = math.inf,
     waiting_bytes: float | None = None,
 ) -> Forecast:
-    """Forecast the memory of a case from the header of its scan.
+    """Forecast the memory and the time of a case from the header of its scan.
 
     Args:
-        model: What segments it, with the memory that a network may use.
+        model: What segments it; its options have the memory that a network may use.
         grid: Grid of the scan, in storage order.
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
@@ -175,20 +196,21 @@ def forecast(
         return _forecast_resampled(model, grid, loaded_bytes, limits)
     if isinstance(model, (NnunetModel, NnunetEnsemble)):
         return _forecast_nnunet(model, grid, loaded_bytes, limits)
+    # A cascade reads crops in any order: none of its arrays waits.
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
 
 def _forecast_resampled(
     model: TotalsegmentatorModel, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
-    """Forecast a model that segments a resampled scan, beside the scan itself."""
+    """Forecast a model that segments a resampled scan, while the scan itself stays in memory."""
     resampled_grid = model.resampled_grid(grid)
-    channels = len(model.task.channels)
-    num_voxels = math.prod(grid.shape)
-    scan_bytes = channels * limits.held_of_scan(SCAN_BYTES, grid)
-    resampled_bytes = channels * limits.held_of_scan(VALUE_BYTES, resampled_grid)
-    # The forecast of the inner model counts the resampled scan as one that was read.
-    counted_bytes = channels * limits.held_of_scan(SCAN_BYTES, resampled_grid)
+    num_channels = len(model.task.channels)
+    scan_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, grid)
+    resampled_bytes = num_channels * limits.held_of_scan(VALUE_BYTES, resampled_grid)
+    # The forecast of the inner model takes the resampled scan for one that was read from a file. In
+    # its place there are the resampled scan, whose voxels are larger, and the scan itself.
+    counted_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, resampled_grid)
     inner = forecast(model.parts[0], resampled_grid, loaded_bytes, *limits)
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
@@ -196,68 +218,73 @@ def _forecast_resampled(
     for step, num_bytes in inner.memory.items():
         if step != "read":
             memory[step] = num_bytes + more_bytes
+    # Labels on both grids.
     labels_bytes = limits.held_of_scan(LABEL_BYTES, resampled_grid)
     labels_bytes += limits.held_of_scan(LABEL_BYTES, grid)
     memory[RESTORE] = read_bytes + resampled_bytes + labels_bytes
-    return Forecast(memory, channels * num_voxels + inner.voxels, inner.operations)
+    time_units = num_channels * math.prod(grid.shape) + inner.time_units
+    return Forecast(memory, time_units, inner.operations)
 
 
 def _forecast_joined(
     model: JoinedModels, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
-    """Forecast models that run one after the other, beside the labels of those before."""
+    """Forecast models that run one after the other, while the joined labels stay in memory."""
     joined_bytes = limits.held_of_scan(LABEL_BYTES, grid)
     memory: dict[str, int] = {}
-    num_voxels = 0
+    time_units = 0
     operations = 0.0
     for number, part in enumerate(model.parts, start=1):
         expected = forecast(part, grid, loaded_bytes, *limits)
-        # The labels of the first model become the joined ones.
+        # There are no joined labels beside those of the first model, which become the joined ones.
         held_bytes = 0 if number == 1 else joined_bytes
         for step, num_bytes in expected.memory.items():
             name = step if step == "read" else model.step_name(number, step)
             memory[name] = num_bytes + held_bytes
-        num_voxels += expected.voxels
+        time_units += expected.time_units
         operations += expected.operations
-    return Forecast(memory, num_voxels, operations)
+    return Forecast(memory, time_units, operations)
 
 
 def _forecast_nnunet(
     model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
-    """Forecast a case of nnU-Net's models, which have no crop that is unknown beforehand."""
+    """Forecast a case of nnU-Net's models, which make no crop whose size would be unknown yet."""
     scan_bytes = len(model.task.channels) * limits.held_of_scan(SCAN_BYTES, grid)
-    fixed = loaded_bytes + READING_BYTES + scan_bytes
+    fixed_bytes = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
-    memory = {"read": fixed}
+    memory = {"read": fixed_bytes}
     for step, arrays in expected.memory.items():
         # The peak of a step is in its last pass, or at its end, when all arrays are written.
-        at_end = 0.0
-        during_pass = 0.0
-        touched = 0.0
+        bytes_at_end = 0.0
+        bytes_in_pass = 0.0
+        touched_bytes = 0.0
         for array in arrays:
-            num_bytes = limits.held(array.num_bytes, waits=array.waits)
-            at_end += num_bytes
+            held_bytes = limits.held(array.num_bytes, waits=array.waits)
+            bytes_at_end += held_bytes
             # A part of the array may not be written before the last pass.
-            during_pass += array.written_share * num_bytes
-            if num_bytes < array.num_bytes:
-                # Pages of files are in memory for a moment.
-                touched += min(array.num_bytes, array.touched_bytes)
+            bytes_in_pass += array.written_share * held_bytes
+            is_file = held_bytes < array.num_bytes
+            if is_file:
+                # Pages of files are in memory for a moment after they were used.
+                touched_bytes += min(array.num_bytes, array.touched_bytes)
         if step in model.pass_steps:
             # What the first pass has brought stays for all later steps.
-            fixed = loaded_bytes + PASS_BYTES + scan_bytes
-            # A pass is no array, which could be a file; on a GPU it takes nothing here.
+            fixed_bytes = loaded_bytes + PASS_BYTES + scan_bytes
+            # The memory of a pass is never a file; on a GPU it is not that of the process.
             if model.device.type == "cpu":
-                during_pass += model.usual_pass_bytes
-        touched = min(TOUCHED_BYTES, touched)
-        memory[step] = fixed + round(touched + max(at_end, during_pass))
+                bytes_in_pass += model.usual_pass_bytes
+        touched_bytes = min(TOUCHED_BYTES, touched_bytes)
+        memory[step] = fixed_bytes + round(touched_bytes + max(bytes_at_end, bytes_in_pass))
     return Forecast(memory, round(CASE_TIME + expected.other_time), expected.operations)
 
 
 def _forecast_cascade(
     cascade: Cascade, grid: VoxelGrid, loaded_bytes: int, array_bytes: float
 ) -> Forecast:
-    """Forecast a case; the body and the regions are not known yet, so their usual sizes are taken.
+    """Forecast a case of a cascade, or of a model of one stage.
+
+    The body and the regions are not known yet, so their usual sizes are taken.
 
     Args:
         cascade: The trained stages, with the memory that a network may use.
@@ -274,45 +301,61 @@ def _forecast_cascade(
     task = cascade.task
     options = cascade.options
 
+    # Bytes of all steps: the loaded weights, the libraries and the scan.
     num_voxels = math.prod(grid.shape)
-    channels = len(task.channels)
-    fixed = loaded_bytes + FIRST_SCAN_BYTES + cascade.backend_bytes + _heap_bytes(num_voxels)
-    fixed += channels * _held(SCAN_BYTES * num_voxels, array_bytes)
+    num_channels = len(task.channels)
+    fixed_bytes = loaded_bytes + FIRST_SCAN_BYTES + cascade.backend_bytes
+    fixed_bytes += _heap_bytes(num_voxels)
+    fixed_bytes += num_channels * _held(SCAN_BYTES * num_voxels, array_bytes)
+
+    # The first stage sees the crop of the body, from a scan resampled to its spacing.
     scan_mm = [size * mm for size, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
     body_mm = []
-    for length_mm, share, most_mm in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True):
-        body_mm.append(min(length_mm * share, most_mm))
-    body = _crop_shape(coarse, grid, body_mm, None)
-    lattice = grid.resampled(coarse.spacing_mm)
-    resampled = channels * _held(IMAGE_BYTES * math.prod(lattice.shape), array_bytes)
-    in_pass, stored_probs = _pass_bytes(coarse, coarse.task.num_classes, body, options, array_bytes)
-    memory = {"read": fixed, cascade.steps[0]: fixed + resampled + in_pass}
-    voxels = channels * num_voxels + NETWORK_TIME * _pass_voxels(coarse, body, options)
-    # Extent of the voxels that get a label.
-    extent_mm = scan_mm
+    for length_mm, share, max_mm in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True):
+        body_mm.append(min(length_mm * share, max_mm))
+    body_shape = _crop_shape(coarse, grid, body_mm, None)
+    resampled_shape = grid.resampled(coarse.spacing_mm).shape
+    resampled_bytes = num_channels * _held(IMAGE_BYTES * math.prod(resampled_shape), array_bytes)
+    pass_bytes, stored_bytes = _pass_bytes(
+        coarse, coarse.task.num_classes, body_shape, options, array_bytes
+    )
+    first_step = cascade.steps[0]
+    memory = {"read": fixed_bytes, first_step: fixed_bytes + resampled_bytes + pass_bytes}
+    time_units = num_channels * num_voxels
+    time_units += NETWORK_TIME * _pass_voxels(coarse, body_shape, options)
+
+    labelled_mm = scan_mm  # extent of the voxels that get a label
     if cascade.fine is not None:
         fine = cascade.fine
-        stored_probs = 0
-        extent_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
-        shape = _crop_shape(fine, grid, extent_mm, fine.tile_size or fine.least_size)
-        num_in_region = min(math.prod(extent_mm) / math.prod(grid.spacing_mm), num_voxels)
+        # The probabilities of the coarse stage are dropped; those of all regions are stored.
+        stored_bytes = 0
+        region_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
+        labelled_mm = region_mm
+        region_shape = _crop_shape(fine, grid, region_mm, fine.tile_size or fine.least_size)
+        num_in_region = min(math.prod(region_mm) / math.prod(grid.spacing_mm), num_voxels)
         num_classes = fine.task.num_region_classes
-        in_pass, probs = _pass_bytes(fine, num_classes, shape, options, array_bytes)
-        in_pass += _resampling_bytes(num_in_region)
+        pass_bytes, probs_bytes = _pass_bytes(fine, num_classes, region_shape, options, array_bytes)
+        pass_bytes += _resampling_bytes(num_in_region)
         # Between the localisation and the join, each region has a step.
         for region, step in zip(task.regions, cascade.steps[1:-1], strict=True):
-            # The probabilities of the regions before are there until all are joined.
-            memory[step] = fixed + stored_probs + in_pass
-            stored_probs += round(probs * len(region.labels) / num_classes)
-            voxels += NETWORK_TIME * _pass_voxels(fine, shape, options)
-    # The system gives no memory to planes without a region: nothing is written into their zeros.
-    labels = _held(LABEL_BYTES * num_voxels, array_bytes) * extent_mm[0] / scan_mm[0]
-    memory["join"] = fixed + stored_probs + round(labels + JOINING_BYTES)
-    return Forecast(memory, voxels)
+            # The probabilities of earlier regions stay until all regions are joined.
+            memory[step] = fixed_bytes + stored_bytes + pass_bytes
+            # Of the classes of the network only the labels of the region are stored.
+            stored_bytes += round(probs_bytes * len(region.labels) / num_classes)
+            time_units += NETWORK_TIME * _pass_voxels(fine, region_shape, options)
+
+    # The system gives no memory to planes without a label: nothing is written into their zeros.
+    label_bytes = _held(LABEL_BYTES * num_voxels, array_bytes) * labelled_mm[0] / scan_mm[0]
+    memory["join"] = fixed_bytes + stored_bytes + round(label_bytes + JOINING_BYTES)
+    return Forecast(memory, time_units)
 
 
 def _heap_bytes(num_voxels: int) -> int:
-    """Free memory that the threads beside the first keep, for a scan of so many voxels."""
+    """Estimate the freed memory that all threads but the first keep.
+
+    Args:
+        num_voxels: Voxels of the scan.
+    """
     if maps_large_blocks():
         return 0
     num_threads = min(torch.get_num_threads(), MAX_THREADS)
@@ -320,155 +363,212 @@ def _heap_bytes(num_voxels: int) -> int:
 
 
 def _resampling_bytes(num_voxels: float) -> int:
-    """Free memory that resampling leaves until its step ends, for so many voxels of a scan."""
+    """Estimate the freed memory that resampling keeps until its step ends.
+
+    Args:
+        num_voxels: Voxels of the scan that are resampled.
+    """
     if maps_large_blocks():
         return 0
     num_threads = min(torch.get_num_threads(), MAX_THREADS)
-    return round(RESAMPLING_BYTES * min(num_threads * SLAB_VOXELS, num_voxels))
+    # Each thread works on one slab at a time.
+    num_in_work = min(num_threads * SLAB_VOXELS, num_voxels)
+    return round(RESAMPLING_BYTES * num_in_work)
 
 
-def _held(size: int, array_bytes: float) -> int:
-    """Bytes of an array in memory: none where it is so large that it is a temporary file."""
-    return size if size <= array_bytes else 0
+def _held(num_bytes: int, limit_bytes: float) -> int:
+    """Count the bytes that an array takes in memory: none above the limit, where it is a file."""
+    return num_bytes if num_bytes <= limit_bytes else 0
 
 
 def _crop_shape(
     stage: TrainedStage, grid: VoxelGrid, extent_mm: Sequence[float], patch_size: Shape | None
 ) -> Shape:
-    """Voxels (D, H, W) of the crop that a stage makes of a box of some extent."""
-    lattice = grid.resampled(stage.spacing_mm).resampled(stage.rule.spacing_mm(grid.spacing_mm))
-    shape = []
-    for length_mm, step_mm in zip(extent_mm, lattice.spacing_mm, strict=True):
-        shape.append(max(1, math.ceil(length_mm / step_mm)))
-    box = VoxelBox.full(tuple(shape))
-    crop = stage.rule.crop(box, lattice, patch_size or (1, 1, 1), stage.divisor)
+    """Compute the size (D, H, W) of the crop that a stage makes of a box.
+
+    Args:
+        stage: The stage.
+        grid: Grid of the oriented scan.
+        extent_mm: Extent of the box, (z, y, x).
+        patch_size: Smallest size of the crop in voxels, (z, y, x); None = that of the box.
+    """
+    spacing_mm = stage.rule.spacing_mm(grid.spacing_mm)
+    stage_grid = grid.resampled(stage.spacing_mm).resampled(spacing_mm)
+    box_shape = []
+    for length_mm, step_mm in zip(extent_mm, stage_grid.spacing_mm, strict=True):
+        box_shape.append(max(1, math.ceil(length_mm / step_mm)))
+    box = VoxelBox.full(tuple(box_shape))
+    crop = stage.rule.crop(box, stage_grid, patch_size or (1, 1, 1), stage.divisor)
     return crop.grid.shape
 
 
 def _pass_bytes(
-    stage: TrainedStage, classes: int, shape: Shape, options: InferenceOptions, array_bytes: float
+    stage: TrainedStage,
+    num_classes: int,
+    shape: Shape,
+    options: InferenceOptions,
+    array_bytes: float,
 ) -> tuple[int, int]:
-    """Bytes while a crop goes through a stage, and those of its probabilities, which stay."""
+    """Estimate the memory of a crop that goes through the networks of a stage.
+
+    Args:
+        stage: The stage.
+        num_classes: Classes of its networks.
+        shape: Size of the crop, (D, H, W).
+        options: Budget, overlap and flips.
+        array_bytes: Size above which an array is a temporary file.
+
+    Returns:
+        Bytes during the passes, and bytes of the probabilities, which stay afterwards.
+    """
     plan = stage.plan(shape, options)
     num_voxels = math.prod(shape)
-    # What the network sees at a time, and the crop when it is padded to that.
+    # What a network sees at a time, and the crop when it is padded to that.
     network_shape = network_size(plan.tile_size or shape, stage.divisor)
-    padded: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
-    num_padded = math.prod(padded)
-    input_bytes = stage.image_dtype.itemsize * stage.num_channels
-    during: float = _held(input_bytes * num_voxels, array_bytes)
-    if padded != shape:
-        during += _held(input_bytes * num_padded, array_bytes)
-    # Tiles fill an array that is there from the start. The result of a single pass is made when the
-    # features of the network are free.
-    if plan != TilingPlan(None):
-        during += _held(PROBABILITY_BYTES * classes * num_padded, array_bytes)
+    padded_shape: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
+    num_padded = math.prod(padded_shape)
+    input_bytes = stage.image_dtype.itemsize * stage.num_channels  # of a voxel
+    pass_bytes: float = _held(input_bytes * num_voxels, array_bytes)
+    if padded_shape != shape:
+        pass_bytes += _held(input_bytes * num_padded, array_bytes)
+    # Tiles and slabs fill an array that is there from the start. The result of a single pass is
+    # made when the features of the network are free.
+    is_single_pass = plan == TilingPlan(None)
+    if not is_single_pass:
+        pass_bytes += _held(PROBABILITY_BYTES * num_classes * num_padded, array_bytes)
     if stage.has_views(options):
-        during += _held(IMAGE_BYTES * classes * num_voxels, array_bytes)
-        during += _held(IMAGE_BYTES * num_voxels, array_bytes)
+        # Sums over the views: of the probabilities by class, and of their squares.
+        pass_bytes += _held(IMAGE_BYTES * num_classes * num_voxels, array_bytes)
+        pass_bytes += _held(IMAGE_BYTES * num_voxels, array_bytes)
+    # On a GPU the rest is not in the memory of the process.
     if stage.device.type == "cpu":
-        live = USUAL_WORKSPACE / WORKSPACE * stage.bytes_per_voxel * math.prod(network_shape)
-        during += plan.slab_bytes or live
+        num_in_network = math.prod(network_shape)
+        if plan.slab_bytes:
+            pass_bytes += plan.slab_bytes
+        else:
+            # `bytes_per_voxel` counts with `WORKSPACE`.
+            usual_share = USUAL_WORKSPACE / WORKSPACE
+            pass_bytes += usual_share * stage.bytes_per_voxel * num_in_network
         if plan.tile_size is not None:
-            # The sums of a layer of tiles, and their copy while they move down; then one tile.
-            num_in_layer = network_shape[0] * math.prod(padded[1:])
-            layer = _held(SUM_BYTES * classes * num_in_layer, array_bytes)
-            during += 2 * layer + SUM_BYTES * classes * math.prod(network_shape)
-    return round(during), _held(PROBABILITY_BYTES * classes * num_voxels, array_bytes)
+            # The sums of a layer of tiles and their copy while they move, and one tile.
+            num_in_layer = network_shape[0] * math.prod(padded_shape[1:])
+            layer_bytes = _held(SUM_BYTES * num_classes * num_in_layer, array_bytes)
+            tile_bytes = SUM_BYTES * num_classes * num_in_network
+            pass_bytes += 2 * layer_bytes + tile_bytes
+    probs_bytes = _held(PROBABILITY_BYTES * num_classes * num_voxels, array_bytes)
+    return round(pass_bytes), probs_bytes
 
 
 def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -> int:
-    """Voxels that go through the networks of a stage for one crop."""
+    """Count the voxels that go through the networks of a stage for one crop (D, H, W).
+
+    A voxel counts once for each tile, network and flip.
+    """
     network_shape = network_size(stage.tile_size or shape, stage.divisor)
     num_tiles = 1
     if stage.tile_size:
         depth, height, width = map(max, shape, network_shape)
-        num_tiles = len(tile_boxes((depth, height, width), network_shape, options.overlap))
+        boxes = tile_boxes((depth, height, width), network_shape, options.overlap)
+        num_tiles = len(boxes)
     num_passes = num_tiles * len(stage.networks) * len(flips(stage.task, options.tta))
     return num_passes * math.prod(network_shape)
 
 
 def forecast_text(forecasts: Mapping[str, Forecast], mean_s: float | None, num_cases: int) -> str:
-    """Say what a batch will hold and how long it will take.
-
-    The time is known where this machine has finished cases before.
+    """Say how much memory and time a batch is expected to take.
 
     Args:
-        forecasts: Name to the forecast of cases, at least one; those of a long batch are a part of
-            all.
-        mean_s: Expected seconds of a case; None is unknown.
+        forecasts: Name of a case to its forecast, at least one; of a long batch some of the cases.
+        mean_s: Expected seconds of a case; None = unknown, as before this machine has finished one.
         num_cases: Number of all cases.
     """
-    largest = max(forecasts, key=lambda name: forecasts[name].peak_bytes)
-    sentence = f"expected peak memory {forecasts[largest].peak_bytes / 2**30:.2f} GiB"
+    largest_case = max(forecasts, key=lambda name: forecasts[name].peak_bytes)
+    peak_gib = forecasts[largest_case].peak_bytes / 2**30
+    sentence = f"expected peak memory {peak_gib:.2f} GiB"
     if num_cases > 1:
-        sentence = f"{num_cases} cases, {sentence} (case {largest})"
+        sentence = f"{num_cases} cases, {sentence} (case {largest_case})"
     if mean_s is None:
         return sentence
-    seconds = mean_s * num_cases
-    duration = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    total_s = mean_s * num_cases
+    duration = f"{total_s / 60:.0f} min"
+    if total_s < 120:
+        duration = f"{total_s:.0f} s"
     return f"{sentence}, expected time {duration}"
 
 
 def record_cost(
     expected: Forecast, model: ScanModel, total_s: float, pass_s: float
 ) -> dict[str, float | None]:
-    """Record the seconds of a case for later cases.
+    """Record the seconds of a case on this machine, for forecasts of later cases.
 
     Args:
         expected: Its forecast.
         model: What segmented it.
-        total_s: Its seconds.
+        total_s: Seconds that it took.
         pass_s: See `rate_of`.
 
     Returns:
-        The peak and the seconds that were expected; the seconds are None for the first case on a
-        machine.
+        The peak and the seconds that were expected before this case; the seconds are None for the
+        first case of a model on a machine.
     """
     key = machine_key(model)
-    rate = known_rate(key)
+    earlier_rate = known_rate(key)
     note_rate(key, rate_of(expected, total_s, pass_s))
-    return {
-        "peak_resident_bytes": expected.peak_bytes,
-        "total_s": None if rate is None else round(rate.seconds(expected), 2),
-    }
+    expected_s = None
+    if earlier_rate is not None:
+        expected_s = round(earlier_rate.seconds(expected), 2)
+    return {"peak_resident_bytes": expected.peak_bytes, "total_s": expected_s}
 
 
-def machine_key(cascade: ScanModel) -> str:
-    """Name all that decides the rate on this machine."""
+def machine_key(model: ScanModel) -> str:
+    """Name all that decides the rate on this machine: weights, precision, device and threads."""
     checksums: list[str] = []
-    for files in cascade.checkpoints.values():
+    for files in model.checkpoints.values():
         checksums += sorted(files.values())
     weights = " ".join(checksum[:12] for checksum in checksums)
     return (
-        f"{weights} {cascade.precision} {cascade.device} {torch.get_num_threads()} threads, "
+        f"{weights} {model.precision} {model.device} {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}"
     )
 
 
 def known_rate(key: str) -> Rate | None:
-    """Medians of the cases that this machine has finished; None if there are none."""
-    rates = _known_rates().get(key)
+    """Return the median rate of the cases that this machine has finished; None if there are none.
+
+    Args:
+        key: From `machine_key`.
+    """
+    rates = _read_rates().get(key)
     if not rates:
         return None
-    return Rate(median(rate.voxel_s for rate in rates), median(rate.operation_s for rate in rates))
+    unit_s = median(rate.unit_s for rate in rates)
+    operation_s = median(rate.operation_s for rate in rates)
+    return Rate(unit_s, operation_s)
 
 
 def note_rate(key: str, rate: Rate) -> None:
-    """Add a finished case to those of this machine, where the folder can be written."""
-    rates_by_key = _known_rates()
-    rates_by_key[key] = [*rates_by_key.get(key, []), rate][-MAX_CASES:]
+    """Add the rate of a finished case to those of this machine, if the folder can be written."""
+    rates_by_key = _read_rates()
+    earlier_rates = rates_by_key.get(key, [])
+    rates_by_key[key] = [*earlier_rates, rate][-MAX_CASES:]
+    # Without the file later forecasts only lack the seconds.
     with suppress(UserError):
-        replace_text(machine_folder() / "predictions.json", json.dumps(rates_by_key, indent=1))
+        replace_text(_rates_path(), json.dumps(rates_by_key, indent=1))
 
 
-def _known_rates() -> dict[str, list[Rate]]:
-    """Rates of finished cases by `machine_key`."""
+def _rates_path() -> Path:
+    """Name the file of this machine with the rates of finished cases."""
+    return machine_folder() / "predictions.json"
+
+
+def _read_rates() -> dict[str, list[Rate]]:
+    """Read the rates of finished cases by `machine_key`; none if the file is damaged."""
     rates_by_key: dict[str, list[Rate]] = {}
     try:
-        content = json.loads((machine_folder() / "predictions.json").read_text(encoding="utf-8"))
+        content = json.loads(_rates_path().read_text(encoding="utf-8"))
         for key, pairs in content.items():
             rates_by_key[key] = [Rate(*map(float, pair)) for pair in pairs]
-    except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
+    # There is none yet, or it is damaged, or of an older version.
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return rates_by_key

@@ -1,4 +1,4 @@
-"""Several models as one: their labels in one map, a later label over an earlier one."""
+"""Several models as one: their labels are painted into one map, later labels over earlier ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
 from medseg.task import Task
 
-# Labels are stored in bytes.
+# Largest value of a label: label maps are stored in bytes.
 MAX_VALUE = 255
 
 
@@ -25,7 +25,11 @@ class JoinedModels(CombinedModel):
     Attributes:
         names: Name of each model in messages.
         label_values: Label name to value, for labels that do not take the next free value.
-        task: Labels of all parts, and their channels; made by the class.
+        task: The labels of all parts, and the channels, which are the same for all; made by the
+            class.
+
+    Raises:
+        UserError: If the parts take different channels, or see `join_values`.
     """
 
     names: tuple[str, ...]
@@ -33,8 +37,8 @@ class JoinedModels(CombinedModel):
     task: Task = field(init=False)
 
     def __post_init__(self) -> None:
-        first = self.parts[0].task
-        modalities = [channel.modality for channel in first.channels]
+        first_task = self.parts[0].task
+        modalities = [channel.modality for channel in first_task.channels]
         for name, part in zip(self.names, self.parts, strict=True):
             part_modalities = [channel.modality for channel in part.task.channels]
             if part_modalities != modalities:
@@ -42,8 +46,7 @@ class JoinedModels(CombinedModel):
                     f"weights: {self.names[0]} takes the channels {', '.join(modalities)}, but "
                     f"{name} {', '.join(part_modalities)}; give models for the same scans"
                 )
-        # Several models may have one task, which is named once.
-        task_names: dict[str, None] = {}
+        task_names: dict[str, None] = {}  # each once, in the order of the parts
         labels_by_part = []
         volume_ml: dict[str, tuple[float, float]] = {}
         codes: dict[str, tuple[str, ...]] = {}
@@ -59,12 +62,12 @@ class JoinedModels(CombinedModel):
             name=" + ".join(task_names),
             labels=join_values(labels_by_part, self.label_values),
             regions=(),
-            channels=first.channels,
+            channels=first_task.channels,
             volume_ml=volume_ml,
             codes=codes,
             colours=colours,
         )
-        object.__setattr__(self, "task", task)
+        object.__setattr__(self, "task", task)  # the class is frozen
 
     def segment(
         self,
@@ -79,30 +82,29 @@ class JoinedModels(CombinedModel):
         A part does not see the labels of the others. Bounds on Dice are left out: a later part may
         paint over the label that they are about.
         """
-        assert not keep_probabilities, "`load_cascades` refuses probabilities of joined models"
-        # The labels of the first part take the place of this empty map.
-        result = Segmentation(np.empty(0))
+        assert not keep_probabilities, "`load_range_models` refuses probabilities of joined models"
+        result = Segmentation(np.empty(0))  # the labels of the first part replace this empty map
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
-            own_volume, own_channels = _as_seen_by(part, volume, more_channels)
+            part_volume, part_channels = _as_seen_by(part, volume, more_channels)
             announce = self.announced(number, on_step)
-            segmented = part.segment(own_volume, own_channels, on_step=announce)
+            part_result = part.segment(part_volume, part_channels, on_step=announce)
             # A label map of a whole scan is large. Values are replaced in place, and the map of the
             # first part becomes the result, into which the others are painted.
-            _rename(segmented.labels, part.task.labels, self.task.labels)
+            _replace_values(part_result.labels, part.task.labels, self.task.labels)
             if number == 1:
-                result.labels = segmented.labels
+                result.labels = part_result.labels
             else:
-                _paint(result.labels, segmented.labels)
-            for finding in segmented.findings:
-                # `measure` finds out below whether the result is empty.
+                _paint(result.labels, part_result.labels)
+            for finding in part_result.findings:
+                # Whether all parts together are empty is found by `measure` below.
                 if finding.code == "empty_result":
                     continue
                 if len(self.parts) > 1:
                     finding = finding.within(name)
                 result.findings.append(finding)
-            self.note_part(number, segmented, result)
-            result.boxes |= segmented.boxes
-            result.agreements |= segmented.agreements
+            self.note_part(number, part_result, result)
+            result.boxes |= part_result.boxes
+            result.agreements |= part_result.agreements
         result.measure(volume.grid, self.task)
         return result
 
@@ -112,8 +114,15 @@ def join_values(
 ) -> dict[str, int]:
     """Give each label of several models a value.
 
-    A label of `label_values` has its value there. The others count from 1 in their order and leave
-    those values out. A name that several models have is one label.
+    A label in `label_values` has the value that is stated there. The others count from 1 in their
+    order and leave those values out. A name that several models have is one label.
+
+    Args:
+        labels_by_part: Names of the labels of each model.
+        label_values: Label name to its value.
+
+    Returns:
+        Name of each label to its value.
 
     Raises:
         UserError: If a name is unknown, a value is used twice or out of range, or there are too
@@ -131,20 +140,24 @@ def join_values(
         raise UserError(
             f"label_values: the models have no label {unknown[0]}, but {', '.join(names[:20])}"
         )
-    taken = set(label_values.values())
-    is_repeated = len(taken) < len(label_values)
-    if is_repeated or not taken <= set(range(1, MAX_VALUE + 1)):
+    stated_values = set(label_values.values())
+    is_repeated = len(stated_values) < len(label_values)
+    are_in_range = stated_values <= set(range(1, MAX_VALUE + 1))
+    if is_repeated or not are_in_range:
         raise UserError(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
-    # Enough for all names even if `taken` has all values of a label map: too many names are refused
-    # below.
-    free = iter(sorted(set(range(1, len(names) + MAX_VALUE)) - taken))
+    # Enough values for all names, even if every value of a label map is stated: too many names are
+    # refused below.
+    candidates = set(range(1, len(names) + MAX_VALUE))
+    free_values = iter(sorted(candidates - stated_values))
     values: dict[str, int] = {}
     for name in names:
-        # A label without a stated value takes the smallest that is free.
-        values[name] = label_values[name] if name in label_values else next(free)
+        if name in label_values:
+            values[name] = label_values[name]
+        else:
+            values[name] = next(free_values)
     if max(values.values()) > MAX_VALUE:
         raise UserError(
             f"weights: the models have {len(names)} labels, but a label map holds values up to "
@@ -156,26 +169,34 @@ def join_values(
 def _as_seen_by(
     part: ScanModel, volume: Volume, more_channels: Sequence[np.ndarray]
 ) -> tuple[Volume, Sequence[np.ndarray]]:
-    """Give a part the voxels that its networks expect: as stored, or air in place of padding."""
+    """Return the channels as a part expects them: as stored, or with air in place of padding."""
     if part.keeps_values:
         return volume, more_channels
     modalities = [channel.modality for channel in part.task.channels]
-    # What the audit finds is told once, by the caller.
+    # The findings are ignored: `segment_scan` has audited the same values and reports them once.
     arrays, _, _ = check_channels([volume.array, *more_channels], modalities, is_owned=False)
     return replace(volume, array=arrays[0]), arrays[1:]
 
 
-def _rename(labels: np.ndarray, values: Mapping[str, int], new_values: Mapping[str, int]) -> None:
-    """Replace the values of a part by those of the joined task, in place."""
-    table = np.zeros(256, dtype=np.uint8)
+def _replace_values(
+    labels: np.ndarray, values: Mapping[str, int], new_values: Mapping[str, int]
+) -> None:
+    """Replace the values of a part by those of the joined task, in place.
+
+    Args:
+        labels: Label map (D, H, W), uint8.
+        values: Name of each label to its value in the map.
+        new_values: Name of each label to its new value.
+    """
+    new_value_of = np.zeros(256, dtype=np.uint8)  # by the old value; the background stays 0
     for name, value in values.items():
-        table[value] = new_values[name]
+        new_value_of[value] = new_values[name]
     # Plane by plane, as below: all at once would take the memory of a second label map.
     for plane in labels:
-        plane[:] = table[plane]
+        plane[:] = new_value_of[plane]
 
 
-def _paint(labels: np.ndarray, later: np.ndarray) -> None:
-    """Write the labels of a later part over those that are there, in place."""
-    for plane, painted in zip(labels, later, strict=True):
-        np.copyto(plane, painted, where=painted > 0)
+def _paint(labels: np.ndarray, later_labels: np.ndarray) -> None:
+    """Write the labels of a later part over those that are there, in place; (D, H, W) both."""
+    for plane, later_plane in zip(labels, later_labels, strict=True):
+        np.copyto(plane, later_plane, where=later_plane > 0)

@@ -1,4 +1,4 @@
-"""Models of a prediction: cascades and model folders, and the cascade of a scan by its spacing."""
+"""Models of a prediction: cascades and model folders, and the choice of one by a scan's spacing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -28,23 +28,26 @@ from medseg.weights.included import INCLUDED_TASK, TILE_WARNING
 from medseg.weights.model_folder import find_stages, is_weights_folder
 
 
-class RangeCascade(NamedTuple):
-    """A cascade, or another model, and the scans that it is for.
+class RangeModel(NamedTuple):
+    """A model and the range of spacings that it is for.
 
     Attributes:
-        cascade: The trained stages with their options, or the model of a folder.
+        model: A cascade, or the model of a folder.
         settings: Everything beside the scan that decides the result, in plain types.
-        name: Name of the range of `by_spacing`; empty where one cascade serves all scans.
-        range_mm: Coarsest spacing of its scans, from the first number to below the second.
+        name: Name of the range in `by_spacing`; empty where one model serves all scans.
+        range_mm: Range of the coarsest spacing of a scan, from the first number to below the
+            second.
     """
 
-    cascade: ScanModel
+    model: ScanModel
     settings: dict[str, Any]
     name: str = ""
     range_mm: tuple[float, float] = EVERY_SPACING_MM
 
     def __str__(self) -> str:
-        return f"{self.range_mm[0]:g} … {self.range_mm[1]:g} mm"
+        """Write the range for a message."""
+        low_mm, high_mm = self.range_mm
+        return f"{low_mm:g} … {high_mm:g} mm"
 
 
 def load_cascade(
@@ -67,10 +70,10 @@ def load_cascade(
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where a CPU
             lacks it. A GPU without bf16 computes in fp16 instead.
-        options: Tiles of the last stage, memory, backend and flips; the defaults where None.
-            Without a backend it is the quicker one whose memory fits on a CPU without bf16, else
-            torch.
-        trusted: Prefixes of `trusted_targets`: classes that a checkpoint may name.
+        options: Tiles of the last stage, memory, backend and flips; None = the defaults. If no
+            backend is named, it is torch; on a CPU without bf16 it is the quicker one whose memory
+            fits.
+        trusted: Prefixes of classes beyond the white list that a checkpoint may name.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable, or the stages do not
@@ -83,6 +86,7 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
+    # Keys that only models of nnU-Net have a use for.
     for key in ("sums", "orientation", "around"):
         if getattr(options, key) is not None:
             raise UserError(
@@ -94,13 +98,14 @@ def load_cascade(
         stages_to_load = [("single", single)]
     stages = _load_in_order(stages_to_load, device, precision, trusted, options)
     if options.tile_size is not None:
-        # What other tiles change was measured with the included weights.
+        # The warning says what was measured with the included weights alone.
         checkpoints_of_last = fine if len(stages) > 1 else coarse
         is_included = not single and not checkpoints_of_last
-        stages[-1].use_tiles(options.tile_size, TILE_WARNING if is_included else "")
+        warning = TILE_WARNING if is_included else ""
+        stages[-1].use_tiles(options.tile_size, warning)
     for stage in stages:
         if stage.tile_size is not None:
-            # Refuses a tile that exceeds the budget before a scan is read.
+            # Only for its refusal of a tile that exceeds the budget, before a scan is read.
             stage.plan(stage.tile_size, options)
     fine_stage = stages[1] if len(stages) > 1 else None
     return Cascade(stages[0], fine_stage, options)
@@ -115,19 +120,29 @@ def _load_in_order(
 ) -> list[TrainedStage]:
     """Load the coarse and the fine stage, or the single one; see `load_cascade`.
 
+    Args:
+        checkpoints_by_stage: Name and checkpoints of each stage, the coarse one first; without
+            checkpoints the included weights.
+        device: Device of the networks.
+        precision: See `load_cascade`.
+        trusted: See `load_cascade`.
+        options: See `load_cascade`.
+
     Raises:
         UserError: If a checkpoint is not usable, or of another stage.
     """
     stages: list[TrainedStage] = []
     for name, checkpoints in checkpoints_by_stage:
-        # A task without regions has a single stage, in place of the coarse one.
-        if not checkpoints and stages and stages[0].name != "coarse":
+        # `coarse=` may name a checkpoint of a single stage, whose task has no regions. Then there
+        # is no fine stage, not even that of the included weights.
+        has_no_fine = bool(stages) and stages[0].name != "coarse"
+        if has_no_fine and not checkpoints:
             continue
         paths = [Path(path) for path in checkpoints or ()]
         if not paths:
             paths = [shipped_weights(INCLUDED_TASK, name)]
-        # OpenVINO takes memory with its first pass only: that of the stages before is still to
-        # come.
+        # The process does not hold the memory of the backends of earlier stages yet, since OpenVINO
+        # takes it only with the first pass.
         room_bytes = backend_room_bytes(options.max_ram_gib, options.budget_gib)
         room_bytes -= sum(stage.backend_bytes for stage in stages)
         stages.append(load_stages(paths, name, device, precision, trusted, options, room_bytes))
@@ -153,11 +168,12 @@ def load_model_folders(
     """Load model folders; of several, a later label is painted over an earlier one.
 
     Args:
-        weights: For each model a folder of medseg or nnU-Net, one above the latter, or the zip file
-            of nnU-Net's export.
+        weights: For each model a folder of medseg or nnU-Net, the parent of a folder of nnU-Net, or
+            the zip file of nnU-Net's export.
         folds: Names of the folds to average; None = all.
-        label_values: Label name to value where it is not its place among the labels of all folders.
-        ensemble: Whether probabilities of folders of nnU-Net are averaged, in place of painting.
+        label_values: Label name to value; other labels count from 1 in the order of the folders.
+        ensemble: Whether the probabilities of the folders, all of nnU-Net, are averaged; else the
+            labels are painted.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: See `load_cascade`; for a folder of nnU-Net see `load_nnunet`.
         options: Keys of `inference`; the defaults where None.
@@ -175,10 +191,12 @@ def load_model_folders(
                 f"inference.orientation={options.orientation}: inference.around={options.around} "
                 "turns scans to RAS; leave one of them out"
             )
-        # `TotalsegmentatorModel` turns scans to RAS, and nnU-Net must not turn them again.
+        # `TotalsegmentatorModel` turns scans to RAS. With this orientation nnU-Net's models do not
+        # turn them again.
         nnunet_options = replace(options, orientation=Seen.RAS)
     models: list[ScanModel] = []
-    for folder in map(Path, weights):
+    folders = [Path(folder) for folder in weights]
+    for folder in folders:
         if is_weights_folder(folder):
             stages = find_stages(folder, folds)
             models.append(
@@ -195,24 +213,25 @@ def load_model_folders(
             continue
         device = _device_of(accelerator)
         models.append(load_nnunet(folder, folds, device, nnunet_options, precision))
-    names = _distinct_names([Path(folder) for folder in weights])
+    names = _distinct_names(folders)
     parts = tuple(models)
     if ensemble:
         parts = (_ensemble_of(names, models),)
         names = ("ensemble",)
-    joined = parts[0]
+    model = parts[0]
+    # A single model is joined too if its labels have other values: the join replaces them.
     if len(parts) > 1 or label_values:
-        joined = JoinedModels(parts, names, label_values or {})
+        model = JoinedModels(parts, names, label_values or {})
     if options.around is None:
-        return joined
-    return TotalsegmentatorModel((joined,), isotropic_mm(models))
+        return model
+    return TotalsegmentatorModel((model,), isotropic_mm(models))
 
 
 def _ensemble_of(names: Sequence[str], models: Sequence[ScanModel]) -> NnunetEnsemble:
     """Join models of nnU-Net whose probabilities are averaged.
 
     Raises:
-        UserError: If one is none of nnU-Net, or they do not go together.
+        UserError: If one is not of nnU-Net, or they do not go together.
     """
     members: list[NnunetModel] = []
     for name, model in zip(names, models, strict=True):
@@ -245,22 +264,23 @@ def _device_of(accelerator: str) -> torch.device:
     return pick_device(Accelerator(accelerator), "accelerator")
 
 
-def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCascade, list[str]]:
-    """Choose the cascade of a scan by its coarsest spacing.
+def pick_model(scan: Scan, range_models: Sequence[RangeModel]) -> tuple[RangeModel, list[str]]:
+    """Choose the model of a scan by its coarsest spacing.
 
     Returns:
-        The cascade; and where there is a choice, a sentence that explains it.
+        The model; and a list of one sentence that explains the choice, empty where there is none.
 
     Raises:
         UserError: If no range covers the scan, or its header cannot be read.
     """
-    if not cascades[0].name:
-        return cascades[0], []
+    if not range_models[0].name:
+        return range_models[0], []
     # All ranges have the channels of one task.
-    grid = scan_grid(scan, cascades[0].cascade.task)
-    # Headers store float32: 5 mm must not fall below a range that begins there.
+    grid = scan_grid(scan, range_models[0].model.task)
+    # Headers store float32, from which 5 mm may be computed as 4.9999998: rounded, it does not fall
+    # out of a range that begins at 5 mm.
     spacing_mm = round(max(grid.spacing_mm), 3)
-    for candidate in cascades:
+    for candidate in range_models:
         low_mm, high_mm = candidate.range_mm
         if low_mm <= spacing_mm < high_mm:
             sentence = (
@@ -268,20 +288,21 @@ def pick_cascade(scan: Scan, cascades: Sequence[RangeCascade]) -> tuple[RangeCas
                 f"{spacing_mm:g} mm lies in {candidate}"
             )
             return candidate, [sentence]
-    ranges = ", ".join(f"{candidate.name} {candidate}" for candidate in cascades)
+    ranges = ", ".join(f"{candidate.name} {candidate}" for candidate in range_models)
     raise UserError(
         f"its coarsest spacing of {spacing_mm:g} mm lies in no range of by_spacing ({ranges}); "
         "give checkpoints for it, or widen a range"
     )
 
 
-def result_settings(cascade: ScanModel, precision: str | None) -> dict[str, Any]:
-    """List what decides the result of a cascade beside the scan.
+def result_settings(model: ScanModel, precision: str | None) -> dict[str, Any]:
+    """List what decides the result of a model beside the scan, in plain types.
 
-    These are the checkpoints by content, the precision, and the inference options but the memory.
+    These are the checkpoints by content, the precision, and the inference options except for the
+    memory, which changes no label.
     """
-    checksums = {name: sorted(files.values()) for name, files in cascade.checkpoints.items()}
-    deciding = asdict(cascade.options)
-    for key in ("budget_gib", "max_ram_gib"):
-        del deciding[key]
-    return {**checksums, "precision": precision, "inference": deciding}
+    checksums = {name: sorted(files.values()) for name, files in model.checkpoints.items()}
+    inference_options = asdict(model.options)
+    for memory_key in ("budget_gib", "max_ram_gib"):
+        del inference_options[memory_key]
+    return {**checksums, "precision": precision, "inference": inference_options}

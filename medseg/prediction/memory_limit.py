@@ -1,7 +1,7 @@
 """Memory limit of a prediction, divided between the networks and the arrays of a scan.
 
-The limit is `inference.max_ram_gib`. It, or the memory of the machine, also decides whether
-OpenVINO may be chosen.
+The limit is `inference.max_ram_gib`. This limit, or without it the memory of the machine, also
+decides whether OpenVINO may be chosen.
 """
 
 import math
@@ -10,24 +10,27 @@ from typing import NamedTuple
 from medseg.errors import UserError
 from medseg.memory.profile import memory_limit_bytes, resident_bytes
 
-# Libraries that load with the first scan, and kernels that are compiled for it; measured.
+# Memory of libraries that load with the first scan, and of kernels that are compiled for it;
+# measured.
 LIBRARIES_BYTES = 60 * 2**20
-# Slabs that are resampled, and components of a label, at most.
+# Memory of slabs that are resampled, and of components of a label, at most.
 SLABS_BYTES = 240 * 2**20
+# What a prediction takes later, beside networks and arrays.
 OVERHEAD_BYTES = LIBRARIES_BYTES + SLABS_BYTES
-# Smallest rest for networks and arrays.
+# Smallest memory for networks and arrays with which a prediction starts.
 LEAST_BYTES = 80 * 2**20
+# Share of this memory that the networks get; the arrays get the rest.
 NETWORK_SHARE = 0.6
-# Arrays of a scan at a time: the scan, its labels, crops and probabilities.
+# Number of arrays of a scan that exist at a time: the scan, its labels, crops and probabilities.
 NUM_ARRAYS = 8
 
 
 class MemoryShares(NamedTuple):
-    """What a prediction may hold.
+    """Memory that the parts of a prediction may hold.
 
     Attributes:
         network_gib: Memory of a network pass.
-        array_bytes: Size above which an array is a temporary file.
+        array_bytes: Size of an array of a scan; a larger one is a temporary file.
     """
 
     network_gib: float = math.inf
@@ -47,27 +50,33 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
     """
     if max_ram_gib is None:
         return MemoryShares()
-    fixed = resident_bytes() + OVERHEAD_BYTES + backend_bytes
-    rest = max_ram_gib * 2**30 - fixed
-    if rest < LEAST_BYTES:
-        # Rounded up to a twentieth.
-        least_gib = math.ceil((fixed + LEAST_BYTES) / 2**30 * 20) / 20
+    fixed_bytes = resident_bytes() + OVERHEAD_BYTES + backend_bytes
+    free_bytes = max_ram_gib * 2**30 - fixed_bytes
+    if free_bytes < LEAST_BYTES:
+        # Rounded up to a twentieth of a GiB, so that the number is enough.
+        least_gib = math.ceil((fixed_bytes + LEAST_BYTES) / 2**30 * 20) / 20
         raise UserError(
             f"inference.max_ram_gib={max_ram_gib:g}: expected at least {least_gib:g}, because "
-            f"libraries, weights and work on slabs take {fixed / 2**30:.2f} GiB; raise it to that"
+            f"libraries, weights and work on slabs take {fixed_bytes / 2**30:.2f} GiB; raise it to "
+            "that"
         )
-    return MemoryShares(NETWORK_SHARE * rest / 2**30, (1 - NETWORK_SHARE) * rest / NUM_ARRAYS)
+    network_gib = NETWORK_SHARE * free_bytes / 2**30
+    array_bytes = (1 - NETWORK_SHARE) * free_bytes / NUM_ARRAYS
+    return MemoryShares(network_gib, array_bytes)
 
 
 def backend_room_bytes(max_ram_gib: float | None, budget_gib: float) -> float:
-    """Measure what is left for another backend beside a pass that takes all of its budget.
+    """Measure the memory that is left for OpenVINO beside a pass that takes all of its budget.
 
-    Torch takes less: it runs in slabs where a pass does not fit, and has no libraries of its own to
-    load.
+    Torch needs no such room: its libraries are loaded already, and a pass that does not fit runs in
+    slabs.
 
     Args:
         max_ram_gib: Memory of the whole process; None = that of the machine.
         budget_gib: `inference.budget_gib`, the memory of a network pass.
+
+    Returns:
+        Bytes; negative if there is no room.
     """
     limit_bytes = memory_limit_bytes() if max_ram_gib is None else max_ram_gib * 2**30
     return limit_bytes - resident_bytes() - OVERHEAD_BYTES - budget_gib * 2**30

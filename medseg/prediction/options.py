@@ -20,8 +20,9 @@ Save = StrEnum(  # see `medseg.prediction.result_files`
 
 
 EVERY_SPACING_MM = (0.0, math.inf)
+# Keys whose values are checkpoints of a stage.
 STAGES = ("coarse", "fine", "single")
-"""Keys that name checkpoints."""
+# Refusal of `single` together with `coarse` or `fine`.
 SINGLE_EXCLUDES = "single is a model of one stage, coarse and fine are two; leave one of them out"
 
 
@@ -223,15 +224,22 @@ class PredictConfig:
     inference: InferenceOptions = field(default_factory=InferenceOptions)
 
     def __post_init__(self) -> None:
-        """Bring single values to lists of one; give a range the checkpoints that it leaves out."""
-        self.save = list(dict.fromkeys(self.save))
+        """Bring values to one form, and give a range the checkpoints that it leaves out.
+
+        Where a list of texts may be given, a single text becomes a list of one.
+        """
+        self.save = list(dict.fromkeys(self.save))  # each kind once, in the order given
         for stage in STAGES:
-            setattr(self, stage, as_texts(getattr(self, stage)))
+            checkpoints = as_texts(getattr(self, stage))
+            setattr(self, stage, checkpoints)
         self.weights = as_texts(self.weights)
         if self.folds is not None:
-            folds = self.folds if isinstance(self.folds, list) else [self.folds]
+            folds = as_texts(self.folds)
+            # The command line reads 0 as a number, but folds are named in file names.
             self.folds = [str(fold) for fold in folds]
-        for range_options in (self.by_spacing or {}).values():
+        if self.by_spacing is None:
+            return
+        for range_options in self.by_spacing.values():
             for stage in STAGES:
                 checkpoints = getattr(range_options, stage)
                 if checkpoints is None:
@@ -240,7 +248,10 @@ class PredictConfig:
 
     @property
     def ranges(self) -> dict[str, RangeOptions]:
-        """Checkpoints of each range of spacings; a range without a name is for all scans."""
+        """Name of each range of spacings to its checkpoints.
+
+        Without `by_spacing` it is one range for all scans, whose name is empty.
+        """
         if self.by_spacing:
             return self.by_spacing
         checkpoints = {stage: getattr(self, stage) for stage in STAGES}
@@ -252,7 +263,11 @@ class PredictConfig:
         return HuScale(self.hu_slope, self.hu_offset)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each key whose value has no meaning."""
+        """Yield a sentence for each value that is not valid, or contradicts another.
+
+        The check of a configuration calls this method of each group with the key of the group; this
+        group is the whole configuration and needs no key.
+        """
         yield from text_clashes(
             "input", as_texts(self.input), "a path, or a list of the channels of one case"
         )
@@ -271,15 +286,20 @@ class PredictConfig:
     def _range_clashes(self, expected: str) -> Iterator[str]:
         """Yield a sentence for each fault of a range of spacings.
 
-        Its bounds may be no range, or overlap another; its checkpoints may contradict each other.
+        Its bounds may not increase, or it may overlap another range; its checkpoints may not be
+        valid, or exclude each other.
 
         Args:
-            expected: What checkpoints must be.
+            expected: What checkpoints must be, for the sentences.
         """
+        if self.by_spacing is None:
+            return
+        ranges = self.by_spacing
+        names_by_bounds = sorted(ranges, key=lambda name: ranges[name].range_mm)
         previous_name = ""
         previous_high_mm = 0.0
-        in_order = sorted((self.by_spacing or {}).items(), key=lambda item: item[1].range_mm)
-        for name, range_options in in_order:
+        for name in names_by_bounds:
+            range_options = ranges[name]
             key = f"by_spacing.{name}"
             range_mm = list(range_options.range_mm)
             low_mm, high_mm = range_mm
@@ -303,7 +323,7 @@ class PredictConfig:
                 yield f"{key}: {SINGLE_EXCLUDES}"
 
     def _weights_clashes(self) -> Iterator[str]:
-        """Yield a sentence for each key that contradicts `weights`, or needs it."""
+        """Yield a sentence for each key that contradicts `weights`, or needs it and lacks it."""
         if self.weights is None:
             for key in ("folds", "label_values"):
                 if getattr(self, key) is not None:
@@ -321,7 +341,8 @@ class PredictConfig:
         for key in (*STAGES, "by_spacing"):
             if getattr(self, key) is not None:
                 yield f"weights and {key} exclude each other; leave one of them out"
-        if self.ensemble and isinstance(self.weights, list) and len(self.weights) < 2:
+        has_few_folders = isinstance(self.weights, list) and len(self.weights) < 2
+        if self.ensemble and has_few_folders:
             yield "ensemble averages several model folders, got one; leave it out"
         if self.folds == []:
             yield (
@@ -331,18 +352,22 @@ class PredictConfig:
 
 
 def as_texts(value: Any) -> Any:
-    """Bring one text to a list of one; a list and null stay."""
-    return value if value is None or isinstance(value, list) else [value]
+    """Put a single value into a list; a list and None stay as they are."""
+    if value is None or isinstance(value, list):
+        return value
+    return [value]
 
 
 def text_clashes(key: str, value: Any, expected: str) -> Iterator[str]:
-    """Yield a sentence unless a value is a list of texts.
+    """Yield a sentence unless a value is a list of at least one text.
 
     Args:
         key: Name of the key.
         value: Its value.
-        expected: What it must be.
+        expected: What it must be, for the sentence.
     """
-    are_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
-    if not value or not are_texts:
-        yield f"{key}: expected {expected}, but got {value!r}"
+    if isinstance(value, list) and value:
+        are_texts = all(isinstance(text, str) for text in value)
+        if are_texts:
+            return
+    yield f"{key}: expected {expected}, but got {value!r}"

@@ -1,6 +1,6 @@
-"""Prediction of an input: finds its scans, places their results, and segments them.
+"""Prediction of an input: finds its scans, chooses the paths of their results, and segments them.
 
-The scans are segmented here or on a cluster.
+The scans are segmented in this process or on a cluster.
 """
 
 import os
@@ -23,11 +23,11 @@ from medseg.prediction.batch import (
     BatchCase,
     Observer,
     has_other_ranks,
-    load_cascades,
+    load_range_models,
     make_batch,
     run_overlapped,
 )
-from medseg.prediction.load_models import RangeCascade
+from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import Engine, PredictConfig, Save
 from medseg.prediction.ray_engine import predict_on_ray
 from medseg.prediction.result_files import result_paths
@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
 
-# First columns of the table of the same name as the summary that `evaluate` writes.
+# `evaluate` writes a table under the same name as the summary of a batch. These are its first
+# columns, by which it is known.
 METRIC_KEYS = ("region", "trust", "metric")
 
 
@@ -76,7 +77,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
     if has_other_ranks():
         _refuse_on_several_processes(config)
         if int(os.environ["RANK"]) > 0:
-            (chosen,) = load_cascades(config)
+            (chosen,) = load_range_models(config)
             _cascade_of(chosen).serve_tiles()
             return []
     source = _source_of(config)
@@ -86,7 +87,9 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
 
 
 def _predict_archive(path: Path, config: PredictConfig, observer: Observer) -> list[BatchCase]:
-    """Segment the scans in a zip archive; results and messages name it, not its temporary folder.
+    """Segment the scans in a zip archive.
+
+    Results and messages name the archive, not the temporary folder to which it is unpacked.
 
     Raises:
         UserError: As for `predict_scans`, and if the archive cannot be unpacked.
@@ -108,7 +111,10 @@ def _predict_source(
     observer: Observer,
     archive: Archive | None = None,
 ) -> list[BatchCase]:
-    """Segment every scan of an input that is no archive.
+    """Segment every scan of an input, which may be an unpacked archive.
+
+    The order of the steps matters. What can be refused without the weights is refused before they
+    are loaded, which takes long; and all outputs are checked before the first scan is segmented.
 
     Args:
         source: The input; the unpacked folder of an archive.
@@ -127,23 +133,26 @@ def _predict_source(
         source, config.split, config.series, config.hu, config.data.labels_column
     )
     scans = [scan._replace(archive=archive) for scan in scans]
-    # Whether there is a summary does not depend on what the headers will say.
-    is_batch = _is_batch(source)
-    # An output with an unknown suffix is a mistyped file there, as for a folder that itself holds
-    # slices.
-    is_one_scan = not is_batch or (len(scans) == 1 and scans[0].path == source)
+    # For one scan an output with an unknown suffix is a mistyped file, for several a folder. A
+    # folder that itself holds the slices is one scan.
+    may_be_several = _may_hold_several(source)
+    is_one_scan = not may_be_several or (len(scans) == 1 and scans[0].path == source)
     output = Path(config.output)
     # Which DICOM files are one case depends on the task, which is in the checkpoints: the outputs
-    # of such an input are checked below only. Those of others are checked before weights load.
+    # of such an input are checked only below. Those of others are checked before weights are
+    # loaded.
     has_studies = is_folder and any(map(may_hold_studies, scans))
     if not has_studies:
         check_outputs(_outputs(output, scans, is_one_scan), protected)
-    cascades = load_cascades(_for_the_task_alone(config) if is_on_ray else config)
-    task = cascades[0].cascade.task
+    loading_config = _for_the_task_alone(config) if is_on_ray else config
+    range_models = load_range_models(loading_config)
+    task = range_models[0].model.task
     scans = _complete_scans(source, scans, task, config, observer)
     outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
-    is_batch = is_batch and output not in outputs
+    # A batch has a summary in the folder of its outputs. Whether an input is one does not depend on
+    # how many scans are found; an output that is a file has no place for a summary.
+    is_batch = may_be_several and output not in outputs
     if is_batch:
         refuse_table(
             output / SUMMARY_FILE,
@@ -151,11 +160,11 @@ def _predict_source(
             f"the scores of an evaluation; give another output than {output}",
         )
     page = output / PAGE_FILE if is_batch else None
-    cases = _place_results(scans, outputs, cascades[0], config.save, protected, page)
+    cases = _place_results(scans, outputs, range_models[0], config.save, protected, page)
     if is_on_ray:
-        predict_on_ray(cases, cascades[0].cascade, config, observer)
+        predict_on_ray(cases, range_models[0].model, config, observer)
     else:
-        _predict_here(cases, cascades, config, observer)
+        _predict_here(cases, range_models, config, observer)
     if is_batch:
         write_summary(output, cases, task)
     return cases
@@ -164,7 +173,7 @@ def _predict_source(
 def _place_results(
     scans: Sequence[Scan],
     outputs: Sequence[Path],
-    chosen: RangeCascade,
+    any_model: RangeModel,
     save: Sequence[Save],
     protected: Mapping[Path, str],
     page: Path | None,
@@ -173,23 +182,24 @@ def _place_results(
 
     Args:
         scans: The scans.
-        outputs: Path of the label map of each.
-        chosen: Any cascade: all have the same labels.
+        outputs: Path of the label map of each scan.
+        any_model: Any of the models: all have the same labels, which decide the names of files.
         save: Kinds of files.
         protected: Description of each file of the input.
-        page: Page over the batch; None without one.
+        page: HTML page over the batch; None without one.
 
     Raises:
         UserError: If a file would be written twice or overwrite an input, or cannot be written.
     """
     cases = []
-    files: list[Path] = []
-    for scan, path in zip(scans, outputs, strict=True):
-        paths = list(result_paths(path, chosen.cascade, save).values())
-        files += paths
-        cases.append(BatchCase(scan, path, paths))
-    check_outputs(files, protected)
-    if page is not None and page in files:
+    all_paths: list[Path] = []
+    for scan, output in zip(scans, outputs, strict=True):
+        paths = list(result_paths(output, any_model.model, save).values())
+        all_paths += paths
+        cases.append(BatchCase(scan, output, paths))
+    check_outputs(all_paths, protected)
+    # The viewer of a case called `index`.
+    if page is not None and page in all_paths:
         raise UserError(
             f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "
             "rename that case, or leave viewer out of save"
@@ -206,18 +216,19 @@ def _complete_scans(
     config: PredictConfig,
     observer: Observer,
 ) -> list[Scan]:
-    """Find the files of each scan that depend on the channels and the modality of the task.
+    """Find the files of each scan, as far as they depend on the task's channels and modality.
 
     Args:
         source: The input.
         scans: Its scans, from `find_scans`.
         task: Channels and modality.
         config: Configuration of the prediction.
-        observer: Is told of each header.
+        observer: Is told of each header that was read.
 
     Raises:
         UserError: If the channels of one case are not those of the task.
     """
+    # A list of paths: the channels of one case.
     if not isinstance(source, Path):
         require_channels(task, len(source))
         return scans
@@ -231,33 +242,42 @@ def _scans_of_folder(
 ) -> list[Scan]:
     """Divide the scans of a folder by studies, and join the files of channels.
 
+    The user is told which DICOM files are one case, and which are none.
+
     Args:
         folder: The input.
         scans: Its scans by folder and file.
         task: Channels and modality.
         config: Configuration of the prediction.
-        observer: Is told of each header.
+        observer: Is told of each header that was read.
     """
     modality = task.channels[0].modality
-    empty: list[Study] = []
-    loose: list[NoSlice] = []
-    by_study = divide_studies(
-        folder, scans, modality, observer.header_read, empty.append, loose.append
+    # Both lists are filled by `divide_studies`.
+    empty_studies: list[Study] = []
+    loose_files: list[NoSlice] = []
+    scans_by_study = divide_studies(
+        folder, scans, modality, observer.header_read, empty_studies.append, loose_files.append
     )
-    sentences = (describe_studies(by_study), describe_empty(empty), describe_loose(loose))
+    sentences = (
+        describe_studies(scans_by_study),
+        describe_empty(empty_studies),
+        describe_loose(loose_files),
+    )
     for sentence in sentences:
         if sentence:
             say(f"{config.input}: {sentence}")
     if config.series_pick is not None:
-        by_study = pick_series(by_study, config.series_pick, modality, observer.header_read)
-    return join_channels(by_study, len(task.channels))
+        scans_by_study = pick_series(
+            scans_by_study, config.series_pick, modality, observer.header_read
+        )
+    return join_channels(scans_by_study, len(task.channels))
 
 
 def _refuse_on_several_processes(config: PredictConfig) -> None:
     """Refuse what the processes of torchrun cannot share.
 
     Raises:
-        UserError: With the key.
+        UserError: Names the key that asks for it.
     """
     if config.engine is Engine.ray:
         raise UserError(
@@ -275,22 +295,23 @@ def _refuse_on_several_processes(config: PredictConfig) -> None:
         )
 
 
-def _cascade_of(chosen: RangeCascade) -> Cascade:
-    """The cascade whose tiles the processes of torchrun share; model folders were refused."""
-    return cast(Cascade, chosen.cascade)
+def _cascade_of(chosen: RangeModel) -> Cascade:
+    """Return the cascade whose tiles the processes of torchrun share."""
+    # Model folders, which may hold another kind of model, have been refused.
+    return cast(Cascade, chosen.model)
 
 
 def _source_of(config: PredictConfig) -> Path | list[Path]:
-    """Path of a scan, folder or case table; or those of the channels of one case."""
+    """Return the path of a scan, folder or case table; or those of the channels of one case."""
     if isinstance(config.input, list):
         return [Path(path) for path in config.input]
     return Path(config.input)
 
 
 def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
-    """Change what this process does not need where others segment the scans.
+    """Change a configuration for a process that reads the task, while others segment the scans.
 
-    It may lack their device.
+    It loads the weights for a CPU, since it may lack the device of the others.
     """
     inference = replace(config.inference, backend=Backend.torch, half_weights=False)
     return replace(config, inference=inference, accelerator=Accelerator.cpu, precision=None)
@@ -298,7 +319,7 @@ def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
 
 def _predict_here(
     cases: Sequence[BatchCase],
-    cascades: Sequence[RangeCascade],
+    range_models: Sequence[RangeModel],
     config: PredictConfig,
     observer: Observer,
 ) -> None:
@@ -306,28 +327,29 @@ def _predict_here(
 
     Args:
         cases: The cases.
-        cascades: Cascades to choose from.
+        range_models: Models to choose from.
         config: Configuration of the prediction.
         observer: Is told what happens.
     """
-    batch = make_batch(cascades, config, len(cases), observer)
-    sentence = batch.describe_cost(cases)
-    if sentence is not None:
-        observer.forecast(sentence)
+    batch = make_batch(range_models, config, len(cases), observer)
+    cost_sentence = batch.describe_cost(cases)
+    if cost_sentence is not None:
+        observer.forecast(cost_sentence)
     shared_tiles: AbstractContextManager[None] = nullcontext()
     if has_other_ranks():
-        shared_tiles = _cascade_of(batch.cascades[0]).shared_tiles()
+        shared_tiles = _cascade_of(batch.range_models[0]).shared_tiles()
     with shared_tiles:
         run_overlapped(cases, batch.read, batch.compute, batch.finish)
 
 
-def _is_batch(source: Path | Sequence[Path]) -> bool:
-    """Whether an input may hold any number of scans: a case table, a folder or a medium."""
+def _may_hold_several(source: Path | Sequence[Path]) -> bool:
+    """Tell whether an input may hold any number of scans: a case table, a folder or a medium."""
+    # A list of paths: the channels of one case.
     if not isinstance(source, Path):
         return False
     return source.suffix.lower() == ".csv" or source.is_dir() or is_dicomdir(source)
 
 
 def _outputs(output: Path, scans: Sequence[Scan], is_one_scan: bool) -> list[Path]:
-    """Choose the paths of the label maps; errors as for `output_paths`."""
+    """Choose the path of the label map of each scan; errors as for `output_paths`."""
     return output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)

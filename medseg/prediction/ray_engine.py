@@ -1,9 +1,10 @@
-"""Cohorts on a Ray cluster; needs the extra `medseg[ray]`.
+"""Prediction of a cohort on a Ray cluster; needs the extra `medseg[ray]`.
 
-Actors load the weights once, segment cases and write their results.
+Actors are processes of the cluster. They load the weights once, segment cases and write their
+results. Ray places the actors, delivers the calls and detects when a process or node ends.
 
-Ray places the actors, delivers the calls and detects when a process or node ends. `<case>.json` is
-the journal: a case that is up to date is never computed again, whichever process asks for it.
+The reports `<case>.json` record what is finished: a case that is up to date is never computed
+again, whichever process asks for it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from medseg.inference.scan_model import ScanModel
 from medseg.io.lean_nibabel import import_nibabel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
-from medseg.prediction.batch import BatchCase, Observer, load_cascades, make_batch
+from medseg.prediction.batch import BatchCase, Observer, load_range_models, make_batch
 from medseg.prediction.forecast import LABEL_BYTES, SCAN_BYTES, forecast
 from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
@@ -38,9 +39,10 @@ from medseg.prediction.scans import Scan, scan_grid
 
 # Cases that an actor holds: one is computed while another one is read or written.
 CASES_PER_ACTOR = 2
-# Scans whose headers are read for the memory of an actor; those of a cohort are alike.
+# Number of scans whose headers are read to predict the memory of an actor. The scans of a cohort
+# are alike.
 NUM_MEASURED = 20
-# After so long without an outcome, the cluster is asked whether it still holds this node.
+# Longest wait for an outcome. Then the cluster is asked whether it still holds this node.
 WAIT_S = 30.0
 
 
@@ -54,7 +56,15 @@ class Outcome(NamedTuple):
 
 
 class CaseActor:
-    """Process of the cluster that segments cases; its methods run in `CASES_PER_ACTOR` threads."""
+    """Process of the cluster that segments cases.
+
+    Ray calls its methods in `CASES_PER_ACTOR` threads.
+
+    Attributes:
+        lock: Held by the thread that computes a case, one at a time.
+        threads: Number of torch threads, set by `load`.
+        batch: Steps of a case, set by `load`.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,9 +73,12 @@ class CaseActor:
         """Load the weights.
 
         Args:
-            folder: Folder that relative paths begin in.
+            folder: Folder to which relative paths refer.
             config: Configuration of the prediction, with the threads of an actor.
             num_cases: Number of cases of the cohort.
+
+        Returns:
+            Name of the node.
 
         Raises:
             UserError: If a path or a checkpoint is not usable on this node.
@@ -77,11 +90,13 @@ class CaseActor:
                 f"engine=ray: {os.uname().nodename} has no folder {folder}; "
                 "the nodes must share their files"
             ) from error
-        # Before there are threads that read, and before loaded memory is measured.
+        # Imported before there are threads that read, and before `make_batch` measures the memory.
         import_nibabel()
-        cascades = load_cascades(config)
+        range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
-        self.batch = make_batch(cascades, config, max(2, num_cases), Observer())
+        # At least two: in a batch of one case, a defect would be raised and end the actor.
+        num_cases_of_batch = max(2, num_cases)
+        self.batch = make_batch(range_models, config, num_cases_of_batch, Observer())
         return os.uname().nodename
 
     def predict(self, scan: Scan, output: Path, is_retry: bool) -> Outcome:
@@ -93,30 +108,34 @@ class CaseActor:
             is_retry: Whether an actor that died had the case: results that it finished are not
                 computed again, even with `overwrite`.
         """
+        # The number of threads is a setting of each thread of Python.
         torch.set_num_threads(self.threads)
         case = BatchCase(scan, output)
         batch = self.batch
         if is_retry:
-            batch = replace(batch, config=replace(batch.config, overwrite=False))
-        # Read beside the case that another thread computes, unless the memory is needed there.
+            retry_config = replace(batch.config, overwrite=False)
+            batch = replace(batch, config=retry_config)
+        # Another thread may compute a case meanwhile. If that needs the memory, the answer is None
+        # and the case is read when that is done.
         data = batch.read(case, True)
         with self.lock:
             if data is None:
                 data = batch.read(case, False)
             computed = batch.compute(case, data)  # type: ignore[arg-type]
+        # If the case failed, `computed` is the error, and nothing holds the voxels any more.
         del data
         batch.finish(case, computed)
         return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
 
 
 def predict_on_ray(
-    cases: Sequence[BatchCase], cascade: ScanModel, config: PredictConfig, observer: Observer
+    cases: Sequence[BatchCase], model: ScanModel, config: PredictConfig, observer: Observer
 ) -> None:
     """Segment cases on a Ray cluster and fill in their outcomes.
 
     Args:
         cases: The cases; their paths must mean the same on every node.
-        cascade: The cascade as loaded by this process, for the memory of an actor.
+        model: The model as loaded by this process, to predict the memory of an actor.
         config: Configuration of the prediction.
         observer: Is told which case begins and ends, the latter in any order.
 
@@ -132,32 +151,38 @@ def predict_on_ray(
     import ray
 
     options = config.ray
-    threads = config.threads or 1
+    num_threads = config.threads or 1
     _connect(options.address or os.environ.get("RAY_ADDRESS"))
     try:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = _gpus_of_actor(config, nodes)
+        node_resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        num_gpus = _gpus_of_actor(config, node_resources)
         if options.memory_gib:
-            memory = math.ceil(2**30 * options.memory_gib)
+            memory_bytes = math.ceil(2**30 * options.memory_gib)
         else:
-            memory = predict_bytes(cascade, cases, config.inference, gpus)
-        room = count_room(nodes, {"CPU": float(threads), "GPU": gpus, "memory": float(memory)})
-        make = ray.remote(CaseActor).options(
-            num_cpus=threads, num_gpus=gpus, memory=memory, max_concurrency=CASES_PER_ACTOR
+            memory_bytes = predict_bytes(model, cases, config.inference, num_gpus)
+        needs = {"CPU": float(num_threads), "GPU": num_gpus, "memory": float(memory_bytes)}
+        max_actors = count_room(node_resources, needs)
+        actor_class = ray.remote(CaseActor).options(
+            num_cpus=num_threads,
+            num_gpus=num_gpus,
+            memory=memory_bytes,
+            max_concurrency=CASES_PER_ACTOR,
         )
-        arguments = (os.getcwd(), replace(config, threads=threads), len(cases))
-        num_actors = min(options.num_actors or room, math.ceil(len(cases) / CASES_PER_ACTOR))
+        # Arguments of `CaseActor.load`.
+        load_arguments = (os.getcwd(), replace(config, threads=num_threads), len(cases))
+        num_useful = math.ceil(len(cases) / CASES_PER_ACTOR)  # more actors would have no case
+        num_actors = min(options.num_actors or max_actors, num_useful)
         own_node = ray.get_runtime_context().get_node_id()
 
         def is_lost() -> bool:
-            """Whether Ray has declared the node of this process dead.
+            """Tell whether Ray has declared the node of this process dead.
 
-            No actor would start any more.
+            Then no actor would start any more.
             """
-            alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-            return own_node not in alive
+            alive_nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+            return own_node not in alive_nodes
 
-        cohort = _Cohort(ray, make, arguments, options.retries, observer, is_lost)
+        cohort = _Cohort(ray, actor_class, load_arguments, options.retries, observer, is_lost)
         cohort.run(cases, num_actors)
     finally:
         ray.shutdown()
@@ -167,26 +192,30 @@ def _connect(address: str | None) -> None:
     """Connect to a cluster, or start one on this machine.
 
     Args:
-        address: Address of the cluster; None = a new one.
+        address: Address of the cluster; None = a new one on this machine.
 
     Raises:
-        UserError: If there is no cluster.
+        UserError: If there is no cluster at the address.
     """
     import ray
 
-    # Patient data: nothing about the use of a cluster of ours leaves the machine.
+    # A new cluster would report its use to the makers of Ray. It works on patient data: nothing
+    # leaves the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Also on other machines.
+    # Each process of the cluster, on other machines too, maps large blocks of memory.
     environment = {"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"}
+    # None lets Ray decide; a new cluster needs no dashboard.
+    include_dashboard = None if address else False
     try:
-        if address and ":" in address:  # Ray tries a wrong one for minutes
+        if address is not None and ":" in address:
+            # Ray would try to reach a wrong address for minutes.
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(
             address,
             log_to_driver=False,
             logging_level=logging.ERROR,
-            include_dashboard=None if address else False,
+            include_dashboard=include_dashboard,
             runtime_env=environment,
         )
     except (OSError, ValueError, RuntimeError) as error:
@@ -196,72 +225,94 @@ def _connect(address: str | None) -> None:
         ) from error
 
 
-def _gpus_of_actor(config: PredictConfig, nodes: Sequence[Mapping[str, float]]) -> float:
-    """GPUs that an actor takes; by default one, where a node has any."""
+def _gpus_of_actor(config: PredictConfig, node_resources: Sequence[Mapping[str, float]]) -> float:
+    """Choose the number of GPUs of an actor: by default one, if a node has any."""
     if config.ray.gpus is not None:
         return config.ray.gpus
     if config.accelerator is Accelerator.cpu:
         return 0.0
-    return 1.0 if any(node.get("GPU", 0) for node in nodes) else 0.0
+    has_gpu = any(resources.get("GPU", 0) for resources in node_resources)
+    return 1.0 if has_gpu else 0.0
 
 
 class _Cohort:
-    """Cases of a cohort on their way.
+    """Distributes the cases of a cohort to actors, and gives the cases of a dead actor to others.
 
-    Each living actor holds a few, and those of a dead one go to the others.
+    A call of an actor returns a reference at once; `ray.wait` returns the references whose calls
+    have ended, and `ray.get` the result of a call, or raises its error.
     """
 
     def __init__(
         self,
         ray: Any,
-        make: Any,
-        arguments: tuple[Any, ...],
+        actor_class: Any,
+        load_arguments: tuple[Any, ...],
         retries: int,
         observer: Observer,
         is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Prepare the distribution.
+
+        Args:
+            ray: The module, connected to a cluster.
+            actor_class: `CaseActor` as a class of Ray, with its resources.
+            load_arguments: Arguments of `CaseActor.load`.
+            retries: How often a case is tried again after its actor has died.
+            observer: Is told which case begins and ends.
+            is_lost: Tells whether the cluster has lost the node of this process.
+        """
         self.ray = ray
-        self.make = make
-        self.arguments = arguments
+        self.actor_class = actor_class
+        self.load_arguments = load_arguments
         self.retries = retries
         self.observer = observer
         self.is_lost = is_lost
         self.num_cases = 0
-        # Those that have loaded the weights.
+        # Actors that have loaded the weights.
         self.actors: list[Any] = []
-        # Reference of `load` to its actor.
+        # Reference of a call of `load` to its actor.
         self.starting: dict[Any, Any] = {}
-        # Reference of `predict` to its actor and case.
+        # Reference of a call of `predict` to its actor and case.
         self.running: dict[Any, tuple[Any, BatchCase]] = {}
+        # Cases that no actor holds, the next one first.
         self.waiting: deque[BatchCase] = deque()
-        self.attempts: Counter[str] = Counter()
+        # Name of a case to the number of actors that died with it.
+        self.num_deaths: Counter[str] = Counter()
+        # Actors that have died in `load` since the last one that did not.
         self.num_failed_starts = 0
 
     def run(self, cases: Sequence[BatchCase], num_actors: int) -> None:
-        """Segment all cases."""
+        """Segment all cases with a number of actors; a dead one is replaced.
+
+        Raises:
+            UserError: If actors cannot load the weights.
+        """
         self.waiting.extend(cases)
         self.num_cases = len(cases)
         for _ in range(num_actors):
             self.start()
         while self.waiting or self.running:
-            done, _ = self.ray.wait([*self.running, *self.starting], num_returns=1, timeout=WAIT_S)
-            # Asked before the outcomes are looked at: they would count as deaths of actors, and
-            # others be started.
+            calls = [*self.running, *self.starting]
+            ended_calls, _ = self.ray.wait(calls, num_returns=1, timeout=WAIT_S)
+            # Asked before the outcomes are looked at. Without a cluster they would count as deaths
+            # of actors, and further actors would be asked for.
             if self.is_lost():
                 self.give_up()
                 return
-            if not done and not self.running:
+            if not ended_calls and not self.running:
                 say("engine=ray: waiting until the cluster has room for an actor")
-            for reference in done:
+            for reference in ended_calls:
                 if reference in self.starting:
                     self.started(reference)
+                # Otherwise it belonged to an actor whose death another reference has told.
                 elif reference in self.running:
                     self.ended(reference)
             self.fill()
 
     def give_up(self) -> None:
-        """Let the cases that have no outcome fail, each with a sentence: the cluster is gone."""
-        unfinished = [*(case for _, case in self.running.values()), *self.waiting]
+        """Let each case without an outcome fail with a sentence, since the cluster is gone."""
+        running_cases = [case for _, case in self.running.values()]
+        unfinished = [*running_cases, *self.waiting]
         self.running.clear()
         self.waiting.clear()
         for case in unfinished:
@@ -275,18 +326,25 @@ class _Cohort:
 
     def start(self) -> None:
         """Ask for an actor; Ray places it when a node has room."""
-        actor = self.make.remote()
-        self.starting[actor.load.remote(*self.arguments)] = actor
+        actor = self.actor_class.remote()
+        reference = actor.load.remote(*self.load_arguments)
+        self.starting[reference] = actor
 
     def started(self, reference: Any) -> None:
-        """Take an actor that has loaded the weights; ask for another where it died."""
+        """Take an actor that has loaded the weights, or ask for another if it died.
+
+        Raises:
+            UserError: If the actor cannot load the weights, or too many have died meanwhile.
+        """
         actor = self.starting.pop(reference)
         try:
             self.ray.get(reference)
+        # An exception of `load`: it would come again in each actor.
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from error
             raise
+        # The actor died.
         except self.ray.exceptions.RayError as error:
             self.num_failed_starts += 1
             if self.num_failed_starts > self.retries:
@@ -300,24 +358,25 @@ class _Cohort:
             self.actors.append(actor)
 
     def fill(self) -> None:
-        """Give the actors their next cases, the one with the fewest first.
+        """Give waiting cases to the actors until these are busy, to the one with the fewest first.
 
-        A case that was lost with an actor gets one of its own.
+        A case that an actor died with is alone in its next actor: it may need all of the memory.
         """
         while self.waiting:
             case = self.waiting[0]
-            is_retry = self.attempts[case.scan.name] > 0
+            is_retry = self.num_deaths[case.scan.name] > 0
             num_cases_of = Counter(actor for actor, _ in self.running.values())
-            # Actors with a case that was lost before, which may need all of their memory.
+            # Actors that have such a case already take no other.
             reserved = set()
             for actor, running_case in self.running.values():
-                if self.attempts[running_case.scan.name]:
+                if self.num_deaths[running_case.scan.name] > 0:
                     reserved.add(actor)
             candidates = [actor for actor in self.actors if actor not in reserved]
             if not candidates:
                 return
             actor = min(candidates, key=num_cases_of.__getitem__)
             max_cases = 1 if is_retry else CASES_PER_ACTOR
+            # If the actor with the fewest cases has no room, no other has.
             if num_cases_of[actor] >= max_cases:
                 return
             self.waiting.popleft()
@@ -326,38 +385,50 @@ class _Cohort:
             self.running[reference] = (actor, case)
 
     def ended(self, reference: Any) -> None:
-        """Note the outcome of a case, or put those of a dead actor back to the queue."""
+        """Note the outcome of a case, or put the cases of a dead actor back to the queue."""
         actor, case = self.running.pop(reference)
         try:
-            case.messages, case.exit_code, case.report, case.is_skipped = self.ray.get(reference)
+            outcome: Outcome = self.ray.get(reference)
+        # An exception of `predict`: a defect outside of the steps of a batch.
         except self.ray.exceptions.RayTaskError as error:
-            # A defect outside of the steps of a batch.
             case.exit_code = EXIT_FAILED
             case.messages = [f"{type(error.cause).__name__}: {error.cause}"]
+        # The actor died.
         except self.ray.exceptions.RayError as error:
             self.lose(actor, case, error)
             return
+        else:
+            case.messages = outcome.messages
+            case.exit_code = outcome.exit_code
+            case.report = outcome.report
+            case.is_skipped = outcome.is_skipped
         self.observer.case_ends(case)
 
     def lose(self, actor: Any, case: BatchCase, error: Exception) -> None:
-        """Put a case and the others of its dead actor back to the queue; ask for another actor."""
+        """Put the cases of a dead actor back to the queue, and ask for another actor.
+
+        Args:
+            actor: The dead actor.
+            case: The case whose call told of the death.
+            error: How it died.
+        """
         self.actors.remove(actor)
-        lost = [case]
-        running = {}
+        lost_cases = [case]
+        still_running = {}
         for reference, (holder, running_case) in self.running.items():
             if holder == actor:
-                lost.append(running_case)
+                lost_cases.append(running_case)
             else:
-                running[reference] = (holder, running_case)
-        self.running = running
-        for lost_case in lost:
+                still_running[reference] = (holder, running_case)
+        self.running = still_running
+        for lost_case in lost_cases:
             self.retry(lost_case, error)
         self.start()
 
     def retry(self, case: BatchCase, error: Exception) -> None:
-        """Put a case back to the queue, unless it was there too often."""
-        self.attempts[case.scan.name] += 1
-        if self.attempts[case.scan.name] <= self.retries:
+        """Put a case back to the queue, or let it fail if too many actors have died with it."""
+        self.num_deaths[case.scan.name] += 1
+        if self.num_deaths[case.scan.name] <= self.retries:
             self.waiting.appendleft(case)
             return
         case.exit_code = EXIT_FAILED
@@ -369,35 +440,38 @@ class _Cohort:
 
 
 def has_ray() -> bool:
-    """Whether the extra is installed."""
+    """Tell whether the extra is installed."""
     return importlib.util.find_spec("ray") is not None
 
 
-def count_room(nodes: Sequence[Mapping[str, float]], needs: Mapping[str, float]) -> int:
+def count_room(node_resources: Sequence[Mapping[str, float]], needs: Mapping[str, float]) -> int:
     """Count the actors that fit on the nodes of a cluster.
 
     Args:
-        nodes: Resources of each node by name: `CPU`, `GPU`, and `memory` in bytes.
-        needs: The same of an actor.
+        node_resources: Resources of each node by name: `CPU`, `GPU`, and `memory` in bytes.
+        needs: Resources that an actor takes, by the same names.
 
     Raises:
         UserError: If none fits.
     """
-    room = 0
-    for node in nodes:
-        # The scarcest resource decides.
-        room += min(int(node.get(name, 0.0) // need) for name, need in needs.items() if need)
-    if room == 0:
+    max_actors = 0
+    for resources in node_resources:
+        actors_by_resource = []
+        for name, need in needs.items():
+            if need > 0:
+                actors_by_resource.append(int(resources.get(name, 0.0) // need))
+        max_actors += min(actors_by_resource)  # the scarcest resource decides
+    if max_actors == 0:
         raise UserError(
             f"engine=ray: an actor needs {needs['CPU']:g} CPUs, {needs['GPU']:g} GPUs and "
             f"{needs['memory'] / 2**30:.2f} GiB, which no node of the cluster has; "
             "lower threads, ray.gpus or ray.memory_gib"
         )
-    return room
+    return max_actors
 
 
 def predict_bytes(
-    cascade: ScanModel, cases: Sequence[BatchCase], options: InferenceOptions, gpus: float
+    model: ScanModel, cases: Sequence[BatchCase], options: InferenceOptions, num_gpus: float
 ) -> int:
     """Predict the memory of an actor.
 
@@ -405,27 +479,31 @@ def predict_bytes(
     plus a second scan of that size, which is read or written meanwhile.
 
     Args:
-        cascade: The cascade as loaded by this process.
+        model: The model as loaded by this process.
         cases: The cases.
         options: Options of the prediction.
-        gpus: GPUs of an actor.
+        num_gpus: GPUs of an actor.
+
+    Returns:
+        Memory in bytes.
     """
     if options.max_ram_gib is not None:
         return math.ceil(options.max_ram_gib * 2**30)
-    task = cascade.task
-    loaded = resident_bytes()
-    network = round(cascade.options.budget_gib * 2**30)
-    beside = 0
-    if not gpus and cascade.device.type != "cpu":
-        # The forecast of this process, with a GPU, leaves the network out, which an actor without
-        # one holds.
-        beside = network
+    task = model.task
+    loaded_bytes = resident_bytes()
+    network_bytes = round(model.options.budget_gib * 2**30)
+    # A forecast leaves the network out if its model is on a GPU. An actor without a GPU holds it.
+    missing_bytes = 0
+    if num_gpus == 0 and model.device.type != "cpu":
+        missing_bytes = network_bytes
     bytes_per_voxel = SCAN_BYTES * len(task.channels) + LABEL_BYTES
-    sizes = []
+    predictions = []
     for case in cases[:NUM_MEASURED]:
-        # Any reader may fail, or crops of usual size exceed a budget; the actor reports it.
+        # Any reader may fail, or crops of usual size exceed a budget. The actor reports it.
         with suppress(Exception):
             grid = scan_grid(case.scan, task)
-            other_cases = (CASES_PER_ACTOR - 1) * bytes_per_voxel * math.prod(grid.shape)
-            sizes.append(forecast(cascade, grid, loaded).peak_bytes + other_cases + beside)
-    return max(sizes, default=loaded + OVERHEAD_BYTES + network)
+            case_bytes = forecast(model, grid, loaded_bytes).peak_bytes
+            other_bytes = (CASES_PER_ACTOR - 1) * bytes_per_voxel * math.prod(grid.shape)
+            predictions.append(case_bytes + other_bytes + missing_bytes)
+    # If no header can be read, a guess without the scans.
+    return max(predictions, default=loaded_bytes + OVERHEAD_BYTES + network_bytes)

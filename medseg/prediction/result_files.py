@@ -1,4 +1,7 @@
-"""Result files of a case but its report: names, what pictures need of the voxels, writers."""
+"""Result files of a case, except for its report.
+
+Their paths, their writers, and what pictures keep of the voxels until they are written.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,27 +39,27 @@ from medseg.report.case_viewer import (
 from medseg.report.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
 from medseg.task import LabelValues, Task
 
-# Folder beside the label maps: standard deviation of the probabilities of several checkpoints or
-# flips, in percent.
+# Folder beside the label maps. Its files hold the standard deviation of the probabilities of
+# several checkpoints or flips, in percent.
 UNCERTAINTY = "uncertainty"
-# What follows the name of the case in the name of a file, by its name in `save`.
+# Kind of file, as `save` names it, to what follows the name of the case in the name of the file.
 ENDINGS = {
     "preview": ".preview.png",
     "viewer": SUFFIX,
     "dicom_seg": DICOM_SEG_SUFFIX,
     "rtstruct": RTSTRUCT_SUFFIX,
 }
-# Kinds that are written on the slices of a DICOM series.
+# Kinds that refer to the slices of a DICOM series.
 DICOM_KINDS = ("dicom_seg", "rtstruct")
 
 
 @dataclass(frozen=True)
 class Views:
-    """What pictures need of the voxels of a scan, which are dropped once it is segmented.
+    """What the pictures of a case keep of its voxels, which are dropped once it is segmented.
 
     Attributes:
-        slices: Slices of the preview; empty without one.
-        packed: Volumes of the viewer; None without one.
+        slices: Slices of the preview; empty if `save` has none.
+        packed: Volumes of the viewer; None if `save` has none.
     """
 
     slices: Sequence[PreviewSlice] = ()
@@ -64,28 +67,32 @@ class Views:
 
 
 def result_paths(
-    output: Path, cascade: ScanModel, save: Sequence[Save]
+    output: Path, model: ScanModel, save: Sequence[Save]
 ) -> dict[tuple[str, str], Path]:
-    """List the files of a prediction beside its report.
+    """Choose the paths of all files of a prediction except its report.
 
     Args:
         output: Path of the label map.
-        cascade: The model; averaged views also give their disagreement.
+        model: What segments the scan; averaged views also give a map of their disagreement.
         save: Kinds of files.
 
     Returns:
-        Kind and, for a file of one label, the name of the label (else "") to path.
+        (kind, label) to path; the label is "" for a file that is not of one label. The label map
+        comes first.
     """
-    paths = {("labels", ""): output} if "labels" in save else {}
-    if cascade.has_views:
+    paths: dict[tuple[str, str], Path] = {}
+    if "labels" in save:
+        paths["labels", ""] = output
+    if model.has_views:
         paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
-    start = output.parent / case_name(output)
+    # Path of the case without an ending. Its name may hold dots, which are no suffix.
+    stem = output.parent / case_name(output)
     for kind in save:
         if kind in ENDINGS:
-            paths[kind, ""] = start.with_name(start.name + ENDINGS[kind])
+            paths[kind, ""] = stem.with_name(stem.name + ENDINGS[kind])
         elif kind in LABEL_ENDINGS:
-            for label in cascade.task.labels:
-                paths[kind, label] = label_file(start, label, kind)
+            for label in model.task.labels:
+                paths[kind, label] = label_file(stem, label, kind)
     return paths
 
 
@@ -93,7 +100,7 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
     """Refuse DICOM results of a scan that is no DICOM series.
 
     Raises:
-        UserError: With the kinds.
+        UserError: Names the kinds that need one.
     """
     kinds = [kind for kind in DICOM_KINDS if kind in save]
     if not kinds:
@@ -111,7 +118,14 @@ def take_views(
 ) -> Views:
     """Copy what the pictures of a case need of its voxels.
 
-    A warning of the result names a reference that cannot be used.
+    If the case has reference labels that cannot be used, a warning is added to the result.
+
+    Args:
+        scan: The scan.
+        volume: Its first channel.
+        result: Its segmentation.
+        task: Labels and channels.
+        config: Says which pictures are written.
     """
     slices: Sequence[PreviewSlice] = ()
     if Save.preview in config.save:
@@ -137,9 +151,19 @@ def take_views(
 def _read_reference(
     scan: Scan, path: Path, volume: Volume, task: Task, label_values: LabelValues
 ) -> np.ndarray:
-    """Read a reference in the storage order of a scan, its values those of the task.
+    """Read reference labels in the storage order of a scan, with the values of the task.
 
-    Ignored voxels are background.
+    Voxels of the ignore label become background.
+
+    Args:
+        scan: The scan.
+        path: File of the reference.
+        volume: The scan as it was read.
+        task: Labels and channels.
+        label_values: What the values of the file mean; empty = they are those of the task.
+
+    Returns:
+        Labels (D, H, W), uint8.
 
     Raises:
         UserError: If it cannot be read, lies on another grid, or has a value without a meaning.
@@ -154,7 +178,8 @@ def _read_reference(
     check_grid("reference's", grid, "scan's", oriented_grid(volume.grid))
     target = task_values(labels, path, task, values)
     if task.ignore_label is not None:
-        target = np.where(target == task.ignore_label, 0, target).astype(np.uint8)
+        is_ignored = target == task.ignore_label
+        target = np.where(is_ignored, 0, target).astype(np.uint8)
     return orientation_of(volume.grid).from_lps(target)
 
 
@@ -167,16 +192,16 @@ def write_results(
     task: Task,
     config: PredictConfig,
 ) -> None:
-    """Write the files of a case, the label map first.
+    """Write the files of a case in the order of `paths`.
 
     Args:
         paths: From `result_paths`.
         scan: The scan.
-        volume: Its grid and its labels.
+        volume: Grid and header of the scan; its voxels are the labels already.
         result: The segmentation.
         views: What the pictures need of the voxels of the scan.
-        task: Labels and window.
-        config: Options of single kinds.
+        task: Labels, and the window of the preview.
+        config: Options of some kinds of files.
 
     Raises:
         UserError: If a file cannot be written.
@@ -194,7 +219,9 @@ def write_results(
             structure = next(structure for structure in structures if structure.name == label)
             _write_mask(path, result, structure, volume)
         elif kind == "probabilities":
-            percent = paste_percent(result.probabilities.get(label, []), oriented_grid(grid))
+            # A label that was not found has no probabilities: its file is zero everywhere.
+            crops = result.probabilities.get(label, [])
+            percent = paste_percent(crops, oriented_grid(grid))
             write_labels(path, orientation_of(grid).from_lps(percent), grid, header)
         elif kind == "preview":
             _write_preview(path, result, views, task, structures)
@@ -202,16 +229,16 @@ def write_results(
             assert views.packed is not None, "a viewer takes one"
             identity = scan.identity_with(volume)
             _write_viewer(path, views.packed, result, identity, task)
-        else:
+        else:  # one of `DICOM_KINDS`
             _write_on_slices(kind, path, scan, result.labels, task, config)
 
 
 def _write_mask(path: Path, result: Segmentation, structure: Structure, volume: Volume) -> None:
-    """Write the mask of one label, 1 inside."""
+    """Write the mask of one label: 1 inside, 0 outside."""
     mask = new_array(volume.grid.shape, np.uint8)
     # Plane by plane: the comparison of all voxels would be another volume beside the mask.
-    for plane, labels in zip(mask, result.labels, strict=True):
-        plane[:] = labels == structure.value
+    for mask_plane, labels_plane in zip(mask, result.labels, strict=True):
+        mask_plane[:] = labels_plane == structure.value
     write_labels(path, mask, volume.grid, volume.header, [replace(structure, value=1)])
 
 
@@ -220,13 +247,13 @@ def _write_viewer(
 ) -> None:
     """Write the viewer of a case."""
     report = CaseReport(
-        result.status,
-        result.warnings,
-        result.information,
-        result.agreements,
-        result.most_disputed_xyz_mm,
-        result.dice_at_least,
-        identity,
+        status=result.status,
+        warnings=result.warnings,
+        information=result.information,
+        agreements=result.agreements,
+        most_disputed_xyz_mm=result.most_disputed_xyz_mm,
+        dice_at_least=result.dice_at_least,
+        identity=identity,
     )
     statistics = ScanStatistics(result.statistics, result.total_statistics)
     write_case_viewer(path, packed, statistics, report, task)
@@ -245,7 +272,7 @@ def _write_on_slices(
         task: Labels and modality.
         config: Options of a DICOM SEG.
     """
-    # highdicom and pydicom take 60 MiB.
+    # Imported here: highdicom and pydicom take 60 MiB of memory.
     from medseg.io.dicom.read import open_slices
     from medseg.io.dicom.segmentation import write_segmentation
     from medseg.io.dicom.structure_set import write_structure_set
@@ -269,24 +296,29 @@ def _write_preview(
     path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]
 ) -> None:
     """Draw the preview, with the figures of each label in its legend."""
-    # Lines with three labels have room for their volumes only.
+    # With many labels a line of the legend holds three of them, and has room for volumes only.
     has_volumes_only = len(task.labels) > MAX_LONG
-    figures = {}
+    text_by_value = {}
     for name, value in task.labels.items():
+        figures = written_figures(result.statistics.get(name, {}))
         texts = []
-        for heading, text in written_figures(result.statistics.get(name, {})).items():
+        for heading, text in figures.items():
             if heading == "ml":
-                texts.append(f"{text} {heading}")
+                texts.append(f"{text} ml")
             elif not has_volumes_only:
                 texts.append(f"{heading}: {text}")
-        figures[value] = "   ".join(texts)
+        text_by_value[value] = "   ".join(texts)
+    bounds = []
+    if result.dice_at_least:
+        bounds = [describe_bounds(result.dice_at_least)]
+    title = path.name.removesuffix(ENDINGS["preview"])
     draw_preview(
         views.slices,
         path,
-        path.name.removesuffix(ENDINGS["preview"]),
+        title,
         structures,
-        figures,
+        text_by_value,
         result.warnings,
         task.channels[0].window_hu,
-        [describe_bounds(result.dice_at_least)] if result.dice_at_least else [],
+        bounds,
     )

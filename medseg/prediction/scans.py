@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from medseg.io.volume import Volume
     from medseg.task import Task
 
-# Cases that a sentence names; it counts the others.
+# Largest number of cases or studies that a sentence names; it counts the others.
 MAX_NAMED = 10
 
 
@@ -41,7 +41,7 @@ class Archive(NamedTuple):
 
     Attributes:
         path: The archive.
-        folder: Temporary folder that stands for it.
+        folder: Temporary folder that holds its files.
     """
 
     path: Path
@@ -57,12 +57,12 @@ class Scan(NamedTuple):
         series: Which DICOM series, where the path holds several.
         hu: Scale that turns its values into HU.
         more_paths: Files of the channels after the first; None where a case table leaves one empty.
-        labels: Reference of a case table; None where there is none.
-        files: The DICOM files of its study, where they are not all files at the path.
+        labels: Reference labels, from a case table; None where there are none.
+        files: The DICOM files of its study; empty where these are all files at the path.
         identity: Patient and date as far as they are known before it is read: of a study by its
             headers, of a row of a case table by its columns.
-        refusal: Why it cannot be predicted, a message; "" for one that can be read.
-        archive: What it was unpacked from; None for a scan that lies where it was.
+        refusal: Message that says why it cannot be predicted; "" if it can.
+        archive: Archive that it was unpacked from; None for a scan that lies where it was.
     """
 
     name: str
@@ -78,21 +78,22 @@ class Scan(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the user has it: its path, or that in its archive."""
+        """Where the user has it: its path, or its path in the archive."""
         return self.in_words_of_user(str(self.path))
 
     def in_words_of_user(self, text: str) -> str:
-        """Name the archive in a message in place of the folder that it was unpacked to."""
+        """Name the archive in a message in place of the folder to which it was unpacked."""
         if self.archive is None:
             return text
         return text.replace(str(self.archive.folder), str(self.archive.path))
 
     def identity_with(self, volume: Volume) -> Identity:
-        """Patient, study and series: those of the volume that was read, else what was known."""
-        return volume.identity if any(volume.identity) else self.identity
+        """Return patient, study and series as the read volume states them, else as known before."""
+        has_own = any(volume.identity)
+        return volume.identity if has_own else self.identity
 
     def reading(self) -> dict[str, Any]:
-        """Settings of the reader for this scan, in plain types."""
+        """List the settings with which this scan is read, in plain types."""
         return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
 
     def paths(self, num_channels: int) -> list[Path | None]:
@@ -101,7 +102,9 @@ class Scan(NamedTuple):
 
     def files_by_channel(self, num_channels: int) -> list[tuple[Path, ...]]:
         """List the DICOM files of each channel; empty where they are all files at its path."""
-        return [self.files, *[()] * (num_channels - 1)]
+        # Only the first channel may be one of several studies at its path.
+        files_of_others = [()] * (num_channels - 1)
+        return [self.files, *files_of_others]
 
 
 def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
@@ -110,6 +113,7 @@ def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
     Raises:
         UserError: If its header cannot be read.
     """
+    # Several channels may be volumes of one file, such as a 4D NIfTI file.
     num_volumes = scan.paths(len(task.channels)).count(scan.path)
     return read_grid(scan.path, scan.series, task.channels[0].modality, num_volumes, scan.files)
 
@@ -144,7 +148,7 @@ def find_scans(
         raise UserError(f"split={split}: input={name} is not a case table; leave split out")
     if not isinstance(source, Path):
         for path in source:
-            input_format(path)
+            input_format(path)  # refuses a file of no known format
         scan = Scan(case_name(source[0]), source[0], series, hu, tuple(source[1:]))
         return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
     if not is_table:
@@ -169,7 +173,8 @@ def _scans_of_table(
         raise UserError(
             f"input={path}: no case of the table is marked split={split}; give a split of the table"
         )
-    # Files of the other splits must not be overwritten either.
+    # Of all cases, since files of the other splits must not be overwritten either. A scan is also a
+    # file of its case: the description as a scan replaces the other one.
     protected = {file: f"a file of the case {name}" for name, file in named_files(path)}
     for case in table:
         protected[case.image] = f"the scan of the case {case.name}"
@@ -178,26 +183,26 @@ def _scans_of_table(
 
 def _scan_of_row(case: Case) -> Scan:
     """Make the scan of a row of a case table."""
-    # Without a patient in the table, the case stands for one.
+    # A table without patients names each patient like the case, which is no patient ID.
     patient = "" if case.patient == case.name else case.patient
     return Scan(
-        case.name,
-        case.image,
-        case.series,
-        case.hu,
-        case.more_images,
-        case.labels,
+        name=case.name,
+        path=case.image,
+        series=case.series,
+        hu=case.hu,
+        more_paths=case.more_images,
+        labels=case.labels,
         identity=Identity(patient, case.study_date),
     )
 
 
-class Part(NamedTuple):
-    """A study in one of the folders of an input.
+class FolderStudy(NamedTuple):
+    """The series of one study in one of the folders of an input.
 
     Attributes:
-        scan: The folder.
-        study: The study.
-        num_studies: Number of studies in the folder.
+        scan: The folder, as a scan.
+        study: The study, with its series in this folder.
+        num_studies: Number of studies with a volume in the folder.
     """
 
     scan: Scan
@@ -207,27 +212,29 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StudyCase:
-    """A study, or the part of it in one folder, that makes a case.
+    """A study that makes a case.
+
+    Its parts in different folders are one case only where they share a series.
 
     Attributes:
-        parts: The study in each of the folders over which its series are spread.
+        parts: The parts of the study, one for each folder.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[FolderStudy, ...]
 
     @property
     def scan(self) -> Scan:
-        """Scan of its first folder."""
+        """The first of its folders, as a scan."""
         return self.parts[0].scan
 
     @property
     def study(self) -> Study:
-        """Study of its first folder."""
+        """The study as it is in the first folder: patient and date are the same in all."""
         return self.parts[0].study
 
     @property
     def series(self) -> list[Series]:
-        """All its series."""
+        """Series of all parts; one that is spread over folders is there several times."""
         series: list[Series] = []
         for part in self.parts:
             series += part.study.series
@@ -235,11 +242,13 @@ class StudyCase:
 
     @property
     def is_divided(self) -> bool:
-        """Whether its files are not those of one folder."""
-        return len(self.parts) > 1 or self.parts[0].num_studies > 1
+        """Whether it is not just all files of one folder."""
+        has_several_folders = len(self.parts) > 1
+        shares_its_folder = self.parts[0].num_studies > 1
+        return has_several_folders or shares_its_folder
 
-    def goes_on_in(self, part: Part) -> bool:
-        """Whether a series of it has slices in a further folder."""
+    def goes_on_in(self, part: FolderStudy) -> bool:
+        """Tell whether one of its series has slices in a further folder."""
         return any(part.study.shares_series(earlier.study) for earlier in self.parts)
 
 
@@ -251,13 +260,15 @@ def divide_studies(
     on_empty: Callable[[Study], None] = lambda _: None,
     on_loose: Callable[[NoSlice], None] = lambda _: None,
 ) -> list[Scan]:
-    """Make each DICOM study of a folder one case, and one of folders over which a series is spread.
+    """Divide the scans of a folder into cases by the DICOM studies in their headers.
 
-    A study without a volume of the modality makes no case, but keeps its folder if it is alone.
+    * A folder with one study, none of whose series goes on elsewhere, stays a case with its name.
+    * A folder with several studies becomes a case for each of them.
+    * Folders over which the slices of one series are spread become one case.
+    * A study without a volume of the modality makes no case. If it is alone in its folder, the
+      folder stays a case, whose reader says what is there instead.
 
-    A folder with one study, none of whose series goes on elsewhere, stays a case with its name. A
-    folder with several becomes a case for each of them. Cases are left out that cannot hold what
-    `series=` names, see `_choose`.
+    Cases that cannot hold what `series=` names are left out, see `_cases_with_series`.
 
     Args:
         source: The input, a folder.
@@ -265,19 +276,21 @@ def divide_studies(
         modality: Modality of the first channel, as a task names it.
         on_file: Called after each DICOM file whose header was read.
         on_empty: Called with each study that makes no case.
-        on_loose: Called with each file that cannot be read and tells no series, beside the slices
-            of several: no case has it.
+        on_loose: Called with each file that cannot be read and tells no series, and lies beside the
+            slices of several series: it belongs to no case.
+
+    Returns:
+        The cases, sorted by name. Scans that are no DICOM stay as they are.
     """
     holders = [scan for scan in scans if may_hold_studies(scan)]
     if not holders:
         return list(scans)
-    parts, alone = _find_parts(holders, modality, on_file, on_empty, on_loose)
-    result = []
-    # Scans without a study stay as they are.
+    parts, lone_empty = _find_parts(holders, modality, on_file, on_empty, on_loose)
     paths_with_study = {part.scan.path for part in parts}
+    result = []
     for scan in scans:
-        if scan.path in alone:
-            result.append(scan._replace(identity=alone[scan.path].identity))
+        if scan.path in lone_empty:
+            result.append(scan._replace(identity=lone_empty[scan.path].identity))
         elif scan.path not in paths_with_study:
             result.append(scan)
     result += _scans_of_cases(_join_parts(parts), source, scans)
@@ -290,34 +303,34 @@ def _find_parts(
     on_file: Callable[[], None],
     on_empty: Callable[[Study], None],
     on_loose: Callable[[NoSlice], None],
-) -> tuple[list[Part], dict[Path, Study]]:
-    """Find the studies of folders, see `divide_studies`.
+) -> tuple[list[FolderStudy], dict[Path, Study]]:
+    """Find the studies in folders; arguments as for `divide_studies`.
 
     Returns:
-        The studies with a volume of the modality; and the study of each folder that has no other
-        than one without.
+        The studies with a volume of the modality, by folder; and for each folder whose only study
+        has no such volume, its path to that study.
     """
     # pydicom is imported only for DICOM.
     from medseg.io.dicom.studies import find_studies
 
-    # A medium is named by its DICOMDIR.
     folders = []
     for scan in holders:
+        # The path of a medium is that of its file DICOMDIR.
         folders.append(scan.path if scan.path.is_dir() else scan.path.parent)
-    parts: list[Part] = []
-    alone: dict[Path, Study] = {}
-    by_folder = find_studies(folders, modality, on_file, on_loose)
-    for scan, all_studies in zip(holders, by_folder, strict=True):
-        studies = [study for study in all_studies if study.has_volume]
-        parts += [Part(scan, study, len(studies)) for study in studies]
-        empty = [study for study in all_studies if not study.has_volume]
-        if not studies and len(empty) == 1:
-            # Its reader says what is there instead.
-            alone[scan.path] = empty[0]
+    parts: list[FolderStudy] = []
+    lone_empty: dict[Path, Study] = {}
+    studies_by_folder = find_studies(folders, modality, on_file, on_loose)
+    for scan, studies in zip(holders, studies_by_folder, strict=True):
+        with_volume = [study for study in studies if study.has_volume]
+        parts += [FolderStudy(scan, study, len(with_volume)) for study in with_volume]
+        empty = [study for study in studies if not study.has_volume]
+        is_alone = not with_volume and len(empty) == 1
+        if is_alone:
+            lone_empty[scan.path] = empty[0]
             continue
         for study in empty:
             on_empty(study)
-    return parts, alone
+    return parts, lone_empty
 
 
 def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Scan]) -> list[Scan]:
@@ -328,82 +341,81 @@ def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Sc
         source: The input, a folder.
         scans: All its scans by folder, with whose names those of the studies must not clash.
     """
-    chosen = set(_choose(cases))
-    # The names of divided folders become free: none of their cases keeps them.
+    chosen = set(_cases_with_series(cases))
     divided_paths: set[Path] = set()
     for case in cases:
         if case.is_divided:
             divided_paths.update(part.scan.path for part in case.parts)
-    names = {scan.name for scan in scans if scan.path not in divided_paths}
+    # The names of divided folders are free, since none of their cases keeps them.
+    taken_names = {scan.name for scan in scans if scan.path not in divided_paths}
     result = []
     for case in cases:
         scan = case.scan
-        # Cases that are not chosen take their names as well.
+        # Cases that are not chosen take a name too. So a name does not depend on `series=`, and a
+        # prediction of another series does not overwrite the results of this one.
         if case.is_divided:
-            # Its name does not depend on the choice, so that a later one does not write over it.
-            scan = _scan_of(case, source, names)
-            names.add(scan.name)
+            scan = _scan_of_divided(case, source, taken_names)
+            taken_names.add(scan.name)
         if case in chosen:
             result.append(scan._replace(identity=case.study.identity))
     return result
 
 
-def _join_parts(parts: Sequence[Part]) -> list[StudyCase]:
-    """Join the parts of a study over which a series is spread."""
+def _join_parts(parts: Sequence[FolderStudy]) -> list[StudyCase]:
+    """Join the parts of a study that share a series to one case; every other part is a case."""
     cases: list[StudyCase] = []
     for part in parts:
-        # A part may join cases that were apart until now.
-        apart = []
-        joined_parts: list[Part] = []
+        # A part may share series with several cases, which it then joins to one.
+        unrelated = []
+        joined_parts: list[FolderStudy] = []
         for case in cases:
             if case.goes_on_in(part):
                 joined_parts += case.parts
             else:
-                apart.append(case)
-        cases = [*apart, StudyCase((*joined_parts, part))]
+                unrelated.append(case)
+        cases = [*unrelated, StudyCase((*joined_parts, part))]
     return cases
 
 
-def _choose(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
+def _cases_with_series(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     """Leave out the cases that cannot hold what `series=` names, if others may hold it.
 
-    A UID is in one study. A number is looked for in every study of its scope, in all folders of
-    that study. Where nothing is named so, all cases stay, and their readers list what there is.
+    A UID is that of one study. A Series Number is searched in every study of its scope, and in all
+    folders of each of these studies. If no study has what is named, all cases stay, and their
+    readers list what there is.
     """
     if not cases:
         return cases
     from medseg.io.dicom.choice import parse_series
 
-    # All scans of an input have the same choice.
+    # The choice is `series=` of the command, the same for all scans of an input.
     choice = parse_series(cases[0].scan.series)
     with_uid = [case for case in cases if any(map(choice.is_uid_of, case.series))]
     if with_uid:
         return with_uid
     in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
-    holders = {case for case in in_scope if any(map(choice.selects, case.series))}
-    # A study in several folders is answered by one of them; the others have nothing to add.
-    answered = {case.study.scope for case in holders if case.study.uid}
+    with_series = {case for case in in_scope if any(map(choice.selects, case.series))}
+    # A study whose series are in several folders makes several cases. If one of them holds the
+    # series, the others cannot. Without a UID, folders of one patient may be different studies.
+    studies_with_series = {case.study.scope for case in with_series if case.study.uid}
     candidates = []
     for case in in_scope:
-        if case in holders or case.study.scope not in answered:
+        if case in with_series or case.study.scope not in studies_with_series:
             candidates.append(case)
     return candidates or cases
 
 
-def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
+def _scan_of_divided(case: StudyCase, source: Path, taken_names: set[str]) -> Scan:
     """Make the scan of a divided case, with a name that no other case has."""
     from medseg.io.dicom.choice import parse_series
 
     is_joined = len(case.parts) > 1
-    path = case.scan.path
-    if is_joined:
-        path = source
-    # A folder within the input begins the name of its studies.
-    folder = ""
-    if path != source:
-        folder = case.scan.name
-    name = _study_name(case.study, folder)
-    while name in names:
+    # Of several folders no single one holds all files; the input does.
+    path = source if is_joined else case.scan.path
+    # The name of a study in a folder within the input begins with that folder.
+    folder_name = "" if path == source else case.scan.name
+    name = _study_name(case.study, folder_name)
+    while name in taken_names:
         name += "_2"
     files: list[Path] = []
     for part in case.parts:
@@ -417,18 +429,20 @@ def _scan_of(case: StudyCase, source: Path, names: set[str]) -> Scan:
 
 
 def may_hold_studies(scan: Scan) -> bool:
-    """Whether a scan is a DICOM folder or medium, whose files may belong to several studies."""
+    """Tell whether a scan is a DICOM folder or medium, whose files may be of several studies."""
     return scan.path.is_dir() or is_dicomdir(scan.path)
 
 
-def _study_name(study: Study, folder: str) -> str:
-    """Name the case of a study after its folder, patient and date."""
-    name = joined_name([study.patient, study.date])
-    return "_".join(filter(None, (folder, name))) or "study"
+def _study_name(study: Study, folder_name: str) -> str:
+    """Name the case of a study after its folder ("" for none), patient and date."""
+    patient_and_date = joined_name([study.patient, study.date])
+    known_parts = [part for part in (folder_name, patient_and_date) if part]
+    return "_".join(known_parts) or "study"
 
 
 def describe_studies(scans: Sequence[Scan]) -> str:
     """Say that cases are studies instead of folders; "" where nothing was divided or joined."""
+    # Only scans of divided or joined folders list their files.
     names = [scan.name for scan in scans if scan.files]
     if not names:
         return ""
@@ -438,7 +452,7 @@ def describe_studies(scans: Sequence[Scan]) -> str:
 
 
 def describe_empty(studies: Sequence[Study]) -> str:
-    """Name the studies that make no case; "" without one."""
+    """Say which studies make no case; "" if all do."""
     if not studies:
         return ""
     number = "1 study has" if len(studies) == 1 else f"{len(studies)} studies have"
@@ -450,7 +464,10 @@ def describe_empty(studies: Sequence[Study]) -> str:
 
 
 def describe_loose(images: Sequence[NoSlice]) -> str:
-    """Name files that cannot be read and belong to no case; "" without one."""
+    """Say which files cannot be read and belong to no case, with the first one's reason.
+
+    The text is "" if there are none.
+    """
     if not images:
         return ""
     number = "1 file" if len(images) == 1 else f"{len(images)} files"
@@ -465,21 +482,24 @@ def describe_loose(images: Sequence[NoSlice]) -> str:
 def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
     """Join the channels of a case that are numbered as nnU-Net does: `<case>_0000`, `<case>_0001`.
 
-    Files are joined to a case only if there is one for each channel of the task: such numbers may
-    also count scans.
+    Files are joined to a case only if there is exactly one for each channel of the task: such
+    numbers may also count scans.
 
     Args:
-        scans: Scans of a folder, or one scan, by name.
+        scans: Scans of a folder, or one scan.
         num_channels: Channels of the task.
     """
-    # A study in a folder of several is no file of a channel.
+    # A study that is one of several in its folder is no file of a channel.
     by_name = {scan.name: scan for scan in scans if not scan.files}
     numbers = [f"{index:04d}" for index in range(num_channels)]
+    # By name: each channel of a case finds all of them, and sets the same entry.
     joined: dict[str, Scan] = {}
     for scan in scans:
         case, _, number = scan.name.rpartition("_")
+        is_numbered = case != "" and number in numbers
         paths = []
-        if number in numbers and case and case not in by_name:
+        # A scan that has the name of the case already must not be replaced.
+        if is_numbered and case not in by_name:
             paths = _paths_of_channels(case, numbers, by_name)
         if paths:
             joined[case] = scan._replace(name=case, path=paths[0], more_paths=tuple(paths[1:]))
@@ -491,18 +511,23 @@ def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
 def _paths_of_channels(
     case: str, numbers: Sequence[str], by_name: Mapping[str, Scan]
 ) -> list[Path]:
-    """List the file of each channel of a case; none where a channel is missing or there are more.
+    """List the file of each channel of a case; empty if one is missing, or there are more.
 
     Args:
         case: Name of the case.
         numbers: Numbers of the channels of the task, from `0000`.
-        by_name: Scans by name, that is `<case>_<number>`.
+        by_name: Scans by name; that of a channel is `<case>_<number>`.
     """
-    channels = [by_name.get(f"{case}_{number}") for number in numbers]
     has_more = f"{case}_{len(numbers):04d}" in by_name
-    if has_more or None in channels:
+    if has_more:
         return []
-    return [channel.path for channel in channels if channel is not None]
+    paths = []
+    for number in numbers:
+        channel = by_name.get(f"{case}_{number}")
+        if channel is None:
+            return []
+        paths.append(channel.path)
+    return paths
 
 
 def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[Path]:
@@ -517,17 +542,22 @@ def output_paths(output: Path, names: list[str], *, is_one_scan: bool) -> list[P
         UserError: If several cases would go into one file, the suffix is no format to write, or a
             file exists where a folder is needed.
     """
-    suffix = volume_suffix(output)
-    if not output.is_dir() and suffix in WRITTEN_SUFFIXES:
-        if len(names) != 1:
-            raise UserError(f"output={output}: the input has {len(names)} cases, so give a folder")
-        return [output]
-    # The file of one scan with another suffix is a mistyped name, and no new folder.
-    is_mistyped = is_one_scan and bool(output.suffix)
-    is_new_folder = suffix is None and not output.exists() and not is_mistyped
-    if not output.is_dir() and not is_new_folder:
-        suffixes = ", ".join(WRITTEN_SUFFIXES)
-        raise UserError(f"output={output}: give a name that ends in {suffixes}, or a folder")
+    is_folder = output.is_dir()
+    if not is_folder:
+        suffix = volume_suffix(output)
+        if suffix in WRITTEN_SUFFIXES:
+            if len(names) != 1:
+                raise UserError(
+                    f"output={output}: the input has {len(names)} cases, so give a folder"
+                )
+            return [output]
+        # A new name without the suffix of a volume is a new folder. For one scan a name with
+        # another suffix, such as `labels.nii.gx`, is rather a mistyped file.
+        is_mistyped = is_one_scan and bool(output.suffix)
+        is_new_folder = suffix is None and not output.exists() and not is_mistyped
+        if not is_new_folder:
+            suffixes = ", ".join(WRITTEN_SUFFIXES)
+            raise UserError(f"output={output}: give a name that ends in {suffixes}, or a folder")
     return [output / f"{name}.nii.gz" for name in names]
 
 
@@ -541,7 +571,7 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
     Raises:
         UserError: If a path would be written twice or overwrite an input.
     """
-    # Not `Path.resolve`, which fails for a link to itself.
+    # Links are followed by `realpath`, since `Path.resolve` fails for a link to itself.
     inputs = {os.path.realpath(path): description for path, description in protected.items()}
     earlier_outputs: dict[str, Path] = {}
     for output in outputs:
@@ -550,10 +580,11 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
             raise UserError(
                 f"{output} is {inputs[target]} and would be overwritten; give another output"
             )
-        # Some file systems treat two encodings of ü as one name.
-        key = unicodedata.normalize("NFC", target)
-        if key in earlier_outputs:
+        # Unicode can write ü as one character or as two, and some file systems see one name there.
+        normal_target = unicodedata.normalize("NFC", target)
+        if normal_target in earlier_outputs:
             raise UserError(
-                f"{earlier_outputs[key]} and {output} would be one file; rename one of the cases"
+                f"{earlier_outputs[normal_target]} and {output} would be one file; rename one of "
+                "the cases"
             )
-        earlier_outputs[key] = output
+        earlier_outputs[normal_target] = output

@@ -1,7 +1,7 @@
-"""Python API: load a cascade once, then segment any number of scans."""
+"""Python API: load a model once, then segment any number of scans."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,19 @@ from medseg.preprocess.channels import place_channel
 from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU, Task
 
+# Number of axes of an array of several channels, as MONAI has them: (C, X, Y, Z).
 CHANNEL_FIRST_AXES = 4
-"""Axes of an array of several channels, as MONAI has them: (C, X, Y, Z)."""
 
 
 class Segmenter:
-    """A coarse and a fine stage of any task, loaded once.
+    """A model of any task, loaded once: a coarse and a fine stage, one stage, or a model folder.
 
     `segment` may be called from several threads: it changes nothing, and networks run one at a
     time, so that their memory is needed once.
+
+    Attributes:
+        cascade: The model, a cascade or that of a folder.
+        num_threads: Number of torch threads with which it was loaded.
 
     Args:
         coarse: Checkpoint or `.safetensors` file of the coarse stage, or several, which are
@@ -47,7 +51,7 @@ class Segmenter:
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
             device lacks it.
-        options: Thresholds, memory budget and flips; the defaults where None.
+        options: Tiles, memory budget, backend and flips; None = the defaults.
         trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as
             `my_package.`.
 
@@ -108,41 +112,45 @@ class Segmenter:
 
         Args:
             scan: Path of a volume file or a DICOM series, a `Volume`, an image of SimpleITK or
-                nibabel, or an array or tensor (X, Y, Z), a CT in HU; for a task of several channels
-                a list of them, of which the others are resampled to the grid of the first, or an
-                array (C, X, Y, Z).
-            hu: Scale that turns the values into HU, where they are not HU yet.
-            affine: Index to RAS in mm (4, 4) of an array or tensor; None where a tensor has its
-                own, as those of MONAI.
+                nibabel, or an array or tensor (X, Y, Z); a CT in HU. For a task of several channels
+                a list of them, or an array (C, X, Y, Z). The other channels are resampled to the
+                grid of the first.
+            hu: Scale that turns the values of the first channel into HU, if they are not HU yet.
+            affine: Matrix (4, 4) of an array or tensor from its indices to RAS in mm; None for a
+                tensor that has its own, as those of MONAI.
 
         Returns:
-            Labels on the grid of the scan, their volumes and warnings. `labels` is an image of
-            SimpleITK or nibabel, an array or a tensor where one was given, else a `Volume` in the
-            storage order of the scan, whose array is uint8 (D, H, W); `durations_s` also has `read`
-            and `total`.
+            Labels on the grid of the scan, their volumes and warnings. For a path or a `Volume`,
+            `labels` is a `Volume` in the storage order of the scan, whose array is uint8 (D, H, W);
+            else an object of the kind that was given. `durations_s` also has `read` and `total`.
 
         Raises:
             UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one
                 value, a channel is missing, or an array has no affine.
         """
-        # A thread that starts while another one resamples may inherit a limit of one thread.
+        # Set again, since a thread of the caller that starts while another one resamples may
+        # inherit a limit of one thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
         task = self.cascade.task
-        scans = _channels_of(scan)
-        require_channels(task, len(scans))
-        paths = [Path(channel) for channel in scans if isinstance(channel, (str, Path))]
-        if len(paths) == len(scans):
+        channels = _channels_of(scan)
+        first = channels[0]
+        require_channels(task, len(channels))
+        paths = [Path(channel) for channel in channels if isinstance(channel, (str, Path))]
+        are_all_paths = len(paths) == len(channels)
+        if are_all_paths:
             volume, more_channels = read_scan(paths, task, None, hu)
         else:
-            volume, more_channels = _read_channels(scans, task, hu, affine)
+            volume, more_channels = _read_channels(channels, task, hu, affine)
         read_s = time.perf_counter() - start_s
-        # A `Volume` belongs to the caller.
-        is_owned = not any(isinstance(channel, Volume) for channel in scans)
-        name = _name_of(scans[0])
+        # The voxels of a `Volume` belong to the caller and must not be changed; those of all other
+        # kinds were read or copied.
+        is_owned = not any(isinstance(channel, Volume) for channel in channels)
+        name = _name_of(first)
         result = segment_scan(volume, name, self.cascade, more_channels, is_owned=is_owned)
-        labels = _like(scans[0], Volume(result.labels, volume.grid, volume.header))
-        durations_s = {"read": read_s, **result.durations_s, "total": time.perf_counter() - start_s}
+        labels = _like(first, Volume(result.labels, volume.grid, volume.header))
+        total_s = time.perf_counter() - start_s
+        durations_s = {"read": read_s, **result.durations_s, "total": total_s}
         return replace(result, labels=labels, durations_s=durations_s)
 
 
@@ -174,22 +182,23 @@ def _channels_of(scan: str | Path | Volume | Any) -> list[Any]:
 
 
 def _like(scan: Any, labels: Volume) -> Any:
-    """Give labels the form of the scan that they belong to."""
+    """Convert labels to the kind of object that the scan is, see `Segmenter.segment`."""
     if isinstance(scan, (str, Path, Volume)):
         return labels
+    # Arrays and tensors of the caller are (X, Y, Z), those of a `Volume` (Z, Y, X).
     if isinstance(scan, torch.Tensor):
         return torch.from_numpy(labels.array.transpose())
     if isinstance(scan, np.ndarray):
         return labels.array.transpose()
     if is_nibabel(scan):
         return to_nibabel(labels.array, scan)
-    from medseg.io.simpleitk import to_simpleitk
+    from medseg.io.simpleitk import to_simpleitk  # SimpleITK takes 50 MiB
 
     return to_simpleitk(labels.array, scan)
 
 
 def _read_channels(
-    scans: Sequence[str | Path | Volume | Any], task: Task, hu: HuScale, affine: Any
+    channels: Sequence[str | Path | Volume | Any], task: Task, hu: HuScale, affine: Any
 ) -> tuple[Volume, list[np.ndarray]]:
     """Read the channels of a scan that are not all paths, see `Segmenter.segment`.
 
@@ -198,42 +207,49 @@ def _read_channels(
         its grid.
     """
     volumes = []
-    for scan, channel in zip(scans, task.channels, strict=True):
-        volumes.append(_to_volume(scan, channel.modality, affine))
+    for channel, channel_options in zip(channels, task.channels, strict=True):
+        volumes.append(_to_volume(channel, channel_options.modality, affine))
     first = volumes[0]
     findings = list(first.findings)
     arrays = []
     for number in range(1, len(volumes)):
         other = volumes[number]
-        name = f"image_{number}"
+        name = f"image_{number}"  # its column in a case table
         outside = task.channels[number].outside
-        placed, uncovered = place_channel(other.array, other.grid, first.grid, outside, name)
+        # The findings say how much of the first channel the other one does not cover.
+        placed, cover_findings = place_channel(other.array, other.grid, first.grid, outside, name)
         arrays.append(placed)
-        findings += uncovered
+        findings += cover_findings
         findings += [finding.within(name) for finding in other.findings]
     first = replace(first, array=hu.apply(first.array), findings=tuple(findings))
     return first, arrays
 
 
 def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = None) -> Volume:
-    """Read a path, as a scan of a modality, or convert an image, an array or a tensor.
+    """Read a path, or convert an image, an array or a tensor.
 
-    A `Volume` is returned as it is, but for NaN and infinity.
+    A `Volume` without NaN and infinity is returned as it is.
+
+    Args:
+        scan: One channel, see `Segmenter.segment`.
+        modality: Its modality, as a task names it.
+        affine: See `Segmenter.segment`.
 
     Raises:
         UserError: If it cannot be read, or is an array without an affine.
     """
     air = AIR_HU if modality == "ct" else 0
     if isinstance(scan, Volume):
-        if np.isfinite(scan.array).all():
+        is_finite = bool(np.isfinite(scan.array).all())
+        if is_finite:
             return scan
-        # `load_image` replaces NaN and infinity; it takes the voxels slice by slice.
+
+        def read_slices() -> Iterator[np.ndarray]:
+            return map(np.ravel, scan.array)
+
+        # Read like a file, by `load_image`, which replaces NaN and infinity.
         lazy = LazyVolume(
-            Path("Volume"),
-            scan.grid,
-            scan.array.dtype,
-            lambda: map(np.ravel, scan.array),
-            findings=scan.findings,
+            Path("Volume"), scan.grid, scan.array.dtype, read_slices, findings=scan.findings
         )
         return replace(load_image(lazy, air), header=scan.header)
     if isinstance(scan, (str, Path)):
@@ -241,8 +257,8 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = Non
     if is_nibabel(scan):
         return from_nibabel(scan, air)
     if isinstance(scan, (np.ndarray, torch.Tensor)):
-        # Tensors of MONAI know their affine.
-        affine = getattr(scan, "affine", None) if affine is None else affine
+        if affine is None:
+            affine = getattr(scan, "affine", None)  # tensors of MONAI have one
         if affine is None:
             raise UserError(
                 "an array does not say where its voxels are; give affine=, index to RAS in mm"
@@ -256,16 +272,16 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = Non
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """Copy a tensor to NumPy, which has no bf16."""
+    """Bring a tensor to NumPy, which has no bf16: its values become float32."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.float()
     return tensor.detach().cpu().numpy()
 
 
 class LungSegmenter(Segmenter):
-    """Segmenter under the name of the task of the included weights, which it has by default.
+    """Segmenter under the name of the task of the included weights, which are its default.
 
-    `Segmenter` does the same. Label 1 is the left side, 2 the right.
+    `Segmenter` does the same. With these weights label 1 is the left side, 2 the right.
     """
 
     def __init__(

@@ -1,4 +1,8 @@
-"""Series of the DICOM scans of a batch: one of each study by a rule, and the files of each row."""
+"""Series of the DICOM scans of a batch.
+
+`pick_series` chooses one series of each study by a rule. `find_files` lists the files of the rows
+of a case table.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from medseg.wording import first_few
 if TYPE_CHECKING:
     from medseg.io.dicom.listing import ListedSeries
 
+# Largest number of series that a refusal lists; it counts the others.
 MAX_LISTED = 10
-"""Largest number of series that a refusal lists; it counts the others."""
 
 
 class Candidate(NamedTuple):
-    """A series that may stand for its study.
+    """A series that may be chosen from its study.
 
     Attributes:
         scan: The scan of the batch whose files hold it.
@@ -43,40 +47,42 @@ def pick_series(
         on_file: Called after each DICOM file whose header was read.
 
     Returns:
-        The scans, those of DICOM with their series. A study of several series that the rule cannot
-        choose from is refused in its turn. Other files than DICOM stay as they are.
+        A scan for each study, with its series; sorted by name. A scan whose study cannot be chosen
+        from has a refusal. Scans without a volume of DICOM stay as they are.
     """
-    by_study: dict[str, list[Candidate]] = {}
+    candidates_by_study: dict[str, list[Candidate]] = {}
     picked: list[Scan] = []
     for scan in scans:
         volumes = _volumes_of(scan, modality, on_file)
         if not volumes:
-            # The reader says what is there instead.
+            # The reader of the scan says what is there instead.
             picked.append(scan)
             continue
         for listed in volumes:
-            # Without an identity a folder is a study.
+            # Where the headers name no study, each folder counts as one.
             study = listed.series.scope if listed.series.study else scan.name
-            by_study.setdefault(study, []).append(Candidate(scan, listed))
-    picked += [_pick_one(candidates, rule) for candidates in by_study.values()]
+            candidates = candidates_by_study.setdefault(study, [])
+            candidates.append(Candidate(scan, listed))
+    for candidates in candidates_by_study.values():
+        picked.append(_pick_one(candidates, rule))
     return sorted(picked, key=lambda scan: scan.name)
 
 
 def _volumes_of(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[ListedSeries]:
-    """List the stacks of slices among the files of a scan; none of another format."""
+    """List the series of a scan that are volumes; none if it is not DICOM."""
     if not may_hold_studies(scan):
         return []
     all_series = _list_all(scan, modality, on_file)
-    # What is no volume has no shape.
+    # A series that is no volume has no shape.
     return [listed for listed in all_series if listed.shape]
 
 
 def _list_all(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[ListedSeries]:
-    """List the series among the files of a scan."""
+    """List the series among the files of a DICOM scan; none if the folder cannot be read."""
     # pydicom is imported only for DICOM.
     from medseg.io.dicom.listing import list_series
 
-    # A DICOMDIR stands for its folder.
+    # The path of a medium is that of its file DICOMDIR.
     folder = scan.path.parent if is_dicomdir(scan.path) else scan.path
     try:
         return list_series(folder, modality, scan.files, on_file)
@@ -85,22 +91,28 @@ def _list_all(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[Li
 
 
 def _pick_one(candidates: Sequence[Candidate], rule: str) -> Scan:
-    """Choose the series of a study, or say why none can be."""
+    """Choose the series of a study, or make a scan with the reason why none can be chosen."""
     from medseg.io.dicom.pick import pick
 
-    usable = [candidate for candidate in candidates if not candidate.listed.fault]
-    chosen = pick([candidate.listed for candidate in usable], rule)
+    readable = [candidate for candidate in candidates if not candidate.listed.fault]
+    chosen = pick([candidate.listed for candidate in readable], rule)
     if chosen is None:
-        return _refused(candidates, usable, rule)
-    scan = next(candidate.scan for candidate in usable if candidate.listed is chosen)
+        return _refused(candidates, readable, rule)
+    scan = next(candidate.scan for candidate in readable if candidate.listed is chosen)
     return scan._replace(series=chosen.choice, files=chosen.files, identity=chosen.series.identity)
 
 
-def _refused(candidates: Sequence[Candidate], usable: Sequence[Candidate], rule: str) -> Scan:
-    """Refuse a study whose series cannot be read, or meet no text."""
+def _refused(candidates: Sequence[Candidate], readable: Sequence[Candidate], rule: str) -> Scan:
+    """Make the scan of a study without a readable series, or without one that has a text.
+
+    Args:
+        candidates: All series of the study.
+        readable: Those that can be read.
+        rule: The text, if there are readable ones.
+    """
     scan = candidates[0].scan
-    if usable:
-        names = [str(candidate.listed.series) for candidate in usable]
+    if readable:
+        names = [str(candidate.listed.series) for candidate in readable]
         refusal = (
             f"{scan.path}: no series has {rule!r} in its description or kernel, but there is "
             f"{first_few(names, MAX_LISTED)}; give another series_pick, or a number with series=."
@@ -117,34 +129,38 @@ def _refused(candidates: Sequence[Candidate], usable: Sequence[Candidate], rule:
 def find_files(
     scans: Sequence[Scan], modality: str, on_file: Callable[[], None] = lambda: None
 ) -> list[Scan]:
-    """Give rows of a case table that share a DICOM folder the files of their series.
+    """List the files of each row of a case table that shares its DICOM folder with another row.
 
-    So the headers of the folder are read once, and not for each row; and a file that is added to
-    the folder changes no other case.
+    The headers of the folder are then read once, and not for each row; and a file of another series
+    that is added to the folder does not make the case outdated.
 
     Args:
         scans: Scans of a case table.
         modality: Modality of the first channel, as a task names it.
         on_file: Called after each DICOM file whose header was read.
+
+    Returns:
+        All rows in their order, with `files` where they share a folder.
     """
     num_rows = Counter(scan.path for scan in scans)
-    listings: dict[Path, list[ListedSeries]] = {}
+    listings: dict[Path, list[ListedSeries]] = {}  # by folder
     completed = []
     for scan in scans:
-        is_shared = scan.series is not None and num_rows[scan.path] > 1
-        if is_shared and may_hold_studies(scan):
+        is_shared = num_rows[scan.path] > 1
+        if is_shared and scan.series is not None and may_hold_studies(scan):
             if scan.path not in listings:
                 listings[scan.path] = _list_all(scan, modality, on_file)
-            scan = scan._replace(files=_files_of(scan, listings[scan.path]))
+            files = _files_of_choice(scan.series, listings[scan.path])
+            scan = scan._replace(files=files)
         completed.append(scan)
     return completed
 
 
-def _files_of(scan: Scan, listed: Sequence[ListedSeries]) -> tuple[Path, ...]:
-    """List the files of what the series of a row may name; none where it names nothing."""
-    choice = parse_series(scan.series)
-    files: dict[Path, None] = {}
-    for series in listed:
-        if choice.selects(series.series):
-            files.update(dict.fromkeys(series.files))
+def _files_of_choice(series: str, listing: Sequence[ListedSeries]) -> tuple[Path, ...]:
+    """List the files of the series that a value of `series=` names, each once; empty for none."""
+    choice = parse_series(series)
+    files: dict[Path, None] = {}  # a set in the order of the files
+    for listed in listing:
+        if choice.selects(listed.series):
+            files.update(dict.fromkeys(listed.files))
     return tuple(files)

@@ -27,6 +27,7 @@ SPREADSHEET_FILE = "summary.xlsx"
 PAGE_FILE = "index.html"
 # Separates the sentences of a cell in `summary.csv`.
 SEPARATOR = " | "
+# Explanation of the column `status`.
 STATUS_MEANING = (
     "ok; warnings: there are some; not_hu: the values of the scan are not HU, so the labels are "
     "doubtful; failed: there is no result, and the warning says why"
@@ -40,11 +41,11 @@ class Column:
     Attributes:
         key: Its name in `summary.csv`.
         heading: Its heading in `summary.xlsx`.
-        unit: Unit of its numbers; "" of texts.
-        meaning: Sentence for the second sheet of `summary.xlsx`.
-        width: Its width there, in characters.
-        number_format: Format of its numbers there.
-        is_wrapped: Whether its texts take several lines there.
+        unit: Unit of its numbers; "" for texts.
+        meaning: Explanation for the second sheet of `summary.xlsx`.
+        width: Width in `summary.xlsx`, in characters.
+        number_format: Format of its numbers in `summary.xlsx`.
+        is_wrapped: Whether its texts take several lines in `summary.xlsx`.
     """
 
     key: str
@@ -57,16 +58,16 @@ class Column:
 
 
 class Figure(NamedTuple):
-    """Figure of a label, or of all labels together.
+    """Kind of figure that the summary has of each label, and of all labels together.
 
     Attributes:
         key: Its name in `<case>.json`.
-        ending: End of the name of its column.
-        heading: Heading after the name of the label.
+        ending: End of the key of its column, after the name of the label.
+        heading: Heading of its column, after the name of the label.
         unit: Its unit.
-        meaning: Sentence for the second sheet, with `{part}` for the label.
-        number_format: Digits in `summary.xlsx`.
-        factor: Factor from the number in `<case>.json`.
+        meaning: Explanation for the second sheet of `summary.xlsx`, with `{part}` for the label.
+        number_format: Format of its numbers in `summary.xlsx`.
+        factor: What a number in `<case>.json` is multiplied with.
     """
 
     key: str
@@ -79,7 +80,7 @@ class Figure(NamedTuple):
 
 
 VOLUME = Figure("ml", "ml", "volume", "ml", "Volume of {part}")
-EMPHYSEMA_TEXT = f"−{-EMPHYSEMA_HU} HU"
+EMPHYSEMA_TEXT = f"−{-EMPHYSEMA_HU} HU"  # with a minus sign, which is longer than a hyphen
 FIGURES_IN_HU = (
     Figure("mean_hu", "mean_hu", "mean", "HU", "Mean of the voxels of {part}"),
     *(
@@ -100,7 +101,7 @@ FIGURES_IN_HU = (
         f"Share of the voxels of {{part}} below {EMPHYSEMA_TEXT}, which counts as emphysema in an "
         "organ of air",
         number_format="0.0",
-        factor=100,
+        factor=100,  # from a share to percent
     ),
 )
 
@@ -124,6 +125,7 @@ COLUMNS_AFTER_FIGURES = (
     Column("information", "information", "", "What asks for nothing", 50.0, is_wrapped=True),
     Column("result", "result", "", "File of the result, beside this table", 28.0),
 )
+# Keys of the columns of texts: all but the figures.
 TEXT_KEYS = tuple(column.key for column in (*COLUMNS_BEFORE_FIGURES, *COLUMNS_AFTER_FIGURES))
 
 
@@ -132,10 +134,11 @@ class SummaryEntry:
     """A scan of the summary.
 
     Attributes:
-        row: Its cells in `summary.csv` but for the sentences; numbers as numbers.
-        warnings: Sentences that ask for a look.
-        information: Sentences that ask for nothing.
-        report: Content of its `<case>.json`; empty where it failed.
+        row: Key of a column to the cell, for all columns except `warnings` and `information`;
+            numbers as numbers.
+        warnings: Sentences of the column `warnings`.
+        information: Sentences of the column `information`.
+        report: Content of its `<case>.json`; empty if there is none, as for a failed case.
     """
 
     row: dict[str, Any]
@@ -149,20 +152,28 @@ class SummaryEntry:
         return str(self.row["case"])
 
     def cells(self, keys: Sequence[str], separator: str) -> dict[str, Any]:
-        """Cells of its row by key, with a separator between two sentences."""
+        """List the cells of all columns.
+
+        Args:
+            keys: Keys of the columns.
+            separator: Stands between two sentences of a cell.
+
+        Returns:
+            Key of each column to its cell; None for an empty one.
+        """
         sentences = {
             "warnings": separator.join(self.warnings),
             "information": separator.join(self.information),
         }
-        cells = self.row | sentences
-        return {key: cells.get(key) for key in keys}
+        known_cells = self.row | sentences
+        return {key: known_cells.get(key) for key in keys}
 
 
 def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
-    """Write `summary.csv`, `summary.xlsx` and `index.html`: each scan, also one that failed.
+    """Write `summary.csv`, `summary.xlsx` and `index.html` with each scan, also one that failed.
 
-    Scans that earlier predictions wrote into the folder stay, those of tables of older versions
-    too, unless the table is damaged: then the user is told.
+    Scans of earlier predictions into the folder stay in the summary. If the earlier table is
+    damaged, they are left out and the user is told.
 
     Args:
         folder: Folder of the results.
@@ -175,19 +186,27 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
     total = total_name(task.labels)
     new_entries = [_entry_of(case, total) for case in cases]
     new_names = {entry.name for entry in new_entries}
+    # Another prediction into the folder must not write between the reading and the writing.
     with locked_folder(folder):
         entries = [*_earlier_entries(folder, new_names, total), *new_entries]
         try:
             _write_files(folder, entries, task, total)
         except UserError:
-            # The failed cases, as on a full disk, are the error to report: this one must not hide
-            # them.
-            if not any(case.exit_code for case in cases):
+            # If cases failed, for example on a full disk, they are the error to report. This one
+            # must not hide them.
+            has_failed_case = any(case.exit_code for case in cases)
+            if not has_failed_case:
                 raise
 
 
 def _write_files(folder: Path, entries: Sequence[SummaryEntry], task: Task, total: str) -> None:
     """Write the three files of a summary.
+
+    Args:
+        folder: Folder of the results.
+        entries: All scans.
+        task: See `write_summary`.
+        total: From `total_name`.
 
     Raises:
         UserError: If a file cannot be written.
@@ -202,7 +221,7 @@ def _write_files(folder: Path, entries: Sequence[SummaryEntry], task: Task, tota
 
 
 def total_name(labels: Mapping[str, int]) -> str:
-    """Name all labels together, as no label is named."""
+    """Choose a name for all labels together that no label has."""
     name = "total"
     while name in labels:
         name = f"{name}_of_all"
@@ -210,33 +229,41 @@ def total_name(labels: Mapping[str, int]) -> str:
 
 
 def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> list[Column]:
-    """List the columns: the labels of the task, and those of other cases in the folder.
+    """List the columns: texts, and figures of all labels.
 
-    Figures in HU are left out where no scan has any.
+    The labels are those of the task, and those of other tasks whose cases are in the folder. The
+    figures in HU of a label are left out if the task is no CT and no scan has one.
+
+    Args:
+        entries: All scans.
+        task: See `write_summary`.
+        total: From `total_name`.
     """
+    # Dictionaries serve as sets in the order of the rows: the order of a set of texts would differ
+    # from process to process.
     numeric_keys: dict[str, None] = {}
     for entry in entries:
-        # In the order of the row: sets of texts have another order in each process.
         for key in entry.row:
             if key not in TEXT_KEYS:
                 numeric_keys[key] = None
     labels = dict.fromkeys([total, *task.labels])
-    # Every label has a volume, those of earlier tasks in the folder too.
-    ending = f"_{VOLUME.ending}"
+    # Every label has a volume: the keys of these columns name the labels of other tasks.
+    volume_ending = f"_{VOLUME.ending}"
     for key in numeric_keys:
-        if key.endswith(ending):
-            labels[key.removesuffix(ending)] = None
+        if key.endswith(volume_ending):
+            labels[key.removesuffix(volume_ending)] = None
     columns = list(COLUMNS_BEFORE_FIGURES)
     columns += [_figure_column(VOLUME, label, total) for label in labels]
     for label in labels:
-        in_hu = [_figure_column(figure, label, total) for figure in FIGURES_IN_HU]
-        if task.is_ct or any(column.key in numeric_keys for column in in_hu):
-            columns += in_hu
+        columns_in_hu = [_figure_column(figure, label, total) for figure in FIGURES_IN_HU]
+        has_figure = any(column.key in numeric_keys for column in columns_in_hu)
+        if task.is_ct or has_figure:
+            columns += columns_in_hu
     return [*columns, *COLUMNS_AFTER_FIGURES]
 
 
 def _figure_column(figure: Figure, label: str, total: str) -> Column:
-    """Describe the column of a figure of a label, or of all of them."""
+    """Describe the column of a figure of one label, or of all together if `label` is `total`."""
     shown_label = label.replace("_", " ")
     part = "all labels together" if label == total else f"the label {shown_label}"
     return Column(
@@ -249,7 +276,7 @@ def _figure_column(figure: Figure, label: str, total: str) -> Column:
 
 
 def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
-    """Make the entry of a case of this batch."""
+    """Make the entry of a case of this batch, which may have failed."""
     if case.exit_code:
         identity = case.scan.identity
         row = {
@@ -259,8 +286,10 @@ def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
             "date": identity.study_date or None,
         }
         return SummaryEntry(row, case.messages, (), {})
-    # A case whose results were up to date wrote no report: its earlier one counts.
-    report = case.report or read_report(case.output)
+    report = case.report
+    if report is None:
+        # Its results were up to date, so it wrote none: the earlier report counts.
+        report = read_report(case.output)
     return _entry_of_report(case.scan.name, report, total)
 
 
@@ -272,10 +301,15 @@ def _entry_of_report(name: str, report: Mapping[str, Any], total: str) -> Summar
 
 
 def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[SummaryEntry]:
-    """Make the entries of earlier predictions into the folder, from their reports.
+    """Make the entries of scans that earlier predictions into the folder have listed.
 
-    A row without a report, as of a scan that failed, stays as it is. Tables of older versions have
-    a row for each label: of these the texts stay.
+    Each is made from the report of its case. A row without a report, such as that of a scan that
+    failed, stays as it is.
+
+    Args:
+        folder: Folder of the results.
+        new_names: Names of the cases of this prediction, which are left out.
+        total: From `total_name`.
     """
     path = folder / SUMMARY_FILE
     if not path.exists():
@@ -292,9 +326,10 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
     entries: dict[str, SummaryEntry] = {}
     for row in rows:
         name = row.get("case")
+        # A row of another table, as of scores, or a damaged one.
         if not name or "status" not in row:
             continue
-        # A table of an older version has several rows of a case.
+        # A table of an older version has a row for each label of a case: the first one counts.
         if name in new_names or name in entries:
             continue
         report = read_report(folder / f"{name}.nii.gz")
@@ -308,14 +343,18 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
 
 
 def _earlier_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the cells of a row of `summary.csv`, numbers as numbers; unknown texts are left out."""
+    """Convert a row that was read from `summary.csv`.
+
+    Numbers become numbers. Texts in columns that are not known are left out, and so are all numbers
+    of a table of an older version, whose rows are of one label each.
+    """
     cells: dict[str, Any] = {}
     is_of_one_label = "label" in row
     for key, cell in row.items():
         if key in TEXT_KEYS:
             cells[key] = cell or None
         elif not is_of_one_label:
-            with suppress(TypeError, ValueError):
+            with suppress(TypeError, ValueError):  # an empty cell, or a text
                 number = float(cell)
                 cells[key] = int(number) if number.is_integer() else number
     return cells
@@ -324,84 +363,100 @@ def _earlier_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
     """Make the row of a case from its report.
 
-    Reports of older versions lack figures of all labels together, except for the volume.
+    Args:
+        name: Name of the case.
+        report: Content of `<case>.json`. Those of older versions lack some keys.
+        total: From `total_name`.
     """
     identity = report.get("identity") or {}
-    volumes = report.get("volume_ml") or {}
+    volumes_ml = report.get("volume_ml") or {}
     statistics = report.get("statistics", {})
-    total_figures = {"ml": sum(volumes.values()), **report.get("total_statistics", {})}
-    figures = dict(statistics)
-    for label, volume_ml in volumes.items():
-        figures[label] = {**statistics.get(label, {}), "ml": volume_ml}
-    # A label of another task with the name of the total gives way to it.
-    figures[total] = total_figures
+    # The sum stands in for the volume that reports of older versions lack.
+    total_figures = {"ml": sum(volumes_ml.values()), **report.get("total_statistics", {})}
+    figures_by_label = dict(statistics)
+    for label, volume_ml in volumes_ml.items():
+        figures_by_label[label] = {**statistics.get(label, {}), "ml": volume_ml}
+    # Last: a label of another task may have the name of the total, and gives way to it.
+    figures_by_label[total] = total_figures
     row: dict[str, Any] = {
         "case": name,
         "status": report.get("status"),
         "patient": identity.get("patient") or None,
         "date": identity.get("study_date") or None,
     }
-    for label, label_figures in figures.items():
+    for label, values in figures_by_label.items():
         for figure in (VOLUME, *FIGURES_IN_HU):
-            value = label_figures.get(figure.key)
+            value = values.get(figure.key)
             if value is not None:
                 row[f"{label}_{figure.ending}"] = round(figure.factor * value, 2)
     row["dice_at_least"] = describe_bounds(read_bounds(report))
     # The first file is the label map, if it was saved.
-    row["result"] = next(iter(report.get("results", {})), None)
+    file_names = list(report.get("results", {}))
+    row["result"] = file_names[0] if file_names else None
     return row
 
 
 def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[str, Sheet]:
-    """Make the sheets of `summary.xlsx`: the scans, and an explanation of each column."""
-    sheet_columns = []
-    about = []
+    """Make the sheets of `summary.xlsx`: the scans, and an explanation of each column.
+
+    Returns:
+        Name of each sheet to its content.
+    """
+    scan_columns = []
+    explanations = []
     for column in columns:
-        sheet_column = SheetColumn(
+        scan_column = SheetColumn(
             column.key, column.heading, column.width, column.number_format, column.is_wrapped
         )
-        sheet_columns.append(sheet_column)
+        scan_columns.append(scan_column)
         explanation = {
             "heading": column.heading,
             "key": column.key,
             "unit": column.unit or None,
             "meaning": column.meaning,
         }
-        about.append(explanation)
+        explanations.append(explanation)
     keys = [column.key for column in columns]
-    rows = []
+    scan_rows = []
     for entry in entries:
         cells = entry.cells(keys, "\n")
-        if cells["result"]:
-            cells["result"] = Link(cells["result"], cells["result"])
+        file_name = cells["result"]
+        if file_name:
+            cells["result"] = Link(file_name, file_name)
         with suppress(TypeError, ValueError):  # none, or not written as a date
             cells["date"] = date.fromisoformat(cells["date"])
-        rows.append(cells)
-    about_columns = (
+        scan_rows.append(cells)
+    explanation_columns = (
         SheetColumn("heading", "column", 38.0),
         SheetColumn("key", f"in {SUMMARY_FILE}", 38.0),
         SheetColumn("unit", "unit", 8.0),
         SheetColumn("meaning", "meaning", 90.0, is_wrapped=True),
     )
     return {
-        "scans": Sheet(sheet_columns, rows, num_fixed=1),
-        "columns": Sheet(about_columns, about),
+        "scans": Sheet(scan_columns, scan_rows, num_fixed=1),  # the names stay in view
+        "columns": Sheet(explanation_columns, explanations),
     }
 
 
 def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
-    """Describe a case for the page: texts of its row, and files that are there."""
+    """Describe a case for the page `index.html`.
+
+    Args:
+        entry: The case.
+        folder: Folder of the results; pictures that lie there are linked.
+        total: From `total_name`.
+    """
     row = entry.row
     report = entry.report
     warning_codes = []
     for finding in report.get("findings", []):
         if finding["severity"] != Severity.information:
             warning_codes.append(str(finding["code"]))
-    files = {}
+    picture_files = {}
     for kind in ("preview", "viewer"):
         file_name = f"{entry.name}{ENDINGS[kind]}"
         if (folder / file_name).is_file():
-            files[kind] = file_name
+            picture_files[kind] = file_name
     agreements = report.get("agreements") or {}
     return Card(
         name=entry.name,
@@ -411,14 +466,14 @@ def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
         volumes_ml={total: row.get(f"{total}_ml"), **report.get("volume_ml", {})},
         warnings=entry.warnings,
         information=entry.information,
-        codes=list(dict.fromkeys(warning_codes)),
+        codes=list(dict.fromkeys(warning_codes)),  # each once
         least_agreement=min(agreements.values(), default=None),
         bound=row.get("dice_at_least") or "",
-        preview=files.get("preview", ""),
-        viewer=files.get("viewer", ""),
+        preview=picture_files.get("preview", ""),
+        viewer=picture_files.get("viewer", ""),
     )
 
 
 def _sentences(cell: str | None) -> list[str]:
-    """Split the sentences of a cell."""
+    """Split a cell into its sentences; none for an empty cell."""
     return cell.split(SEPARATOR) if cell else []

@@ -248,5 +248,5 @@ def test_ranks_of_a_prediction_choose_gpus_only_where_they_use_them(
     monkeypatch.setattr(batch, "load_cascade", reached)
     arguments = ["input=x", "output=y", "coarse=c", "fine=f", f"accelerator={accelerator}"]
     with pytest.raises(ReachedError):
-        batch.load_cascades(compose("predict", PredictConfig, *arguments))
+        batch.load_range_models(compose("predict", PredictConfig, *arguments))
     assert numbers == chosen

@@ -370,7 +370,7 @@ def test_the_time_of_a_case_is_that_of_its_parts_and_a_fixed_one() -> None:
     # One channel, filtered along all axes, and four heads.
     cost = (1 + 2.0 * 3 + 0.18 * 4) * 36_000 + num_passes * (0.18 * 4 * 8 * 16 * 16 + 3000)
     found = forecast(model, grid, 0)
-    assert found.voxels == round(1.5e6 + cost)
+    assert found.time_units == round(1.5e6 + cost)
     operations = num_passes * 8 * 16 * 16 * model.operations_per_voxel
     assert found.operations == pytest.approx(operations)
 

@@ -429,7 +429,7 @@ def test_every_key_of_the_weights_reaches_the_loader(
         inference=InferenceOptions(max_ram_gib=9.0),
         trusted_targets=["mine."],
     )
-    batch.load_cascades(config)
+    batch.load_range_models(config)
     assert [arguments[:2] for arguments in calls] == [
         (Path("a.ckpt"), "coarse"),
         (Path("b.ckpt"), "fine"),
@@ -462,7 +462,7 @@ def test_every_key_of_a_model_folder_reaches_its_loader(
         inference=InferenceOptions(max_ram_gib=9.0),
         trusted_targets=["mine."],
     )
-    (chosen,) = batch.load_cascades(config)
+    (chosen,) = batch.load_range_models(config)
     expected = {
         "label_values": {"liver": 7},
         "ensemble": True,
@@ -507,8 +507,8 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(
     monkeypatch.setattr(predict_module, "find_scans", lambda *_: pytest.fail("read"))
     monkeypatch.setattr(
         predict_module,
-        "load_cascades",
-        lambda *given: loaded.append(given) or [SimpleNamespace(cascade=cascade)],
+        "load_range_models",
+        lambda *given: loaded.append(given) or [SimpleNamespace(model=cascade)],
     )
     config = PredictConfig(input=str(tmp_path), output=str(tmp_path), coarse="c", threads=3)
     assert predict_module.predict_scans(config) == []

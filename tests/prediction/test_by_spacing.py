@@ -19,7 +19,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
-from medseg.prediction.load_models import RangeCascade, pick_cascade
+from medseg.prediction.load_models import RangeModel, pick_model
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 
@@ -152,5 +152,5 @@ def test_without_ranges_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -
         "medseg.prediction.scans.read_grid",
         lambda *_: pytest.fail("the header was read for nothing"),
     )
-    only = RangeCascade(Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), {})
-    assert pick_cascade(Scan("a", Path("nowhere")), [only]) == (only, [])
+    only = RangeModel(Cascade(stage(CoarseOracle(), "coarse"), stage(FineOracle(), "fine")), {})
+    assert pick_model(Scan("a", Path("nowhere")), [only]) == (only, [])

@@ -68,14 +68,14 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     assert found.peak_bytes == max(found.memory.values())
     # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five
     # times.
-    assert found.voxels == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
+    assert found.time_units == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
 
 
 def test_a_wide_field_of_view_has_no_larger_body(cascade: Cascade) -> None:
     wide = replace(CHEST, spacing_mm=(1.0, 1.4, 1.4))
     alone = Cascade(replace(cascade.coarse, task=replace(cascade.coarse.task, regions=())))
     # 360 x 480 mm at 2 mm, padded to multiples of 8 voxels.
-    assert forecast(alone, wide, 0).voxels == math.prod(CHEST.shape) + 5 * 152 * 184 * 240
+    assert forecast(alone, wide, 0).time_units == math.prod(CHEST.shape) + 5 * 152 * 184 * 240
 
 
 def test_further_threads_keep_heaps_of_their_own(
@@ -120,8 +120,8 @@ def test_the_median_of_finished_cases_gives_the_seconds(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert known_rate("weights") is None
-    for voxel_s, operation_s in ((2.0, 9.0), (30.0, 7.0), (4.0, 8.0)):
-        note_rate("weights", Rate(voxel_s, operation_s))
+    for unit_s, operation_s in ((2.0, 9.0), (30.0, 7.0), (4.0, 8.0)):
+        note_rate("weights", Rate(unit_s, operation_s))
     assert known_rate("weights") == (4.0, 8.0)
     assert known_rate("other weights") is None
     for _ in range(30):
@@ -134,7 +134,7 @@ def test_the_median_of_finished_cases_gives_the_seconds(
 
 
 def test_passes_have_a_rate_of_their_own() -> None:
-    finished = Forecast({}, voxels=100, operations=1000.0)
+    finished = Forecast({}, time_units=100, operations=1000.0)
     rate = rate_of(finished, total_s=5.0, pass_s=4.0)
     assert rate == (0.01, 0.004)
     # Half of all else, and three times the passes.
@@ -186,7 +186,7 @@ def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
 
     def of_part(part: Any, *arguments: Any) -> Forecast:
         asked.append(arguments)
-        return Forecast({"read": 100, "segment": part}, voxels=7, operations=3.0)
+        return Forecast({"read": 100, "segment": part}, time_units=7, operations=3.0)
 
     monkeypatch.setattr(forecast_module, "forecast", of_part)
     model: Any = SimpleNamespace(parts=(500, 800), step_name=lambda n, step: f"{step}_{n}")
@@ -200,7 +200,7 @@ def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
         "segment_1": 500,
         "segment_2": 800 + held_bytes,
     }
-    assert (found.voxels, found.operations) == (14, 6.0)
+    assert (found.time_units, found.operations) == (14, 6.0)
 
 
 def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
@@ -228,13 +228,13 @@ def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
     monkeypatch.setattr(batch, "read_report", lambda _: {})
     monkeypatch.setattr(
         batch,
-        "pick_cascade",
-        lambda scan, _: (SimpleNamespace(cascade=SimpleNamespace(name=scan.name, task=None)), []),
+        "pick_model",
+        lambda scan, _: (SimpleNamespace(model=SimpleNamespace(name=scan.name, task=None)), []),
     )
     monkeypatch.setattr(batch, "scan_grid", lambda *_: None)
     expected = Forecast({}, 10)
     monkeypatch.setattr(batch.Batch, "_forecast", lambda *_: expected)
-    monkeypatch.setattr(batch, "machine_key", lambda cascade: cascade.name)
+    monkeypatch.setattr(batch, "machine_key", lambda model: model.name)
     rates = {"a": Rate(1.0, 0.0), "b": Rate(3.0, 0.0)}
     monkeypatch.setattr(batch, "known_rate", lambda key: rates[key] if key in known else None)
     monkeypatch.setattr(batch, "forecast_text", lambda *arguments: told.append(arguments) or "said")

@@ -16,7 +16,7 @@ from medseg.io.scratch import new_array
 from medseg.memory.options import Accelerator
 from medseg.prediction import batch, load_models, memory_limit
 from medseg.prediction.case import CaseData
-from medseg.prediction.load_models import RangeCascade, load_cascade
+from medseg.prediction.load_models import RangeModel, load_cascade
 from medseg.prediction.memory_limit import (
     NUM_ARRAYS,
     OVERHEAD_BYTES,
@@ -119,10 +119,10 @@ def test_each_model_of_a_batch_keeps_its_share_beside_all_backends(
     config: Any = SimpleNamespace(
         inference=InferenceOptions(max_ram_gib=2.5), accelerator=Accelerator.cpu
     )
-    cascades = [RangeCascade(model, {}) for model in models]
-    made = batch.make_batch(cascades, config, 7, batch.Observer())
+    range_models = [RangeModel(model, {}) for model in models]
+    made = batch.make_batch(range_models, config, 7, batch.Observer())
     assert asked == [(2.5, 7)]
-    assert [chosen.cascade for chosen in made.cascades] == [(3, 0.75), (4, 0.75)]
+    assert [chosen.model for chosen in made.range_models] == [(3, 0.75), (4, 0.75)]
     assert (made.array_bytes, made.num_cases) == (12.0, 7)
 
 
@@ -138,7 +138,7 @@ def test_headers_are_checked_where_the_budget_may_be_too_small_for_a_scan(
         waiting_bytes=math.inf,
     )
     scan: Any = SimpleNamespace(refusal="", name="a")
-    monkeypatch.setattr(batch, "pick_cascade", lambda *_: (RangeCascade(model, {}), []))
+    monkeypatch.setattr(batch, "pick_model", lambda *_: (RangeModel(model, {}), []))
     monkeypatch.setattr(batch, "read_report", lambda _: {})
     monkeypatch.setattr(batch, "check_kinds", lambda *_: None)
     monkeypatch.setattr(batch, "scan_grid", lambda scan, task: (scan.name, task))
@@ -159,7 +159,7 @@ def test_a_scan_waits_in_a_file_where_the_model_says_so(monkeypatch: pytest.Monk
         return array.base is None, waiting.base is None
 
     seen: list[Any] = []
-    monkeypatch.setattr(batch, "pick_cascade", lambda *_: (chosen, []))
+    monkeypatch.setattr(batch, "pick_model", lambda *_: (chosen, []))
     monkeypatch.setattr(batch, "read_report", lambda _: {})
     monkeypatch.setattr(batch, "check_kinds", lambda *_: None)
     monkeypatch.setattr(batch, "read_case", held_by)
@@ -171,7 +171,7 @@ def test_a_scan_waits_in_a_file_where_the_model_says_so(monkeypatch: pytest.Monk
         model: Any = SimpleNamespace(
             options=InferenceOptions(budget_gib=2.0), task="task", waiting_bytes=waiting_bytes
         )
-        chosen = RangeCascade(model, {})
+        chosen = RangeModel(model, {})
         running = batch.Batch([], 0, 1e9, config, 1, batch.Observer())
         scan: Any = SimpleNamespace(refusal="", name="a")
         case = batch.BatchCase(scan, Path("a.nii.gz"))

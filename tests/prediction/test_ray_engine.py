@@ -568,7 +568,7 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(
         return FakeBatch(arguments[1])
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ray_engine, "load_cascades", lambda config: [config.coarse])
+    monkeypatch.setattr(ray_engine, "load_range_models", lambda config: [config.coarse])
     monkeypatch.setattr(ray_engine, "make_batch", make)
     threads: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
