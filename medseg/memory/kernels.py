@@ -26,9 +26,9 @@ from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.device import start_libraries
 from medseg.memory.heap import (
     USUALLY_MAPPED_BYTES,
-    mapped_bytes,
+    heap_used_bytes,
     maps_large_blocks,
-    used_bytes,
+    min_mapped_bytes,
 )
 from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import (
@@ -127,8 +127,8 @@ class KernelCosts:
         # Whether large blocks are mapped decides about page faults, which take time.
         if device.type == "cpu" and maps_large_blocks():
             name += " mapped"
-            if mapped_bytes() != USUALLY_MAPPED_BYTES:
-                name += f" from {mapped_bytes()}"
+            if min_mapped_bytes() != USUALLY_MAPPED_BYTES:
+                name += f" from {min_mapped_bytes()}"
         if instruction_limit():
             name += f" {instruction_limit()}"
         file_name = f"kernels {name}.json".replace("/", "_").replace(" ", "_")
@@ -285,10 +285,10 @@ class KernelCosts:
         for key, call in calls.items():
             with self._noted_failure(key):
                 run = self._prepared(call)
-                before = used_bytes()
+                before = heap_used_bytes()
                 run()
                 self._synchronise()
-                lasting[key] = max(0, used_bytes() - before)
+                lasting[key] = max(0, heap_used_bytes() - before)
         return lasting
 
     def _watched(self, calls: Mapping[str, Call]) -> dict[str, Run]:
@@ -313,7 +313,7 @@ class KernelCosts:
             written_share = 1.0
             # A smaller workspace comes from the heap, which may be resident already: then it does
             # not show what is written.
-            if written_bytes is not None and workspace >= mapped_bytes():
+            if written_bytes is not None and workspace >= min_mapped_bytes():
                 written_share = min(1.0, written_bytes / workspace)
             watched[key] = Run(workspace, written_share, seconds)
         return watched

@@ -12,7 +12,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medseg.memory.heap import mapped_bytes
+from medseg.memory.heap import min_mapped_bytes
 from medseg.memory.switches import is_copying_to_host
 
 HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of the device's total
@@ -70,7 +70,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _small_bytes(num_bytes: int) -> int:
     """Bytes of a storage that comes from the heap; 0 for one that is mapped by itself."""
-    return num_bytes if num_bytes < mapped_bytes() else 0
+    return num_bytes if num_bytes < min_mapped_bytes() else 0
 
 
 def _is_composite(func: Any) -> bool:

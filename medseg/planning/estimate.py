@@ -12,7 +12,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.device import pick_device, pick_device_type, start_libraries
-from medseg.memory.heap import KEPT_BYTES, mapped_bytes, maps_large_blocks
+from medseg.memory.heap import KEPT_BYTES, maps_large_blocks, min_mapped_bytes
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
@@ -149,7 +149,7 @@ class Machine:
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
-        self._mapped_bytes = mapped_bytes()  # with which the costs were measured
+        self._mapped_bytes = min_mapped_bytes()  # with which the costs were measured
         self._has_logger = bool(config.logger)
         self._has_monai = config.model[TARGET].startswith("monai.")
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
@@ -159,8 +159,8 @@ class Machine:
         """Map blocks of memory as a training of a configuration does; use the costs of that."""
         if self.device.type == "cpu":
             map_blocks(config)
-        if mapped_bytes() != self._mapped_bytes:
-            self._mapped_bytes = mapped_bytes()
+        if min_mapped_bytes() != self._mapped_bytes:
+            self._mapped_bytes = min_mapped_bytes()
             self.costs = KernelCosts(self.folder, self.device)
 
     @cached_property
@@ -187,7 +187,7 @@ class Machine:
         block.
         """
         switches = config.memory.precision, config.memory.channels_last
-        key = repr((config.model, config.inference.tile_size, switches, shape, mapped_bytes()))
+        key = repr((config.model, config.inference.tile_size, switches, shape, min_mapped_bytes()))
         if key not in self._evaluations:
             case_bytes, timeline = count_evaluation(config, shape)
             self.measure(timeline)
@@ -265,7 +265,7 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
         for (live_bytes, workspace, key), small in zip(segment.calls, segment.small, strict=True):
             written = max(workspace, costs[key].written)
             in_heap = small
-            if written < mapped_bytes():
+            if written < min_mapped_bytes():
                 in_heap += written
             points.append((live_bytes + written, in_heap))
     largest_heap = max((in_heap for _, in_heap in points), default=0)
