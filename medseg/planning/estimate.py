@@ -258,25 +258,26 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     """
     if not maps_large_blocks():
         return 0
-    # Of each operation: live bytes with the written part of a workspace, and those in the heap.
+    # For each operation: live bytes with the written part of a workspace, and those of them that
+    # lie in the heap.
     points: list[tuple[int, int]] = []
     for segment in timeline.segments:
-        # Live and small bytes are those after the call.
-        for (live_bytes, workspace, key), small in zip(segment.calls, segment.small, strict=True):
+        for call, tensor_bytes_in_heap in zip(segment.calls, segment.heap_bytes, strict=True):
+            live_bytes, workspace, key = call
             written = max(workspace, costs[key].written)
-            in_heap = small
+            bytes_in_heap = tensor_bytes_in_heap
             if written < min_mapped_bytes():
-                in_heap += written
-            points.append((live_bytes + written, in_heap))
-    largest_heap = max((in_heap for _, in_heap in points), default=0)
+                bytes_in_heap += written
+            points.append((live_bytes + written, bytes_in_heap))
+    largest_heap = max((bytes_in_heap for _, bytes_in_heap in points), default=0)
     peak = 0
     peak_with_heap = 0
-    for total, in_heap in points:
-        outside_heap = total - in_heap
-        # What the heap holds then: as much as ever, but no more free memory than its bound.
-        heap_then = min(largest_heap, in_heap + KEPT_BYTES)
+    for total, bytes_in_heap in points:
+        outside_heap = total - bytes_in_heap
+        # The heap stays as large as ever, but keeps no more free memory than its bound.
+        heap_size = min(largest_heap, bytes_in_heap + KEPT_BYTES)
         peak = max(peak, total)
-        peak_with_heap = max(peak_with_heap, outside_heap + heap_then)
+        peak_with_heap = max(peak_with_heap, outside_heap + heap_size)
     return peak_with_heap - peak
 
 

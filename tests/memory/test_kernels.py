@@ -14,7 +14,7 @@ import torch
 from medseg import console
 from medseg.io import calibration
 from medseg.memory import kernels
-from medseg.memory.kernels import Cost, KernelCosts, Part, Run, continued, parts_of
+from medseg.memory.kernels import Cost, KernelCosts, Part, Run, extrapolated_bytes, parts_of
 from medseg.memory.tracker import Call, Operand
 
 aten = torch.ops.aten
@@ -177,9 +177,9 @@ def test_sizes_among_the_arguments_follow_the_slices(
 
 
 def test_bytes_lie_on_a_line_of_the_share() -> None:
-    assert continued([(1.0, 7)]) == 7
-    assert continued([(0.25, 100)]) == 400
-    assert continued([(0.25, 150), (0.5, 200)]) == 300  # 100 that do not grow, and 200
+    assert extrapolated_bytes([(1.0, 7)]) == 7
+    assert extrapolated_bytes([(0.25, 100)]) == 400
+    assert extrapolated_bytes([(0.25, 150), (0.5, 200)]) == 300  # 100 that do not grow, and 200
 
 
 def test_strides_of_a_part_keep_their_order() -> None:
