@@ -128,10 +128,9 @@ class KernelCosts:
             device: Device on which operations are measured.
         """
         self.device = device
+        hardware = processor_name()
         if device.type == "cuda":
             hardware = torch.cuda.get_device_name(device)
-        else:
-            hardware = processor_name()
         # The name contains everything that changes the costs.
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
         # Whether large blocks are mapped decides about page faults, which take time.
