@@ -137,7 +137,7 @@ def test_a_sample_is_made_beside_the_gradients_of_the_micro_batches_before(
         memory,
         SimpleNamespace(resident=0),
         in_all_phases=10**6,
-        shared=0,
+        shared_batch_bytes=0,
         sample_bytes=10**7,
         validation_bytes=0,
     )
