@@ -23,7 +23,7 @@ from medseg.planning.step import count_memory, evaluated_shape
 from medseg.targets import TARGET
 from medseg.training.extensions import make_loss
 from medseg.training.network import find_divisor, make_network_on_meta
-from medseg.training.options import samples_per_rank
+from medseg.training.options import samples_per_micro_batch
 
 # The estimate of the resident memory may be too low by this share. A chosen set must leave as much
 # of the budget free.
@@ -158,7 +158,7 @@ def _accumulations(config: PlanConfig) -> list[int]:
     # A norm or a loss that looks at the whole micro-batch computes something else on smaller ones.
     if is_batch_norm(config.model) or is_batch_loss(make_loss(config)):
         return [config.memory.accumulate]
-    samples_per_step = samples_per_rank(config) * config.memory.accumulate
+    samples_per_step = samples_per_micro_batch(config) * config.memory.accumulate
     numbers = range(1, samples_per_step + 1)
     return [number for number in numbers if samples_per_step % number == 0]
 

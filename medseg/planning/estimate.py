@@ -22,7 +22,7 @@ from medseg.processors import num_processors
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers
 from medseg.training.mapped_blocks import map_blocks
-from medseg.training.options import samples_per_rank
+from medseg.training.options import samples_per_micro_batch
 
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth whenever it is full: so
@@ -383,7 +383,7 @@ def estimate_beside(
             validation_bytes=max(validation_sample.num_bytes, process.pictures),
         )
         busy_processors = min(torch.get_num_threads(), num_processors())
-    num_samples = samples_per_rank(config) * config.memory.accumulate
+    num_samples = samples_per_micro_batch(config) * config.memory.accumulate
     return Estimate(
         memory,
         allocator,
@@ -469,7 +469,7 @@ def loader_bytes(
     batch = memory.input + memory.target
     # A worker holds the samples of a batch until the last of them is made, and stacks them then.
     # `sample.num_bytes` contains one of them.
-    num_samples = samples_per_rank(config)
+    num_samples = samples_per_micro_batch(config)
     unstacked = batch * (num_samples - 1) // num_samples
     waiting = config.data.prefetch * batch
     bytes_a_worker = process.worker + sample.num_bytes + unstacked + waiting

@@ -34,7 +34,7 @@ from medseg.planning.step import (
 )
 from medseg.report.plots import draw_front
 from medseg.training.network import find_divisor
-from medseg.training.options import num_shares, samples_per_rank
+from medseg.training.options import micro_batches_per_step, samples_per_micro_batch
 
 MIB = 2**20
 GIB = 2**30
@@ -319,13 +319,13 @@ def print_room(
         batch_growth = large.input + large.target - small.input - small.target
         return step_growth + num_waiting_batches * batch_growth
 
-    samples = samples_per_rank(config)
+    samples = samples_per_micro_batch(config)
     room = max(0, run_estimate.room_for_step(budget))
     bytes_a_sample = growth(2 * samples, shape) / samples
     most_samples = samples + int(room / max(1.0, bytes_a_sample))
     print(
         "\nlargest batch with these switches, extrapolated from two counted steps: "
-        f"stage.batch_size={most_samples * num_shares(config)}"
+        f"stage.batch_size={most_samples * micro_batches_per_step(config)}"
     )
     if config.stage.patch_size is None:
         return

@@ -27,7 +27,7 @@ from medseg.planning.step import (
 )
 from medseg.runs.plans import past_errors
 from medseg.training.optimisation import propose_lr
-from medseg.training.options import num_shares, samples_per_rank
+from medseg.training.options import micro_batches_per_step, samples_per_micro_batch
 
 MIB = 2**20
 GIB = 2**30
@@ -168,7 +168,7 @@ def _print_largest_batch(config: PlanConfig, shape: Shape, budget: int) -> int:
     def peak(samples: int) -> int:
         return count_memory(config, shape, samples=samples, compute=config.compute).peak
 
-    batch_size = num_shares(config) * largest_batch(peak, budget)
+    batch_size = micro_batches_per_step(config) * largest_batch(peak, budget)
     proposed = "none"
     if batch_size:
         proposed = f"stage.batch_size={batch_size}"
@@ -283,7 +283,7 @@ def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str
 
     lines = [
         f"{config.stage.name.value}: "
-        f"a step on {samples_per_rank(config)} × {_with_crosses(shape)} voxels, "
+        f"a step on {samples_per_micro_batch(config)} × {_with_crosses(shape)} voxels, "
         f"{config.memory.precision.value}, checkpointing {config.memory.checkpointing}",
         "",
         f"{'':66s}bytes/voxel",  # after the name (52 characters), the number (10) and " MiB" (4)

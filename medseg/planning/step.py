@@ -21,7 +21,7 @@ from medseg.runs.plans import Numbers, write_plan
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
@@ -141,7 +141,7 @@ def count_memory(
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     memory = config.memory
-    samples = samples or samples_per_rank(config)
+    samples = samples or samples_per_micro_batch(config)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before
     # compilation.
     uncompiled = replace(memory, compile=False)

@@ -43,7 +43,7 @@ from medseg.studies.train_arguments import (
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, make_network
 from medseg.training.optimisation import find_lr_factor, make_optimizer
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 from medseg.worker_process import Worker, WorkerDiedError
 
 # Printed column to its heading, and to its format.
@@ -328,7 +328,7 @@ def _time_step(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
-    samples = samples_per_rank(config)
+    samples = samples_per_micro_batch(config)
     # Noise in [-1, 1), the range of normalised images.
     image = torch.rand(samples, count_channels(config), *shape, device=device) * 2 - 1
     if make_other:

@@ -22,7 +22,7 @@ from medseg.memory.heap import (
 from medseg.memory.precision import HALF
 from medseg.models.traits import build_on_meta
 from medseg.training.network import count_channels, make_network
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 
 
 def map_blocks(config: TrainConfig) -> None:
@@ -38,7 +38,7 @@ def map_blocks(config: TrainConfig) -> None:
     shape = config.stage.patch_size or config.spacing.size
     num_bytes = 0
     if shape is not None:
-        image_shape = (samples_per_rank(config), count_channels(config), *shape)
+        image_shape = (samples_per_micro_batch(config), count_channels(config), *shape)
         value_bytes = 2 if config.memory.precision.value in HALF else 4
         num_bytes = heap_result_bytes(lambda: make_network(config), image_shape, value_bytes)
     is_large = num_bytes > KEPT_BYTES

@@ -38,15 +38,15 @@ def resident(samples: int, shape: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("budget", [10**8, 3 * 10**8, 10**9])
-@pytest.mark.parametrize("num_shares", [1, 4])
+@pytest.mark.parametrize("micro_batches_per_step", [1, 4])
 def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
     budget: int,
-    num_shares: int,
+    micro_batches_per_step: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = [f"data.prefetch={PREFETCH}"]
-    if num_shares == 4:
+    if micro_batches_per_step == 4:
         overrides += ["trainer=ddp", "memory.accumulate=2", "stage.batch_size=4"]
     config = compose(*overrides)
     monkeypatch.setattr(fit, "count_memory", lambda _, shape, samples: memory(samples, shape))
@@ -63,7 +63,7 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
         [int(length) for length in found.split(",")]
         for found in re.findall(r"stage\.patch_size=\[([\d,]+)\]", said)
     )
-    samples, rest = divmod(batch, num_shares)
+    samples, rest = divmod(batch, micro_batches_per_step)
     assert rest == 0, "two ranks of two micro-batches share it"
     assert resident(samples, SHAPE) <= budget < resident(samples + 1, SHAPE)
     assert resident(1, tuple(patch)) <= budget
