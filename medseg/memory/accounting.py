@@ -1,7 +1,4 @@
-"""Memory accounting: live tensor bytes of a training step or an evaluation.
-
-They are counted without computing it.
-"""
+"""Memory accounting: bytes of live tensors in a step or an evaluation, which is not computed."""
 
 import contextlib
 import copy

@@ -118,8 +118,11 @@ def set_tf32(precision: str) -> None:
 
     Torch's default allows it in convolutions.
     """
-    is_allowed = precision == "tf32"
-    _set_precision("high" if is_allowed else "highest", is_allowed)
+    # In torch's words "high" products may use TF32, and "highest" ones compute in fp32.
+    if precision == "tf32":
+        _set_precision("high", in_convolutions=True)
+    else:
+        _set_precision("highest", in_convolutions=False)
 
 
 @contextlib.contextmanager
@@ -147,7 +150,12 @@ def _product_precision() -> str:
 
 
 def _set_precision(of_products: str, in_convolutions: bool) -> None:
-    """Set the precision of matrix products, and whether convolutions may use TF32."""
+    """Set the precision of matrix products, and whether convolutions may use TF32.
+
+    Args:
+        of_products: `highest`, `high` or `medium`, see `torch.set_float32_matmul_precision`.
+        in_convolutions: Whether cuDNN may use TF32.
+    """
     # Not `matmul.allow_tf32`, which is that of one backend: Lightning's GPU accelerator calls
     # `torch.get_float32_matmul_precision`, which fails where the backends differ.
     torch.set_float32_matmul_precision(of_products)

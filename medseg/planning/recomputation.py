@@ -219,6 +219,7 @@ class StepModel:
         sets: set[frozenset[Literal]] = set()
         for moment in self.moments:
             sets.update(moment.conditional)
+        # Sets have no order of their own: each is compared as the sorted list of its literals.
         return sorted(sets, key=sorted)
 
     def _constraints(

@@ -155,7 +155,7 @@ def make_trainer(
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        limit_val_batches=1 if config.debug.fast else 1.0,
+        limit_val_batches=1 if config.debug.fast else 1.0,  # one case, or all (a share)
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
         logger=make_loggers(config, start_step),

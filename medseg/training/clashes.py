@@ -102,6 +102,7 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
     reason = f"model={model[TARGET]}"
     if model[TARGET] == UNET:
         reason = f"model.depth={model['depth']}, model.stem={model['stem']}"
+    # A single number where the axes agree.
     multiple = divisor[0] if len(set(divisor)) == 1 else list(divisor)
     for key, size in input_sizes(config).items():
         if any(length % step for length, step in zip(size, divisor, strict=True)):
@@ -121,7 +122,9 @@ def _rank_clashes(config: TrainConfig) -> Iterator[str]:
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
-    if trainer.sync_batchnorm and config.model[TARGET] == UNET and not is_batch_norm(config.model):
+    # Other networks are asked once they are built, see `medseg.training.check`.
+    lacks_batch_norm = config.model[TARGET] == UNET and not is_batch_norm(config.model)
+    if trainer.sync_batchnorm and lacks_batch_norm:
         yield (
             "trainer.sync_batchnorm=true works with model.norm=batch only, but "
             f"model.norm={config.model.get('norm')}; choose trainer.sync_batchnorm=false"

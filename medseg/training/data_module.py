@@ -255,6 +255,7 @@ class CasesDataModule(pl.LightningDataModule):
             collate_fn=functools.partial(collate, multiple=self.divisor, is_stacked=has_one_shape),
             worker_init_fn=init_worker,
             persistent_workers=self.num_workers > 0,
+            # Torch refuses a number where there are no workers.
             prefetch_factor=self.prefetch if self.num_workers > 0 else None,
             pin_memory=self.pins_memory(),
         )

@@ -42,8 +42,10 @@ def map_blocks(config: TrainConfig) -> None:
         image_shape = (samples_per_micro_batch(config), count_channels(config), *shape)
         value_bytes = 2 if config.memory.precision.value in HALF else 4
         num_bytes = heap_result_bytes(lambda: make_network(config), image_shape, value_bytes)
-    is_large = num_bytes > KEPT_BYTES
-    map_blocks_from(ALIGNED_BYTES if is_large else USUALLY_MAPPED_BYTES)
+    if num_bytes > KEPT_BYTES:
+        map_blocks_from(ALIGNED_BYTES)
+    else:
+        map_blocks_from(USUALLY_MAPPED_BYTES)
 
 
 def heap_result_bytes(
