@@ -19,7 +19,12 @@ HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of th
 
 
 class Owner(NamedTuple):
-    """Purpose of a storage (`kind`), and the part of the network that made it."""
+    """Purpose of a storage, and the part of the network that made it.
+
+    Attributes:
+        kind: HOST, "other", or one of the kinds of `medseg.memory.accounting`, such as FORWARD.
+        part: See `medseg.memory.device_map.named_parts`; empty outside of the network.
+    """
 
     kind: str
     part: str = ""
@@ -34,7 +39,13 @@ class Operand(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Operation with its arguments, in which `Operand` stands for each tensor."""
+    """Operation with its arguments, in which `Operand` stands for each tensor.
+
+    Attributes:
+        operation: Operator of torch, such as `torch.ops.aten.relu.default`.
+        arguments: Positional arguments.
+        options: Keyword arguments.
+    """
 
     operation: Any
     arguments: tuple[Any, ...]

@@ -325,6 +325,7 @@ def smaller_runs(
     runs = itertools.product(widths, _smaller_batches(config), patches)
 
     def width_and_voxels(run: tuple[int | None, int, Shape]) -> tuple[int, int]:
+        """Return what the runs are sorted by: width first, then voxels per step."""
         width, batch_size, patch = run
         return width or 0, batch_size * math.prod(patch)
 

@@ -36,8 +36,8 @@ STEP_KEPT_BYTES, STEP_KEPT_SHARE = 48 * 2**20, 0.5
 # On a GPU the allocator takes more of the card than the tensors need, by this share of them: free
 # memory in fragments.
 FRAGMENTS = 0.05
-# What its allocator takes of the card at once for tensors of 1 to 10 MiB (`kLargeBuffer` of torch's
-# CUDACachingAllocator). The last of these segments is hardly used, and is added as a whole.
+# The allocator of a GPU takes segments of this size for tensors of 1 to 10 MiB (`kLargeBuffer` of
+# torch's CUDACachingAllocator). The last of them is hardly used, and is added as a whole.
 SEGMENT_BYTES = 20 * 2**20
 
 
@@ -50,9 +50,10 @@ class Estimate:
 
     Attributes:
         memory: Exact count of the live tensors of a training step.
-        allocator: Bytes of torch's allocator by phase, with the workspaces of kernels. The phases
-            are STEP, VALIDATION, CHECKPOINT and LOADING, as far as they count.
-        resident: Resident bytes of all processes by phase; on a GPU, bytes of the card.
+        allocator: Bytes of torch's allocator, with the workspaces of kernels, in the phases STEP
+            and VALIDATION.
+        resident: Resident bytes of all processes in these phases, in CHECKPOINT and, without loader
+            processes, in LOADING; on a GPU, bytes of the card in the first two.
         compute_seconds: Duration of the operations of an optimiser step.
         other_seconds: Duration of the rest of the training loop in an optimiser step.
         loader_seconds: Processor time of making the samples of an optimiser step.
@@ -116,10 +117,12 @@ class Estimate:
         )
 
     def room_for_step(self, budget: int) -> int:
-        """Return how many bytes of tensors a step may have in a budget of resident bytes.
+        """Return the bytes of tensors that may be added to a step within a budget.
 
-        This is for an estimate to which `with_step` has not yet added the tensors of a step;
-        otherwise, these are the bytes that may come in addition.
+        Before `with_step` these are all tensors of the step.
+
+        Args:
+            budget: Resident bytes; on a GPU, bytes of the card.
         """
         return int((budget - self.resident[STEP]) / (1 + self.fragments))
 

@@ -25,9 +25,9 @@ from medseg.training.assemble import make_data_module
 # that measures a loader worker (`REHEARSAL`), it loads the libraries and fills the heap, so that
 # what that training has counted is not counted here again.
 WARM_UP_LENGTH = 16
-# Samples that are made and timed, and the seconds after which no further one is. They are many
-# because the draws of the augmentation differ: in patches of 64×64×64 voxels the memory of the
-# first samples is half of that after thirty.
+# Samples are made and timed until there are so many, or have taken so many seconds. They are many
+# because the draws of the augmentation differ: with patches of 64×64×64 voxels the peak of the
+# memory after the first samples is half of that after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
 # Spacing of the probabilities that a sample with a coarse channel is given. The cost of the channel
 # is that of the voxels of the sample, whatever the spacing.
@@ -50,12 +50,12 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
         processor time of one, in seconds.
     """
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
+    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as scratch:
         small_shape = _warm_up_shape(config, shape)
-        small_samples = _samples_of(config, small_shape, Path(name) / "small", is_training)
+        small_samples = _samples_of(config, small_shape, Path(scratch) / "small", is_training)
         small_samples[0]  # reading an item makes the sample, and loads what the first one needs
         bytes_before = resident_bytes()
-        samples = _samples_of(config, shape, Path(name) / "large", is_training)
+        samples = _samples_of(config, shape, Path(scratch) / "large", is_training)
         samples[0]  # not timed: reads the case for the first time
         durations_s: list[float] = []
         while len(durations_s) < MOST_SAMPLES and sum(durations_s) < MOST_S:
@@ -67,7 +67,7 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
 
 
 def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: bool) -> Samples:
-    """Make a data set of one synthetic case, whose samples have a shape."""
+    """Make a data set of one synthetic case, with samples of a shape (D, H, W)."""
     folder.mkdir()
     # Without the trained coarse stage, which may not exist yet.
     stage = replace(config.stage, coarse=None, coarse_folds=None)
@@ -93,7 +93,7 @@ def _warm_up_shape(config: PlanConfig, shape: Shape) -> Shape:
 
 
 def _margins(config: PlanConfig) -> list[int]:
-    """Voxels on each side of a region that a crop of the whole region contains, by axis (z, y, x).
+    """Voxels by which a crop extends beyond its region on each side, by axis (z, y, x).
 
     Patches have no margin.
     """
