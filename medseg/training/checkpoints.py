@@ -87,6 +87,7 @@ class Checkpoints(Checkpoint):
             self._flush_loggers(trainer)
         self.has_saved = False
         self._leave_if_asked()
+        # From here on a signal must wait until the step is done and saved.
         self.stop.is_safe = False
 
     def on_train_batch_end(

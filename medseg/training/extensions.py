@@ -199,11 +199,12 @@ def make_metrics(
 
 def make_callbacks(config: TrainConfig) -> list[Callback]:
     """Make the callbacks of `callbacks`, in their order."""
-    nodes = {f"callbacks.{name}": node for name, node in config.callbacks.items()}
-    return [
-        _call(key, _bind("callback", key, node, config.trusted_targets))
-        for key, node in nodes.items()
-    ]
+    callbacks = []
+    for name, node in config.callbacks.items():
+        key = f"callbacks.{name}"
+        bound_class = _bind("callback", key, node, config.trusted_targets)
+        callbacks.append(_call(key, bound_class))
+    return callbacks
 
 
 def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
@@ -223,10 +224,11 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
         nodes = {"logger": group}
     else:
         nodes = {f"logger.{name}": node for name, node in group.items()}
-    loggers = [
-        _call(key, _bind("logger", key, node, config.trusted_targets))
-        for key, node in nodes.items()
-    ]
+    loggers = []
+    for key, node in nodes.items():
+        bound_class = _bind("logger", key, node, config.trusted_targets)
+        loggers.append(_call(key, bound_class))
+    # Only when all of them could be made: it changes files.
     if start_step:
         for logger in loggers:
             drop_repeated_steps(logger, start_step)

@@ -93,9 +93,9 @@ def make_network_on_meta(config: TrainConfig) -> StageNetwork:
 def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
-    A file without the coarse channel starts a network with it: the weights of that channel are
-    zero, so that the network predicts at first what that of the file does. Classes that the file
-    lacks start as a rare kind of background.
+    If only the new network has a coarse channel, the weights of that channel are zero, so that the
+    network predicts at first what that of the file does. Classes that the file lacks start with the
+    weights of the background and a lower logit (RARE_LOGIT), so that they are hardly predicted.
 
     Raises:
         UserError: If the file cannot be used, or holds another network than the configured one.
