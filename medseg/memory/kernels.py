@@ -196,9 +196,10 @@ class KernelCosts:
             rounds_s: See `_durations`.
         """
         largest_bytes = self._measured_bytes()
+        # Of each operation one or two parts, the larger one last; none if it is too large.
         parts = {key: parts_of(call, largest_bytes) for key, call in missing.items()}
+        larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
         with torch.no_grad():
-            larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
             # First, because it needs the first run of each operation in this process.
             lasting = self._lasting(larger)
             # Operations that cannot run alone are missing from here on.
@@ -222,17 +223,18 @@ class KernelCosts:
                 costs[key] = NOTHING
                 continue
             larger_run = larger_runs[key]
-            share = parts[key][-1].share
-            points = [(share, larger_run.workspace)]
+            larger_share = parts[key][-1].share
+            points = [(larger_share, larger_run.workspace)]
             if key in smaller_runs:
-                points.insert(0, (parts[key][0].share, smaller_runs[key].workspace))
+                smaller_share = parts[key][0].share
+                points.insert(0, (smaller_share, smaller_runs[key].workspace))
             workspace = extrapolated_bytes(points)
             costs[key] = Cost(
                 workspace,
                 written=round(larger_run.written_share * workspace),
                 lasting=lasting[key],
                 # Time is proportional to the number of slices.
-                seconds=median(durations_s[key]) / share,
+                seconds=median(durations_s[key]) / larger_share,
             )
         return costs
 
@@ -259,7 +261,9 @@ class KernelCosts:
         """
         durations_s: dict[str, list[float]] = {key: [] for key in calls}
         timed = dict(calls)
-        if LEAST_ROUNDS * sum(first_s.values()) > rounds_s:
+        lacks_time = LEAST_ROUNDS * sum(first_s.values()) > rounds_s
+        if lacks_time:
+            # Long operations are not timed again.
             for key, seconds in first_s.items():
                 if seconds > LONG_S:
                     durations_s[key].append(seconds)
