@@ -103,7 +103,7 @@ def make_module(
 def make_trainer(
     config: TrainConfig, callbacks: list[pl.Callback], start_step: int = 0
 ) -> pl.Trainer:
-    """Make Lightning's trainer; one epoch is the whole run, everything counts optimiser steps.
+    """Make Lightning's trainer, for which the whole run is one epoch.
 
     Also sets torch's threads and TF32 in this process, and silences Lightning's remarks.
 
@@ -151,7 +151,7 @@ def make_trainer(
         benchmark=memory.cudnn_benchmark,
         gradient_clip_val=trainer.gradient_clip,
         gradient_clip_algorithm=trainer.clip_by.value,
-        # In micro-batches; the whole run is one epoch.
+        # In micro-batches, unlike `max_steps`; `None` below: also beyond the end of an epoch.
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
