@@ -111,7 +111,7 @@ class CasesDataModule(pl.LightningDataModule):
 
     @property
     def train_trust(self) -> list[str] | None:
-        """Trusts in the reference with which a region is trained on; None = any."""
+        """Levels of trust in its reference with which a region is used in training; None = any."""
         trust = self.config.data.train_trust
         return [trust] if isinstance(trust, str) else trust
 
