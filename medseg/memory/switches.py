@@ -304,6 +304,7 @@ def _paused_statistics(norms: list[_NormBase]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
+# Whether `HostCopies.to_host` is copying a tensor now. Each thread has a value of its own.
 _copies_to_host: ContextVar[bool] = ContextVar("copies_to_host", default=False)
 # Bytes of a block of pinned memory. Torch rounds each allocation of pinned memory up to a power of
 # two, so a block for each tensor could take twice the bytes of the tensors.

@@ -117,11 +117,11 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         if not has_logger:
             arguments.append("logger=none")
         arguments += [f"data.phantoms.folder={scratch}/phantoms", f"data.cache={scratch}/cache"]
-        numbers_of_runs = itertools.count()
+        run_numbers = itertools.count()
 
         def train() -> ProcessCost:
             """Run the training in a folder of its own."""
-            return _watched_training(arguments, Path(scratch) / str(next(numbers_of_runs)))
+            return _watched_training(arguments, Path(scratch) / str(next(run_numbers)))
 
         # The first training also makes scan and cache, which takes more memory: it does not count.
         train()
@@ -136,6 +136,7 @@ def agree(first: ProcessCost, second: ProcessCost) -> bool:
 
     Memory is compared as that of a run with one worker: the sum of all its numbers of bytes.
     """
+    # All fields but the last, the seconds.
     memory = [sum(cost[:-1]) for cost in (first, second)]
     if max(memory) - min(memory) > MEMORY_TOLERANCE * max(memory):
         return False
