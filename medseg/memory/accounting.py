@@ -1,7 +1,4 @@
-"""Memory accounting: live tensor bytes of a training step, counted without computing it.
-
-Also the peak of a forward pass.
-"""
+"""Memory accounting: bytes of live tensors in a step or an evaluation, which is not computed."""
 
 import contextlib
 import copy
@@ -28,12 +25,13 @@ from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.convolution import convolution_bytes
 from medseg.models.traits import build_on_meta
 
-# Kinds of owners: of tensors that outlast a pass, and, for the others, the phase that makes them.
+# Kinds of owners (`Owner.kind`). Tensors that outlast a pass have one of their own.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 INPUT = "input"
 TARGET = "target"
+# All other tensors belong to the phase that makes them.
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 # Parts of owners, beside those of `named_parts`.
 LOSS = "loss"
@@ -45,8 +43,8 @@ NORM_WEIGHTS = {
     aten.native_group_norm.default: 1,
     aten.native_layer_norm.default: 2,
 }
-# Functions of features that CUDA's autocast computes in fp32 and that of the CPU in half precision:
-# where each is found, and its name.
+# Functions of features that CUDA's autocast computes in fp32 and the CPU's in half precision: the
+# object whose attribute each is, and the name of the attribute.
 FP32_ON_CUDA = (
     (F, "group_norm"),
     (F, "interpolate"),
@@ -70,7 +68,7 @@ class StepMemory:
         input: The image.
         target: The reference.
         saved: What autograd keeps from forward to backward, by the part of the network that made
-            it, in forward order.
+            it, in the order of `named_parts`.
         offloaded: What waits in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
@@ -158,10 +156,12 @@ def count_step(
         _assign_weights(network, tracker)
         tracker.now = Owner(OPTIMIZER)
         optimizer = make_optimizer(network.parameters())
+        # From the second step on the state is there from the beginning.
         _make_state(optimizer)
         # The copies count as long as this name holds them.
         _averages = _copy_weights(network) if averages else []
         optimizer_state = tracker.live_bytes(OPTIMIZER)
+        # A gradient belongs to the backward pass until its last contribution is added.
         for parameter in network.parameters():
             parameter.register_post_accumulate_grad_hook(
                 lambda parameter: tracker.assign(parameter.grad, GRADIENTS)
@@ -172,16 +172,16 @@ def count_step(
         tracker.assign(target, TARGET)
         saved: dict[str, int] = {}
         offloaded = 0
-        tracker.restart_peak()
+        tracker.restart_peak()  # what was live while the state was made does not count
         # The second micro-batch is the first one that finds gradients; all later ones are like it.
         for _ in range(min(accumulate, 2)):
-            value = _forward(network, image, target, loss, precision, tracker, timeline)
+            loss_value = _forward(network, image, target, loss, precision, tracker, timeline)
             offloaded = tracker.live_bytes(HOST)
             saved = tracker.live_by_part(FORWARD)
-            # Until the gradient of the first part arrives, the backward pass is that of the loss.
+            # Until the gradient of the network's result is there, the loss goes backward.
             tracker.now = Owner(BACKWARD, LOSS)
-            value.backward()
-            del value
+            loss_value.backward()
+            del loss_value
         gradients = tracker.live_bytes(GRADIENTS)
         tracker.now = Owner(UPDATE)
         optimizer.step(_no_loss)
@@ -215,7 +215,7 @@ def count_forward(
     Args:
         make_network: See `count_step`.
         image_shape: (N, C, D, H, W).
-        call: Does the work with a network and an image.
+        call: Evaluates the network on the image, as in `call(network, image)`.
         precision: See `count_step`.
         is_gpu: See `count_step`.
 
@@ -246,31 +246,34 @@ def count_pass(
 ) -> int:
     """Count what a network's evaluation takes on a CPU, by the shapes of its tensors alone.
 
-    Beside live tensors this is what a convolution takes, see `medseg.models.convolution`.
+    Counted are the live tensors, the workspaces of convolutions (see `medseg.models.convolution`)
+    and the pages of files that are in memory.
 
     Args:
         make_network: Makes the network.
         image_shape: (1, C, D, H, W).
-        call: Does the work with a network and an image. Tensors whose owner it sets to `HOST` are
-            in files: they count only while their pages are in memory.
+        call: Evaluates the network on the image, as in `call(network, image, tracker)`. It gives
+            tensors that lie in files the owner `HOST`: they count only while their pages are in
+            memory.
         precision: `bf16` counts all features in half precision, as autocast keeps them.
 
     Returns:
         Bytes at the peak, image included, weights not.
     """
-    # Pages of files that are in memory.
-    touched = 0
+    resident_file_bytes = 0
 
     def workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
-        # Pages of a file that were read stay in memory until a file is read or written again. Who
-        # writes releases them (`medseg.io.scratch.release_pages`).
-        nonlocal touched
-        num_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
-        if num_file_bytes:
-            touched = num_file_bytes
-        num_bytes = touched + convolution_bytes(func, args, result)
-        if num_file_bytes and func is aten.copy_.default:
-            touched = 0
+        """Return the bytes that an operation takes beside its tensors."""
+        nonlocal resident_file_bytes
+        # A view touches no pages.
+        touched_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
+        # Pages of a file stay in memory until a file is read or written again.
+        if touched_file_bytes:
+            resident_file_bytes = touched_file_bytes
+        num_bytes = resident_file_bytes + convolution_bytes(func, args, result)
+        # After writing, `medseg.io.scratch.release_pages` takes them out of memory.
+        if touched_file_bytes and func is aten.copy_.default:
+            resident_file_bytes = 0
         return num_bytes
 
     dtype = HALF.get(precision, torch.float32)
@@ -305,14 +308,21 @@ def _fake_network(
 
     from medseg.memory.fake_mode import QuickFakeMode
 
-    # Real tensors are allowed: the caller may bring some, such as the index of a region.
-    mode = contextlib.nullcontext() if compute else QuickFakeMode(allow_non_fake_inputs=True)
-    correct = None if compute else _correct_norm_dtypes
-    workspace = _copied_bytes if is_gpu else None
-    tracker = MemoryTracker(correct, workspace, timeline)
+    tracker = MemoryTracker(
+        correct=None if compute else _correct_norm_dtypes,
+        workspace=_copied_bytes if is_gpu else None,
+        timeline=timeline,
+    )
     cuda_precision = _cuda_precision() if is_gpu else contextlib.nullcontext()
-    # Built on the meta device: `Module.to` cannot change the memory layout of fake parameters.
-    network = make_network() if compute else build_on_meta(make_network)
+    if compute:
+        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        network = make_network()
+    else:
+        # Real tensors are allowed: the caller may bring some, such as the index of a region.
+        mode = QuickFakeMode(allow_non_fake_inputs=True)
+        # Made fake only afterwards: `Module.to`, with which a switch may change the memory layout,
+        # cannot do so for fake parameters.
+        network = build_on_meta(make_network)
     try:
         with mode:
             if not compute:
@@ -335,7 +345,7 @@ def _assign_weights(network: nn.Module, tracker: MemoryTracker) -> None:
 
 
 def _copy_weights(network: nn.Module) -> list[Tensor]:
-    """Make what a moving average of the weights keeps."""
+    """Make the tensors that a moving average of the weights keeps."""
     tensors = network.state_dict().values()
     return [tensor.clone() for tensor in tensors if torch.is_floating_point(tensor)]
 
@@ -349,21 +359,27 @@ def _forward(
     tracker: MemoryTracker,
     timeline: Timeline | None,
 ) -> Tensor:
-    """Run the forward pass of a micro-batch and its loss; what it leaves goes to the timeline."""
+    """Run the forward pass of a micro-batch; a timeline gets what it leaves for the backward pass.
+
+    Returns:
+        The loss, with the graph.
+    """
+    # The network sets its own parts, see `_watch_parts`, and then this one again.
     tracker.now = Owner(FORWARD, LOSS)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if timeline is not None:
+        # Operations of the micro-batch before; a timeline shows the last one.
         timeline.segments.clear()
         hooks = saved_tensors_hooks(tracker.save, _unchanged)
     with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
         logits = network(image)
         with _RealRanges():
-            value = mean_of_samples(sample_losses(loss, logits, target))
+            loss_value = mean_of_samples(sample_losses(loss, logits, target))
     # Only what the graph saves counts from here on.
     del logits
     if timeline is not None:
         timeline.held_storages = tracker.held_storages(FORWARD)
-    return value
+    return loss_value
 
 
 def _with_slabs_of_gpu(loss: nn.Module) -> nn.Module:
@@ -388,8 +404,8 @@ def _peak_by_kind(tracker: MemoryTracker) -> dict[str, int]:
 def _cuda_precision() -> Iterator[None]:
     """Make the fp32 copies of half-precision features that CUDA's autocast makes, on a CPU.
 
-    The functions are replaced. A `TorchFunctionMode` would be shorter, but torch leaves it for the
-    backward pass, which computes checkpointed blocks anew.
+    The functions are replaced. A `TorchFunctionMode` would be shorter, but it does not reach the
+    backward pass, in which checkpointed blocks are computed anew.
     """
     with contextlib.ExitStack() as replaced:
         for place, name in FP32_ON_CUDA:
@@ -399,10 +415,11 @@ def _cuda_precision() -> Iterator[None]:
 
 
 def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a function of features copy them to fp32 where autocast is on."""
+    """Let a function copy features in half precision to fp32 first, where autocast is on."""
 
     @functools.wraps(function)
-    def compute(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # torch's name of it
+    # The argument must be called `input`, as in torch: callers may pass it by name.
+    def compute(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.is_autocast_enabled("cpu") and input.dtype in HALF.values():
             input = input.float()
         return function(input, *args, **kwargs)
@@ -413,7 +430,8 @@ def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class _RealRanges(TorchFunctionMode):
     """Lets `torch.arange` make real tensors.
 
-    MONAI's losses read the axes that they sum over from one, and a fake tensor has no values.
+    MONAI's losses make such a range of the axes that they sum over and read its values, which a
+    fake tensor does not have.
     """
 
     def __torch_function__(
@@ -421,11 +439,12 @@ class _RealRanges(TorchFunctionMode):
     ) -> Any:
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+        kwargs = kwargs or {}
         is_range = func is torch.arange and all(isinstance(value, int) for value in args)
         if not is_range:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         with unset_fake_temporarily():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -454,23 +473,26 @@ class _PartWatch:
     """Hooks that set the tracker's owner to the part of the network that runs.
 
     Attributes:
-        order: The parts that have run, in their order.
+        order: The parts that have run, in their order: a dictionary used as an ordered set.
     """
 
     def __init__(self, tracker: MemoryTracker) -> None:
         self.order: dict[str, None] = {}
         self._tracker = tracker
-        self._callers: list[Owner] = []
+        # Stacks of the parts whose forward pass has begun and not ended, and of the tracker's
+        # owners before each of them.
         self._running: list[str] = []
+        self._callers: list[Owner] = []
 
     def enter(self, name: str, _: nn.Module, args: Any) -> None:
-        """Note that a part begins its forward pass."""
+        """Make a part that begins its forward pass the owner, unless it runs for another one."""
         self._callers.append(self._tracker.now)
         self._running.append(name)
         kind = self._tracker.now.kind
-        # A block that is recomputed in the backward pass: its tensors belong to the part whose
-        # gradient is computed.
-        if kind == BACKWARD or self._is_nested():
+        # A forward pass in the backward phase is that of a recomputed block: its tensors belong to
+        # the part whose gradient is computed.
+        is_recomputed = kind == BACKWARD
+        if is_recomputed or self._is_nested():
             return
         if name != BETWEEN:
             self.order.setdefault(name)
@@ -478,11 +500,12 @@ class _PartWatch:
         self._tracker.now = Owner(kind, name)
 
     def leave(self, name: str, _: nn.Module, __: Any, result: Any) -> None:
-        """Go back to the caller of a part, and wait for the part's backward pass."""
+        """Make the caller of a part the owner again, and wait for the part's backward pass."""
         self._tracker.now = self._callers.pop()
-        was_nested = self._is_nested()
+        was_nested = self._is_nested()  # asked while the part is still among those that run
         self._running.pop()
-        if was_nested or not isinstance(result, Tensor) or not result.requires_grad:
+        has_gradient = isinstance(result, Tensor) and result.requires_grad
+        if was_nested or not has_gradient:
             return
         # What the network returns is, as a rule, the result of a part, which has its hook.
         if name == BETWEEN and result._backward_hooks:
@@ -494,7 +517,7 @@ class _PartWatch:
         self._tracker.now = Owner(BACKWARD, name)
 
     def _is_nested(self) -> bool:
-        """Whether the part runs within another, to which it then belongs."""
+        """Whether the innermost part runs within another one, to which its tensors then belong."""
         parts = [name for name in self._running if name != BETWEEN]
         return len(parts) > 1
 
@@ -507,18 +530,20 @@ def _watch_parts(network: nn.Module, tracker: MemoryTracker) -> Iterator[dict[st
         The parts that have run, in their order.
     """
     watch = _PartWatch(tracker)
-    enter = functools.partial(watch.enter, BETWEEN)
-    leave = functools.partial(watch.leave, BETWEEN)
+    enter_network = functools.partial(watch.enter, BETWEEN)
+    leave_network = functools.partial(watch.leave, BETWEEN)
+    # Leaving the handle of a hook as a context removes the hook.
     with contextlib.ExitStack() as hooks:
-        # Hooks run in the order of their registration: the network enters first and leaves last.
-        hooks.enter_context(network.register_forward_pre_hook(enter))
+        # Hooks of one module run in the order of their registration. Where the network is a part as
+        # well, it must enter as the network first, and leave as the network last.
+        hooks.enter_context(network.register_forward_pre_hook(enter_network))
         for name, modules in named_parts(network).items():
             enter_part = functools.partial(watch.enter, name)
             leave_part = functools.partial(watch.leave, name)
             for module in modules:
                 hooks.enter_context(module.register_forward_pre_hook(enter_part))
                 hooks.enter_context(module.register_forward_hook(leave_part))
-        hooks.enter_context(network.register_forward_hook(leave))
+        hooks.enter_context(network.register_forward_hook(leave_network))
         yield watch.order
 
 
@@ -551,10 +576,13 @@ def _correct_norm_dtypes(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     if func in NORM_WEIGHTS:
         features, weight = args[0], args[NORM_WEIGHTS[func]]
         if weight is not None and weight.dtype != features.dtype:
-            out, *statistics = result
-            return (out, *(values.to(weight.dtype) for values in statistics))
-    if func is aten.native_group_norm_backward.default and result[0] is not None:
-        return (result[0].to(args[1].dtype), *result[1:])
+            normed, mean, inverse_deviation = result
+            return normed, mean.to(weight.dtype), inverse_deviation.to(weight.dtype)
+    if func is aten.native_group_norm_backward.default:
+        features = args[1]
+        gradient, *weight_gradients = result
+        if gradient is not None:
+            return (gradient.to(features.dtype), *weight_gradients)
     return result
 
 
@@ -569,9 +597,9 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     return sum(tensor.nbytes for tensor in (args[0], result) if not tensor.is_contiguous())
 
 
-# Kernels copy their inputs into layouts of their own, which a count of tensors does not see.
-# Measured: 1.1 to 2.1 times the live tensors over stems, norms, `refine`, precisions and
-# processors.
+# Kernels copy their inputs into layouts of their own, which a count of tensors does not see. So the
+# count is multiplied by this factor. Measured: 1.1 to 2.1 times the live tensors over stems, norms,
+# `refine`, precisions and processors.
 WORKSPACE = 2.5
 
 

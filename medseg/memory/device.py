@@ -1,4 +1,4 @@
-"""Device of a run: CPU or GPU."""
+"""Device of a run, CPU or GPU, and the precision that it can compute in."""
 
 import contextlib
 
@@ -35,7 +35,9 @@ def pick_device_type(accelerator: Accelerator) -> str:
 
     It is `cuda` where the run asks for a GPU, even if this machine has none.
     """
-    return "cuda" if accelerator is Accelerator.gpu else pick_device(accelerator).type
+    if accelerator is Accelerator.gpu:
+        return "cuda"
+    return pick_device(accelerator).type
 
 
 def start_libraries(device: torch.device) -> None:
@@ -70,7 +72,7 @@ def use_supported_half(memory: MemoryOptions, accelerator: Accelerator) -> None:
 
 
 def stage_precision(name: str, asked: str | None, trained: str, device_type: str) -> str:
-    """Choose the precision in which a trained stage runs; fp16 in place of bf16 is told.
+    """Choose the precision in which a trained stage runs; print it if fp16 replaces bf16.
 
     Args:
         name: Name of the stage, for the message.
@@ -83,7 +85,8 @@ def stage_precision(name: str, asked: str | None, trained: str, device_type: str
         precision = inference_precision(trained, device_type)
     else:
         precision = supported_precision(asked, device_type)
-    if (asked or trained) == "bf16" and precision == "fp16":
+    preferred = asked or trained
+    if preferred == "bf16" and precision == "fp16":
         say(
             f"the {name} stage computes in fp16: {torch.cuda.get_device_name()} has no arithmetic "
             "in bf16 (compute capability below 8.0)"

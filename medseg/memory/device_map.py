@@ -17,6 +17,10 @@ def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
     """Name the parts of a network: its blocks, and the layers outside of all blocks.
 
     Where it has no `blocks()`, its children are the parts.
+
+    Returns:
+        Modules by the name of the part: usually one. Layers of the same name in different modules
+        are one part.
     """
     if not hasattr(network, "blocks"):
         return {name: [child] for name, child in network.named_children()}
@@ -25,30 +29,30 @@ def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
         parts[name] = [block]
     block_ids = {id(block) for (block,) in parts.values()}
 
-    def outside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    def layers_outside(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Walk down to the largest modules that contain no block."""
         for name, child in module.named_children():
             if id(child) in block_ids:
                 continue
-            if any(id(inner) in block_ids for inner in child.modules()):
-                yield from outside(child)
+            contains_block = any(id(inner) in block_ids for inner in child.modules())
+            if contains_block:
+                yield from layers_outside(child)
             else:
                 yield name, child
 
-    for name, module in outside(network):
-        parts.setdefault(name, []).append(module)
+    for name, layer in layers_outside(network):
+        parts.setdefault(name, []).append(layer)
     return parts
 
 
 def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: torch.device) -> None:
     """Move each part of a network to its device; inputs follow, the logits return to `home`.
 
-    Names and values stay.
+    Names and values of the weights stay.
 
     Args:
         network: Network with a method `blocks()`, all of it on `home`.
-        device_map: Device by the name of a part, or by the beginning of names up to a dot
-            (`encoder`, `encoder.0`); the longest match counts. Unnamed parts stay on `home`.
+        device_map: See `resolve_device_map`; parts that it leaves out stay on `home`.
         home: Device of the input and of the loss.
 
     Raises:
@@ -77,8 +81,8 @@ class _JoinDevices(TorchFunctionMode):
     """Bring the operands of an operation between parts to one device.
 
     Such an operation is the sum of a skip and deeper features. The device of a weight is used, else
-    that of the first tensor. Inside a part all tensors are on one device already, so that
-    recomputation in the backward pass, which this mode does not reach, needs no copies.
+    that of the first tensor. This mode does not reach a recomputation in the backward pass, which
+    does not need it: inside a part all tensors are on one device already.
     """
 
     def __torch_function__(
@@ -90,15 +94,15 @@ class _JoinDevices(TorchFunctionMode):
             # A tensor without axes may lie on the CPU in any operation.
             if isinstance(leaf, Tensor) and leaf.ndim:
                 tensors.append(leaf)
+        # These operations may take tensors of several devices.
         is_copy = func in (Tensor.to, Tensor.copy_)
         if is_copy or len({tensor.device for tensor in tensors}) < 2:
             return func(*args, **kwargs)
         weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        # A weight stays where it is, and the other operands come to it.
-        device = (weights or tensors)[0].device
+        first = weights[0] if weights else tensors[0]
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device) if tensor.ndim else tensor
+            return tensor.to(first.device) if tensor.ndim else tensor
 
         args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
         return func(*args, **kwargs)
@@ -109,7 +113,8 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
 
     Args:
         names: Names of the parts.
-        device_map: Device by name or beginning of names.
+        device_map: Device by the name of a part, or by what stands for several (`encoder`,
+            `encoder.*.block0`), see `names_below`.
 
     Raises:
         ValueError: If a name matches no part.
@@ -120,7 +125,7 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
         {'encoder.0.block0': 'cuda:0', 'encoder.1.down': 'cpu'}
     """
     devices: dict[str, str] = {}
-    # Longer names replace what shorter ones said.
+    # The longest name last, so that it replaces what shorter ones said.
     for pattern in sorted(device_map, key=len):
         matches = names_below(names, pattern)
         if not matches:
@@ -152,37 +157,42 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
     """
     names = list(sizes)
     devices = list(capacities)
+    # Parts `start` to `stop - 1` take `sums[stop] - sums[start]` bytes.
     sums = [0, *itertools.accumulate(sizes.values())]
 
+    # Dynamic programming: the best division of what remains does not depend on the devices before.
     @functools.cache
-    def best(start: int, device: int) -> tuple[float, tuple[int, ...]]:
-        """Divide the parts from `start` on among the devices from `device` on.
+    def best_division(start: int, device_index: int) -> tuple[float, tuple[int, ...]]:
+        """Divide the parts from `start` on among the devices from `device_index` on.
 
         Returns:
-            The smallest possible maximum share, and the end of each device's parts.
+            The smallest possible maximum of the devices' shares, and for each device the index
+            after its last part.
         """
-        capacity = capacities[devices[device]]
-        if device == len(devices) - 1:
+        capacity = capacities[devices[device_index]]
+        if device_index == len(devices) - 1:
             return (sums[-1] - sums[start]) / capacity, (len(names),)
         choices = []
-        # Dynamic programming over the end of this device's parts.
         for stop in range(start, len(names) + 1):
-            rest, stops = best(stop, device + 1)
             share = (sums[stop] - sums[start]) / capacity
-            choices.append((max(share, rest), (stop, *stops)))
+            largest_other_share, other_stops = best_division(stop, device_index + 1)
+            choices.append((max(share, largest_other_share), (stop, *other_stops)))
+        # Of equally good choices the one with the smallest index.
         return min(choices)
 
-    # The ends of all devices' parts, the last of which is that of all parts.
-    _, stops = best(0, 0)
+    _, stops = best_division(0, 0)
     device_map: dict[str, str] = {}
-    for device, (start, stop) in zip(devices, itertools.pairwise((0, *stops)), strict=True):
+    start = 0
+    for device, stop in zip(devices, stops, strict=True):
         device_map |= dict.fromkeys(names[start:stop], device)
+        start = stop
     return device_map
 
 
 def _move_inputs(
     device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Move the arguments of a module's forward pass: a pre-hook of the module."""
     return tree_map_only(
         Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
     )

@@ -1,4 +1,4 @@
-"""Torch's fake tensors, without the work that an operation in place needs on real ones alone."""
+"""Torch's mode for fake tensors, made faster: element-wise operations in place are skipped."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -11,22 +11,28 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 class QuickFakeMode(FakeTensorMode):
     """`FakeTensorMode` that leaves out element-wise operations in place.
 
-    They change no shape, and a fake tensor has no values: most of what an optimiser's step does.
-    Fake numbers are the exception, whose values torch may know, such as an optimiser's count of
-    steps.
+    They change the values of a tensor and not its shape, and a fake tensor has a shape alone. An
+    optimiser's step consists mostly of them. Fake tensors of one element are not skipped, because
+    torch may know their value, such as an optimiser's count of steps.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if _is_in_place(func) and isinstance(args[0], FakeTensor) and args[0].numel() > 1:
-            return args[0]
+        if _is_in_place(func):
+            changed = args[0]
+            if isinstance(changed, FakeTensor) and changed.numel() > 1:
+                return changed
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @cache
 def _is_in_place(func: Any) -> bool:
-    """Whether an operation changes the elements of its first argument, and returns it."""
-    first, *_ = func._schema.arguments or [None]
-    changes_first = first is not None and first.alias_info is not None and first.alias_info.is_write
-    return changes_first and torch.Tag.pointwise in func.tags and func._schema.name.endswith("_")
+    """Whether an operation changes each element of its first argument by itself and returns it."""
+    if torch.Tag.pointwise not in func.tags or not func._schema.arguments:
+        return False
+    # `alias_info` of an argument is None unless the result or a write shares its memory.
+    alias = func._schema.arguments[0].alias_info
+    changes_first = alias is not None and alias.is_write
+    # By torch's naming, operations that return the changed argument end with an underscore.
+    return changes_first and func._schema.name.endswith("_")

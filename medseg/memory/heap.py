@@ -33,7 +33,8 @@ from pathlib import Path
 USUALLY_MAPPED_BYTES = 4 * 2**20  # blocks of this size and more are mapped
 ALIGNED_BYTES = 2 * 2**20  # torch aligns blocks of this size and more
 KEPT_BYTES = 64 * 2**20  # free memory at the end of the heap that stays for reuse
-# Variables of glibc, and the parameters of mallopt(3) for the same.
+# Environment variables of glibc, and the numbers of the same parameters for mallopt(3):
+# M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h.
 MAP_FROM = "MALLOC_MMAP_THRESHOLD_"
 KEEP = "MALLOC_TRIM_THRESHOLD_"
 PARAMETERS = {MAP_FROM: -3, KEEP: -1}
@@ -46,8 +47,9 @@ def map_large_blocks() -> None:
     Must come before torch makes a tensor. Does nothing where the C library is not glibc, the kernel
     gives no huge pages, or the user has set glibc's variables.
     """
-    is_set = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
-    if platform.libc_ver()[0] != "glibc" or is_set or not _has_huge_pages():
+    is_glibc = platform.libc_ver()[0] == "glibc"
+    is_set_by_user = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
+    if is_set_by_user or not is_glibc or not _has_huge_pages():
         return
     _set(MAP_FROM, USUALLY_MAPPED_BYTES)
     _set(KEEP, KEPT_BYTES)
@@ -56,9 +58,10 @@ def map_large_blocks() -> None:
 
 
 def maps_large_blocks() -> bool:
-    """Whether `map_large_blocks` has taken effect in this process."""
-    sizes = (str(ALIGNED_BYTES), str(USUALLY_MAPPED_BYTES))
-    return os.environ.get(MAP_FROM) in sizes
+    """Whether `map_large_blocks` has taken effect in this process or in the one that started it."""
+    # The variable is inherited. Any other value was set by the user.
+    own_values = (str(ALIGNED_BYTES), str(USUALLY_MAPPED_BYTES))
+    return os.environ.get(MAP_FROM) in own_values
 
 
 def map_blocks_from(num_bytes: int) -> None:
@@ -67,19 +70,22 @@ def map_blocks_from(num_bytes: int) -> None:
         _set(MAP_FROM, num_bytes)
 
 
-def mapped_bytes() -> int:
-    """Size from which on blocks are mapped, where `map_large_blocks` has taken effect."""
-    return int(os.environ[MAP_FROM]) if maps_large_blocks() else USUALLY_MAPPED_BYTES
+def min_mapped_bytes() -> int:
+    """Size from which on blocks are mapped; the usual one if `map_large_blocks` had no effect."""
+    if not maps_large_blocks():
+        return USUALLY_MAPPED_BYTES
+    return int(os.environ[MAP_FROM])
 
 
 def _set(variable: str, size: int) -> None:
-    """Set a parameter of glibc's heap for this process and for those that it starts."""
+    """Set a parameter of glibc's heap, in bytes, for this process and for those that it starts."""
+    # `CDLL(None)` gives the libraries that are loaded already, the C library among them.
     ctypes.CDLL(None).mallopt(PARAMETERS[variable], size)
     os.environ[variable] = str(size)  # glibc reads it when a process begins
 
 
 class _HeapInfo(ctypes.Structure):
-    """Result of glibc's `mallinfo2`."""
+    """Result of glibc's `mallinfo2`, with its fields in its order; see mallinfo(3)."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -98,15 +104,16 @@ class _HeapInfo(ctypes.Structure):
     ]
 
 
-def used_bytes() -> int:
-    """Bytes that this process has taken from the C library and not freed; 0 if it does not tell."""
+def heap_used_bytes() -> int:
+    """Bytes that this process has taken from the C library and not freed; 0 where it is unknown."""
     try:
         query = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):  # another C library, or glibc before 2.33
         return 0
     query.restype = _HeapInfo
     info = query()
-    return int(info.uordblks + info.hblkhd)
+    in_heap, in_mapped_blocks = info.uordblks, info.hblkhd
+    return int(in_heap + in_mapped_blocks)
 
 
 def _has_huge_pages() -> bool:

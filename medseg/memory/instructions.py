@@ -28,7 +28,8 @@ def train_without_amx() -> None:
 
     Must come before the first convolution.
     """
-    if not any(name in os.environ for name in VARIABLES):
+    has_limit = any(name in os.environ for name in VARIABLES)
+    if not has_limit:
         os.environ[VARIABLES[0]] = WITHOUT_AMX
 
 

@@ -26,9 +26,9 @@ from medseg.io.calibration import Circumstances, LoadMeter, present_load
 from medseg.memory.device import start_libraries
 from medseg.memory.heap import (
     USUALLY_MAPPED_BYTES,
-    mapped_bytes,
+    heap_used_bytes,
     maps_large_blocks,
-    used_bytes,
+    min_mapped_bytes,
 )
 from medseg.memory.instructions import instruction_limit
 from medseg.memory.profile import (
@@ -39,35 +39,37 @@ from medseg.memory.profile import (
 )
 from medseg.memory.tracker import Call, Operand
 
-# An operation on a larger tensor is measured on two parts of its slices. The tensors of a part are
-# still so large that the system maps new memory for each, as for all larger ones (see
-# `medseg.memory.heap`): the measured time contains the page faults.
+# An operation with a larger tensor is measured on some of its slices, see `parts_of`. The tensors
+# of these parts are still so large that the system maps new memory for each, as for all larger ones
+# (see `medseg.memory.heap`): the measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
-# On a GPU the largest tensor of an operation that is measured whole takes this part of the card:
-# cuDNN chooses another kernel for a part, whose workspace says nothing of the whole.
+# On a GPU operations with a tensor of up to this part of the card are measured whole: for some of
+# the slices cuDNN chooses another kernel, whose workspace says nothing of the whole.
 MEASURED_PART_OF_GPU = 1 / 8
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
 # Operations are measured in groups. After each group its costs are written, so that a command that
 # is stopped keeps them, and the user is told how long the rest takes.
 GROUP_SIZE = 64
-# The operations of a group are timed in rounds, so that a processor that is slower for a while is
-# so for all of them. ROUNDS_S is the time for all groups together.
+# The operations of a group are timed in rounds of one run each, so that a processor that is slower
+# for a while is so for all of them. ROUNDS_S, in seconds, is the time for all groups together.
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
 # If ROUNDS_S is too short for LEAST_ROUNDS, operations that take longer than this are timed once.
 # That is enough: in three rounds, the sums of 116 convolutions of 0.05 to 0.6 s were within 2 %.
 LONG_S = 0.05
-# An operation is cut by a common divisor of the depths of its tensors. Below this, small numbers
-# among its arguments (the size of a kernel, the number of an axis) could be taken for a depth.
+# An operation is cut by the greatest common divisor of the depths of its tensors. Below this, small
+# numbers among its arguments (kernel size, number of an axis) could be taken for a depth.
 LEAST_DIVISOR = 8
 # What torch raises for an operation whose arguments cannot be made alone, or do not fit; anything
 # else is a defect of ours.
 OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+# Beginning of the name, for the profiler, of a run of an operation; the number of the run follows.
 MARK = "medseg operation "
 aten = torch.ops.aten
 # Position of the weight among the arguments: it has five axes too, but no slices.
 WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
-# Position of the number of voxels in a channel, which follows the slices.
+# Position among the arguments of the number of voxels in a channel, which changes with the number
+# of slices.
 VOXEL_COUNTS = {aten.native_group_norm.default: 5, aten.native_group_norm_backward.default: 7}
 
 
@@ -76,11 +78,10 @@ class Cost(NamedTuple):
 
     Attributes:
         workspace: Bytes that its kernel takes beside arguments and result, and frees.
-        written: Bytes of the workspace that the kernel writes; the system gives no memory for the
-            others.
+        written: Bytes of the workspace that the kernel writes. Only they become resident.
         lasting: Bytes that the libraries keep after its first run: the code that oneDNN makes for
             these sizes.
-        seconds: Duration.
+        seconds: Duration; on a CPU see `KernelCosts._clock`.
     """
 
     workspace: int
@@ -93,7 +94,7 @@ NOTHING = Cost(0, 0, 0, 0.0)
 
 
 class Run(NamedTuple):
-    """What was seen of one run of an operation.
+    """Measurement of one run of an operation.
 
     Attributes:
         workspace: See `Cost`.
@@ -109,9 +110,14 @@ class Run(NamedTuple):
 class KernelCosts:
     """Costs of operations on this machine, with its libraries and number of threads.
 
+    The key of an operation is that of `Timeline.calls`.
+
     Attributes:
-        unmeasured: Names of operations that could not be run alone, whose costs count as zero, to
-            the reason.
+        device: Device on which operations are measured.
+        path: File of the costs.
+        costs: Cost by the key of the operation.
+        unmeasured: Reason why an operation could not be run alone, by its name. Its cost counts as
+            zero.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -122,26 +128,30 @@ class KernelCosts:
             device: Device on which operations are measured.
         """
         self.device = device
-        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+        hardware = processor_name()
+        if device.type == "cuda":
+            hardware = torch.cuda.get_device_name(device)
+        # The name contains everything that changes the costs.
         name = f"{hardware} {torch.get_num_threads()} threads torch {torch.__version__}"
         # Whether large blocks are mapped decides about page faults, which take time.
         if device.type == "cpu" and maps_large_blocks():
             name += " mapped"
-            if mapped_bytes() != USUALLY_MAPPED_BYTES:
-                name += f" from {mapped_bytes()}"
+            if min_mapped_bytes() != USUALLY_MAPPED_BYTES:
+                name += f" from {min_mapped_bytes()}"
         if instruction_limit():
             name += f" {instruction_limit()}"
         file_name = f"kernels {name}.json".replace("/", "_").replace(" ", "_")
         self.path = folder / file_name
         self.unmeasured: dict[str, str] = {}
-        self._reasons: dict[str, str] = {}  # by key of the operation
-        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}  # by place among the arguments
-        self._circumstances: dict[str, Circumstances] = {}
+        self._reasons: dict[str, str] = {}  # why an operation failed, by its key
+        # Memory of the arguments of operations, by their place among the arguments, for reuse.
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._circumstances: dict[str, Circumstances] = {}  # of the measurement, by key
         self.costs: dict[str, Cost] = {}
         self._read()
 
     def __getitem__(self, key: str) -> Cost:
-        """Cost of an operation; zero where it was not measured."""
+        """Return the cost of an operation; zero where it was not measured."""
         return self.costs.get(key, NOTHING)
 
     def measure(self, calls: Mapping[str, Call]) -> None:
@@ -151,8 +161,8 @@ class KernelCosts:
             return
         noun = "operation" if len(missing) == 1 else "operations"
         say(f"plan: measuring {len(missing)} {noun} on this machine; kept for later plans")
-        # Mixed, so that each group has operations of all sets of switches: a processor that slows
-        # down favours none of them, and the groups so far tell how long the others take.
+        # In random order, so that each group has operations of all sets of switches: a processor
+        # that slows down favours none of them, and the groups so far tell how long the others take.
         random.Random(0).shuffle(missing)
         progress = Progress("plan", len(missing), "operations")
         for start in range(0, len(missing), GROUP_SIZE):
@@ -168,9 +178,10 @@ class KernelCosts:
 
         Args:
             group: The operations.
-            share: Part of ROUNDS_S that they may use.
+            share: Share of ROUNDS_S that they may use.
         """
-        gc.collect()  # what the last profiler left would be freed between two readings of the heap
+        # The last profiler's memory would else be freed later, between two readings of the heap.
+        gc.collect()
         with LoadMeter() as meter:
             measured = self._measure(group, share * ROUNDS_S)
         self.costs |= measured
@@ -178,42 +189,52 @@ class KernelCosts:
         self._write(measured)
 
     def _measure(self, missing: Mapping[str, Call], rounds_s: float) -> dict[str, Cost]:
-        """Measure operations, large ones by one or two parts of them."""
+        """Measure operations, large ones by one or two parts of them.
+
+        Args:
+            missing: The operations.
+            rounds_s: See `_durations`.
+        """
         largest_bytes = self._measured_bytes()
+        # Of each operation one or two parts, the larger one last; none if it is too large.
         parts = {key: parts_of(call, largest_bytes) for key, call in missing.items()}
+        larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
         with torch.no_grad():
-            larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
+            # First, because it needs the first run of each operation in this process.
             lasting = self._lasting(larger)
             # Operations that cannot run alone are missing from here on.
-            runs = self._watched(larger)
+            larger_runs = self._watched(larger)
             smaller: dict[str, Call] = {}
-            for key, run in runs.items():
+            for key, run in larger_runs.items():
                 # An operation without a workspace on its larger part has none on the whole.
                 if run.workspace and len(parts[key]) > 1:
                     smaller[key] = parts[key][0].call
             smaller_runs = self._watched(smaller)
             durations_s = self._durations(
-                {key: larger[key] for key in runs},
-                {key: run.seconds for key, run in runs.items()},
+                {key: larger[key] for key in larger_runs},
+                {key: run.seconds for key, run in larger_runs.items()},
                 rounds_s,
             )
         costs = {}
         for key, call in missing.items():
-            if key not in runs:
+            if key not in larger_runs:
                 reason = self._reasons.get(key, "it is too large, and cannot be divided")
                 self.unmeasured[str(call.operation)] = reason
                 costs[key] = NOTHING
                 continue
-            share = parts[key][-1].share
-            points = [(share, runs[key].workspace)]
+            larger_run = larger_runs[key]
+            larger_share = parts[key][-1].share
+            points = [(larger_share, larger_run.workspace)]
             if key in smaller_runs:
-                points.insert(0, (parts[key][0].share, smaller_runs[key].workspace))
-            workspace = continued(points)
+                smaller_share = parts[key][0].share
+                points.insert(0, (smaller_share, smaller_runs[key].workspace))
+            workspace = extrapolated_bytes(points)
             costs[key] = Cost(
                 workspace,
-                written=round(runs[key].written_share * workspace),
+                written=round(larger_run.written_share * workspace),
                 lasting=lasting[key],
-                seconds=median(durations_s[key]) / share,
+                # Time is proportional to the number of slices.
+                seconds=median(durations_s[key]) / larger_share,
             )
         return costs
 
@@ -233,11 +254,16 @@ class KernelCosts:
             calls: The operations.
             first_s: Seconds of a first run of each. They stand for long operations if there is no
                 time for LEAST_ROUNDS with them.
-            rounds_s: Seconds that more than LEAST_ROUNDS may take.
+            rounds_s: Seconds after which no further round begins, once LEAST_ROUNDS are done.
+
+        Returns:
+            One or more durations of each operation.
         """
         durations_s: dict[str, list[float]] = {key: [] for key in calls}
         timed = dict(calls)
-        if LEAST_ROUNDS * sum(first_s.values()) > rounds_s:
+        lacks_time = LEAST_ROUNDS * sum(first_s.values()) > rounds_s
+        if lacks_time:
+            # Long operations are not timed again.
             for key, seconds in first_s.items():
                 if seconds > LONG_S:
                     durations_s[key].append(seconds)
@@ -251,7 +277,7 @@ class KernelCosts:
         return durations_s
 
     def _read(self) -> None:
-        """Read the costs that still count, see `medseg.io.calibration`."""
+        """Read the costs that are still valid, see `Circumstances.is_valid`."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
             for key, (workspace, written, lasting, seconds, load, time_s) in content.items():
@@ -265,12 +291,13 @@ class KernelCosts:
             self._circumstances = {}
 
     def _write(self, measured: Mapping[str, Cost]) -> None:
-        """Add costs to the file; another process may have added some since it was read."""
-        file = KernelCosts(self.path.parent, self.device)
-        file.costs |= measured
-        file._circumstances |= {key: self._circumstances[key] for key in measured}
-        rows = {key: [*cost, *file._circumstances[key]] for key, cost in file.costs.items()}
-        # In a folder that cannot be written nothing is kept: measured again the next time.
+        """Add costs to the file."""
+        # Read anew, because another process may have added some since then.
+        stored = KernelCosts(self.path.parent, self.device)
+        stored.costs |= measured
+        stored._circumstances |= {key: self._circumstances[key] for key in measured}
+        rows = {key: [*cost, *stored._circumstances[key]] for key, cost in stored.costs.items()}
+        # Where the folder cannot be written, the costs are measured again the next time.
         with contextlib.suppress(UserError):
             replace_text(self.path, json.dumps(rows))
 
@@ -278,17 +305,18 @@ class KernelCosts:
         """Run each operation for the first time.
 
         Returns:
-            Bytes that stay taken when its result is gone; 0 for an operation that fails.
+            Bytes that stay taken when its result is gone, by key; 0 for an operation that fails.
         """
         lasting = dict.fromkeys(calls, 0)
+        # So that loading the libraries does not count as a part of the first operation.
         start_libraries(self.device)
         for key, call in calls.items():
             with self._noted_failure(key):
                 run = self._prepared(call)
-                before = used_bytes()
+                bytes_before = heap_used_bytes()
                 run()
                 self._synchronise()
-                lasting[key] = max(0, used_bytes() - before)
+                lasting[key] = max(0, heap_used_bytes() - bytes_before)
         return lasting
 
     def _watched(self, calls: Mapping[str, Call]) -> dict[str, Run]:
@@ -300,50 +328,54 @@ class KernelCosts:
             return self._watched_on_gpu(calls)
         # The profiler's library prints lines otherwise.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        # By key: number of the run for the profiler, written bytes and seconds.
         runs: dict[str, tuple[int, int | None, float]] = {}
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for number, (key, call) in enumerate(calls.items()):
                 with self._noted_failure(key):
                     written_bytes, seconds = self._watched_run(call, f"{MARK}{number}")
                     runs[key] = number, written_bytes, seconds
-        peaks = _allocated_peaks(profiler.profiler.kineto_results.experimental_event_tree())
+        workspaces = _workspaces(profiler.profiler.kineto_results.experimental_event_tree())
         watched = {}
         for key, (number, written_bytes, seconds) in runs.items():
-            workspace = peaks.get(number, 0)
+            workspace = workspaces.get(number, 0)
             written_share = 1.0
-            # A smaller workspace comes from the heap, which may be resident already: then it does
-            # not show what is written.
-            if written_bytes is not None and workspace >= mapped_bytes():
+            # A smaller workspace comes from the heap, whose pages may be resident already: then the
+            # resident memory does not show what is written.
+            if written_bytes is not None and workspace >= min_mapped_bytes():
                 written_share = min(1.0, written_bytes / workspace)
             watched[key] = Run(workspace, written_share, seconds)
         return watched
 
     def _watched_run(self, call: Call, mark: str) -> tuple[int | None, float]:
-        """Run an operation under a mark of the profiler.
+        """Run an operation under a name for the profiler.
 
-        It has run before: what the libraries make once is there.
+        It must have run before, so that what the libraries make once is there.
 
         Returns:
             Bytes that it writes beside its result, None where that is not known; and its seconds.
         """
         clock = self._clock()
         run = self._prepared(call)
-        before = _watch_resident()
+        bytes_before = _watch_resident()
         with record_function(mark):
             start_s = clock()
-            result = run()  # live at the end of the mark
+            # The name keeps the result alive, so that its bytes are not taken for a workspace.
+            result = run()
             seconds = clock() - start_s
-        if before is None:
+        if bytes_before is None:
             return None, seconds
-        peak = peak_resident_bytes()
-        after = resident_bytes()
+        peak_bytes = peak_resident_bytes()
+        bytes_after = resident_bytes()
         result_bytes = 0
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 result_bytes += leaf.untyped_storage().nbytes()
         # Two lower bounds of what was written beside the result. The first is too low where a part
         # of the workspace stays in the heap, the second where the result was resident before.
-        written_bytes = max(peak - after, peak - before - result_bytes, 0)
+        freed_bytes = peak_bytes - bytes_after
+        added_bytes = peak_bytes - bytes_before - result_bytes
+        written_bytes = max(freed_bytes, added_bytes, 0)
         return written_bytes, seconds
 
     @contextlib.contextmanager
@@ -362,7 +394,7 @@ class KernelCosts:
             self._reasons[key] = first_line(error)
 
     def _synchronise(self) -> None:
-        """Wait for the GPU, so that an operation fails by itself and not in the next one."""
+        """Wait for the GPU, so that an operation fails, and takes its time, before the next one."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -373,32 +405,34 @@ class KernelCosts:
                 run = self._prepared(call)
                 torch.cuda.reset_peak_memory_stats()
                 start_s = time.perf_counter()
-                _result = run()  # live when the bytes are read, so that it does not count
+                # The name keeps the result alive, so that its bytes are in both numbers below.
+                _result = run()
                 torch.cuda.synchronize()
                 seconds = time.perf_counter() - start_s
-                peak = torch.cuda.max_memory_allocated()
-                workspace = peak - torch.cuda.memory_allocated()
-                del _result
+                peak_bytes = torch.cuda.max_memory_allocated()
+                workspace = peak_bytes - torch.cuda.memory_allocated()
+                del _result  # before the next operation runs
                 watched[key] = Run(workspace, 1.0, seconds)
         return watched
 
     def _clock(self) -> Callable[[], float]:
-        """Clock of the device.
+        """Return the clock of the device, in seconds.
 
         On a CPU it is the processor time of the calling thread: other programs on the machine do
-        not lengthen it. Of several threads the calling one works from the beginning to the end:
-        torch and oneDNN divide an operation evenly and give it the first and largest part. With two
-        threads nine operations took it 1.00 to 1.4 times half of the processor time of both, and
-        0.50 to 0.65 times its time alone.
+        not lengthen it. Where an operation uses several threads, the calling one works from the
+        beginning to the end: torch and oneDNN divide an operation evenly and give that thread the
+        first and largest part. Measured with nine operations on two threads: the calling thread
+        took 1.00 to 1.4 times half of the processor time of both, and 0.50 to 0.65 times its time
+        without the other thread.
         """
         return time.thread_time if self.device.type == "cpu" else time.perf_counter
 
     def _seconds(self, call: Call) -> float:
-        """Time an operation once.
+        """Time one run of an operation.
 
-        In a step each operation runs among others: its code and its tensors are no longer in the
-        processor's caches. A repetition would find them there; steps took 10 to 25 % longer than
-        the sum of repeated operations.
+        It must not be repeated at once. In a step each operation runs among others, and its code
+        and its tensors are no longer in the processor's caches. A repetition would find them there:
+        steps took 10 to 25 % longer than the sum of repeated operations.
         """
         clock = self._clock()
         run = self._prepared(call)
@@ -409,15 +443,15 @@ class KernelCosts:
 
     def _prepared(self, call: Call) -> Callable[[], Any]:
         """Make tensors for an operation's arguments; return it as a function without arguments."""
-        # An operation that writes into its arguments gets new ones.
+        # An operation that writes into its arguments gets tensors that no other one uses.
         buffers = {} if call.operation._schema.is_mutable else self._buffers
-        count = itertools.count()
+        places = itertools.count()
 
         def as_value(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return self.device
             if isinstance(leaf, Operand):
-                return self._as_tensor(leaf, buffers, next(count))
+                return self._as_tensor(leaf, buffers, next(places))
             return leaf
 
         arguments, options = tree_map(as_value, (call.arguments, call.options), is_leaf=_is_operand)
@@ -428,33 +462,36 @@ class KernelCosts:
     ) -> Tensor:
         """Take a tensor from the buffer of its place among the arguments.
 
-        New memory would cost more than many operations.
+        To make a new tensor would take longer than many operations.
         """
-        size = 0
+        # Number of elements from the first of the tensor to its last, gaps included.
+        num_elements = 0
         if 0 not in operand.shape:
-            lengths = zip(operand.shape, operand.stride, strict=True)
-            # Place of the last element, by the strides.
-            size = 1 + sum((length - 1) * step for length, step in lengths)
+            num_elements = 1
+            for length, stride in zip(operand.shape, operand.stride, strict=True):
+                num_elements += (length - 1) * stride
         buffer = buffers.get((place, operand.dtype))
-        if buffer is None or len(buffer) < size:
+        if buffer is None or len(buffer) < num_elements:
             # Not zero: results near it would be denormal numbers, which are slow. Integers may be
             # indices, for which 0 is in range.
             value = 0.5 if operand.dtype.is_floating_point else 0
-            buffer = torch.full((size,), value, dtype=operand.dtype, device=self.device)
+            buffer = torch.full((num_elements,), value, dtype=operand.dtype, device=self.device)
             buffers[place, operand.dtype] = buffer
         return buffer.as_strided(operand.shape, operand.stride)
 
 
 def _watch_resident() -> int | None:
-    """Start to watch the largest resident memory of this process.
+    """Let the largest resident memory of this process begin anew, see `peak_resident_bytes`.
 
     Returns:
-        Bytes that are resident now; None where the system does not tell the largest ones, or where
-        large blocks are not mapped, so that what the heap keeps decides what is resident.
+        Bytes that are resident now; None where the peak would not show what an operation writes.
+        That is so where the system cannot reset the peak, and where large blocks are not mapped:
+        then it depends on what the heap keeps.
     """
     if not maps_large_blocks():
         return None
-    release_free_memory()  # free memory of the heap that is resident would not be seen again
+    # Memory that an operation takes from resident free pages would not raise the resident memory.
+    release_free_memory()
     try:
         reset_peak_resident()
     except OSError:
@@ -471,16 +508,17 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def continued(points: Sequence[tuple[float, int]]) -> int:
-    """Extrapolate bytes measured on shares of an operation to the whole.
-
-    Two shares are continued linearly, a single one in proportion.
+def extrapolated_bytes(points: Sequence[tuple[float, int]]) -> int:
+    """Extrapolate bytes measured on one or two shares of an operation to the whole.
 
     Args:
-        points: Share and bytes, the larger share last.
+        points: Share, from 0 to 1, and bytes; the larger share last. Through two points goes a
+            straight line; a single one is continued in proportion.
     """
     share, num_bytes = points[-1]
-    smaller_share, fewer_bytes = points[0] if len(points) > 1 else (0.0, 0)
+    smaller_share, fewer_bytes = 0.0, 0
+    if len(points) > 1:
+        smaller_share, fewer_bytes = points[0]
     slope = (num_bytes - fewer_bytes) / (share - smaller_share)
     return max(0, round(num_bytes + slope * (1 - share)))
 
@@ -493,11 +531,15 @@ class Part(NamedTuple):
 
 
 def parts_of(call: Call, measured_bytes: int) -> list[Part]:
-    """Divide a large operation into parts of its slices, the largest last.
+    """Make of a large operation one or two smaller ones, with some of its slices, to be measured.
 
     Args:
-        call: A small one is its only part; one that is too large and cannot be divided has none.
+        call: The operation.
         measured_bytes: Bytes of the largest tensor of an operation that is measured whole.
+
+    Returns:
+        The part with the most slices last. A small operation is its own only part, also a larger
+        one that cannot be divided; there is none if that needs more than MAX_BYTES.
     """
     leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
     operands = [leaf for leaf in leaves if _is_operand(leaf)]
@@ -509,17 +551,20 @@ def parts_of(call: Call, measured_bytes: int) -> list[Part]:
         weight = call.arguments[WEIGHTS[call.operation]]
     depths = [operand.shape[-3] for operand in operands if _has_slices(operand, weight)]
     divisor = math.gcd(*depths)  # 0 without depths
-    if divisor < LEAST_DIVISOR:
-        # It cannot be divided.
+    can_be_divided = divisor >= LEAST_DIVISOR
+    if not can_be_divided:
         if sum(sizes) > MAX_BYTES:
             return []
         return [Part(1.0, call)]
-    num_slices = max(1, divisor * measured_bytes // max(sizes))
-    fewer_slices = max(1, num_slices // 2)
-    return [
-        Part(number / divisor, _cut(call, weight, number, divisor))
-        for number in sorted({fewer_slices, num_slices})
-    ]
+    # Tensors may differ in depth, e.g. by a stride of 2. A share of n / divisor is a whole number
+    # of slices in each of them.
+    numerator = max(1, divisor * measured_bytes // max(sizes))
+    smaller_numerator = max(1, numerator // 2)
+    parts = []
+    for part_numerator in sorted({smaller_numerator, numerator}):
+        part = _cut(call, weight, part_numerator, divisor)
+        parts.append(Part(part_numerator / divisor, part))
+    return parts
 
 
 def _has_slices(leaf: Any, weight: Operand | None) -> bool:
@@ -528,7 +573,7 @@ def _has_slices(leaf: Any, weight: Operand | None) -> bool:
 
 
 def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -> Call:
-    """Take a share of the slices of an operation.
+    """Take the share `numerator / denominator` of the slices of an operation.
 
     All tensors (N, C, D, H, W) but the weight are cut, and sizes among the other arguments.
     """
@@ -538,20 +583,21 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
             depth = leaf.shape[2] * numerator // denominator
             shape = (*leaf.shape[:2], depth, *leaf.shape[3:])
             return leaf._replace(shape=shape, stride=_dense(shape, leaf.stride))
-        # The lists of a convolution are strides, padding and the like, no sizes.
+        # The lists of integers of a convolution are strides, padding and the like, no sizes.
         is_convolution = weight is not None
-        if is_convolution or not _is_sizes(leaf):
+        if is_convolution or not _is_integers(leaf):
             return leaf
-        # Sizes of (D, H, W) or (N, C, D, H, W).
+        # Sizes (D, H, W) or (N, C, D, H, W).
         if len(leaf) not in (3, 5):
             return leaf
         depth = leaf[-3]
+        # Another list, such as kernel sizes: a depth is a multiple of the divisor of all depths.
         if depth == 0 or depth % denominator:
             return leaf
         return [*leaf[:-3], depth * numerator // denominator, *leaf[-2:]]
 
     def is_leaf(leaf: Any) -> bool:
-        return _is_operand(leaf) or _is_sizes(leaf)
+        return _is_operand(leaf) or _is_integers(leaf)
 
     arguments, options = tree_map(cut, (call.arguments, call.options), is_leaf=is_leaf)
     if call.operation in VOXEL_COUNTS:
@@ -564,18 +610,24 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor without gaps whose axes lie in memory in the order of other strides.
 
-    Repeated axes (0) stay.
+    Args:
+        shape: Shape of the tensor.
+        stride: The other strides. Those of repeated axes, 0, stay.
     """
     dense = [0] * len(shape)
+    # The innermost axis first. Of two equal strides, one is that of an axis of length 1; the later
+    # axis is taken for the inner one.
+    axes_from_innermost = sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis))
     step = 1
-    for axis in sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis)):
+    for axis in axes_from_innermost:
         if stride[axis]:
             dense[axis] = step
             step *= shape[axis]
     return tuple(dense)
 
 
-def _is_sizes(leaf: Any) -> bool:
+def _is_integers(leaf: Any) -> bool:
+    """Whether an argument is a list of one or more integers."""
     if not isinstance(leaf, (list, tuple)) or not leaf:
         return False
     return all(isinstance(value, int) for value in leaf)
@@ -585,31 +637,33 @@ def _is_operand(leaf: Any) -> bool:
     return isinstance(leaf, Operand)
 
 
-def _allocated_peaks(roots: Iterable[Any]) -> dict[int, int]:
-    """Find the workspace of each marked operation: its peak memory less what it left.
+def _workspaces(events: Iterable[Any]) -> dict[int, int]:
+    """Find the workspace of each operation named with MARK: its peak memory less its result.
 
     Args:
-        roots: Events of the profiler, each with its children.
+        events: Events of the profiler, each with its children.
 
     Returns:
-        Bytes by the number of the operation.
+        Bytes by the number of the operation's run.
     """
-    peaks: dict[int, int] = {}
-    for root in roots:
-        if not root.name.startswith(MARK):
-            peaks |= _allocated_peaks(root.children)
+    workspaces: dict[int, int] = {}
+    for event in events:
+        if not event.name.startswith(MARK):
+            workspaces |= _workspaces(event.children)
             continue
-        total = 0
-        peak = 0
-        for _, size in sorted(_allocations(root)):
-            total += size
-            peak = max(peak, total)
-        peaks[int(root.name.removeprefix(MARK))] = peak - total
-    return peaks
+        live_bytes = 0
+        peak_bytes = 0
+        for _, num_bytes in sorted(_allocations(event)):  # by time
+            live_bytes += num_bytes
+            peak_bytes = max(peak_bytes, live_bytes)
+        # Only the result is live at the end.
+        number = int(event.name.removeprefix(MARK))
+        workspaces[number] = peak_bytes - live_bytes
+    return workspaces
 
 
 def _allocations(event: Any) -> list[tuple[int, int]]:
-    """Times and sizes of all allocations below an event of the profiler; releases are negative."""
+    """List time (ns) and bytes of all allocations below an event; releases are negative."""
     allocations = []
     if event.name == "[memory]":
         allocations.append((event.start_time_ns, event.extra_fields.alloc_size))

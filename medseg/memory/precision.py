@@ -19,8 +19,12 @@ BF16_CAPABILITY = (8, 0)
 def check_precision(precision: str, device_type: str) -> None:
     """Refuse a precision that the device lacks.
 
+    Args:
+        precision: A key of `PRECISIONS`.
+        device_type: `cpu` or `cuda`.
+
     Raises:
-        ValueError: If the precision is unknown, or needs a GPU and the device is none.
+        ValueError: If the precision is unknown, or needs a GPU and the device is a CPU.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {tuple(PRECISIONS)}, got {precision!r}")
@@ -37,8 +41,8 @@ def check_precision(precision: str, device_type: str) -> None:
 def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
     """Make the context in which a network computes.
 
-    Half precision means autocast: convolutions in half, parameters in fp32. `fp32` and `tf32`
-    change nothing here.
+    For `bf16` and `fp16` that is torch's autocast: convolutions in half precision, parameters in
+    fp32. For `fp32` and `tf32` the context does nothing; see `set_tf32`.
 
     Raises:
         ValueError: See `check_precision`.
@@ -52,8 +56,8 @@ def autocast(precision: str, device_type: str) -> AbstractContextManager[Any]:
 def inference_precision(trained: str, device_type: str) -> str:
     """Choose the precision in which a trained network runs.
 
-    A CPU has no fp16, and runs fp32 where it only emulates bf16: with AVX2 alone torch leaves its
-    fast kernels, and a network takes several times as long as in fp32.
+    On a CPU that is bf16 or fp32. Where the processor only emulates bf16, it is fp32: with AVX2
+    alone torch has no fast kernels in bf16, and a network takes several times as long as in fp32.
 
     Args:
         trained: Precision of the training.
@@ -71,7 +75,7 @@ def inference_precision(trained: str, device_type: str) -> str:
 
 
 def supported_precision(precision: str, device_type: str) -> str:
-    """Replace `bf16` by `fp16` where a GPU has no arithmetic in bf16; others stay.
+    """Replace `bf16` by `fp16` where a GPU has no arithmetic in bf16; keep all other precisions.
 
     Training in `fp16` scales the loss, see `lightning_precision`.
     """
@@ -83,16 +87,17 @@ def supported_precision(precision: str, device_type: str) -> str:
 def has_fast_bf16(device_type: str) -> bool:
     """Whether this machine's devices of a type compute in bf16, and do not emulate it.
 
-    All visible GPUs count, because the ranks of a run must agree. A machine without a GPU answers
-    for the one that a run is planned for. On a CPU torch itself decides by the same call.
+    All visible GPUs must, because the ranks of a run must agree. On a machine without a GPU the
+    answer for `cuda` is True: a run may be planned there for a GPU that it lacks.
     """
     if device_type == "cuda":
-        # True without a GPU, since `all` of none is.
-        numbers = range(torch.cuda.device_count())
-        capabilities = map(torch.cuda.get_device_capability, numbers)
-        return all(capability >= BF16_CAPABILITY for capability in capabilities)
+        for number in range(torch.cuda.device_count()):
+            if torch.cuda.get_device_capability(number) < BF16_CAPABILITY:
+                return False
+        return True
     if not torch.backends.mkldnn.is_available():
         return False
+    # Torch chooses its kernels for bf16 by the same call.
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -113,15 +118,18 @@ def set_tf32(precision: str) -> None:
 
     Torch's default allows it in convolutions.
     """
-    is_allowed = precision == "tf32"
-    _set_precision("high" if is_allowed else "highest", is_allowed)
+    # In torch's words "high" products may use TF32, and "highest" ones compute in fp32.
+    if precision == "tf32":
+        _set_precision("high", in_convolutions=True)
+    else:
+        _set_precision("highest", in_convolutions=False)
 
 
 @contextlib.contextmanager
 def tf32_as(precision: str) -> Iterator[None]:
-    """Set TF32 for a precision and restore it.
+    """Set TF32 for a precision, and restore the former setting at the end.
 
-    The switch belongs to the process, which may be training as well.
+    The setting is one of the whole process, which may be training as well.
     """
     product_precision = _product_precision()
     in_convolutions = torch.backends.cudnn.allow_tf32
@@ -136,13 +144,18 @@ def _product_precision() -> str:
     """Precision of matrix products: `highest`, `high` or `medium`."""
     try:
         return torch.get_float32_matmul_precision()
-    # Torch names no common one where a program has set its backends apart.
+    # Torch fails if a program has set the precision of single backends; that of CUDA counts then.
     except RuntimeError:
         return "high" if torch.backends.cuda.matmul.allow_tf32 else "highest"
 
 
 def _set_precision(of_products: str, in_convolutions: bool) -> None:
-    """Set the precision of matrix products, and whether convolutions may use TF32."""
+    """Set the precision of matrix products, and whether convolutions may use TF32.
+
+    Args:
+        of_products: `highest`, `high` or `medium`, see `torch.set_float32_matmul_precision`.
+        in_convolutions: Whether cuDNN may use TF32.
+    """
     # Not `matmul.allow_tf32`, which is that of one backend: Lightning's GPU accelerator calls
     # `torch.get_float32_matmul_precision`, which fails where the backends differ.
     torch.set_float32_matmul_precision(of_products)

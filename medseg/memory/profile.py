@@ -45,108 +45,125 @@ class ControlGroup(NamedTuple):
         limit: Largest number of bytes, or `max`.
         usage: Bytes in use, with those of cached files.
         stat: Further counters, a name and a number a line.
-        cached: Name of the counter of cached files that the kernel drops first.
+        cached_counter: Name of the counter in `stat` of the bytes of cached files that the kernel
+            drops first.
     """
 
     limit: Path
     usage: Path
     stat: Path
-    cached: str
+    cached_counter: str
 
     @classmethod
     def of(cls, folder: Path, version: int) -> ControlGroup:
         """Name the files of a group's folder, which differ between the versions 1 and 2."""
-        stat = folder / "memory.stat"
         if version == 2:
-            return cls(folder / "memory.max", folder / "memory.current", stat, "inactive_file")
-        limit = folder / "memory.limit_in_bytes"
-        usage = folder / "memory.usage_in_bytes"
-        return cls(limit, usage, stat, "total_inactive_file")
+            return cls(
+                limit=folder / "memory.max",
+                usage=folder / "memory.current",
+                stat=folder / "memory.stat",
+                cached_counter="inactive_file",
+            )
+        return cls(
+            limit=folder / "memory.limit_in_bytes",
+            usage=folder / "memory.usage_in_bytes",
+            stat=folder / "memory.stat",
+            cached_counter="total_inactive_file",
+        )
 
     def limit_bytes(self) -> int | None:
-        """Its bound; None without one."""
+        """Largest number of bytes that the group may use; None where it is not limited."""
         with suppress(OSError, ValueError):  # no such file, or "max"
             return int(self.limit.read_text(encoding="ascii"))
         return None
 
     def used_bytes(self) -> int:
-        """Bytes in use without cached files that would make room; 0 where it is not known."""
+        """Bytes in use, without cached files, which the kernel would drop; 0 where not known."""
         with suppress(OSError, ValueError):
             used = int(self.usage.read_text(encoding="ascii"))
             lines = self.stat.read_text(encoding="ascii").splitlines()
             counters = dict(line.split() for line in lines)
-            return max(0, used - int(counters.get(self.cached, 0)))
+            cached = int(counters.get(self.cached_counter, 0))
+            # Both files change while they are read, so the difference may be negative.
+            return max(0, used - cached)
         return 0
 
 
 def memory_limit_bytes() -> int:
     """Memory that this process may use: that of the machine, or less in a container.
 
-    Each control group bounds the groups inside it, so the smallest bound from the process's group
+    Each control group limits the groups inside it, so the smallest limit from the process's group
     upwards counts.
     """
-    smallest = int(psutil.virtual_memory().total)
+    smallest_limit = int(psutil.virtual_memory().total)
     for group in control_groups():
-        bound = group.limit_bytes()
-        if bound is not None:
-            smallest = min(smallest, bound)
-    return smallest
+        limit = group.limit_bytes()
+        if limit is not None:
+            smallest_limit = min(smallest_limit, limit)
+    return smallest_limit
 
 
 def free_memory_bytes() -> int:
     """Memory that processes of this container could take in addition to what they hold now."""
     free = int(psutil.virtual_memory().available)
     for group in control_groups():
-        bound = group.limit_bytes()
-        if bound is not None:
-            free = min(free, bound - group.used_bytes())
+        limit = group.limit_bytes()
+        if limit is not None:
+            free = min(free, limit - group.used_bytes())
     return max(0, free)
 
 
 def control_groups() -> list[ControlGroup]:
-    """List the control groups of this process that may bound its memory, the innermost first.
+    """List the control groups of this process that may limit its memory, the innermost first.
 
     Other systems than Linux have none.
     """
     groups: list[ControlGroup] = []
     try:
-        names = CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        memberships = CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
         mounts = MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
         return groups
-    for line in names:
-        _, controllers, name = line.split(":", 2)
+    for line in memberships:
+        # "7:memory:/user.slice" of version 1, "0::/user.slice" of version 2; see cgroups(7).
+        _, controllers, group_path = line.split(":", 2)
         # Version 2 has one hierarchy for all controllers, whose list is empty.
         version = 1 if controllers else 2
         if version == 2 or "memory" in controllers.split(","):
-            folders = _folders(PurePosixPath(name), version, mounts)
+            folders = _group_folders(PurePosixPath(group_path), version, mounts)
             groups += [ControlGroup.of(folder, version) for folder in folders]
     return groups
 
 
-def _folders(name: PurePosixPath, version: int, mounts: Sequence[str]) -> list[Path]:
-    """Folders of a control group and of those around it, as far as they are mounted here.
+def _group_folders(group_path: PurePosixPath, version: int, mounts: Sequence[str]) -> list[Path]:
+    """List the folders of a control group and of those around it, as far as they are mounted here.
 
     Args:
-        name: Path of the group in its hierarchy.
+        group_path: Path of the group in its hierarchy.
         version: 1 or 2.
         mounts: Lines of `mountinfo`, see proc(5).
+
+    Returns:
+        The innermost folder first.
     """
     for line in mounts:
         # "36 35 98:0 /root /mount/point rw … - cgroup2 device options"
         place, _, kind = line.partition(" - ")
         filesystem, _, options = kind.split(" ", 2)
-        is_unified = version == 2 and filesystem == "cgroup2"
-        is_memory = version == 1 and filesystem == "cgroup" and "memory" in options.split(",")
-        if not (is_unified or is_memory):
+        has_group = filesystem == "cgroup2"
+        if version == 1:
+            has_group = filesystem == "cgroup" and "memory" in options.split(",")
+        if not has_group:
             continue
+        # The path in the hierarchy that is mounted, and where it is mounted.
         root, mount_point = place.split(" ")[3:5]
-        top = Path(mount_point.replace("\\040", " "))
+        top = Path(mount_point.replace("\\040", " "))  # a space in a path is written \040
         # A container sees only its own group, under the name that it has outside.
-        if not name.is_relative_to(root):
+        if not group_path.is_relative_to(root):
             return [top]
-        inner = top / name.relative_to(root)
-        return [inner, *(folder for folder in inner.parents if folder.is_relative_to(top))]
+        innermost = top / group_path.relative_to(root)
+        around = [folder for folder in innermost.parents if folder.is_relative_to(top)]
+        return [innermost, *around]
     return []
 
 
@@ -156,6 +173,7 @@ def reset_peak_resident() -> None:
     Raises:
         OSError: If the system cannot.
     """
+    # 5 resets VmHWM, which `peak_resident_bytes` reads; see proc(5).
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
@@ -174,7 +192,12 @@ def timed_step(
 ) -> Iterator[None]:
     """Announce a step of a case and record its seconds, unless it fails.
 
-    What the step before has freed goes back to the system first, see `release_free_memory`.
+    Memory that the step before has freed is given back to the system first.
+
+    Args:
+        durations_s: Gets the seconds under the name of the step.
+        on_step: Called with the name of the step when it begins.
+        step: Name of the step.
     """
     release_free_memory()
     if on_step is not None:
@@ -187,50 +210,57 @@ def timed_step(
 def private_bytes(pid: int) -> int:
     """Memory of a process that it shares with no other.
 
-    Where the system does not tell, its resident memory. A process that has ended takes nothing.
+    Where the system does not tell, it is all its resident memory; 0 for a process that has ended.
     """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
-        return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+        sizes_kib = _sizes_kib(pid, "smaps_rollup")
     except (OSError, ValueError):
         with suppress(psutil.NoSuchProcess):
             return int(psutil.Process(pid).memory_info().rss)
         return 0
+    # Private_Clean, Private_Dirty and Private_Hugetlb.
+    return 1024 * sum(size for name, size in sizes_kib.items() if name.startswith("Private_"))
 
 
 def bytes_beside(pid: int, child_pids: Sequence[int]) -> int:
     """Sum the memory that child processes take beside that of the process that forked them.
 
-    A fork shares its memory page by page until one of the processes writes. So this is the memory
-    of all of them together, in which a shared page counts once, without that of the process itself.
-    Pages of files are not counted: all share them.
+    A forked process shares each page of memory with its parent until one of them writes to it. So
+    this is the memory of all of them together, in which a shared page counts once, less that of the
+    parent. Pages of files are not counted, because all processes share them.
 
     Args:
-        pid: The process.
+        pid: The parent.
         child_pids: Processes that it has started; one that has ended takes nothing.
     """
-    # The kernel walks through all pages for the sizes of a process.
+    # Saves reading the sizes of the parent, for which the kernel walks through all its pages.
     if not child_pids:
         return 0
     try:
-        sizes = _kib(pid, "smaps_rollup")
-        parent_kib = sizes["Anonymous"] + _kib(pid, "status").get("RssShmem", 0)
-        # Pss: each shared page is divided by the number of processes that share it.
-        total_kib = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+        parent_sizes_kib = _sizes_kib(pid, "smaps_rollup")
+        shared_kib = _sizes_kib(pid, "status").get("RssShmem", 0)
+        parent_kib = parent_sizes_kib["Anonymous"] + shared_kib
+        # The sum of "Pss" over all processes counts a shared page once: in each of them it is the
+        # size of the page divided by the number of processes that share it.
+        total_kib = parent_sizes_kib["Pss_Anon"] + parent_sizes_kib["Pss_Shmem"]
     except (OSError, KeyError, ValueError):  # another system, or an old kernel
         return sum(map(private_bytes, child_pids))
     for child_pid in child_pids:
         with suppress(OSError, KeyError, ValueError):  # it has just ended
-            sizes = _kib(child_pid, "smaps_rollup")
-            total_kib += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+            child_sizes_kib = _sizes_kib(child_pid, "smaps_rollup")
+            total_kib += child_sizes_kib["Pss_Anon"] + child_sizes_kib["Pss_Shmem"]
     return 1024 * max(0, total_kib - parent_kib)
 
 
-def _kib(pid: int, name: str) -> dict[str, int]:
-    """Sizes that a file of /proc gives, in KiB."""
-    lines = Path(f"/proc/{pid}/{name}").read_text(encoding="ascii", errors="replace").splitlines()
-    words = [line.split() for line in lines if line.endswith(" kB")]
-    return {parts[0].rstrip(":"): int(parts[1]) for parts in words}
+def _sizes_kib(pid: int, file_name: str) -> dict[str, int]:
+    """Read the sizes from a file of a process in /proc, such as "VmHWM:  1234 kB", by name."""
+    path = Path(f"/proc/{pid}/{file_name}")
+    sizes_kib = {}
+    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.endswith(" kB"):
+            name, size, _ = line.split()
+            sizes_kib[name.rstrip(":")] = int(size)
+    return sizes_kib
 
 
 class MemoryProfile:
@@ -243,15 +273,17 @@ class MemoryProfile:
     def __init__(self, measure: Callable[[], int] = resident_bytes) -> None:
         self.area_gb_s = 0.0
         self._measure = measure
-        self._last: tuple[float, int] | None = None
+        self._last_point: tuple[float, int] | None = None
         self._is_over = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held while a point is added
 
     def add(self, time_s: float, num_bytes: int) -> None:
         """Add a point to the curve; times must not decrease."""
-        last_s, last_bytes = self._last or (time_s, num_bytes)
-        self.area_gb_s += (time_s - last_s) * (last_bytes + num_bytes) / 2e9
-        self._last = time_s, num_bytes
+        if self._last_point is not None:
+            last_s, last_bytes = self._last_point
+            mean_gb = (last_bytes + num_bytes) / 2 / 1e9
+            self.area_gb_s += (time_s - last_s) * mean_gb
+        self._last_point = (time_s, num_bytes)
 
     def __enter__(self) -> MemoryProfile:
         self._sample()
@@ -261,6 +293,7 @@ class MemoryProfile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # With the lock, so that the thread is not in the middle of a sample: the last one is this.
         with self._lock:
             self._is_over.set()
         self._sample()
@@ -268,6 +301,7 @@ class MemoryProfile:
     def _watch(self) -> None:
         while not self._is_over.wait(SAMPLE_INTERVAL_S):
             with self._lock:
+                # The block may have ended between the wait and the lock.
                 if not self._is_over.is_set():
                     self._sample()
 

@@ -1,9 +1,9 @@
 """Networks on the meta device: shapes of their tensors, without torch's compiler.
 
-Choice of 2026-11-27. Torch computes the shape of many a result there in Python, and imports SymPy
-and its compiler for it: 70 MiB that stay in memory, and 1.4 s. The layers of usual U-Nets need no
-more than a few formulas. Not chosen: a process of its own (imports torch once more), fake tensors
-(import the same).
+Choice of 2026-11-27. For many operations on the meta device torch computes the shape of the result
+in Python, and imports SymPy and its compiler to do so: 70 MiB that stay in memory, and 1.4 s. The
+layers of usual U-Nets need no more than a few formulas. Not chosen: a process of its own (imports
+torch once more), fake tensors (import the same).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ aten = torch.ops.aten
 
 
 class MetaLayers(TorchDispatchMode):
-    """Results of usual layers on the meta device; those of other operations are torch's.
+    """Makes the results of usual layers on the meta device; torch makes those of other operations.
 
     Attributes:
-        operations: Additions and multiplications of the convolutions so far.
+        operations: Number of additions and multiplications of the convolutions so far.
     """
 
     def __init__(self) -> None:
@@ -42,13 +42,15 @@ class MetaLayers(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         make_result = RESULTS.get(func)
         result = None
         if make_result is not None and _is_on_meta(args[0]):
-            result = make_result(*args, **(kwargs or {}))
+            result = make_result(*args, **kwargs)
         if result is None:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if func is aten.convolution.default:
+            # The arguments are those of `_convolution`.
             features, weight, is_transposed = args[0], args[1], args[6]
             self.operations += conv_flop_count(
                 list(features.shape),
@@ -62,7 +64,8 @@ class MetaLayers(TorchDispatchMode):
 @contextmanager
 def meta_layers() -> Iterator[MetaLayers]:
     """Run networks on the meta device by the shapes of their layers, without gradients."""
-    # In inference mode a mode sees no parts of composite operations, such as an instance norm.
+    # Torch's inference mode is switched off, because in it a dispatch mode gets a composite
+    # operation, such as an instance norm, as a whole and not the operations that it consists of.
     with torch.inference_mode(mode=False), torch.no_grad(), MetaLayers() as layers:
         yield layers
 
@@ -72,6 +75,10 @@ def _is_on_meta(operand: Any) -> bool:
     if isinstance(operand, (list, tuple)):
         operand = operand[0]
     return isinstance(operand, Tensor) and operand.is_meta
+
+
+# The functions below take the arguments of the operation that they stand for, in its order.
+# `features` is (N, C, *sizes).
 
 
 def _convolution(
@@ -85,36 +92,57 @@ def _convolution(
     output_padding: Sequence[int],
     num_groups: int,
 ) -> Tensor:
-    shape = [features.shape[0], weight.shape[0]]
+    # The weight is (outputs, inputs / groups, *kernel), or with inputs and outputs exchanged.
+    num_channels = weight.shape[0]
     if is_transposed:
-        shape[1] = weight.shape[1] * num_groups
+        num_channels = weight.shape[1] * num_groups
+    shape = [features.shape[0], num_channels]
+    # Sizes by the formulas in the documentation of torch's Conv3d and ConvTranspose3d.
     for axis, size in enumerate(features.shape[2:]):
-        # Voxels that the kernel reaches beside the first, without those beyond the image.
-        reach = dilation[axis] * (weight.shape[2 + axis] - 1) - 2 * padding[axis]
+        kernel_size = weight.shape[2 + axis]
+        margin = dilation[axis] * (kernel_size - 1) - 2 * padding[axis]
         if is_transposed:
-            shape.append((size - 1) * stride[axis] + reach + output_padding[axis] + 1)
+            shape.append((size - 1) * stride[axis] + margin + output_padding[axis] + 1)
         else:
-            shape.append((size - reach - 1) // stride[axis] + 1)
+            shape.append((size - margin - 1) // stride[axis] + 1)
     return features.new_empty(shape)
 
 
-def _convolution_by(*arguments: Any) -> Tensor:
-    features, weight, bias, stride, padding, is_transposed, _ = arguments
-    further = ((1, 1, 1), is_transposed, (0, 0, 0), 1)
-    return _convolution(features, weight, bias, stride, padding, *further)
+def _chosen_convolution(
+    features: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    is_transposed: bool,
+    _: Any,
+) -> Tensor:
+    """Make the result of `convolution_by`, which always has neither dilation nor groups."""
+    return _convolution(
+        features,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation=(1, 1, 1),
+        is_transposed=is_transposed,
+        output_padding=(0, 0, 0),
+        num_groups=1,
+    )
 
 
 def _norm(features: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernels keep the statistics in fp32, also for features in half precision.
     mean = features.new_empty(features.shape[1], dtype=torch.float32)
-    deviation = features.new_empty(features.shape[1], dtype=torch.float32)
-    return features.new_empty(features.shape), mean, deviation
+    inverse_deviation = features.new_empty(features.shape[1], dtype=torch.float32)
+    return features.new_empty(features.shape), mean, inverse_deviation
 
 
-def _like(features: Tensor, *_: Any, **__: Any) -> Tensor:
+def _element_wise(features: Tensor, *_: Any, **__: Any) -> Tensor:
     return features.new_empty_strided(features.shape, features.stride())
 
 
-def _in_place(features: Tensor, *_: Any, **__: Any) -> Tensor:
+def _element_wise_in_place(features: Tensor, *_: Any, **__: Any) -> Tensor:
     return features
 
 
@@ -122,52 +150,54 @@ def _comparison(features: Tensor, _: Any) -> Tensor:
     return features.new_empty(features.shape, dtype=torch.bool)
 
 
-def _joined(parts: Sequence[Tensor], axis: int = 0) -> Tensor:
-    shape = list(parts[0].shape)
-    shape[axis] = sum(part.shape[axis] for part in parts)
-    return parts[0].new_empty(shape)
+def _concatenated(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[axis] = sum(tensor.shape[axis] for tensor in tensors)
+    return tensors[0].new_empty(shape)
 
 
-def _repeated(values: Tensor, repeats: Sequence[int]) -> Tensor | None:
-    if len(repeats) != values.ndim:
+def _repeated(tensor: Tensor, repeats: Sequence[int]) -> Tensor | None:
+    # With more repeats than axes the result has further axes, which usual networks do not ask for.
+    if len(repeats) != tensor.ndim:
         return None
-    return values.new_empty(tuple(map(operator.mul, values.shape, repeats)))
+    return tensor.new_empty(tuple(map(operator.mul, tensor.shape, repeats)))
 
 
 def _padded(features: Tensor, num_added: Sequence[int], _: float = 0) -> Tensor:
     shape = list(features.shape)
-    # Pairs, of the last axis first.
-    for axis, (before, after) in enumerate(zip(num_added[::2], num_added[1::2], strict=True), 1):
-        shape[-axis] += before + after
+    # Torch lists the numbers of the last axis first: (before, after, before, after, ...).
+    nums_before, nums_after = num_added[::2], num_added[1::2]
+    for axis, num_before in enumerate(nums_before):
+        shape[-1 - axis] += num_before + nums_after[axis]
     return features.new_empty(shape)
 
 
 def _pooled(
     features: Tensor, kernel_size: Sequence[int], stride: Sequence[int] = (), *others: Any
 ) -> Tensor | None:
-    # The poolings of a residual encoder: neighbouring windows, and no voxels around the image.
+    # Only the pooling of a residual encoder: windows side by side, and no other option (padding).
     if others or len(kernel_size) != features.ndim - 2 or list(stride) != list(kernel_size):
         return None
-    num_before = features.ndim - len(kernel_size)
-    sizes = map(operator.floordiv, features.shape[num_before:], stride)
-    return features.new_empty((*features.shape[:num_before], *sizes))
+    pooled_sizes = map(operator.floordiv, features.shape[2:], stride)
+    return features.new_empty((*features.shape[:2], *pooled_sizes))
 
 
-# Result of each operation by its arguments, without values; None leaves it to torch.
+# Makes the result of each operation from its arguments; a function that returns None leaves these
+# arguments to torch.
 RESULTS: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
-    convolution_by: _convolution_by,
+    convolution_by: _chosen_convolution,
     aten.native_batch_norm.default: _norm,
-    aten.leaky_relu.default: _like,
-    aten.relu.default: _like,
-    aten.gelu.default: _like,
-    aten.silu.default: _like,
-    aten.leaky_relu_.default: _in_place,
-    aten.relu_.default: _in_place,
-    aten.silu_.default: _in_place,
-    aten.add_.Tensor: _in_place,
+    aten.leaky_relu.default: _element_wise,
+    aten.relu.default: _element_wise,
+    aten.gelu.default: _element_wise,
+    aten.silu.default: _element_wise,
+    aten.leaky_relu_.default: _element_wise_in_place,
+    aten.relu_.default: _element_wise_in_place,
+    aten.silu_.default: _element_wise_in_place,
+    aten.add_.Tensor: _element_wise_in_place,
     aten.eq.Scalar: _comparison,
-    aten.cat.default: _joined,
+    aten.cat.default: _concatenated,
     aten.repeat.default: _repeated,
     aten.constant_pad_nd.default: _padded,
     aten.avg_pool2d.default: _pooled,

@@ -1,7 +1,4 @@
-"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation.
-
-They are applied in the only order that works.
-"""
+"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation."""
 
 import contextlib
 import functools
@@ -61,10 +58,10 @@ def apply_switches(
     """
     has_checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile:
+        # See `_recomputed`.
+        pauses_statistics = has_checkpoints and len(_running_norms(network)) > 0
         _check_compilation(
-            offload=offload,
-            synchronise=synchronise,
-            pauses_statistics=has_checkpoints and len(_running_norms(network)) > 0,
+            offload=offload, synchronise=synchronise, pauses_statistics=pauses_statistics
         )
     if channels_last:
         use_channels_last(network)
@@ -115,7 +112,11 @@ def switch_on(
     sync_batchnorm: bool = False,
     has_many_shapes: bool = False,
 ) -> nn.Module:
-    """Apply the `memory` group to a network that will run on a `cpu` or `cuda` device."""
+    """Apply the `memory` group to a network that will run on a `cpu` or `cuda` device.
+
+    Raises:
+        UserError: See `apply_switches`.
+    """
     try:
         return apply_switches(
             network,
@@ -133,12 +134,13 @@ def switch_on(
 
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
-    """Run a compiled network as it is written.
+    """Run a network without compilation in the context, also where it has been compiled.
 
     Each whole case of a validation has a shape of its own, which would be compiled.
     """
-    # Torch's compiler takes a second to import, so other networks do without it.
-    if network._compiled_call_impl is None:
+    # `torch.compiler.set_stance` imports torch's compiler, which takes a second.
+    is_compiled = network._compiled_call_impl is not None
+    if not is_compiled:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
 
@@ -156,7 +158,7 @@ def use_channels_last(network: nn.Module) -> None:
             weight.data = weight.data.to(memory_format=torch.channels_last_3d)
 
 
-POLICIES = ("none", "sqrt", "all")
+POLICIES = ("none", "sqrt", "all")  # of checkpointing
 
 
 def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
@@ -165,10 +167,9 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     Args:
         blocks: Named blocks, those that save the most bytes first.
         policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and
-            patterns (`encoder.*.block0`), where the beginning of a name up to a dot stands for all
-            blocks below it (`encoder.0`). In a UNet a level saves four times the bytes of the next
-            one and costs twice its operations, so the finest blocks give the most memory per
-            second.
+            patterns, see `names_below`. In a UNet a level saves four times the bytes of the next
+            coarser one and costs twice its operations, so the finest blocks give the most memory
+            per second of recomputation.
 
     Returns:
         Names of the blocks, in the order of `blocks`.
@@ -197,12 +198,19 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
 
 
 def names_below(names: Sequence[str], pattern: str) -> list[str]:
-    """List the names that equal a pattern, continue it after a dot or match it (`encoder.*`)."""
-    return [
-        name
-        for name in names
-        if name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
-    ]
+    """List the names that a pattern stands for.
+
+    Args:
+        names: All names.
+        pattern: One of the names; the beginning of names up to a dot, such as `encoder.0`; or a
+            pattern of shells, such as `encoder.*.block0`.
+    """
+
+    def is_meant(name: str) -> bool:
+        is_same_or_below = name == pattern or name.startswith(f"{pattern}.")
+        return is_same_or_below or fnmatchcase(name, pattern)
+
+    return [name for name in names if is_meant(name)]
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
@@ -232,26 +240,29 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
     norms = _running_norms(block)
     # Reading the state of a GPU's generator waits for the GPU, so it is kept only where the block
     # may draw random numbers.
-    keeps_state = any(map(_may_draw, block.modules()))
+    keeps_random_state = any(map(_may_draw, block.modules()))
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Context of the first run and context of the recomputation."""
+        """Make the context of the first run and that of the recomputation."""
         return contextlib.nullcontext(), _paused_statistics(norms)
 
-    # Compiled code takes no `context_fn` from a variable, so it is left out where it is not needed.
+    # Torch cannot compile a call with a function of ours as `context_fn`, so it is left out where
+    # it is not needed.
     options: dict[str, Any] = {"context_fn": contexts} if norms else {}
+    options["preserve_rng_state"] = keeps_random_state
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=keeps_state, **options, **kwargs
-        )
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return run
 
 
 def _running_norms(network: nn.Module) -> list[_NormBase]:
-    """List the norms with running statistics: batch norms, and instance norms where asked for."""
+    """List the norms that keep running statistics, in training mode or not.
+
+    These are batch norms, and instance norms with `track_running_stats`.
+    """
     norms = [module for module in network.modules() if isinstance(module, _NormBase)]
     return [norm for norm in norms if norm.track_running_stats]
 
@@ -259,26 +270,27 @@ def _running_norms(network: nn.Module) -> list[_NormBase]:
 def _may_draw(module: nn.Module) -> bool:
     """Whether a module may draw random numbers.
 
-    A dropout that is on does, and a class of neither torch, MONAI nor medseg may.
+    A dropout with a rate above 0 does, and a class of neither torch, MONAI nor medseg may.
     """
     if isinstance(module, (nn.RReLU, nn.FractionalMaxPool3d)):
         return True
     if isinstance(module, _DropoutNd):
         return module.p != 0
-    # Others pass their rate to a function, e.g. as `dropout` (attention of torch), `drop_prob` or
-    # `drop_connect_rate` (MONAI).
+    # Other modules pass their rate to a function. They keep it, e.g., as `dropout` (attention of
+    # torch), `drop_prob` or `drop_connect_rate` (MONAI).
     for name, value in vars(module).items():
         if "drop" in name and isinstance(value, (int, float)) and value != 0:
             return True
-    return type(module).__module__.partition(".")[0] not in ("torch", "monai", "medseg")
+    library = type(module).__module__.partition(".")[0]
+    return library not in ("torch", "monai", "medseg")
 
 
 @contextlib.contextmanager
 def _paused_statistics(norms: list[_NormBase]) -> Iterator[None]:
     """Let norms update copies of their running statistics, which are then dropped.
 
-    Buffers must be present: the kernel saves them for the backward pass, and both runs must save
-    the same number of tensors.
+    The norms cannot run without buffers: the kernel saves them for the backward pass, and torch's
+    checkpointing requires that both runs save the same number of tensors.
     """
     originals = [dict(norm._buffers) for norm in norms]
     for norm in norms:
@@ -292,9 +304,10 @@ def _paused_statistics(norms: list[_NormBase]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
+# Whether `HostCopies.to_host` is copying a tensor now. Each thread has a value of its own.
 _copies_to_host: ContextVar[bool] = ContextVar("copies_to_host", default=False)
-# Bytes of a block of pinned memory. Torch rounds each allocation up to a power of two, so one per
-# tensor could take twice the bytes, which the machine has no more for other programs.
+# Bytes of a block of pinned memory. Torch rounds each allocation of pinned memory up to a power of
+# two, so a block for each tensor could take twice the bytes of the tensors.
 HOST_BLOCK_BYTES = 2**24
 
 
@@ -322,8 +335,8 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
 def save_to_host(network: nn.Module) -> None:
     """Wrap the network's forward pass so that saved activations go to the host and come back.
 
-    They come back in the same memory layout. Torch's `save_on_cpu` copies the parameters too, and
-    returns channels-last activations in contiguous layout.
+    They come back in the same memory layout. Not used is torch's `save_on_cpu`: it copies the
+    parameters too, and returns channels-last activations in contiguous layout.
     """
     forward = network.forward
 
@@ -339,7 +352,7 @@ def save_to_host(network: nn.Module) -> None:
 def is_copying_to_host() -> bool:
     """Whether the tensor that is being made now is an offloaded copy.
 
-    On fake tensors its device does not show it.
+    `MemoryTracker` asks, because the device of a fake tensor does not show it.
     """
     return _copies_to_host.get()
 
@@ -348,7 +361,8 @@ class HostCopy(NamedTuple):
     """A saved tensor on the host.
 
     Attributes:
-        pieces: Its values in the order of its memory, in one block or several.
+        pieces: Its bytes (uint8) in the order of its memory; several where it goes on in another
+            block.
         shape: Its shape.
         stride: Its strides, without gaps.
         dtype: Its number format.
@@ -363,30 +377,32 @@ class HostCopy(NamedTuple):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the values of a tensor fill its memory, in whatever order of the axes."""
-    step = 1
+    """Whether the values of a tensor fill its memory without gaps, in any order of the axes."""
+    expected_stride = 1
+    # From the innermost axis, with the smallest stride, outwards.
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # The stride of such an axis is never used, and may be any number.
         if length == 1:
             continue
-        if stride != step:
+        if stride != expected_stride:
             return False
-        step *= length
+        expected_stride *= length
     return True
 
 
 class HostCopies:
     """Host memory of the tensors that one forward pass saves, in blocks of equal size.
 
-    A tensor begins where the last one ends, and goes on in the next block. A block is free when the
-    backward pass has used all tensors in it; torch then keeps it for the next step.
+    A tensor begins where the last one ends, and may go on in the next block. A block is free when
+    the backward pass has used all tensors in it; torch then keeps it for the next step.
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
-        self._num_used_bytes = 0
+        self._block = torch.empty(0, dtype=torch.uint8)  # the one that is being filled
+        self._num_used_bytes = 0  # of this block
 
     def to_host(self, tensor: Tensor) -> Tensor | HostCopy:
-        """Copy a tensor to the host; parameters stay, the optimiser holds them there anyway."""
+        """Copy a tensor to the host; parameters stay, because the device holds them anyway."""
         if isinstance(tensor, nn.Parameter):
             return tensor
         token = _copies_to_host.set(True)
@@ -399,21 +415,26 @@ class HostCopies:
         if not _is_dense(tensor):
             tensor = tensor.contiguous()
         values = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        values = values.view(torch.uint8)  # bytes, which may be cut between any two
+        all_bytes = values.view(torch.uint8)  # may be cut anywhere, also within a value
         pieces = []
         start = 0
-        while start < len(values):
-            room = self._free_part(tensor.is_cuda)
-            room = room[: len(values) - start]
-            # From pinned memory a GPU copies while it computes.
-            room.copy_(values[start : start + len(room)], non_blocking=tensor.is_cuda)
-            pieces.append(room)
-            self._num_used_bytes += len(room)
-            start += len(room)
+        while start < len(all_bytes):
+            free_part = self._free_part(is_pinned=tensor.is_cuda)
+            piece = free_part[: len(all_bytes) - start]
+            stop = start + len(piece)
+            # To pinned memory a GPU copies while it computes.
+            piece.copy_(all_bytes[start:stop], non_blocking=tensor.is_cuda)
+            pieces.append(piece)
+            self._num_used_bytes += len(piece)
+            start = stop
         return HostCopy(pieces, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
-    def _free_part(self, is_pinned: bool) -> Tensor:
-        """Return the unused end of the block, or a new block where it is full."""
+    def _free_part(self, *, is_pinned: bool) -> Tensor:
+        """Return the unused end of the block, or a new block where it is full.
+
+        Args:
+            is_pinned: Whether a new block is of pinned memory.
+        """
         if self._num_used_bytes == len(self._block):
             self._block = torch.empty(HOST_BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
             self._num_used_bytes = 0
@@ -426,9 +447,10 @@ class HostCopies:
         tensor = torch.empty_strided(
             saved.shape, saved.stride, dtype=saved.dtype, device=saved.device
         )
-        values = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        all_bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         start = 0
         for piece in saved.pieces:
-            values[start : start + len(piece)].copy_(piece, non_blocking=True)
-            start += len(piece)
+            stop = start + len(piece)
+            all_bytes[start:stop].copy_(piece, non_blocking=True)
+            start = stop
         return tensor

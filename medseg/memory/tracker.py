@@ -12,14 +12,19 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from medseg.memory.heap import mapped_bytes
+from medseg.memory.heap import min_mapped_bytes
 from medseg.memory.switches import is_copying_to_host
 
 HOST = "host"  # kind of offloaded tensors: counted by owner, but not part of the device's total
 
 
 class Owner(NamedTuple):
-    """Purpose of a storage (`kind`), and the part of the network that made it."""
+    """Purpose of a storage, and the part of the network that made it.
+
+    Attributes:
+        kind: HOST, "other", or one of the kinds of `medseg.memory.accounting`, such as FORWARD.
+        part: See `medseg.memory.device_map.named_parts`; empty outside of the network.
+    """
 
     kind: str
     part: str = ""
@@ -34,7 +39,13 @@ class Operand(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Operation with its arguments, in which `Operand` stands for each tensor."""
+    """Operation with its arguments, in which `Operand` stands for each tensor.
+
+    Attributes:
+        operation: Operator of torch, such as `torch.ops.aten.relu.default`.
+        arguments: Positional arguments.
+        options: Keyword arguments.
+    """
 
     operation: Any
     arguments: tuple[Any, ...]
@@ -48,19 +59,20 @@ class Call(NamedTuple):
 
 
 def _with_operands(value: Any) -> Any:
-    """Describe the tensors in an argument.
+    """Replace the tensors in an argument, also inside lists and tuples, by `Operand`.
 
     An operation takes no other containers, so torch's slower `tree_map` is not needed.
     """
     if isinstance(value, Tensor):
         return Operand(tuple(value.shape), tuple(value.stride()), value.dtype)
+    # Not a subclass, such as `torch.Size`: it stays as it is.
     if type(value) in (list, tuple):
         return type(value)(map(_with_operands, value))
     return value
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """List the tensors among the arguments or results of an operation."""
+    """Find the tensors among the arguments or results of an operation."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -68,15 +80,16 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _small_bytes(num_bytes: int) -> int:
-    """Bytes of a storage that comes from the heap; 0 for one that is mapped by itself."""
-    return num_bytes if num_bytes < mapped_bytes() else 0
+def _heap_bytes(num_bytes: int) -> int:
+    """Bytes that a storage of a size takes from the heap: none if it is mapped by itself."""
+    return num_bytes if num_bytes < min_mapped_bytes() else 0
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether an operation's only kernel calls other operations.
+    """Whether an operation has no kernel of its own and is computed by other operations.
 
-    Decompositions in Python, which torch also has, are made for compilers and do not count.
+    Only torch's own division counts ("CompositeImplicitAutograd"), not the decompositions in
+    Python, which are made for compilers.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), DispatchKey.CompositeImplicitAutograd
@@ -90,16 +103,16 @@ class Segment:
     Attributes:
         owner: Phase of the step, and part of the network.
         start_bytes: Live bytes before the first of them.
-        calls: Of each: live bytes after it, bytes of its workspace that are known without measuring
-            it, and its key in `Timeline.calls`.
-        small: Of each call: bytes after it of storages that are too small to be mapped, see
-            `medseg.memory.heap`.
+        calls: For each operation: live bytes after it, bytes of its workspace that are known
+            without measuring it, and its key in `Timeline.calls`.
+        heap_bytes: For each operation: those of the live bytes after it that lie in the heap,
+            because their storages are too small to be mapped, see `medseg.memory.heap`.
     """
 
     owner: Owner
     start_bytes: int
     calls: list[tuple[int, int, str]] = field(default_factory=list)
-    small: list[int] = field(default_factory=list)
+    heap_bytes: list[int] = field(default_factory=list)
 
 
 class HeldStorage(NamedTuple):
@@ -120,7 +133,13 @@ class HeldStorage(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Operations of a step in their order, and what forward leaves for backward."""
+    """Operations of a step in their order, and what forward leaves for backward.
+
+    Attributes:
+        segments: The operations, divided wherever the owner changes.
+        calls: Each operation with its arguments by its key; equal ones have the same key.
+        held_storages: Storages that are live at the end of the forward pass.
+    """
 
     segments: list[Segment] = field(default_factory=list)
     calls: dict[str, Call] = field(default_factory=dict)
@@ -130,11 +149,11 @@ class Timeline:
 class MemoryTracker(TorchDispatchMode):
     """Count the bytes of live tensors by owner, and their peak.
 
-    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts
-    until nothing holds it, be it Python, autograd's graph or a hook. Hooks on saved tensors would
-    see less, because inner hooks (checkpointing, offloading) hide what they save from outer ones.
-    Not counted are workspaces that a kernel takes and frees within one operation, and the rounding
-    and fragmentation of an allocator.
+    Bytes are counted by storage: views and in-place results cost nothing, and a storage counts as
+    long as Python, autograd's graph or a hook holds it. Hooks on saved tensors would see less,
+    because inner hooks (checkpointing, offloading) hide what they save from outer ones. Not counted
+    are the rounding and the fragmentation of an allocator, nor the workspaces that a kernel takes
+    and frees within one operation, unless a function `workspace` states them.
 
     A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign`
     changes the owner.
@@ -158,8 +177,8 @@ class MemoryTracker(TorchDispatchMode):
         Args:
             correct: Called as `correct(operation, arguments, result)`; its result replaces the
                 operation's.
-            workspace: Called in the same way; bytes that the operation takes and frees, which count
-                in the peak.
+            workspace: Called in the same way; returns the bytes that the operation takes and frees,
+                which count in the peak.
             timeline: Gets the operations in their order; None = they are not recorded.
         """
         super().__init__()
@@ -168,11 +187,13 @@ class MemoryTracker(TorchDispatchMode):
         self._correct = correct
         self._workspace = workspace
         self._timeline = timeline
-        self._savers: defaultdict[int, set[str]] = defaultdict(set)  # parts by storage
+        # By the address of the storage (`_cdata`): parts that save it, parts that take it, and a
+        # reference that reports its end, its owner and its bytes.
+        self._savers: defaultdict[int, set[str]] = defaultdict(set)
         self._takers: defaultdict[int, set[str]] = defaultdict(set)
         self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
-        self._total = 0
-        self._small = 0  # of which in storages that are too small to be mapped
+        self._live_bytes = 0  # without what waits in host memory
+        self._live_heap_bytes = 0  # in storages that are too small to be mapped
         self.restart_peak()
 
     @classmethod
@@ -184,21 +205,25 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Only asks for a device; four of ten calls of a step.
+        # Reads the device of a tensor and makes none. A shortcut: four of ten calls of a step.
         if func is torch.ops.prim.device.default:
             return func(*args)
-        records = self._timeline is not None
-        if records and torch.is_inference_mode_enabled() and _is_composite(func):
-            # Record the operations that training runs, in which torch divides this one by itself.
+        has_timeline = self._timeline is not None
+        if has_timeline and torch.is_inference_mode_enabled() and _is_composite(func):
+            # Outside of inference mode torch divides this operation before it comes here. Divided
+            # here too, it has the parts that a training step has, whose measurements are used.
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         owner = Owner(HOST) if is_copying_to_host() else self.now
-        # `torch.tensor` passes its new tensor as an argument, which is therefore no older tensor.
-        owner_before = owner if func is torch.ops.aten.lift_fresh.default else Owner("other")
-        self._see_all((args, tuple(kwargs.values())), owner_before)
+        # An argument that is not known yet is older than the tracker. The exception is a new tensor
+        # of `torch.tensor`, which comes here first as an argument of `lift_fresh`.
+        argument_owner = Owner("other")
+        if func is torch.ops.aten.lift_fresh.default:
+            argument_owner = owner
+        self._see_all((args, tuple(kwargs.values())), argument_owner)
         # Views take no memory and next to no time. The marks of an optimiser's step for a profiler
         # have an address among their arguments: no measurement of them would be found again.
-        records = records and not func.is_view and func.namespace != "profiler"
+        records = has_timeline and not func.is_view and func.namespace != "profiler"
         if records:
             segment, key = self._record(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -209,9 +234,9 @@ class MemoryTracker(TorchDispatchMode):
         if self._workspace is not None:
             workspace_bytes = self._workspace(func, args, result)
         if records:
-            segment.calls.append((self._total, workspace_bytes, key))
-            segment.small.append(self._small)
-        if self._total + workspace_bytes > self.peak_bytes:
+            segment.calls.append((self._live_bytes, workspace_bytes, key))
+            segment.heap_bytes.append(self._live_heap_bytes)
+        if self._live_bytes + workspace_bytes > self.peak_bytes:
             self.restart_peak()
             self.peak_bytes += workspace_bytes
             self.peak_live[owner] += workspace_bytes
@@ -225,9 +250,9 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         owner = Owner(kind)
         self._see(storage, owner)
-        reference, owner_before, num_bytes = self._entries[storage._cdata]
+        reference, former_owner, num_bytes = self._entries[storage._cdata]
         self._entries[storage._cdata] = (reference, owner, num_bytes)
-        self.live[owner_before] -= num_bytes
+        self.live[former_owner] -= num_bytes
         self.live[owner] += num_bytes
 
     def save(self, tensor: Tensor) -> Tensor:
@@ -243,7 +268,7 @@ class MemoryTracker(TorchDispatchMode):
         return tensor if tensor.is_leaf else tensor.detach()
 
     def take(self, arguments: Any, part: str) -> None:
-        """Note that a part takes the tensors among some arguments."""
+        """Note that a part takes the tensors among its arguments, which may be nested."""
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
                 self._takers[leaf.untyped_storage()._cdata].add(part)
@@ -269,12 +294,12 @@ class MemoryTracker(TorchDispatchMode):
         key = f"{func}{call.arguments}{call.options}"
         self._timeline.calls.setdefault(key, call)
         if not segments or segments[-1].owner != self.now:
-            segments.append(Segment(self.now, self._total))
+            segments.append(Segment(self.now, self._live_bytes))
         return segments[-1], key
 
     def restart_peak(self) -> None:
         """Take the present moment as the peak so far."""
-        self.peak_bytes = self._total
+        self.peak_bytes = self._live_bytes
         self.peak_live = self.live.copy()
         self.peak_now = self.now
 
@@ -287,48 +312,57 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes = 0
         for tensor in _tensors(arguments):
             entry = self._entries.get(tensor.untyped_storage()._cdata)
-            if entry is not None and entry[1].kind == kind:
+            if entry is None:
+                continue
+            _, owner, _ = entry
+            if owner.kind == kind:
                 num_bytes += tensor.nbytes
         return num_bytes
 
     def live_by_part(self, kind: str) -> dict[str, int]:
-        """List the live bytes of a kind by the part of the network that made them."""
-        return {
-            owner.part: num_bytes
-            for owner, num_bytes in self.live.items()
-            if owner.kind == kind and num_bytes
-        }
+        """Find the live bytes of a kind by the part of the network that made them."""
+        bytes_by_part = {}
+        for owner, num_bytes in self.live.items():
+            # The count of an owner whose storages are gone stays, as 0.
+            if owner.kind == kind and num_bytes:
+                bytes_by_part[owner.part] = num_bytes
+        return bytes_by_part
 
     def _see_all(self, values: Any, owner: Owner) -> None:
         for tensor in _tensors(values):
             self._see(tensor.untyped_storage(), owner)
 
     def _see(self, storage: torch.UntypedStorage, owner: Owner) -> None:
-        """Count a storage: for this owner if it is new, for its own if an operation resized it."""
+        """Count a storage if it is new; count the difference if an operation has resized it.
+
+        Args:
+            storage: The storage.
+            owner: Owner of a new storage; one that is known keeps its own.
+        """
         key = storage._cdata
         num_bytes = storage.nbytes()
         entry = self._entries.get(key)
         if entry is None:
             # Called as soon as nothing holds the storage any more.
             reference: weakref.ref[Any] = weakref.ref(storage, lambda _: self._forget(key))
-            num_bytes_before = 0
+            former_bytes = 0
         else:
-            reference, owner, num_bytes_before = entry
-            if num_bytes == num_bytes_before:
+            reference, owner, former_bytes = entry
+            if num_bytes == former_bytes:
                 return
         self._entries[key] = (reference, owner, num_bytes)
-        self._add(owner, num_bytes - num_bytes_before)
-        self._small += _small_bytes(num_bytes) - _small_bytes(num_bytes_before)
+        self._add(owner, num_bytes - former_bytes)
+        self._live_heap_bytes += _heap_bytes(num_bytes) - _heap_bytes(former_bytes)
 
     def _add(self, owner: Owner, num_bytes: int) -> None:
         self.live[owner] += num_bytes
-        # What waits in host memory is no part of the device's total.
         if owner.kind != HOST:
-            self._total += num_bytes
+            self._live_bytes += num_bytes
 
     def _forget(self, key: int) -> None:
+        """Take a storage that has been freed out of the count."""
         _, owner, num_bytes = self._entries.pop(key)
         self._savers.pop(key, None)
         self._takers.pop(key, None)
         self._add(owner, -num_bytes)
-        self._small -= _small_bytes(num_bytes)
+        self._live_heap_bytes -= _heap_bytes(num_bytes)

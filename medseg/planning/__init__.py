@@ -1,1 +1,1 @@
-"""Before a run: its peak memory and seconds, and the switches that fit into what there is."""
+"""Peak memory and duration of a run before it starts, and the switches that fit into a budget."""

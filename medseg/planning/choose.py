@@ -23,14 +23,14 @@ from medseg.planning.step import count_memory, evaluated_shape
 from medseg.targets import TARGET
 from medseg.training.extensions import make_loss
 from medseg.training.network import find_divisor, make_network_on_meta
-from medseg.training.options import samples_per_rank
+from medseg.training.options import samples_per_micro_batch
 
-# The estimate of the resident memory may be too low by this part, which a chosen set must have to
-# spare.
+# The estimate of the resident memory may be too low by this share. A chosen set must leave as much
+# of the budget free.
 MARGIN = 0.05
-# Part of the peak by which each point of the front must lie below the one before.
+# Share of the peak by which each point of a candidate's front lies below the one before.
 FRONT_STEP = 0.01
-# Parts of a patch's lengths that are tried where the whole patch does not fit.
+# Shares of a patch's lengths that are tried where the whole patch does not fit.
 PATCH_SHARES = (7 / 8, 3 / 4, 5 / 8, 1 / 2, 3 / 8, 1 / 4)
 
 
@@ -38,7 +38,7 @@ class Option(NamedTuple):
     """A set of switches with its peak and its seconds.
 
     Attributes:
-        switches: Keys and values.
+        switches: Value of each switch by its key, as in `memory.precision`.
         peak: Resident bytes of all processes; on a GPU, bytes of the card.
         seconds: Duration of a step.
     """
@@ -50,12 +50,12 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """Values of all switches but the recomputed blocks, with the model of the step that they make.
+    """Values of all switches but the recomputed blocks, with the model of a step with them.
 
     Attributes:
         config: Configuration with these values.
-        model: Peak and seconds by recomputed blocks.
-        beside: Estimate of memory and time outside the step.
+        model: Peak and seconds of the step by recomputed blocks.
+        beside: Estimate of the run without the tensors and the duration of the step.
     """
 
     config: PlanConfig
@@ -64,6 +64,7 @@ class Candidate:
 
     def fastest(self, budget: int) -> Option | None:
         """Find the fastest recomputed blocks within a budget of resident bytes; None: none fit."""
+        # Another phase, such as the validation, does not fit.
         if self.beside.peak_resident > budget:
             return None
         # The model knows the tensors of the step alone, not what lies beside them.
@@ -73,7 +74,7 @@ class Candidate:
         return self.option(blocks)
 
     def option(self, blocks: Collection[str]) -> Option:
-        """Find peak and seconds with some blocks recomputed."""
+        """Predict peak and seconds of the run with some blocks recomputed."""
         step_peak = self.model.peak(blocks)
         run = self.beside.with_step(step_peak, step_peak, self.model.duration(blocks))
         switches = switches_of(self.config, blocks, self.model.blocks)
@@ -83,7 +84,13 @@ class Candidate:
 def switches_of(
     config: PlanConfig, blocks: Collection[str], all_blocks: Sequence[str]
 ) -> dict[str, Any]:
-    """Keys and values of the switches that are chosen."""
+    """List the values of the switches by key, with some blocks recomputed.
+
+    Args:
+        config: Configuration with all other switches.
+        blocks: The recomputed blocks.
+        all_blocks: All blocks of the network.
+    """
     checkpointing: str | list[str] = list(blocks)
     if not blocks:
         checkpointing = "none"
@@ -109,15 +116,18 @@ def with_switches(config: PlanConfig, option: Option) -> PlanConfig:
 
 
 def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
-    """Vary precision, layout, micro-batches and offloading as far as `allow` says.
+    """Vary precision, layout, micro-batches and offloading as far as `allow` permits.
 
-    The combination that needs the least memory comes last.
+    The combination that needs the least memory comes last: the values of each switch are in the
+    order of falling memory.
     """
     device_type = pick_device_type(config.trainer.accelerator)
-    layouts = (False, True)
+    precisions = _precisions(config, device_type)
+    layouts = (False, True)  # channels-last or not
+    accumulations = _accumulations(config)
     offloadings = (False, True) if device_type == "cuda" else (False,)
     for precision, channels_last, accumulate, offload in itertools.product(
-        _precisions(config, device_type), layouts, _accumulations(config), offloadings
+        precisions, layouts, accumulations, offloadings
     ):
         memory = replace(
             config.memory,
@@ -131,11 +141,11 @@ def combinations(config: PlanConfig) -> Iterator[PlanConfig]:
 
 
 def _precisions(config: PlanConfig, device_type: str) -> list[Precision]:
-    """List the precisions to try, in the order of the enumeration: the widest numbers first."""
+    """List the precisions to try, the widest numbers first: in the order of `Precision`."""
     precisions = {config.memory.precision}
     if config.allow is not Allow.same_result:
         precisions.add(Precision.fp32)
-        # Processors without instructions for bfloat16 emulate it slowly, and have no fp16.
+        # Without instructions for bf16, a GPU has fp16; a processor would emulate both slowly.
         if has_fast_bf16(device_type):
             precisions.add(Precision.bf16)
         elif device_type == "cuda":
@@ -148,16 +158,17 @@ def _accumulations(config: PlanConfig) -> list[int]:
     # A norm or a loss that looks at the whole micro-batch computes something else on smaller ones.
     if is_batch_norm(config.model) or is_batch_loss(make_loss(config)):
         return [config.memory.accumulate]
-    samples = samples_per_rank(config) * config.memory.accumulate
-    return [number for number in range(1, samples + 1) if samples % number == 0]
+    samples_per_step = samples_per_micro_batch(config) * config.memory.accumulate
+    numbers = range(1, samples_per_step + 1)
+    return [number for number in numbers if samples_per_step % number == 0]
 
 
 def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[Candidate]:
     """Make a candidate of each combination of switches.
 
     Steps without and with recomputation of all blocks are counted first. Then all of their
-    operations are measured together: a processor that slows down in between would favour the
-    combinations that were measured before.
+    operations are measured together: if each combination were measured by itself, a processor that
+    slows down in between would favour the first ones.
     """
     machine.prepare_for(config)
     variants = list(combinations(config))
@@ -165,7 +176,7 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
     counts = [_count_variant(variant, shape) for variant in variants]
     timelines: list[Timeline] = []
     for count in counts:
-        timelines += (count.plain, count.recomputed)
+        timelines += [count.plain, count.recomputed]
     machine.measure(*timelines)
     candidates = []
     for variant, count in zip(variants, counts, strict=True):
@@ -180,7 +191,14 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
 
 
 class _VariantCount(NamedTuple):
-    """Counted steps of a combination of switches, without and with recomputation of all blocks."""
+    """Counted steps of a combination of switches, without and with recomputation of all blocks.
+
+    Attributes:
+        memory: Count of the step without recomputation.
+        plain: Its operations.
+        recomputed: Operations of the step with recomputation of all blocks.
+        blocks: Names of all blocks of the network.
+    """
 
     memory: StepMemory
     plain: Timeline
@@ -205,54 +223,73 @@ def fastest_option(
 ) -> tuple[Candidate, Option] | None:
     """Choose the fastest set of switches within a budget of resident bytes.
 
-    Of equally fast sets, the one with the lower peak. The optimum of each candidate is proved, so
-    the best of these optima is proved too.
+    Of equally fast sets, it is the one with the lower peak. The optimum of each candidate is
+    proved, so the best of these optima is proved too.
+
+    Returns:
+        The set and its candidate; None if no set fits or is fast enough.
     """
-    options = []
+    best: tuple[Candidate, Option] | None = None
+    best_rank = (math.inf, math.inf)
     for candidate in candidates:
         option = candidate.fastest(budget)
-        if option is not None and option.seconds <= max_seconds:
-            options.append((candidate, option))
-    return min(options, key=lambda pair: (pair[1].seconds, pair[1].peak), default=None)
+        if option is None or option.seconds > max_seconds:
+            continue
+        rank = (option.seconds, option.peak)
+        if rank < best_rank:
+            best = (candidate, option)
+            best_rank = rank
+    return best
 
 
 def front(candidates: Sequence[Candidate]) -> list[Option]:
     """List the sets of switches that no other one beats in peak and seconds, the fastest first.
 
-    Each candidate is searched in steps of a hundredth of the peak.
+    This is the Pareto front. Each candidate is searched in steps of FRONT_STEP of the peak.
     """
     options: list[Option] = []
     for candidate in candidates:
+        # From no recomputation on, the fastest for ever lower peaks.
         option: Option | None = candidate.option(())
         while option is not None:
             options.append(option)
             option = candidate.fastest(int(option.peak * (1 - FRONT_STEP)))
-    best: list[Option] = []
+    unbeaten: list[Option] = []
     for option in sorted(options, key=lambda option: (option.seconds, option.peak)):
-        if not best or option.peak < best[-1].peak:
-            best.append(option)
-    return best
+        # All sets before are at least as fast, so this one must have a lower peak.
+        if not unbeaten or option.peak < unbeaten[-1].peak:
+            unbeaten.append(option)
+    return unbeaten
 
 
 def reasons(
     chosen: Candidate, option: Option, candidates: Sequence[Candidate]
 ) -> list[tuple[str, Option]]:
-    """Undo each switch of a choice by itself: its name, and the peak and the seconds without it."""
+    """Undo each switch of a choice by itself.
+
+    Args:
+        chosen: Candidate of the choice.
+        option: The choice.
+        candidates: All candidates.
+
+    Returns:
+        Name of the switch, and the set of switches without it, with its peak and its seconds.
+    """
     blocks = blocks_of(option, chosen.model.blocks)
     undone = []
     for block in blocks:
-        rest = [name for name in blocks if name != block]
-        undone.append((f"recompute {block}", chosen.option(rest)))
+        other_blocks = [name for name in blocks if name != block]
+        undone.append((f"recompute {block}", chosen.option(other_blocks)))
     for candidate in candidates:
         alternative = candidate.option(blocks)
-        # A candidate that differs in one switch shows what this switch does.
-        differing = []
+        differing_keys = []
         for key, value in option.switches.items():
             if alternative.switches[key] != value:
-                differing.append(key)
-        if len(differing) != 1:
+                differing_keys.append(key)
+        # Only a candidate that differs in one switch shows what this switch does.
+        if len(differing_keys) != 1:
             continue
-        (key,) = differing
+        (key,) = differing_keys
         chosen_text = text_of(option.switches[key])
         alternative_text = text_of(alternative.switches[key])
         undone.append((f"{key}={chosen_text} instead of {alternative_text}", alternative))
@@ -269,15 +306,16 @@ def blocks_of(option: Option, all_blocks: Sequence[str]) -> list[str]:
     return checkpointing
 
 
-def closer_runs(
+def smaller_runs(
     config: PlanConfig, shape: Shape
 ) -> Iterator[tuple[dict[str, Any], PlanConfig, Shape]]:
     """Make other runs that need less memory, the one that sees the most voxels per step first.
 
-    The width is changed last, because that makes another network.
+    Runs with a smaller width come after all others, because that makes another network.
 
     Yields:
-        The changed keys, the configuration with them, and the voxels of its sample.
+        The values of the changed keys, the configuration with them, and the voxels of its sample
+        (D, H, W).
     """
     widths: list[int | None] = [None]  # None = as configured
     if config.model[TARGET] == UNET:
@@ -286,11 +324,12 @@ def closer_runs(
     patches = _smaller_patches(shape, find_divisor(config))
     runs = itertools.product(widths, _smaller_batches(config), patches)
 
-    def size(run: tuple[int | None, int, Shape]) -> tuple[int, int]:
+    def width_and_voxels(run: tuple[int | None, int, Shape]) -> tuple[int, int]:
+        """Return what the runs are sorted by: width first, then voxels per step."""
         width, batch_size, patch = run
         return width or 0, batch_size * math.prod(patch)
 
-    for width, batch_size, patch in sorted(runs, key=size, reverse=True):
+    for width, batch_size, patch in sorted(runs, key=width_and_voxels, reverse=True):
         changes: dict[str, Any] = {}
         model = config.model
         if width is not None and width != model["width"]:
@@ -304,18 +343,18 @@ def closer_runs(
             stage = replace(stage, patch_size=patch)
         if not changes:
             continue
-        # Micro-batches are chosen anew: they must divide the new batch size.
+        # `combinations` chooses the micro-batches anew, which must divide the new batch size.
         memory = replace(config.memory, accumulate=1)
         yield changes, replace(config, memory=memory, model=model, stage=stage, shape=None), patch
 
 
 def _smaller_batches(config: PlanConfig) -> list[int]:
     """Halve the batch size as long as the ranks share it evenly; the full one comes first."""
-    ranks = config.trainer.devices * config.trainer.num_nodes
-    batches = [config.stage.batch_size]
-    while batches[-1] % (2 * ranks) == 0:
-        batches.append(batches[-1] // 2)
-    return batches
+    num_ranks = config.trainer.num_ranks
+    batch_sizes = [config.stage.batch_size]
+    while batch_sizes[-1] % (2 * num_ranks) == 0:
+        batch_sizes.append(batch_sizes[-1] // 2)
+    return batch_sizes
 
 
 def _smaller_patches(shape: Shape, divisor: Shape) -> list[Shape]:
@@ -325,14 +364,15 @@ def _smaller_patches(shape: Shape, divisor: Shape) -> list[Shape]:
         lengths = []
         for length, step in zip(shape, divisor, strict=True):
             rounded_down = int(length * share) // step * step
-            # With a single multiple on every axis the deepest level would be one voxel.
+            # With one times the divisor on every axis the deepest level would be a single voxel.
             lengths.append(min(length, max(step * 2, rounded_down)))
         depth, height, width = lengths
         patches.append((depth, height, width))
+    # Without repetitions, in the same order.
     return list(dict.fromkeys(patches))
 
 
 def choose_line(option: Option, changes: dict[str, Any]) -> str:
-    """Write a set of switches as arguments of `train`."""
+    """Write other changes of a run and a set of switches as arguments of `train`."""
     values = {**changes, **option.switches}
     return " ".join(f"{key}={text_of(value)}" for key, value in values.items())

@@ -12,7 +12,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.machine_cache import machine_folder
 from medseg.memory.accounting import UPDATE, StepMemory
 from medseg.memory.device import pick_device, pick_device_type, start_libraries
-from medseg.memory.heap import KEPT_BYTES, mapped_bytes, maps_large_blocks
+from medseg.memory.heap import KEPT_BYTES, maps_large_blocks, min_mapped_bytes
 from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
@@ -22,19 +22,22 @@ from medseg.processors import num_processors
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers
 from medseg.training.mapped_blocks import map_blocks
-from medseg.training.options import samples_per_rank
+from medseg.training.options import samples_per_micro_batch
 
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
-# Checkpoints are serialised in memory, in a buffer that grows by an eighth.
+# Checkpoints are serialised in memory, in a buffer that grows by an eighth whenever it is full: so
+# it may be larger than its content by this factor.
 BUFFER_GROWTH = 1.125
 # Free memory that the heap keeps between the small tensors of a step where large ones are mapped:
-# ten trainings of five networks held 18 to 60 MiB more than their tensors at a bound of 64 MiB,
-# small steps about half of their tensors.
-STEP_KEPT_BYTES, STEP_KEPT_PART = 48 * 2**20, 0.5
-# Part of a GPU's memory that its allocator loses to fragments.
+# the smaller of these bytes and this share of the step's tensors. Measured at a bound of 64 MiB
+# (`KEPT_BYTES`): ten trainings of five networks held 18 to 60 MiB more than their tensors, and
+# small steps about half as much again as their tensors.
+STEP_KEPT_BYTES, STEP_KEPT_SHARE = 48 * 2**20, 0.5
+# On a GPU the allocator takes more of the card than the tensors need, by this share of them: free
+# memory in fragments.
 FRAGMENTS = 0.05
-# What its allocator takes of the card at once for tensors of 1 to 10 MiB (`kLargeBuffer` of torch's
-# CUDACachingAllocator): the last of these segments is hardly used.
+# The allocator of a GPU takes segments of this size for tensors of 1 to 10 MiB (`kLargeBuffer` of
+# torch's CUDACachingAllocator). The last of them is hardly used, and is added as a whole.
 SEGMENT_BYTES = 20 * 2**20
 
 
@@ -47,14 +50,17 @@ class Estimate:
 
     Attributes:
         memory: Exact count of the live tensors of a training step.
-        allocator: Bytes of torch's allocator by phase, with the workspaces of kernels.
-        resident: Resident bytes of all processes by phase; on a GPU, bytes of the card.
+        allocator: Bytes of torch's allocator, with the workspaces of kernels, in the phases STEP
+            and VALIDATION.
+        resident: Resident bytes of all processes in these phases, in CHECKPOINT and, without loader
+            processes, in LOADING; on a GPU, bytes of the card in the first two.
         compute_seconds: Duration of the operations of an optimiser step.
-        other_seconds: Duration of the rest of the training loop.
-        loader_seconds: Processor time of its samples.
+        other_seconds: Duration of the rest of the training loop in an optimiser step.
+        loader_seconds: Processor time of making the samples of an optimiser step.
         num_workers: Loader processes.
         busy_processors: Processors that the computation uses.
-        fragments: Part of the bytes of a step that its allocator loses to fragments: 0 on a CPU.
+        fragments: Share of the bytes of a step that its allocator takes in addition, see FRAGMENTS;
+            0 on a CPU.
     """
 
     memory: StepMemory
@@ -83,12 +89,11 @@ class Estimate:
         training_s = self.compute_seconds + self.other_seconds
         if not self.num_workers:
             return training_s + self.loader_seconds
-        # Loaders and training run side by side: the slowest of training, loaders and processors
-        # sets the pace.
-        processor_s = (
-            self.compute_seconds * self.busy_processors + self.other_seconds + self.loader_seconds
-        )
+        # Loaders and training run side by side, and the slowest of three sets the pace: the
+        # training, the loaders, and the work of both together divided among all processors.
         worker_s = self.loader_seconds / self.num_workers
+        compute_s = self.compute_seconds * self.busy_processors
+        processor_s = compute_s + self.other_seconds + self.loader_seconds
         return max(training_s, worker_s, processor_s / num_processors())
 
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
@@ -97,9 +102,9 @@ class Estimate:
         The bytes are added to those of STEP; the seconds replace the 0 that stands for them.
 
         Args:
-            allocated: Bytes of torch's allocator.
-            resident: The resident ones among these bytes, without the parts of a workspace that its
-                kernel does not write.
+            allocated: Peak bytes of torch's allocator.
+            resident: Peak of the resident ones among these bytes: the parts of a workspace that its
+                kernel does not write take no memory.
             seconds: Duration of the operations.
         """
         step_allocated = self.allocator[STEP] + allocated
@@ -112,7 +117,13 @@ class Estimate:
         )
 
     def room_for_step(self, budget: int) -> int:
-        """Bytes of a step, beside those counted here, that fit into a budget of resident bytes."""
+        """Return the bytes of tensors that may be added to a step within a budget.
+
+        Before `with_step` these are all tensors of the step.
+
+        Args:
+            budget: Resident bytes; on a GPU, bytes of the card.
+        """
         return int((budget - self.resident[STEP]) / (1 + self.fragments))
 
 
@@ -121,8 +132,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         allocated: Peak bytes of torch's allocator.
-        resident: The resident ones among them, with free memory that the heap keeps.
-        keys: Its operations.
+        resident: Peak of the resident ones among them, with free memory that the heap keeps.
+        keys: Keys of its operations, see `Timeline.calls`.
     """
 
     allocated: int
@@ -149,23 +160,29 @@ class Machine:
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
-        self._mapped_bytes = mapped_bytes()  # with which the costs were measured
+        self._min_mapped_bytes = min_mapped_bytes()  # for which the costs hold
         self._has_logger = bool(config.logger)
         self._has_monai = config.model[TARGET].startswith("monai.")
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, Evaluation] = {}
 
     def prepare_for(self, config: PlanConfig) -> None:
-        """Map blocks of memory as a training of a configuration does; use the costs of that."""
+        """Map blocks of memory as a training of a configuration does; use the costs of that.
+
+        The size from which on blocks are mapped changes for this process.
+        """
         if self.device.type == "cpu":
             map_blocks(config)
-        if mapped_bytes() != self._mapped_bytes:
-            self._mapped_bytes = mapped_bytes()
+        if min_mapped_bytes() != self._min_mapped_bytes:
+            self._min_mapped_bytes = min_mapped_bytes()
             self.costs = KernelCosts(self.folder, self.device)
 
     @cached_property
     def process(self) -> ProcessCost:
-        """Cost of a run without its tensors, with the libraries of the configuration."""
+        """Cost of a run without its tensors, with the libraries of the configuration.
+
+        Without an earlier measurement it takes a minute.
+        """
         return process_cost(self.folder, has_logger=self._has_logger, has_monai=self._has_monai)
 
     def measure(self, *timelines: Timeline) -> None:
@@ -177,32 +194,34 @@ class Machine:
         self.costs.measure(calls)
 
     def lasting(self, keys: Collection[str]) -> int:
-        """Bytes that the libraries keep for some operations."""
+        """Bytes that the libraries keep after the first run of each of some operations."""
         return sum(self.costs[key].lasting for key in keys)
 
     def evaluation(self, config: PlanConfig, shape: Shape) -> Evaluation:
-        """Evaluate a case on tensors without memory.
+        """Find the cost of the evaluation of a case, which is run on tensors without memory.
 
-        Once for each network, tile size, precision, layout, shape of the case and smallest mapped
-        block.
+        The cost is kept for later calls.
         """
+        # Everything that the cost depends on.
         switches = config.memory.precision, config.memory.channels_last
-        key = repr((config.model, config.inference.tile_size, switches, shape, mapped_bytes()))
+        key = repr((config.model, config.inference.tile_size, switches, shape, min_mapped_bytes()))
         if key not in self._evaluations:
             case_bytes, timeline = count_evaluation(config, shape)
             self.measure(timeline)
             allocated, resident = peaks(timeline, self.costs)
-            in_heap = kept_bytes(timeline, self.costs)
+            kept_by_heap = kept_bytes(timeline, self.costs)
             self._evaluations[key] = Evaluation(
-                case_bytes + allocated, case_bytes + resident + in_heap, used_keys(timeline)
+                allocated=case_bytes + allocated,
+                resident=case_bytes + resident + kept_by_heap,
+                keys=used_keys(timeline),
             )
         return self._evaluations[key]
 
     def sample(self, config: PlanConfig, shape: Shape, *, is_training: bool) -> SampleCost:
-        """Measure the samples of a shape once.
+        """Measure the samples of a shape once, for training or for validation.
 
-        The first measurement stands for all configurations of this object. They must agree in what
-        a sample costs beside its shape: task, augmentation and kind of stage.
+        The first measurement stands for all configurations that this object is asked about. They
+        must agree in what a sample costs beside its shape: task, augmentation and kind of stage.
         """
         key = (shape, is_training)
         if key not in self._samples:
@@ -240,7 +259,7 @@ def used_keys(timeline: Timeline) -> frozenset[str]:
 
 
 def peaks(timeline: Timeline, costs: KernelCosts) -> tuple[int, int]:
-    """Largest numbers of allocated and of resident bytes of a timeline."""
+    """Find the largest numbers of allocated and of resident bytes in a timeline."""
     allocated = 0
     resident = 0
     for segment in timeline.segments:
@@ -258,25 +277,26 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     """
     if not maps_large_blocks():
         return 0
-    # Of each operation: live bytes with the written part of a workspace, and those in the heap.
+    # For each operation: live bytes with the written part of a workspace, and those of them that
+    # lie in the heap.
     points: list[tuple[int, int]] = []
     for segment in timeline.segments:
-        # Live and small bytes are those after the call.
-        for (live_bytes, workspace, key), small in zip(segment.calls, segment.small, strict=True):
+        for call, tensor_bytes_in_heap in zip(segment.calls, segment.heap_bytes, strict=True):
+            live_bytes, workspace, key = call
             written = max(workspace, costs[key].written)
-            in_heap = small
-            if written < mapped_bytes():
-                in_heap += written
-            points.append((live_bytes + written, in_heap))
-    largest_heap = max((in_heap for _, in_heap in points), default=0)
+            bytes_in_heap = tensor_bytes_in_heap
+            if written < min_mapped_bytes():
+                bytes_in_heap += written
+            points.append((live_bytes + written, bytes_in_heap))
+    largest_heap = max((bytes_in_heap for _, bytes_in_heap in points), default=0)
     peak = 0
     peak_with_heap = 0
-    for total, in_heap in points:
-        outside_heap = total - in_heap
-        # What the heap holds then: as much as ever, but no more free memory than its bound.
-        heap_then = min(largest_heap, in_heap + KEPT_BYTES)
+    for total, bytes_in_heap in points:
+        outside_heap = total - bytes_in_heap
+        # The heap stays as large as ever, but keeps no more free memory than its bound.
+        heap_size = min(largest_heap, bytes_in_heap + KEPT_BYTES)
         peak = max(peak, total)
-        peak_with_heap = max(peak_with_heap, outside_heap + heap_then)
+        peak_with_heap = max(peak_with_heap, outside_heap + heap_size)
     return peak_with_heap - peak
 
 
@@ -289,12 +309,12 @@ def kept_between_steps(peak: int, sample_bytes: int | None) -> int:
     """
     if not maps_large_blocks():
         return 0
-    of_tensors = min(STEP_KEPT_BYTES, round(STEP_KEPT_PART * peak))
+    left_by_tensors = min(STEP_KEPT_BYTES, round(STEP_KEPT_SHARE * peak))
     if sample_bytes is None:
-        return of_tensors
-    # The small tensors of a step use the heap that a sample leaves.
-    of_samples = min(KEPT_BYTES, sample_bytes)
-    return max(of_tensors, of_samples)
+        return left_by_tensors
+    left_by_samples = min(KEPT_BYTES, sample_bytes)
+    # Not the sum: the small tensors of a step use the free memory that a sample has left.
+    return max(left_by_tensors, left_by_samples)
 
 
 def step_seconds(timeline: Timeline, costs: KernelCosts, config: PlanConfig) -> float:
@@ -317,7 +337,7 @@ def estimate_beside(
 ) -> Estimate:
     """Estimate what a run holds and does beside its training step.
 
-    That is its validation, checkpoints, loader and processes.
+    That is its validation, checkpoints, loader and processes. `Estimate.with_step` adds the step.
 
     Args:
         config: Checked configuration.
@@ -334,22 +354,25 @@ def estimate_beside(
     process = machine.process
     evaluation = machine.evaluation(config, validation_shape)
     is_gpu = pick_device_type(config.trainer.accelerator) == "cuda"
-    # A worker's batch lies in memory that processes share, which is not of torch's allocator.
-    shared = 0
+    # A batch that a worker has made lies in memory that processes share, which torch's allocator
+    # does not count.
+    shared_batch_bytes = 0
     if num_workers and not is_gpu:
-        shared = memory.input + memory.target
-    # The step's timeline, which `with_step` adds, counts the batch. Its shared bytes are not of the
-    # allocator: the entry begins below zero.
-    # The optimiser's state outlives the step; it lies beside the weights.
-    allocator = {STEP: -shared, VALIDATION: evaluation.allocated + memory.optimizer_state}
-    # The share for the step alone, which `with_step` adds: `card_bytes` has counted the others.
+        shared_batch_bytes = memory.input + memory.target
+    allocator = {
+        # Below zero, because the step's timeline, which `with_step` adds, counts the batch.
+        STEP: -shared_batch_bytes,
+        # The optimiser's state stays in memory between the steps.
+        VALIDATION: evaluation.allocated + memory.optimizer_state,
+    }
     fragments = 0.0
     if is_gpu:
+        # `card_bytes` has added the fragments of these bytes, `with_step` adds those of the step.
         fragments = FRAGMENTS
         resident = card_bytes(allocator)
         busy_processors = 1
     else:
-        validation = machine.sample(config, validation_shape, is_training=False)
+        validation_sample = machine.sample(config, validation_shape, is_training=False)
         libraries = machine.lasting(used_keys(timeline) | evaluation.keys)
         loader = loader_bytes(config, num_workers, process, sample, memory)
         resident = _host_bytes(
@@ -357,13 +380,13 @@ def estimate_beside(
             memory,
             evaluation,
             in_all_phases=process.main + libraries + loader,
-            shared=shared,
+            shared_batch_bytes=shared_batch_bytes,
             sample_bytes=None if num_workers else sample.num_bytes,
-            # A picture is drawn after the case was evaluated.
-            validation_bytes=max(validation.num_bytes, process.pictures),
+            # Not the sum: a picture is drawn after the case was evaluated.
+            validation_bytes=max(validation_sample.num_bytes, process.pictures),
         )
         busy_processors = min(torch.get_num_threads(), num_processors())
-    num_samples = samples_per_rank(config) * config.memory.accumulate
+    num_samples = samples_per_micro_batch(config) * config.memory.accumulate
     return Estimate(
         memory,
         allocator,
@@ -380,10 +403,11 @@ def estimate_beside(
 
 def card_bytes(allocator: dict[str, int]) -> dict[str, int]:
     """Bytes of the card by phase, from those of torch's allocator."""
-    beside = _context_bytes() + SEGMENT_BYTES
-    return {
-        phase: round(num_bytes * (1 + FRAGMENTS)) + beside for phase, num_bytes in allocator.items()
-    }
+    other_bytes = _context_bytes() + SEGMENT_BYTES
+    card = {}
+    for phase, num_bytes in allocator.items():
+        card[phase] = round(num_bytes * (1 + FRAGMENTS)) + other_bytes
+    return card
 
 
 def _host_bytes(
@@ -392,7 +416,7 @@ def _host_bytes(
     evaluation: Evaluation,
     *,
     in_all_phases: int,
-    shared: int,
+    shared_batch_bytes: int,
     sample_bytes: int | None,
     validation_bytes: int,
 ) -> dict[str, int]:
@@ -403,22 +427,25 @@ def _host_bytes(
         memory: Count of the step.
         evaluation: Cost of the largest validation case.
         in_all_phases: Bytes of libraries and of loader workers.
-        shared: Bytes of a batch from a worker.
+        shared_batch_bytes: Bytes of a batch that a worker has made, in shared memory.
         sample_bytes: Memory of making a sample in this process; None where workers make them.
-        validation_bytes: Memory of making the largest case, or of drawing it.
+        validation_bytes: Memory of making the sample of the largest case, or of drawing it.
     """
-    between_steps = in_all_phases + shared + memory.optimizer_state
-    # Where a checkpoint is written: weights and state, and the buffer with both.
+    between_steps = in_all_phases + shared_batch_bytes + memory.optimizer_state
+    # What a checkpoint contains.
     saved = memory.parameters + memory.optimizer_state
+    buffer = round(BUFFER_GROWTH * saved)
+    # Before the network runs, the sample is made while the weights are in memory.
+    making_validation_sample = memory.parameters + validation_bytes
     resident = {
         # `with_step` adds its tensors, with the batch and the optimiser's state.
         STEP: in_all_phases + kept_between_steps(memory.peak, sample_bytes),
-        # The sample is made before the network runs, which holds its image and its reference.
-        VALIDATION: between_steps + max(evaluation.resident, memory.parameters + validation_bytes),
-        CHECKPOINT: between_steps + memory.parameters + round(BUFFER_GROWTH * saved),
+        # An evaluation includes the weights and the sample.
+        VALIDATION: between_steps + max(evaluation.resident, making_validation_sample),
+        CHECKPOINT: between_steps + memory.parameters + buffer,
     }
     if sample_bytes is not None:
-        # Gradients of the micro-batches before.
+        # Those of earlier micro-batches are kept until the optimiser steps.
         gradients = memory.gradients if config.memory.accumulate > 1 else 0
         # The samples of a batch, and the batch into which they are stacked.
         batches = 2 * (memory.input + memory.target)
@@ -427,24 +454,29 @@ def _host_bytes(
 
 
 def loader_bytes(
-    config: PlanConfig, workers: int, process: ProcessCost, sample: SampleCost, memory: StepMemory
+    config: PlanConfig,
+    num_workers: int,
+    process: ProcessCost,
+    sample: SampleCost,
+    memory: StepMemory,
 ) -> int:
     """Bytes of the loader workers and of the batches that wait.
 
     Workers are forked before the first step. Each step writes the weights and their average, and
     the workers keep those that they were forked with: one copy, which they share.
     """
-    if not workers:
+    if not num_workers:
         return 0
     average_bytes = memory.parameters if config.ema_decay is not None else 0
-    kept_pages_bytes = process.copies + memory.parameters + average_bytes
+    shared_copies = process.copies + memory.parameters + average_bytes
     batch = memory.input + memory.target
     # A worker holds the samples of a batch until the last of them is made, and stacks them then.
-    num_samples = samples_per_rank(config)
+    # `sample.num_bytes` contains one of them.
+    num_samples = samples_per_micro_batch(config)
     unstacked = batch * (num_samples - 1) // num_samples
     waiting = config.data.prefetch * batch
-    own_bytes = process.worker + sample.num_bytes + unstacked + waiting
-    return kept_pages_bytes + workers * own_bytes
+    bytes_a_worker = process.worker + sample.num_bytes + unstacked + waiting
+    return shared_copies + num_workers * bytes_a_worker
 
 
 @cache

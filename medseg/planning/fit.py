@@ -18,12 +18,12 @@ from medseg.planning.choose import (
     Candidate,
     Option,
     choose_line,
-    closer_runs,
     combinations,
     fastest_option,
     front,
     make_candidates,
     reasons,
+    smaller_runs,
     with_switches,
 )
 from medseg.planning.estimate import STEP, Estimate, Machine, estimate
@@ -34,13 +34,15 @@ from medseg.planning.step import (
 )
 from medseg.report.plots import draw_front
 from medseg.training.network import find_divisor
-from medseg.training.options import num_shares, samples_per_rank
+from medseg.training.options import micro_batches_per_step, samples_per_micro_batch
 
 MIB = 2**20
 GIB = 2**30
-# Part of the peak by which a row of the printed front is below the one before; the file has all.
+# The printed front leaves out rows whose peak is not below that of the row before by at least this
+# share. The file has all rows.
 STEP_DOWN = 0.05
-# Times that the budget is lowered where the count of the chosen set exceeds the model's.
+# Times that the search is repeated for a lower budget, because the count of the chosen set exceeds
+# the model's.
 TRIES = 3
 
 # A chosen set of switches: its candidate, its option with the counted peak, and its estimate.
@@ -52,9 +54,9 @@ class Search(NamedTuple):
 
     Attributes:
         choice: The fastest switches; None where none fits.
-        candidates: What they were chosen among.
+        candidates: All candidates among which the search chose.
         shape: Voxels of a sample, (D, H, W).
-        changes: Keys in which the run differs from the configured one.
+        changes: Values of the keys in which the run differs from the configured one.
     """
 
     choice: Choice | None
@@ -68,6 +70,10 @@ def fit(config: PlanConfig, shape: Shape) -> int:
 
     Before them come the Pareto front, what each switch changes, and what else would fit.
 
+    Args:
+        config: Checked configuration with `fit_gib`.
+        shape: Voxels of a sample, (D, H, W).
+
     Returns:
         0, or 1 if no set of switches fits.
     """
@@ -76,14 +82,16 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     options = front(candidates)
     if choice is None:
         print_front(options, None, config)
+        # The last one of the front has the lowest peak.
         say(_no_fit_message(config, options[-1]))
         return EXIT_FAILED
-    candidate, option, checked = choice
+    candidate, option, run_estimate = choice
     options = with_choice(options, option)
     print_front(options, option, config)
     print_reasons(candidate, option, candidates)
-    print_room(candidate, option, checked, shape, budget)
+    print_room(candidate, option, run_estimate, shape, budget)
     keep_plan(candidate, option)
+    # Each block of each candidate may be recomputed or not.
     num_sets = sum(2 ** len(candidate.model.blocks) for candidate in candidates)
     print(
         f"chosen: {option.peak / MIB:.1f} MiB, with a margin of {100 * MARGIN:.0f} % "
@@ -93,7 +101,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     )
     line = choose_line(option, changes)
     if config.output is not None:
-        facts = _facts(line, option, checked, options)
+        facts = _facts(line, option, run_estimate, options)
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     print(f"choose: {line}", flush=True)
     return 0
@@ -102,25 +110,25 @@ def fit(config: PlanConfig, shape: Shape) -> int:
 def _search(config: PlanConfig, shape: Shape, budget: int) -> Search:
     """Search the switches of the configured run, then of others where `allow` permits them.
 
-    Without a choice the candidates are those of the configured run.
+    If no run fits, the result is that of the configured run.
     """
     machine = Machine(config)
     max_seconds = config.max_seconds or math.inf
     candidates = make_candidates(config, shape, machine)
-    choice = verified(candidates, budget, max_seconds, shape, machine)
-    search = Search(choice, candidates, shape, {})
+    choice = choose_verified(candidates, budget, max_seconds, shape, machine)
+    configured_search = Search(choice, candidates, shape, changes={})
     if choice is not None or config.allow is not Allow.other_run:
-        return search
+        return configured_search
     # The first run that fits is the one that sees the most voxels per step.
-    for changes, other_config, patch in closer_runs(config, shape):
+    for changes, other_config, patch in smaller_runs(config, shape):
         # One estimate takes less time than the count of all candidates.
         if not fits_at_all(other_config, patch, machine, budget):
             continue
         candidates = make_candidates(other_config, patch, machine)
-        choice = verified(candidates, budget, max_seconds, patch, machine)
+        choice = choose_verified(candidates, budget, max_seconds, patch, machine)
         if choice is not None:
             return Search(choice, candidates, patch, changes)
-    return search
+    return configured_search
 
 
 def _no_fit_message(config: PlanConfig, smallest: Option) -> str:
@@ -136,24 +144,31 @@ def _no_fit_message(config: PlanConfig, smallest: Option) -> str:
 
 
 def _facts(
-    line: str, option: Option, checked: Estimate, options: Sequence[Option]
+    line: str, choice: Option, run_estimate: Estimate, options: Sequence[Option]
 ) -> dict[str, Any]:
-    """Numbers for the output file: the choice with its counted peaks, and the front."""
-    rows = [
-        {
-            "peak_mib": round(row.peak / MIB, 2),
-            "seconds": round(row.seconds, 4),
-            "arguments": choose_line(row, {}),
+    """Collect the content of the output file: the choice with its counted peaks, and the front.
+
+    Args:
+        line: The choice as arguments of `train`.
+        choice: The chosen switches.
+        run_estimate: Estimate of a run with them.
+        options: The front.
+    """
+    rows = []
+    for option in options:
+        row = {
+            "peak_mib": round(option.peak / MIB, 2),
+            "seconds": round(option.seconds, 4),
+            "arguments": choose_line(option, {}),
         }
-        for row in options
-    ]
+        rows.append(row)
     return {
         "choose": line,
-        "peak_resident_mib": round(option.peak / MIB, 2),
-        "seconds_per_step": round(option.seconds, 4),
-        "peak_allocator_mib": round(checked.peak_allocator / MIB, 2),
-        "peak_live_mib": round(checked.memory.peak / MIB, 2),
-        "saved_bytes_per_voxel": checked.memory.saved_per_voxel,
+        "peak_resident_mib": round(choice.peak / MIB, 2),
+        "seconds_per_step": round(choice.seconds, 4),
+        "peak_allocator_mib": round(run_estimate.peak_allocator / MIB, 2),
+        "peak_live_mib": round(run_estimate.memory.peak / MIB, 2),
+        "saved_bytes_per_voxel": run_estimate.memory.saved_per_voxel,
         "front": rows,
     }
 
@@ -167,14 +182,27 @@ def keep_plan(chosen: Candidate, option: Option) -> None:
     keep_numbers(with_switches(chosen.config, option), numbers)
 
 
-def verified(
+def choose_verified(
     candidates: Sequence[Candidate],
     budget: int,
     max_seconds: float,
     shape: Shape,
     machine: Machine,
 ) -> Choice | None:
-    """Choose the fastest switches and count their step; again for less where it is over budget."""
+    """Choose the fastest switches by the model, and verify them by counting their step.
+
+    Where the count exceeds the budget, choose again for a lower budget of the model.
+
+    Args:
+        candidates: Values of all switches but the recomputed blocks.
+        budget: Resident bytes.
+        max_seconds: Longest duration of a step.
+        shape: Voxels of a sample, (D, H, W).
+        machine: Measurements.
+
+    Returns:
+        The choice; None if nothing fits.
+    """
     model_budget = budget
     for _ in range(TRIES):
         best = fastest_option(candidates, model_budget, max_seconds)
@@ -196,20 +224,24 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
     These recompute all blocks, in half precision and in the smallest micro-batches, where `allow`
     permits them.
     """
-    *_, last = combinations(config)
+    *_, last = combinations(config)  # the one that needs the least memory
     least = replace(last, memory=replace(last.memory, checkpointing="all"))
-    # The tensors alone are counted in seconds; measuring new operations takes minutes.
+    # First the tensors alone: they are counted in seconds, while the estimate may have to measure
+    # new operations, which takes minutes.
     if count_memory(least, shape).peak > budget:
         return False
     return estimate(least, shape, evaluated_shape(least), machine).peak_resident <= budget
 
 
 def with_choice(options: Sequence[Option], choice: Option) -> list[Option]:
-    """Put the chosen set in the place of its row of the front, or of rows that it beats.
+    """Put the chosen set into the front, in place of its own row and of rows that it beats.
 
     Args:
-        options: Front by the model, whose steps may have passed over the choice.
+        options: Front by the model. It lacks the choice if that lies between two points of it.
         choice: The chosen set, with its counted peak.
+
+    Returns:
+        The sets, the fastest first.
     """
     rows = [choice]
     for option in options:
@@ -260,40 +292,51 @@ def print_reasons(chosen: Candidate, option: Option, candidates: Sequence[Candid
 
 
 def print_room(
-    chosen: Candidate, option: Option, checked: Estimate, shape: Shape, budget: int
+    chosen: Candidate, option: Option, run_estimate: Estimate, shape: Shape, budget: int
 ) -> None:
     """Print the largest batch and the largest patch with the chosen switches.
 
-    Each lies on a line through two counted peaks: that of the chosen step and that of a larger one.
+    Each is extrapolated linearly from two counted peaks, of the chosen step and of a larger one.
+
+    Args:
+        chosen: Candidate of the chosen switches.
+        option: The chosen switches.
+        run_estimate: Estimate of a run with them, with the step.
+        shape: Voxels of its sample, (D, H, W).
+        budget: Resident bytes.
     """
     config = with_switches(chosen.config, option)
-    # Workspaces grow with the tensors; new operations are not measured for them.
-    workspace_factor = checked.allocator[STEP] / checked.memory.peak
-    num_waiting = checked.num_workers * config.data.prefetch
+    # Workspaces are taken to grow with the tensors, because measuring the operations of larger
+    # steps would take minutes.
+    workspace_factor = run_estimate.allocator[STEP] / run_estimate.memory.peak
+    num_waiting_batches = run_estimate.num_workers * config.data.prefetch
 
-    def growth(samples: int, sample: Shape) -> float:
-        """Bytes that a larger step adds, with the batches that wait in the loader."""
-        small = checked.memory
-        large = count_memory(config, sample, samples=samples)
+    def growth(samples: int, sample_shape: Shape) -> float:
+        """Count the bytes that a larger step adds, with the batches that wait in the loader."""
+        small = run_estimate.memory
+        large = count_memory(config, sample_shape, samples=samples)
+        step_growth = (large.peak - small.peak) * workspace_factor
         batch_growth = large.input + large.target - small.input - small.target
-        return (large.peak - small.peak) * workspace_factor + num_waiting * batch_growth
+        return step_growth + num_waiting_batches * batch_growth
 
-    samples = samples_per_rank(config)
-    room = max(0, checked.room_for_step(budget))
+    samples = samples_per_micro_batch(config)
+    room = max(0, run_estimate.room_for_step(budget))
     bytes_a_sample = growth(2 * samples, shape) / samples
     most_samples = samples + int(room / max(1.0, bytes_a_sample))
     print(
         "\nlargest batch with these switches, extrapolated from two counted steps: "
-        f"stage.batch_size={most_samples * num_shares(config)}"
+        f"stage.batch_size={most_samples * micro_batches_per_step(config)}"
     )
     if config.stage.patch_size is None:
         return
-    # Patches that grow by eighths along all axes.
+    # Patches that are longer along all axes by 0 to 64 eighths.
     divisor = find_divisor(config)
     patches = [grown(shape, 1 + eighths / 8, divisor) for eighths in range(65)]
     num_voxels = math.prod(shape)
-    # Half as long again: far enough that the slope is not that of rounding.
-    bytes_a_voxel = growth(samples, patches[4]) / (math.prod(patches[4]) - num_voxels)
+    # The other point of the line is half as long again: far enough that the rounding to multiples
+    # of the divisor does not decide the slope.
+    larger_patch = patches[4]
+    bytes_a_voxel = growth(samples, larger_patch) / (math.prod(larger_patch) - num_voxels)
     largest = shape
     for patch in patches:
         if bytes_a_voxel * (math.prod(patch) - num_voxels) <= room:
@@ -307,7 +350,7 @@ def print_room(
 def grown(shape: Shape, factor: float, divisor: Shape) -> Shape:
     """Multiply a shape (D, H, W) by a factor of at least one, rounded to multiples of the divisor.
 
-    A factor over one adds at least one multiple.
+    A factor over one adds at least the divisor along each axis.
     """
     if factor == 1:
         return shape

@@ -27,12 +27,12 @@ from medseg.planning.step import (
 )
 from medseg.runs.plans import past_errors
 from medseg.training.optimisation import propose_lr
-from medseg.training.options import num_shares, samples_per_rank
+from medseg.training.options import micro_batches_per_step, samples_per_micro_batch
 
 MIB = 2**20
 GIB = 2**30
-# Kind of memory at the peak to its row in the table.
-AT_PEAK = {
+# Name of the row of the table for each kind of memory at the peak, see `StepMemory.peak_live`.
+PEAK_ROWS = {
     "parameters": "parameters",
     "gradients": "gradients of parameters",
     "optimizer state": "optimiser state",
@@ -50,7 +50,7 @@ def plan(config: PlanConfig) -> int:
     With `memory.budget_gib` the peak is compared with it.
 
     Returns:
-        0, or 1 if the step does not fit into the budget or nothing does.
+        0, or 1 if the run does not fit into the budget, or no switches do.
 
     Raises:
         UserError: If keys exclude or miss each other, or a part of the step cannot be counted.
@@ -88,8 +88,8 @@ def plan(config: PlanConfig) -> int:
         budget = int(budget_gib * GIB)
         if config.largest_batch:
             batch_size = _print_largest_batch(config, shape, budget)
-    peak_of = _largest(peaks)
-    fits = peaks[peak_of] <= budget
+    peak_phase = _peak_phase(peaks)
+    fits = peaks[peak_phase] <= budget
     if config.output is not None:
         facts = {
             "stage": config.stage.name.value,
@@ -97,7 +97,7 @@ def plan(config: PlanConfig) -> int:
             "saved_per_voxel": memory.saved_per_voxel,
             **asdict(memory),
             "validation_peak_mib": round(peaks[VALIDATION] / MIB, 2),
-            "peak_of": peak_of,
+            "peak_of": peak_phase,
             "budget_gib": budget_gib,
             "fits": fits,
             "largest_batch": batch_size,
@@ -107,16 +107,21 @@ def plan(config: PlanConfig) -> int:
     if fits:
         return 0
     say(
-        f"the {peak_of} needs {peaks[peak_of] / GIB:.2f} GiB and "
+        f"the {peak_phase} needs {peaks[peak_phase] / GIB:.2f} GiB and "
         f"memory.budget_gib={budget_gib:g}: it does not fit; "
-        f"{_cure(peak_of, is_case_too_large=case_bytes > budget)}"
+        f"{_cure(peak_phase, is_case_too_large=case_bytes > budget)}"
     )
     return EXIT_FAILED
 
 
-def _cure(peak_of: str, *, is_case_too_large: bool) -> str:
-    """Say what makes a run fit whose largest peak is that of a phase."""
-    if peak_of != VALIDATION:
+def _cure(peak_phase: str, *, is_case_too_large: bool) -> str:
+    """Say what makes a run fit.
+
+    Args:
+        peak_phase: Phase with the largest peak, STEP or VALIDATION.
+        is_case_too_large: Whether the case exceeds the budget without any pass of the network.
+    """
+    if peak_phase != VALIDATION:
         return "find switches that fit with fit_gib in place of memory.budget_gib"
     # Tiles do not make the case itself smaller.
     if is_case_too_large:
@@ -135,6 +140,7 @@ def _check_keys(config: PlanConfig) -> None:
         raise UserError(
             "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use"
         )
+    # A search counts and measures the steps of many configurations.
     is_for_one_configuration = budget_gib is not None or not config.measure or config.compute
     if config.fit_gib is not None and is_for_one_configuration:
         raise UserError(
@@ -146,7 +152,12 @@ def _check_keys(config: PlanConfig) -> None:
 
 
 def _print_largest_batch(config: PlanConfig, shape: Shape, budget: int) -> int:
-    """Print the largest batch size within the budget in bytes, with its learning rate.
+    """Print the largest batch size whose step fits, with its learning rate.
+
+    Args:
+        config: Checked configuration.
+        shape: Voxels of a sample, (D, H, W).
+        budget: Bytes that the live tensors of a rank may take.
 
     Returns:
         The batch size over all ranks and micro-batches; 0 if one sample each does not fit.
@@ -157,7 +168,7 @@ def _print_largest_batch(config: PlanConfig, shape: Shape, budget: int) -> int:
     def peak(samples: int) -> int:
         return count_memory(config, shape, samples=samples, compute=config.compute).peak
 
-    batch_size = num_shares(config) * largest_batch(peak, budget)
+    batch_size = micro_batches_per_step(config) * largest_batch(peak, budget)
     proposed = "none"
     if batch_size:
         proposed = f"stage.batch_size={batch_size}"
@@ -167,19 +178,19 @@ def _print_largest_batch(config: PlanConfig, shape: Shape, budget: int) -> int:
     return batch_size
 
 
-def _largest(peaks: dict[str, int]) -> str:
-    """Name the phase with the largest peak."""
+def _peak_phase(peaks: dict[str, int]) -> str:
+    """Find the phase with the largest peak."""
     return max(peaks, key=peaks.__getitem__)
 
 
 def describe_peaks(config: PlanConfig, case_shape: Shape, peaks: dict[str, int]) -> list[str]:
     """Format the live peaks of a training step and of a validation, and name the larger one."""
     tile_size = config.inference.tile_size
-    parts = f"tiles of {_by(tile_size)}" if tile_size else "whole"
-    case = f"a case of {_by(case_shape)} voxels, {parts}"
+    passes = f"tiles of {_with_crosses(tile_size)}" if tile_size else "whole"
+    case = f"a case of {_with_crosses(case_shape)} voxels, {passes}"
     return [
         f"{_columns('peak of the validation', peaks[VALIDATION] / MIB)} MiB            {case}",
-        f"the peak of the run is that of the {_largest(peaks)}; "
+        f"the peak of the run is that of the {_peak_phase(peaks)}; "
         "a prediction computes a case as the validation does",
     ]
 
@@ -189,13 +200,18 @@ def _columns(name: str, value: float, decimals: int = 1) -> str:
     return f"{name:52s}{value:10.{decimals}f}"
 
 
-def _by(shape: Shape) -> str:
+def _with_crosses(shape: Shape) -> str:
     """Write a shape as D×H×W."""
     return "×".join(map(str, shape))
 
 
 def facts_of(memory: StepMemory, run_estimate: Estimate | None) -> dict[str, Any]:
-    """Numbers for the file of a plan; the peaks and seconds that are not estimated are null."""
+    """Collect numbers for the file of a plan; None = not estimated.
+
+    Args:
+        memory: Count of the step.
+        run_estimate: Estimate of the run; None = only the step was counted.
+    """
     facts: dict[str, Any] = {
         "saved_bytes_per_voxel": memory.saved_per_voxel,
         "peak_live_mib": round(memory.peak / MIB, 2),
@@ -217,8 +233,8 @@ def facts_of(memory: StepMemory, run_estimate: Estimate | None) -> dict[str, Any
     }
 
 
-def _in_mib(num_bytes: dict[str, int]) -> dict[str, float]:
-    return {phase: round(size / MIB, 2) for phase, size in num_bytes.items()}
+def _in_mib(bytes_by_phase: dict[str, int]) -> dict[str, float]:
+    return {phase: round(num_bytes / MIB, 2) for phase, num_bytes in bytes_by_phase.items()}
 
 
 def describe_estimate(config: PlanConfig, run_estimate: Estimate) -> list[str]:
@@ -227,25 +243,26 @@ def describe_estimate(config: PlanConfig, run_estimate: Estimate) -> list[str]:
     The interval is the one between two validations.
     """
 
-    def rows(name: str, sizes: dict[str, int]) -> list[str]:
-        lines = [f"{_columns(name, max(sizes.values()) / MIB)} MiB"]
-        for phase, size in sizes.items():
-            if size > 0:
-                lines.append(f"{_columns(f'  {phase}', size / MIB)} MiB")
+    def peak_rows(name: str, bytes_by_phase: dict[str, int]) -> list[str]:
+        """Format the largest peak, and that of each phase indented below it."""
+        lines = [f"{_columns(name, max(bytes_by_phase.values()) / MIB)} MiB"]
+        for phase, num_bytes in bytes_by_phase.items():
+            if num_bytes > 0:
+                lines.append(f"{_columns(f'  {phase}', num_bytes / MIB)} MiB")
         return lines
 
     seconds = run_estimate.seconds_per_step
     run_seconds = seconds * config.steps
     interval = min(config.stage.validate_every, config.steps)
-    resident = "GPU memory"
-    # A checkpoint is written in the memory of the host, so that of a GPU has no such phase.
+    resident_name = "GPU memory"
+    # Only the memory of the host has the phase of a checkpoint, which is written there.
     if CHECKPOINT in run_estimate.resident:
-        resident = "resident memory of all processes"
+        resident_name = "resident memory of all processes"
     num_workers = run_estimate.num_workers
     processes = "process" if num_workers == 1 else "processes"
     return [
-        *rows("peak of torch's allocator, with workspaces", run_estimate.allocator),
-        *rows(f"peak of the {resident}", run_estimate.resident),
+        *peak_rows("peak of torch's allocator, with workspaces", run_estimate.allocator),
+        *peak_rows(f"peak of the {resident_name}", run_estimate.resident),
         f"{_columns('seconds per step', seconds, 3)} s    "
         f"{run_estimate.compute_seconds:.3f} s of computation, "
         f"{run_estimate.other_seconds:.3f} s of the training loop, "
@@ -260,15 +277,16 @@ def describe_estimate(config: PlanConfig, run_estimate: Estimate) -> list[str]:
 def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str]:
     """Format the counts as lines of a table, with remarks on what they leave out."""
 
-    def row(name: str, size: int, note: str = "") -> str:
-        per_voxel = size / memory.voxels
-        return f"{_columns(name, size / MIB)} MiB{per_voxel:10.2f}  {note}".rstrip()
+    def row(name: str, num_bytes: int, note: str = "") -> str:
+        bytes_per_voxel = num_bytes / memory.voxels
+        return f"{_columns(name, num_bytes / MIB)} MiB{bytes_per_voxel:10.2f}  {note}".rstrip()
 
     lines = [
-        f"{config.stage.name.value}: a step on {samples_per_rank(config)} × {_by(shape)} voxels, "
+        f"{config.stage.name.value}: "
+        f"a step on {samples_per_micro_batch(config)} × {_with_crosses(shape)} voxels, "
         f"{config.memory.precision.value}, checkpointing {config.memory.checkpointing}",
         "",
-        f"{'':66s}bytes/voxel",  # behind name, number and " MiB"
+        f"{'':66s}bytes/voxel",  # after the name (52 characters), the number (10) and " MiB" (4)
         row("parameters", memory.parameters),
         row("gradients", memory.gradients),
         row("optimiser state", memory.optimizer_state),
@@ -276,11 +294,11 @@ def plan_lines(config: PlanConfig, shape: Shape, memory: StepMemory) -> list[str
         row("target", memory.target),
         row("saved from forward to backward", memory.saved_bytes),
     ]
-    lines += [row(f"  {part}", size) for part, size in memory.saved.items()]
+    lines += [row(f"  {part}", num_bytes) for part, num_bytes in memory.saved.items()]
     if memory.offloaded:
         lines.append(row("offloaded to host memory", memory.offloaded))
     lines.append(row("peak of the step", memory.peak, f"in {memory.peak_at}"))
-    for kind, name in AT_PEAK.items():
+    for kind, name in PEAK_ROWS.items():
         if kind in memory.peak_live:
             lines.append(row(f"  {name}", memory.peak_live[kind]))
     return [*lines, "", *_remarks(config, memory)]

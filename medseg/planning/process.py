@@ -41,10 +41,10 @@ SMALL_MONAI = [
     "model.blocks_down=[1,1,1]",
     "model.blocks_up=[1,1]",
 ]
-# Two trainings agree if they differ by no more than these shares of the larger value. Once two
-# agree, the calibration is made.
-MEMORY_BOUND, SECONDS_BOUND = 0.02, 0.2
-# Trainings after which a calibration is taken as it is, and made anew the next time.
+# The tiny training is repeated until two in a row agree: until they differ by no more than these
+# shares of the larger value.
+MEMORY_TOLERANCE, SECONDS_TOLERANCE = 0.02, 0.2
+# After so many trainings without agreement the last two count. The next plan measures anew.
 MOST_TRAININGS = 5
 
 
@@ -53,10 +53,11 @@ class ProcessCost(NamedTuple):
 
     Attributes:
         main: Resident bytes of the training process and its helpers: interpreter and libraries.
-        pictures: Further ones while it draws a validation or saves, when no network runs.
-        worker: Bytes that a loader worker writes itself.
+        pictures: Further resident bytes while that process draws a validation or saves. No network
+            runs meanwhile.
+        worker: Bytes of pages that a loader worker has written itself.
         copies: Bytes that all workers hold together: pages that the training process has written
-            since they were forked.
+            since they were forked, as they were before.
         seconds: Processor time of a step beside its operations.
     """
 
@@ -71,7 +72,7 @@ class SampleCost(NamedTuple):
     """Cost of making a training sample.
 
     Attributes:
-        num_bytes: Memory while it is made, and that the process keeps afterwards.
+        num_bytes: Peak of the memory while it is made, with what the process keeps afterwards.
         seconds: Processor time on one thread.
     """
 
@@ -102,8 +103,10 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
     path = folder / file_name
     numbers = read_calibration(path, len(ProcessCost._fields))
     if numbers is not None:
-        main, pictures, worker, copies = map(int, numbers[:-1])
-        return ProcessCost(main, pictures, worker, copies, numbers[-1])
+        # A calibration holds floats.
+        *byte_counts, seconds = numbers
+        main, pictures, worker, copies = map(int, byte_counts)
+        return ProcessCost(main, pictures, worker, copies, seconds)
     say(
         "plan: measuring a run without its tensors by tiny trainings, about a minute; "
         "kept for later plans"
@@ -114,41 +117,57 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
         if not has_logger:
             arguments.append("logger=none")
         arguments += [f"data.phantoms.folder={scratch}/phantoms", f"data.cache={scratch}/cache"]
-        run_dirs = (Path(scratch) / str(number) for number in itertools.count())
+        run_numbers = itertools.count()
+
+        def train() -> ProcessCost:
+            """Run the training in a folder of its own."""
+            return _watched_training(arguments, Path(scratch) / str(next(run_numbers)))
+
         # The first training also makes scan and cache, which takes more memory: it does not count.
-        _watched_training(arguments, next(run_dirs))
-        previous, latest, circumstances = measure_until(
-            lambda: _watched_training(arguments, next(run_dirs)), agree, MOST_TRAININGS
-        )
-    cost = joined(previous, latest)
+        train()
+        previous, latest, circumstances = measure_until(train, agree, MOST_TRAININGS)
+    cost = averaged(previous, latest)
     write_calibration(path, cost, circumstances)
     return cost
 
 
 def agree(first: ProcessCost, second: ProcessCost) -> bool:
-    """Whether two calibrations are equal within their bounds.
+    """Whether two calibrations are equal within MEMORY_TOLERANCE and SECONDS_TOLERANCE.
 
-    Memory is compared as the sum of a run with one worker.
+    Memory is compared as that of a run with one worker: the sum of all its numbers of bytes.
     """
+    # All fields but the last, the seconds.
     memory = [sum(cost[:-1]) for cost in (first, second)]
-    if max(memory) - min(memory) > MEMORY_BOUND * max(memory):
+    if max(memory) - min(memory) > MEMORY_TOLERANCE * max(memory):
         return False
     seconds = [first.seconds, second.seconds]
-    return max(seconds) - min(seconds) <= SECONDS_BOUND * max(seconds)
+    return max(seconds) - min(seconds) <= SECONDS_TOLERANCE * max(seconds)
 
 
-def joined(first: ProcessCost, second: ProcessCost) -> ProcessCost:
+def averaged(first: ProcessCost, second: ProcessCost) -> ProcessCost:
     """Take the mean bytes of two calibrations, and the smaller duration.
 
     Other programs on the machine only lengthen a duration.
     """
-    pairs = zip(first[:-1], second[:-1], strict=True)
-    main, pictures, worker, copies = (int(sum(pair)) // 2 for pair in pairs)
-    return ProcessCost(main, pictures, worker, copies, min(first.seconds, second.seconds))
+    return ProcessCost(
+        main=(first.main + second.main) // 2,
+        pictures=(first.pictures + second.pictures) // 2,
+        worker=(first.worker + second.worker) // 2,
+        copies=(first.copies + second.copies) // 2,
+        seconds=min(first.seconds, second.seconds),
+    )
 
 
 def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
-    """Run a training in a process of its own, which notes its memory and that of its workers."""
+    """Run a training in a process of its own, in which `RehearsalWatch` measures its cost.
+
+    Args:
+        arguments: Those of the training.
+        run_dir: Its run folder. Its output and the result are written beside it.
+
+    Raises:
+        UserError: If the training fails.
+    """
     log_path = run_dir.with_suffix(".log")
     result_path = run_dir.with_suffix(".json")
     command = [sys.executable, "-m", "medseg.commands.cli", *arguments]
@@ -195,24 +214,24 @@ def sample_cost(
         is_training: Whether samples are patched and augmented as in training; else, as in
             validation.
     """
-    # All that the cost depends on.
+    # The name of the file is a hash of all that the cost depends on.
     values = plain(config)
-    decisive = [values[group] for group in ("augment", "spacing", "stage", "task", "inference")]
+    groups = [values[name] for name in ("augment", "spacing", "stage", "task", "inference")]
     versions = [__version__, torch.__version__, processor_name()]
-    described = repr((shape, is_training, decisive, versions))
-    key = hashlib.sha256(described.encode()).hexdigest()[:16]
+    description = repr((shape, is_training, groups, versions))
+    key = hashlib.sha256(description.encode()).hexdigest()[:16]
     path = folder / "samples" / f"{key}.json"
     numbers = read_calibration(path, len(SampleCost._fields))
     if numbers is not None:
         return SampleCost(int(numbers[0]), numbers[1])
     purpose = "training" if is_training else "validation"
     say(f"plan: measuring the samples of {purpose}; kept for later plans")
-    # Loads Lightning, which takes seconds; a known cost does without it.
-    from medseg.planning import synthetic_samples as samples
+    # Imported here because it loads Lightning, which takes seconds: not needed for a known cost.
+    from medseg.planning.synthetic_samples import make_samples
 
-    # Not a fork of this process: samples in the free memory of its heap, which is resident already,
-    # would not be counted.
+    # A new process and not a fork of this one, whose heap may have free memory that is resident
+    # already: samples in it would not be counted.
     with LoadMeter() as meter, Worker() as worker:
-        cost = SampleCost(*worker.call(samples.make_samples, config, shape, is_training))
+        cost = SampleCost(*worker.call(make_samples, config, shape, is_training))
     write_calibration(path, cost, meter.circumstances())
     return cost

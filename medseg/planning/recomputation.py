@@ -1,6 +1,8 @@
 """Recomputed blocks: peak and seconds of a step with them; the fastest set by integer programming.
 
-The integer program proves that no other set of blocks within the budget is faster.
+A recomputed block discards its activations after the forward pass and computes them again in the
+backward pass (checkpointing). The integer program proves that no other set of blocks within the
+budget is faster.
 """
 
 import contextlib
@@ -20,16 +22,19 @@ from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import HeldStorage, Segment, Timeline
 
 MIB = 2**20
-# Bytes by which the budget is lowered where the solver's result exceeds it.
-SOLVER_BYTES = 64
+# The solver may violate the budget by a few bytes. It then runs again for a budget that is lower by
+# so many.
+SOLVER_TOLERANCE_BYTES = 64
 
 
 class Literal(NamedTuple):
-    """Condition under which a block holds a storage.
+    """Condition under which a block holds a storage: that it is recomputed, or that it is not.
+
+    A "literal" in the sense of logic: a variable or its negation.
 
     Attributes:
         block: Name of the block.
-        is_recomputed: True: the block holds it if it is recomputed; False: if it is not recomputed.
+        is_recomputed: Whether the block must be recomputed, or must not be, to hold the storage.
     """
 
     block: str
@@ -45,10 +50,12 @@ class Moment:
     """Bytes during one segment of a step.
 
     Attributes:
-        base: Bytes that do not depend on the choice of blocks.
-        conditional: Bytes by a set of literals; they are live if at least one literal holds.
+        base: Bytes at the start of the segment that do not depend on the choice of blocks.
+        conditional: Further bytes at the start, by a set of literals; they are live if at least one
+            of these literals holds.
         block: Block that runs; empty for what is outside of all blocks.
-        rise: Further bytes at the peak of the segment if the block is not recomputed.
+        rise: Bytes by which the peak of the segment exceeds its start if the block is not
+            recomputed.
         recomputed_rise: The same if it is.
     """
 
@@ -68,22 +75,24 @@ class Moment:
 
 def _live_bytes(conditional: Mapping[frozenset[Literal], int], recomputed: Collection[str]) -> int:
     """Sum the conditional bytes that are live where these blocks are recomputed."""
-    num_live = 0
+    live_bytes = 0
     for literals, num_bytes in conditional.items():
         if any(literal.holds(recomputed) for literal in literals):
-            num_live += num_bytes
-    return num_live
+            live_bytes += num_bytes
+    return live_bytes
 
 
 class StepModel:
     """Resident peak and seconds of a training step as functions of the recomputed blocks.
 
     The model is made from two timelines of the same step, without and with recomputation of all
-    blocks. A segment of the step adds the same bytes whatever the other blocks do. The bytes that
-    are live at its start depend on which blocks save or take each storage.
+    blocks. The bytes that a segment of the step adds depend only on whether its own block is
+    recomputed. The bytes that are live at its start depend on which blocks hold each storage: those
+    that save it, if they are not recomputed, and those that take it as an input, if they are.
 
     Attributes:
         blocks: Blocks that can be recomputed.
+        moments: Bytes during each segment of the step.
         seconds: Duration of a step without recomputation.
         extra_seconds: Duration that the recomputation of each block adds.
     """
@@ -116,6 +125,7 @@ class StepModel:
                 "choose memory.checkpointing yourself"
             )
         self.blocks = list(blocks)
+        # Place of each part in the forward pass.
         order: dict[str, int] = {}
         for owner in owners:
             if owner.kind == FORWARD:
@@ -133,7 +143,7 @@ class StepModel:
             recomputed_seconds = repeats * duration(recomputed_segment, costs)
             self.seconds += plain_seconds
             block = ""
-            if owner.part in self.extra_seconds:
+            if owner.part in blocks:
                 block = owner.part
                 self.extra_seconds[block] += recomputed_seconds - plain_seconds
             conditional: dict[frozenset[Literal], int] = {}
@@ -141,12 +151,12 @@ class StepModel:
             if not is_update:
                 conditional = self._conditional_bytes(plain.held_storages, order, plain_segment)
             moment = Moment(
-                # Without recomputation these are live at the start of the segment.
-                plain_segment.start_bytes - _live_bytes(conditional, ()),
-                conditional,
-                block,
-                rise(plain_segment, costs, is_resident=True),
-                rise(recomputed_segment, costs, is_resident=True),
+                # What remains of the counted bytes without those that are conditional.
+                base=plain_segment.start_bytes - _live_bytes(conditional, recomputed=()),
+                conditional=conditional,
+                block=block,
+                rise=rise(plain_segment, costs, is_resident=True),
+                recomputed_rise=rise(recomputed_segment, costs, is_resident=True),
             )
             self.moments.append(moment)
 
@@ -164,40 +174,44 @@ class StepModel:
         The problem is an integer program, whose solver proves the optimum.
 
         Args:
-            budget: Bytes.
+            budget: Resident bytes of the step.
 
         Returns:
             The blocks to recompute; None if no set fits.
         """
-        # Takes a second to load, which counting does without.
+        # Imported here because it takes a second, and a plan without a search does not need it.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         sets = self._literal_sets()
         # Variables: one a block, then one a set of literals.
         rows, limits = self._constraints(sets, budget)
-        # Where a recomputation costs nothing, fewer blocks are better.
+        # A measured difference may be below zero by chance. The small constant lets the solver
+        # prefer fewer blocks where recomputation costs nothing.
         block_costs = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]
         set_costs = [0.0] * len(sets)
         costs = np.array(block_costs + set_costs)
         with without_output():
             result = milp(
+                # At most 1, so that the solver's absolute tolerances suit them.
                 costs / max(costs.max(), 1e-9),
                 constraints=LinearConstraint(rows, ub=limits),
-                # The variables of the sets follow from those of the blocks, also as real numbers.
+                # 1 = integer, 0 = real. For given blocks the smallest values that the rows allow
+                # for the sets are 0 or 1, so these need not be declared as integers.
                 integrality=[1] * len(self.blocks) + [0] * len(sets),
                 bounds=Bounds(0, 1),
+                # No gap: the solver stops only when the optimum is proved.
                 options={"mip_rel_gap": 0.0, "presolve": False},
             )
         if result.x is None:
             return None
-        # The first variables are those of the blocks, 0 or 1 but for rounding.
+        # The variables of the blocks are 0 or 1 but for rounding; those of the sets follow them.
+        block_values = result.x[: len(self.blocks)]
         blocks = []
-        for block, value in zip(self.blocks, result.x, strict=False):
+        for block, value in zip(self.blocks, block_values, strict=True):
             if value > 0.5:
                 blocks.append(block)
-        # The solver accepts a violation of a few bytes.
         if self.peak(blocks) > budget:
-            return self.fastest(budget - SOLVER_BYTES)
+            return self.fastest(budget - SOLVER_TOLERANCE_BYTES)
         return blocks
 
     def _literal_sets(self) -> list[frozenset[Literal]]:
@@ -205,21 +219,26 @@ class StepModel:
         sets: set[frozenset[Literal]] = set()
         for moment in self.moments:
             sets.update(moment.conditional)
+        # Sets have no order of their own: each is compared as the sorted list of its literals.
         return sorted(sets, key=sorted)
 
     def _constraints(
         self, sets: Sequence[frozenset[Literal]], budget: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Write the conditions of the integer program as rows · x <= limits.
+        """Write the conditions of the integer program as rows · (x, z) <= limits.
 
-        Each block has a variable x (1 = recomputed), and each set of literals a variable z: whether
-        at least one of them holds. Memory is in MiB, so that all coefficients are of like size.
+        Each block has a variable x (1 = recomputed), and each set of literals a variable z (1 = at
+        least one of them holds). Memory is in MiB, so that all coefficients are of like size.
+
+        Returns:
+            Rows of coefficients, (conditions, blocks + sets), and the limit of each row.
         """
         block_column = {block: index for index, block in enumerate(self.blocks)}
         set_column = {literals: len(self.blocks) + index for index, literals in enumerate(sets)}
         rows: list[np.ndarray] = []
         limits: list[float] = []
-        # A set holds if one of its literals does: x <= z, or 1 - x <= z.
+        # If a literal holds, so does its set: x <= z for a recomputed block, else 1 - x <= z. As
+        # rows these are x - z <= 0 and -x - z <= -1.
         for literals in sets:
             for literal in literals:
                 row = np.zeros(len(self.blocks) + len(sets))
@@ -227,7 +246,8 @@ class StepModel:
                 row[set_column[literals]] = -1
                 rows.append(row)
                 limits.append(0.0 if literal.is_recomputed else -1.0)
-        # The peak of each moment lies within the budget.
+        # The peak of each moment lies within the budget: base + the conditional bytes whose z is 1
+        # + rise + x · (recomputed_rise - rise) <= budget.
         for moment in self.moments:
             row = np.zeros(len(self.blocks) + len(sets))
             for literals, num_bytes in moment.conditional.items():
@@ -245,76 +265,81 @@ class StepModel:
 
         Args:
             storages: What is live between the forward and the backward pass.
-            order: Place of each part in the forward pass.
-            segment: Part of the forward or the backward pass.
+            order: Place of each part in the forward pass. A missing part counts as the first one,
+                whose backward pass ends last.
+            segment: Segment of the forward or the backward pass.
 
         Returns:
             Bytes by the literals of which at least one must hold.
         """
-        now = order.get(segment.owner.part, len(order))
+        place = order.get(segment.owner.part, len(order))
         conditional: Counter[frozenset[Literal]] = Counter()
         for storage in storages:
             if segment.owner.kind == FORWARD:
-                if not _is_saved_only(storage, order, now):
+                if not _is_saved_only(storage, order, place):
                     continue
                 savers = storage.savers
                 takers = storage.takers
             else:
-                # The parts after this one are done with their backward pass, and hold nothing more.
-                savers = frozenset(part for part in storage.savers if order.get(part, -1) <= now)
-                takers = frozenset(part for part in storage.takers if order.get(part, -1) <= now)
-            # What is outside of all blocks saves in any case.
+                # The backward pass runs from the last part to the first: the parts after this one
+                # are done, and hold nothing more.
+                savers = frozenset(part for part in storage.savers if order.get(part, -1) <= place)
+                takers = frozenset(part for part in storage.takers if order.get(part, -1) <= place)
+            # What is outside of all blocks cannot be recomputed: it holds what it saves, whatever
+            # the blocks do.
             if not savers.issubset(self.blocks):
                 continue
-            # A block keeps what it saves where it runs plainly, and its inputs where it is
-            # recomputed.
+            # A block holds what it saves if it is not recomputed, and its inputs if it is.
             recomputable_takers = takers.intersection(self.blocks)
             literals = {Literal(part, is_recomputed=False) for part in savers}
             literals |= {Literal(part, is_recomputed=True) for part in recomputable_takers}
-            # A block that saves and takes it holds it either way.
+            # A block that both saves and takes it holds it either way: no condition.
             if literals and not savers & takers:
                 conditional[frozenset(literals)] += storage.num_bytes
         return dict(conditional)
 
 
-def _is_saved_only(storage: HeldStorage, order: dict[str, int], now: int) -> bool:
+def _is_saved_only(storage: HeldStorage, order: dict[str, int], place: int) -> bool:
     """Whether a storage lives for the backward pass alone when a part begins its forward pass.
 
     Args:
         storage: The storage.
         order: Place of each part in the forward pass.
-        now: Place of the part.
+        place: Place of the part.
     """
-    if order.get(storage.maker, -1) >= now:
-        return False  # it is not made yet
-    # The caller of the parts holds what a later part takes.
+    is_made = order.get(storage.maker, -1) < place
+    if not is_made:
+        return False
+    # What a later part uses is held in any case until that part runs.
     users = storage.takers | storage.savers
-    return all(order.get(part, -1) < now for part in users)
+    return all(order.get(part, -1) < place for part in users)
 
 
 @contextlib.contextmanager
 def without_output() -> Iterator[None]:
     """Discard what a library writes to the standard output.
 
-    HiGHS, the solver of scipy, prints some lines whatever its options say.
+    HiGHS, the solver of scipy, prints some lines whatever its options say. It writes to the file
+    descriptor itself, 1, which is replaced here: `contextlib.redirect_stdout` would not catch it.
     """
-    sys.stdout.flush()
+    sys.stdout.flush()  # what Python has not written yet is not to be discarded
     try:
-        stdout = os.dup(1)
+        saved_stdout = os.dup(1)
     except OSError:  # the process has no standard output
         yield
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)
+    os.close(null_device)
     try:
         yield
     finally:
-        # What C has not written yet would follow later. Another C library may have no fflush.
+        # Write the buffer of the C library now: later it would go to the restored output. A C
+        # library other than that of Unix may have no fflush.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).fflush(None)
-        os.dup2(stdout, 1)
-        os.close(stdout)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)
 
 
 def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
@@ -326,9 +351,10 @@ def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
         is_resident: Whether only the part of a workspace counts that is written, and so resident.
     """
     peak = segment.start_bytes
-    for live_bytes, workspace_bytes, key in segment.calls:
-        measured = costs[key].written if is_resident else costs[key].workspace
-        peak = max(peak, live_bytes + max(workspace_bytes, measured))
+    for live_bytes, known_workspace, key in segment.calls:
+        cost = costs[key]
+        measured_workspace = cost.written if is_resident else cost.workspace
+        peak = max(peak, live_bytes + max(known_workspace, measured_workspace))
     return peak - segment.start_bytes
 
 

@@ -1,10 +1,9 @@
 """Callback of the tiny training by which `plan` calibrates itself: memory and processor time.
 
-Both are read at events of the training.
-
-A program that watches from outside reads at moments that depend on the load of the machine. It may
-then see a process that is about to start another program, and shares all of its memory with it, or
-workers that inherit the pages of a training that ends.
+Both are read at events of the training. A program that watches from outside would read at moments
+that depend on the load of the machine. It might see a process that has been forked to start another
+program and still shares all of its parent's memory, or workers that inherit the pages of a training
+that ends.
 """
 
 import json
@@ -39,16 +38,17 @@ class RehearsalWatch(pl.Callback):
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        self.main = self.helpers = self.worker = self.copies = 0
-        self.steps_s: list[float] = []
-        # Of the present step: its start, its computation so far, and the part that is not counted
-        # yet, which began at `computing_since_s`.
+        self.main = self.helpers = self.worker = self.copies = 0  # largest bytes so far
+        self.steps_s: list[float] = []  # processor time of each step without computation
+        # Times of the present step, by the clock of the processor time: its start (None where it is
+        # not known), the computation counted so far, and the time up to which it is counted (None
+        # before the first forward pass).
         self.step_start_s: float | None = None
         self.computed_s = 0.0
-        self.computing_since_s: float | None = None
+        self.counted_until_s: float | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Time the network and the optimiser from within.
+        """Register hooks that time the computation of each step: network, loss and optimiser.
 
         Lightning runs the forward and the backward pass inside the step of the optimiser. The clock
         runs from the first forward pass to the end of that step, so that they count once.
@@ -58,7 +58,10 @@ class RehearsalWatch(pl.Callback):
             optimizer.register_step_post_hook(self._count_computing)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the passes: a micro-batch may end without a step of the optimiser."""
+        """Count the forward and the backward pass.
+
+        After the last micro-batch, what follows up to the end of the optimiser's step is added.
+        """
         self._count_computing()
 
     def on_train_batch_end(
@@ -76,11 +79,12 @@ class RehearsalWatch(pl.Callback):
             self.steps_s.append(now_s - self.step_start_s - self.computed_s)
         self._read_memory(trainer)
         self.computed_s = 0.0
-        self.computing_since_s = None
+        self.counted_until_s = None
+        # Only now, so that reading the memory is not a part of the next step.
         self.step_start_s = time.process_time()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the memory; the next step has no known start."""
+        """Read the memory; the next step, whose time contains this validation, is not timed."""
         self._read_memory(trainer)
         self.step_start_s = None
 
@@ -97,31 +101,33 @@ class RehearsalWatch(pl.Callback):
         self.path.write_text(json.dumps(numbers), encoding="utf-8")
 
     def _start_network(self, network: nn.Module, *_: Any) -> None:
-        # An evaluation has no gradients and keeps no activations: what is left is the process.
+        # Before an evaluation there are neither gradients nor activations: what is resident is the
+        # process itself.
         if not network.training:
             self.main = max(self.main, resident_bytes())
             return
-        # Stacks of one micro-batch run the network one after the other.
-        if self.computing_since_s is None:
-            self.computing_since_s = time.process_time()
+        # The network runs once for each stack of a micro-batch; the first run starts the clock.
+        if self.counted_until_s is None:
+            self.counted_until_s = time.process_time()
 
     def _count_computing(self, *_: Any) -> None:
-        """Count the computation up to now; what follows belongs to it until the step ends."""
-        assert self.computing_since_s is not None, "a forward pass comes first"
+        """Count the time since the last count as computation."""
+        assert self.counted_until_s is not None, "a forward pass comes first"
         now_s = time.process_time()
-        self.computed_s += now_s - self.computing_since_s
-        self.computing_since_s = now_s
+        self.computed_s += now_s - self.counted_until_s
+        self.counted_until_s = now_s
 
     def _read_memory(self, trainer: pl.Trainer) -> None:
         """Keep the largest memory of workers and helpers so far."""
+        # Torch's loader with persistent workers keeps its iterator, and that its processes.
         iterator = getattr(trainer.train_dataloader, "_iterator", None)
-        workers = [process.pid for process in getattr(iterator, "_workers", ())]
-        children = [process.pid for process in psutil.Process().children(recursive=True)]
-        helpers = sum(private_bytes(pid) for pid in children if pid not in workers)
+        worker_pids = [process.pid for process in getattr(iterator, "_workers", ())]
+        child_pids = [process.pid for process in psutil.Process().children(recursive=True)]
+        helpers = sum(private_bytes(pid) for pid in child_pids if pid not in worker_pids)
         self.helpers = max(self.helpers, helpers)
-        if not workers:
+        if not worker_pids:
             return
-        workers_private = sum(private_bytes(pid) for pid in workers)
-        workers_all = bytes_beside(os.getpid(), workers)
-        self.worker = max(self.worker, workers_private // len(workers))
-        self.copies = max(self.copies, workers_all - workers_private)
+        private = sum(private_bytes(pid) for pid in worker_pids)
+        private_and_copies = bytes_beside(os.getpid(), worker_pids)
+        self.worker = max(self.worker, private // len(worker_pids))
+        self.copies = max(self.copies, private_and_copies - private)

@@ -21,39 +21,37 @@ from medseg.runs.plans import Numbers, write_plan
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, find_divisor, make_network
 from medseg.training.optimisation import make_scheduled_optimizer
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 
 
 def largest_batch(peak: Callable[[int], int], budget: int) -> int:
     """Find the largest number of samples whose step fits, by doubling and bisection.
 
     Args:
-        peak: Bytes of a step by number of samples; must not fall, and exceed the budget at last.
+        peak: Bytes of a step by number of samples. They must never fall from one number to the
+            next, and must exceed the budget at some number.
         budget: Bytes that the step may use.
 
     Returns:
         Number of samples; 0 if one does not fit.
     """
-    # The growth from one number to the next says little: where the optimiser's update is the peak,
-    # it does not depend on the samples at all.
+    # Not extrapolated from two counts: as long as the optimiser's update is the peak, it does not
+    # depend on the samples at all.
     too_many = 1
     while peak(too_many) <= budget:
         too_many *= 2
+    # The index after the last number that fits is that number, because the range begins at 1.
     return bisect_right(range(1, too_many), budget, key=peak)
 
 
 def input_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the sample to plan for.
 
-    The first that is set of: `shape`, the stage's patch, the size of all crops, and `extent_mm` at
-    the configured spacing.
+    It is the first that is set of: `shape`, the stage's patch, and the size of all crops. If none
+    is, it is `extent_mm` at the configured spacing.
     """
-    return (
-        config.shape
-        or config.stage.patch_size
-        or config.spacing.size
-        or _whole_shape(config, config.stage.max_voxels)
-    )
+    stated_shape = config.shape or config.stage.patch_size or config.spacing.size
+    return stated_shape or _whole_shape(config, config.stage.max_voxels)
 
 
 def keep_numbers(config: PlanConfig, numbers: Numbers) -> None:
@@ -61,9 +59,9 @@ def keep_numbers(config: PlanConfig, numbers: Numbers) -> None:
 
     They are not kept if `shape` is not the size of the samples that these runs will see.
     """
-    sample_shape = config.stage.patch_size or config.spacing.size
-    # Without a size of their own, `shape` says how large the samples of the runs are.
-    if config.shape and sample_shape and config.shape != sample_shape:
+    # None: the samples are whole volumes or crops, and `shape` says how large these are.
+    fixed_shape = config.stage.patch_size or config.spacing.size
+    if config.shape and fixed_shape and config.shape != fixed_shape:
         return
     write_plan(config, numbers)
 
@@ -80,7 +78,7 @@ def evaluated_shape(config: PlanConfig) -> Shape:
     # With patches, `shape` is the size of a patch and says nothing of the case.
     if config.shape and config.stage.patch_size is None:
         return config.shape
-    return _whole_shape(config, None)
+    return _whole_shape(config, max_voxels=None)
 
 
 def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
@@ -88,7 +86,11 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
 
     Args:
         config: Checked configuration.
-        max_voxels: The slices are cut to a range of so many voxels, as in training; None = all.
+        max_voxels: A larger volume is cut to a range of slices with so many voxels, as in training;
+            None = never.
+
+    Raises:
+        UserError: If the spacing is that of each scan.
     """
     spacing_mm = config.spacing.target_spacing_mm
     if config.spacing.range_mm is not None:
@@ -101,10 +103,9 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
             "of the sample to plan for, and validation_shape=[D,H,W] of the largest validation case"
         )
     extent_mm = getattr(config.extent_mm, config.stage.name.value)
-    depth, height, width = (
-        math.ceil(length_mm / voxel_mm)
-        for length_mm, voxel_mm in zip(extent_mm, spacing_mm, strict=True)
-    )
+    depth = math.ceil(extent_mm[0] / spacing_mm[0])
+    height = math.ceil(extent_mm[1] / spacing_mm[1])
+    width = math.ceil(extent_mm[2] / spacing_mm[2])
     if config.spacing.strategy is SpacingStrategy.fixed_resolution:
         # This strategy widens or pads each crop to a cube.
         depth = height = width = max(depth, height, width)
@@ -140,7 +141,7 @@ def count_memory(
         UserError: If the network does not accept the shape, or a part cannot be counted.
     """
     memory = config.memory
-    samples = samples or samples_per_rank(config)
+    samples = samples or samples_per_micro_batch(config)
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before
     # compilation.
     uncompiled = replace(memory, compile=False)
@@ -174,8 +175,8 @@ def count_memory(
     except ValueError as error:
         raise UserError(f"plan: {error}") from error
     except (RuntimeError, TypeError) as error:
-        # A loss or an optimiser of another package may leave torch, which fake tensors do not
-        # allow.
+        # With real tensors it is a fault of the part. Without, a loss or an optimiser of another
+        # package may compute outside of torch (e.g. with NumPy), which fake tensors do not allow.
         if compute:
             raise
         raise UserError(
@@ -192,7 +193,9 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
         shape: Voxels of the case, (D, H, W).
 
     Returns:
-        Bytes of the case itself, and the peak of the weights and of one pass of the network.
+        Bytes that are held beside the pass of the network (the reference; with tiles also the whole
+        image, sums and probabilities), and the peak of one pass with its weights and input. Their
+        sum is the peak of the evaluation.
     """
     case_bytes, timeline = count_evaluation(config, shape)
     pass_bytes = 0
@@ -205,33 +208,38 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
 def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     """Count the memory of the evaluation of one case, with weights, image and reference.
 
-    A case in tiles goes through the network tile by tile; the sums and probabilities of the whole
-    case are held meanwhile.
+    A case in tiles goes through the network tile by tile; sums of one layer of tiles and
+    probabilities of the whole case are held meanwhile, see `medseg.inference.tiles`.
 
     Args:
         config: Checked configuration.
         shape: Voxels of the case, (D, H, W).
 
     Returns:
-        Bytes beside weights, image and operations, and the operations of the case or of one tile.
+        Bytes that are held beside the pass of the network, see `evaluation_bytes`, and the
+        operations of the pass on the case or on one tile. Their live bytes include the weights and
+        the case or tile.
     """
     tile_size = config.inference.tile_size
     num_channels = count_channels(config)
     divisor = find_divisor(config)
 
-    def call(network: nn.Module, image: Tensor) -> Tensor:
+    def run_pass(network: nn.Module, image: Tensor) -> Tensor:
         probs = predict_probs(network, image, tile_size=None, overlap=0.0, divisor=divisor)
+        # Of tiles the probabilities are summed first.
         return probs if tile_size else most_probable(probs)
 
-    def make() -> nn.Module:
+    def make_switched_network() -> nn.Module:
+        # A validation runs uncompiled, see `medseg.memory.switches.uncompiled`, and saves nothing
+        # that could be offloaded.
         memory = replace(config.memory, compile=False, offload=False)
         return switch_on(make_network(config), memory, "cpu")
 
     pass_shape = network_size(tile_size, divisor) if tile_size else shape
     timeline = count_forward(
-        make,
+        make_switched_network,
         (1, num_channels, *pass_shape),
-        call,
+        run_pass,
         precision=config.memory.precision.value,
         is_gpu=pick_device_type(config.trainer.accelerator) == "cuda",
     )
@@ -239,11 +247,13 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     if tile_size is None:
         return target_bytes, timeline
     # A case that is smaller than a tile is padded to it.
-    depth, height, width = (max(pair) for pair in zip(shape, pass_shape, strict=True))
+    padded_shape = tuple(map(max, shape, pass_shape))
+    num_voxels = math.prod(padded_shape)
+    num_layer_voxels = pass_shape[0] * math.prod(padded_shape[1:])
     num_classes = count_classes(config)
-    # float32 sums of one layer of tiles, and the copy that moves them on.
-    sums_bytes = 2 * num_classes * pass_shape[0] * height * width * 4
-    probs_bytes = num_classes * depth * height * width * 2  # float16
+    # float32 sums of one layer of tiles, and the copy with which they move on to the next layer.
+    sums_bytes = 2 * num_classes * num_layer_voxels * 4
+    probs_bytes = num_classes * num_voxels * 2  # float16
     # float32 image and its padded copy
-    image_bytes = 2 * num_channels * depth * height * width * 4
+    image_bytes = 2 * num_channels * num_voxels * 4
     return target_bytes + sums_bytes + probs_bytes + image_bytes, timeline

@@ -21,16 +21,19 @@ from medseg.preprocess.intensity import Intensity, intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
 
-# Samples of this length, beside the margins of a crop, load the libraries and fill the heap as
-# those of the tiny training that measures a loader worker.
+# Voxels along each axis of a first sample, beside the margins of a crop. Like the tiny training
+# that measures a loader worker (`REHEARSAL`), it loads the libraries and fills the heap, so that
+# what that training has counted is not counted here again.
 WARM_UP_LENGTH = 16
-# Samples that are made and timed, and the seconds after which no further one is. They are many
-# because the draws of the augmentation differ: in patches of 64×64×64 voxels the memory of the
-# first samples is half of that after thirty.
+# Samples are made and timed until there are so many, or have taken so many seconds. They are many
+# because the draws of the augmentation differ: with patches of 64×64×64 voxels the peak of the
+# memory after the first samples is half of that after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
 # Spacing of the probabilities that a sample with a coarse channel is given. The cost of the channel
 # is that of the voxels of the sample, whatever the spacing.
 COARSE_MM = 4.0
+# Voxels by which the volume is longer than a sample that is cut out of it.
+BORDER = 16
 
 
 def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[int, float]:
@@ -44,27 +47,29 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
 
     Returns:
         Bytes of memory while samples are made, with what the process keeps afterwards, and the
-        processor time of one.
+        processor time of one, in seconds.
     """
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as name:
-        small = _samples_of(config, _smaller(config, shape), Path(name) / "small", is_training)
-        small[0]  # loads what the first sample needs
-        before = resident_bytes()
-        samples = _samples_of(config, shape, Path(name) / "large", is_training)
-        samples[0]
+    with tempfile.TemporaryDirectory(prefix="medseg-plan-") as scratch:
+        small_shape = _warm_up_shape(config, shape)
+        small_samples = _samples_of(config, small_shape, Path(scratch) / "small", is_training)
+        small_samples[0]  # reading an item makes the sample, and loads what the first one needs
+        bytes_before = resident_bytes()
+        samples = _samples_of(config, shape, Path(scratch) / "large", is_training)
+        samples[0]  # not timed: reads the case for the first time
         durations_s: list[float] = []
         while len(durations_s) < MOST_SAMPLES and sum(durations_s) < MOST_S:
             # Processor time, which other programs on the machine do not lengthen.
             start_s = time.process_time()
             samples[len(durations_s) + 1]
             durations_s.append(time.process_time() - start_s)
-        return max(0, peak_resident_bytes() - before), median(durations_s)
+        return max(0, peak_resident_bytes() - bytes_before), median(durations_s)
 
 
 def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: bool) -> Samples:
-    """Make the data set of a synthetic case in which samples of a shape can be cut."""
+    """Make a data set of one synthetic case, with samples of a shape (D, H, W)."""
     folder.mkdir()
+    # Without the trained coarse stage, which may not exist yet.
     stage = replace(config.stage, coarse=None, coarse_folds=None)
     if stage.patch_size is not None:
         stage = replace(stage, patch_size=shape)
@@ -78,17 +83,20 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
     return data.train_samples() if is_training else data.val_samples()
 
 
-def _smaller(config: PlanConfig, shape: Shape) -> Shape:
-    """Size of the warm-up, which does not exceed the samples."""
-    depth, height, width = (
-        min(length, WARM_UP_LENGTH + 2 * margin)
-        for length, margin in zip(shape, _margins(config), strict=True)
-    )
+def _warm_up_shape(config: PlanConfig, shape: Shape) -> Shape:
+    """Voxels of the warm-up's sample, (D, H, W), not more than those of the others."""
+    lengths = []
+    for length, margin in zip(shape, _margins(config), strict=True):
+        lengths.append(min(length, WARM_UP_LENGTH + 2 * margin))
+    depth, height, width = lengths
     return depth, height, width
 
 
 def _margins(config: PlanConfig) -> list[int]:
-    """Voxels around a region that a whole crop contains, by axis."""
+    """Voxels by which a crop extends beyond its region on each side, by axis (z, y, x).
+
+    Patches have no margin.
+    """
     if config.stage.patch_size is not None:
         return [0, 0, 0]
     margin_mm = config.stage.region_margin_mm or 0.0
@@ -101,17 +109,25 @@ def _spacing_mm(config: PlanConfig) -> tuple[float, float, float]:
 
 
 def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -> CachedCase:
-    """Write a cache entry of a scan whose regions are boxes.
+    """Write a cache entry of a scan out of which samples of a shape can be cut.
 
-    Samples of the shape can be cut in it.
+    All its regions are the same box.
+
+    Args:
+        folder: Folder of the entry.
+        config: Checked configuration.
+        task: Task of the configuration, with its labels and channels.
+        shape: Voxels of a sample, (D, H, W).
     """
-    # A fine stage and patches cut their samples in a larger volume.
+    # A fine stage and patches cut their samples out of a larger volume.
     is_whole = config.stage.name is not StageName.fine and config.stage.patch_size is None
-    border = 0 if is_whole else 16
-    depth, height, width = (length + border for length in shape)
-    grid = VoxelGrid((depth, height, width), _spacing_mm(config))
+    border = 0 if is_whole else BORDER
+    depth, height, width = shape
+    volume_shape = (depth + border, height + border, width + border)
+    grid = VoxelGrid(volume_shape, _spacing_mm(config))
     box = _region_box(grid.shape, shape, _margins(config))
     labels = np.zeros(grid.shape, dtype=np.uint8)
+    # The box is divided along z among all labels. The slabs are views of `labels`.
     slabs = np.array_split(labels[box.slices()], len(task.labels))
     for value, slab in enumerate(slabs, start=1):
         slab[:] = value
@@ -119,22 +135,24 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
     np.save(folder / "labels.npy", labels)
     intensities: list[Intensity | None] = []
     for number, channel in enumerate(task.channels):
+        # Names and number formats are those of `medseg.data.cache`.
         dtype = np.int16 if channel.modality == "ct" else np.float32
         image = np.zeros(grid.shape, dtype)
-        # The names of `medseg.data.cache`.
         file_name = f"image_{number}.npy" if number else "image.npy"
         np.save(folder / file_name, image)
+        # A window needs no statistics of the image.
         if channel.window_hu:
             intensities.append(None)
             continue
         image[0, 0, 0] = 1  # a percentile or a standard deviation of a constant image is refused
         intensities.append(intensity_of(image, channel.modality, channel.normalise, None))
+    no_findings = CaseAudit(grid, {}, "", {}, ())
     return CachedCase(
         "synthetic",
         folder,
         grid,
         {region.name: box for region in task.regions},
-        CaseAudit(grid, {}, "", {}, ()),
+        no_findings,
         resampling=config.spacing.resampling.value,
         label_boxes=dict.fromkeys(task.labels, box),
         intensities=tuple(intensities),
@@ -151,13 +169,13 @@ def _synthetic_probs(folder: Path, grid: VoxelGrid, task: Task) -> CoarseProbs:
 
 
 def _region_box(volume_shape: Shape, shape: Shape, margins: list[int]) -> VoxelBox:
-    """Box in the middle of a volume that makes, with its margins, a sample of a shape."""
+    """Make a box in the middle of a volume that has, with its margins, a shape (D, H, W)."""
     starts: list[int] = []
     stops: list[int] = []
     for volume_length, length, margin in zip(volume_shape, shape, margins, strict=True):
         start = (volume_length - length) // 2 + margin
         stop = (volume_length + length) // 2 - margin
         starts.append(start)
-        # A sample within its margins has a region of one voxel.
+        # Where the margins leave nothing, the box has one voxel: a region must not be empty.
         stops.append(max(stop, start + 1))
     return VoxelBox.of(starts, stops)

@@ -20,14 +20,20 @@ GAIN = 1.05
 
 
 class Setting(NamedTuple):
-    """Arguments of the loader."""
+    """Arguments of the loader, see `DataOptions`.
+
+    Attributes:
+        num_workers: Loader processes; 0 = the training process makes the batches itself.
+        prefetch: Batches that each worker makes ahead.
+        pin_memory: Whether batches are in pinned memory, from which a GPU copies faster.
+    """
 
     num_workers: int
     prefetch: int
     pin_memory: bool
 
     def __str__(self) -> str:
-        """Write it as arguments of `train`."""
+        """Write the setting as arguments of `train`."""
         arguments = f"data.num_workers={self.num_workers}"
         if self.num_workers:
             arguments += f" data.prefetch={self.prefetch}"
@@ -37,21 +43,25 @@ class Setting(NamedTuple):
 
 
 def tune_loader(config: TuneLoaderConfig) -> int:
-    """Time the same batches under each setting; print the table and the best setting."""
+    """Time the same batches under each setting; print the table and the best setting.
+
+    Returns:
+        0, the exit status.
+    """
     find_spacing(config.spacing, config.data, config.task)
     device = pick_device(config.trainer.accelerator)
     workers = config.workers or default_workers(num_processors())
-    tried = settings(workers, config.prefetches, has_gpu=device.type == "cuda")
-    # Workers make batches ahead, which are drawn beside those that are timed.
-    most_ahead = max(setting.num_workers * setting.prefetch for setting in tried)
+    tried_settings = settings(workers, config.prefetches, has_gpu=device.type == "cuda")
+    # The data must last for the batches that workers make ahead and for those that are timed.
+    most_ahead = max(setting.num_workers * setting.prefetch for setting in tried_settings)
     data = make_data_module(replace(config, steps=most_ahead + config.num_batches))
     data.prepare_data()
     data.setup("fit")
     # The first pass reads the cache from the disk, and is not counted.
-    time_batches(data, tried[0], config.num_batches, device)
+    time_batches(data, tried_settings[0], config.num_batches, device)
     rates: dict[Setting, float] = {}
     print(f"{'':52s}{'batches/s':>10s}")
-    for setting in tried:
+    for setting in tried_settings:
         seconds = time_batches(data, setting, config.num_batches, device)
         rates[setting] = config.num_batches / seconds
         print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
@@ -67,6 +77,7 @@ def default_workers(num_processors: int) -> list[int]:
         >>> default_workers(6)
         [0, 1, 2, 4]
     """
+    # A number of n bits is at least 2^(n - 1), and less than 2^n.
     powers = [2**exponent for exponent in range(num_processors.bit_length())]
     return [0, *powers]
 
@@ -77,13 +88,13 @@ def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool
     Prefetching needs workers, and pinned memory is for GPUs.
     """
     pinnings = (False, True) if has_gpu else (False,)
-    tried = []
+    all_settings = []
     for num_workers in sorted(workers):
-        # Without workers the number is not used.
-        depths = sorted(prefetches) if num_workers else [2]
-        for prefetch, pin_memory in itertools.product(depths, pinnings):
-            tried.append(Setting(num_workers, prefetch, pin_memory))
-    return tried
+        # Without workers the number is not used; any one will do.
+        numbers_ahead = sorted(prefetches) if num_workers else [2]
+        for prefetch, pin_memory in itertools.product(numbers_ahead, pinnings):
+            all_settings.append(Setting(num_workers, prefetch, pin_memory))
+    return all_settings
 
 
 def time_batches(
@@ -99,18 +110,20 @@ def time_batches(
         next(batches)
     start_s = time.perf_counter()
     for _ in range(num_batches):
+        # A batch consists of stacks of samples of the same shape.
         for stack in next(batches):
             stack["image"].to(device, non_blocking=True)
+    # The copies to a GPU may still be under way.
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start_s
 
 
 def propose(rates: dict[Setting, float]) -> Setting:
-    """Choose the least demanding setting that no other one beats by more than 5 %.
+    """Choose the least demanding setting that no other one beats by more than GAIN.
 
     Args:
         rates: Batches per second by setting, the least demanding first.
     """
-    fastest = max(rates.values())
-    return next(setting for setting, rate in rates.items() if rate * GAIN >= fastest)
+    highest_rate = max(rates.values())
+    return next(setting for setting, rate in rates.items() if rate * GAIN >= highest_rate)

@@ -44,7 +44,7 @@ from medseg.studies.train_arguments import (
 from medseg.training.extensions import make_loss
 from medseg.training.network import count_channels, count_classes, make_network
 from medseg.training.optimisation import find_lr_factor, make_optimizer
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 from medseg.worker_process import Worker, WorkerDiedError
 
 # Columns of the printed table to their headings, and to their formats.
@@ -353,7 +353,7 @@ def _time_step(
     if config.trainer.threads:
         torch.set_num_threads(config.trainer.threads)
     torch.manual_seed(config.seed)
-    num_samples = samples_per_rank(config)
+    num_samples = samples_per_micro_batch(config)
     # Noise in [-1, 1), the range of normalised images.
     image = torch.rand(num_samples, count_channels(config), *shape, device=device) * 2 - 1
     if make_baseline_network is not None:

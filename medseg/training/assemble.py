@@ -73,7 +73,8 @@ def make_module(
             "choose trainer.sync_batchnorm=false"
         )
     if device_type == "cpu":
-        # Large blocks return to the system when they are freed, instead of staying in the heap.
+        # So that large blocks go back to the system when they are freed, and do not stay in the
+        # heap.
         map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
@@ -81,6 +82,7 @@ def make_module(
         config.memory,
         device_type,
         sync_batchnorm=config.trainer.sync_batchnorm,
+        # Without either size the crops differ in shape.
         has_many_shapes=config.stage.patch_size is None and config.spacing.size is None,
     )
     return SegmentationModule(
@@ -101,12 +103,17 @@ def make_module(
 def make_trainer(
     config: TrainConfig, callbacks: list[pl.Callback], start_step: int = 0
 ) -> pl.Trainer:
-    """Make Lightning's trainer; one epoch is the whole run, everything counts optimiser steps.
+    """Make Lightning's trainer, for which the whole run is one epoch.
+
+    Also sets torch's threads and TF32 in this process, and silences Lightning's remarks.
 
     Args:
         config: Checked configuration.
         callbacks: Lightning's callbacks.
         start_step: Step that the run resumes from.
+
+    Raises:
+        UserError: If the device lacks the precision.
     """
     import lightning.pytorch as pl
     from lightning.pytorch.plugins.environments import (
@@ -126,8 +133,8 @@ def make_trainer(
         raise UserError(f"memory.{error}") from error
     set_tf32(memory.precision.value)
     _silence_lightning()
-    # Ranks come from torchrun or from `start_ranks`, whatever a scheduler says about its own
-    # processes.
+    # Ranks come from torchrun or from `start_ranks`. Without this choice Lightning would detect a
+    # scheduler, such as SLURM, and take its processes for the ranks.
     environment: ClusterEnvironment = LightningEnvironment()
     if TorchElasticEnvironment.detect():
         environment = TorchElasticEnvironment()
@@ -139,16 +146,16 @@ def make_trainer(
         plugins=[environment],
         precision=precision,  # type: ignore[arg-type]
         max_steps=config.steps,
-        max_epochs=-1,
+        max_epochs=-1,  # no limit
         accumulate_grad_batches=memory.accumulate,
         benchmark=memory.cudnn_benchmark,
         gradient_clip_val=trainer.gradient_clip,
         gradient_clip_algorithm=trainer.clip_by.value,
-        # In micro-batches; the whole run is one epoch.
+        # In micro-batches, unlike `max_steps`; `None` below: also beyond the end of an epoch.
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        limit_val_batches=1 if config.debug.fast else 1.0,
+        limit_val_batches=1 if config.debug.fast else 1.0,  # one case, or all (a share)
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
         logger=make_loggers(config, start_step),
@@ -166,7 +173,7 @@ def _silence_lightning() -> None:
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
     messages = (
-        # Samples need no state.
+        # The loader needs no state: samples are a function of (seed, n).
         "You're resuming from a checkpoint that ended before the epoch",
         ".*LeafSpec.*is deprecated",
         "The number of training batches .* is smaller than the logging interval",
@@ -178,7 +185,7 @@ def _silence_lightning() -> None:
 
 
 def _make_profiler(config: TrainConfig) -> Any:
-    """Make Lightning's profiler; its files go to the run folder."""
+    """Make Lightning's profiler, whose files go to the run folder; None if none is configured."""
     from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 
     if config.debug.profiler is Profiler.torch:
@@ -211,8 +218,10 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
 def _has_unused_parameters(config: TrainConfig) -> bool:
     """Whether some weights of the network get no gradient, for which DDP would wait."""
     output_weights = config.loss.get("output_weights") or ()
-    # No loss sees an output of weight 0.
-    return 0 in output_weights or make_network_on_meta(config).traits.has_unused
+    # The layers of an output get no gradient if the loss does not see it.
+    if 0 in output_weights:
+        return True
+    return make_network_on_meta(config).traits.has_unused
 
 
 def make_data_module(
@@ -233,8 +242,8 @@ def make_data_module(
     elif config.stage.coarse_folds:
         paths = config.stage.coarse_folds
         stages = [_load_coarse("stage.coarse_folds", path, config) for path in paths]
-        coarse_by_case = _stage_of_each_case(config, stages)
-        # For the phantoms, which every stage may have trained on, any of them will do.
+        coarse_by_case = _coarse_stage_by_case(config, stages)
+        # For the other cases, which are phantoms, any of them will do.
         coarse = stages[0]
     if sources is None:
         sources = find_sources(config.data, config.task)
@@ -269,12 +278,16 @@ def _load_coarse(key: str, path: str, config: TrainConfig) -> TrainedStage:
     return coarse
 
 
-def _stage_of_each_case(
+def _coarse_stage_by_case(
     config: TrainConfig, stages: Sequence[TrainedStage]
 ) -> dict[str, TrainedStage]:
     """Assign each case the first coarse stage that has not trained on its patient.
 
     With the stages of all folds this is what nnU-Net's cascade does.
+
+    Args:
+        config: Checked configuration.
+        stages: Coarse stages of `stage.coarse_folds`, in the same order.
 
     Raises:
         UserError: If a checkpoint does not say what it has trained on, or all have trained on the
@@ -283,46 +296,52 @@ def _stage_of_each_case(
     paths = config.stage.coarse_folds or []
     # Also the cases that are held out now: a checkpoint may have trained on them.
     (all_cases, _), _ = find_cases(config.data, config.task)
-    patient_of = {case.name: case.patient for case in all_cases}
+    patient_by_case = {case.name: case.patient for case in all_cases}
+    # Patients that each stage has trained on, by the cases that its checkpoint lists. The number of
+    # its fold would not do: since then the table may have grown, or other patients may be held out.
     seen_patients: list[set[str]] = []
-    # By the cases that each checkpoint lists. The number of its fold would not tell: since then the
-    # table may have grown, or other patients may be held out.
     for path in paths:
         names = trained_cases(Path(path), "stage.coarse_folds")
-        seen = {patient_of[name] for name in names if name in patient_of}
+        seen = {patient_by_case[name] for name in names if name in patient_by_case}
         if not seen:
             raise UserError(
                 f"stage.coarse_folds: {path} has trained on none of these cases, so it may know "
                 "them by other names; give checkpoints of the same case table, or stage.coarse"
             )
         seen_patients.append(seen)
-    chosen: dict[str, TrainedStage] = {}
+    stage_by_case: dict[str, TrainedStage] = {}
+    # The first source has the cases of the table; a second one has phantoms.
     split = find_sources(config.data, config.task)[0].split
     for case in (*split.train, *split.val):
-        candidates = []
+        unbiased_stages = []
         for stage, patients in zip(stages, seen_patients, strict=True):
             if case.patient not in patients:
-                candidates.append(stage)
-        if not candidates:
+                unbiased_stages.append(stage)
+        if not unbiased_stages:
             raise UserError(
                 "stage.coarse_folds: all of these checkpoints have trained on the patient "
                 f"{case.patient} of the case {case.name}; add one that has not, or give "
                 "stage.coarse"
             )
-        chosen[case.name] = candidates[0]
-    return chosen
+        stage_by_case[case.name] = unbiased_stages[0]
+    return stage_by_case
 
 
 def make_views(config: TrainConfig) -> list[View]:
-    """Name the classes of each region for validation pictures, and say whether it is mirrored."""
+    """Make a view of each region for validation pictures: class names, and whether it is mirrored.
+
+    A stage without regions has one view, of the whole scan.
+    """
     task = make_task(config.task)
     if config.stage.name is not StageName.fine:
-        return [View({value: name for name, value in task.labels.items()}, False)]
+        label_names = {value: name for name, value in task.labels.items()}
+        return [View(label_names, is_mirrored=False)]
     views = []
     for region in task.regions:
         # The classes of the fine network are the labels of the region, in their order.
-        names = dict(enumerate(region.labels, start=1))
-        views.append(View(names, region.side == "right"))
+        label_names = dict(enumerate(region.labels, start=1))
+        # The fine network sees each region as if it were on the left.
+        views.append(View(label_names, is_mirrored=region.side == "right"))
     return views
 
 
@@ -366,21 +385,24 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
 
     `auto` balances the bytes of a step over all GPUs.
 
+    Returns:
+        Device by the name of the part.
+
     Raises:
         UserError: If a named device or part does not exist, or `auto` finds fewer than two GPUs.
     """
     device_map = config.model["device_map"]
-    gpus = {}
+    gpu_bytes = {}
     for index in range(torch.cuda.device_count()):
-        gpus[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
+        gpu_bytes[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
     parts = named_parts(make_network_on_meta(config))
     if device_map == "auto":
-        return _balance_parts(config, parts, gpus)
-    devices = ("cpu", *gpus)
-    missing = sorted(set(device_map.values()) - set(devices))
-    if missing:
+        return _balance_parts(config, parts, gpu_bytes)
+    devices = ("cpu", *gpu_bytes)
+    missing_devices = sorted(set(device_map.values()) - set(devices))
+    if missing_devices:
         raise UserError(
-            f"model.device_map: there is no {', '.join(missing)} here; "
+            f"model.device_map: there is no {', '.join(missing_devices)} here; "
             f"there are {', '.join(devices)}"
         )
     try:
@@ -390,24 +412,27 @@ def make_device_map(config: TrainConfig) -> dict[str, str]:
 
 
 def _balance_parts(
-    config: TrainConfig, parts: Mapping[str, Sequence[nn.Module]], gpus: dict[str, int]
+    config: TrainConfig, parts: Mapping[str, Sequence[nn.Module]], gpu_bytes: dict[str, int]
 ) -> dict[str, str]:
     """Divide the parts of the network among all GPUs by the bytes of a training step.
 
     Args:
         config: Checked configuration.
         parts: From `named_parts`.
-        gpus: Name of each GPU to its memory in bytes.
+        gpu_bytes: Memory of each GPU by its name.
+
+    Returns:
+        GPU by the name of the part.
 
     Raises:
         UserError: If there are fewer than two GPUs.
     """
-    if len(gpus) < 2:
+    if len(gpu_bytes) < 2:
         raise UserError(
             "model.device_map=auto divides a network among GPUs, "
-            f"and torch sees {len(gpus)}; leave it out"
+            f"and torch sees {len(gpu_bytes)}; leave it out"
         )
-    # Whole crops differ in size: a common size stands for them.
+    # Whole crops differ in size. A usual one will do: only the ratio of the parts matters.
     shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
     optimizer_factory = bind_target(
         "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets
@@ -421,13 +446,14 @@ def _balance_parts(
     )
     # Bytes that a step holds per byte of weights: the weights, their gradients and the optimiser
     # state.
-    bytes_of_weights = memory.parameters + memory.gradients + memory.optimizer_state
-    ratio = bytes_of_weights / memory.parameters
+    lasting_bytes = memory.parameters + memory.gradients + memory.optimizer_state
+    bytes_per_weight_byte = lasting_bytes / memory.parameters
     sizes = {}
-    # Parts that did not run in the counted step come last.
+    # In the order of the forward pass; parts that did not run in the counted step come last.
     for name in dict.fromkeys((*memory.order, *parts)):
         weight_bytes = 0
         for module in parts[name]:
             weight_bytes += sum(parameter.nbytes for parameter in module.parameters())
-        sizes[name] = memory.saved.get(name, 0) + round(ratio * weight_bytes)
-    return plan_device_map(sizes, gpus)
+        activation_bytes = memory.saved.get(name, 0)
+        sizes[name] = activation_bytes + round(bytes_per_weight_byte * weight_bytes)
+    return plan_device_map(sizes, gpu_bytes)

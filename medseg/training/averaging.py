@@ -8,9 +8,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class WeightAverage:
     """Averages the weights that a network has after each optimiser step.
 
-    After n steps the average is decay^(n-1) w_1 + (1 - decay) Σ decay^(n-k) w_k, k = 2 … n: it
-    begins with the weights after the first step. Running statistics of norms are averaged too;
-    counters are not.
+    After the first step the average is the weights w_1; each later step k makes it
+    decay · average + (1 - decay) · w_k. Running statistics of norms are averaged too; counters,
+    which are integers, are not.
 
     Args:
         network: Network in training.
@@ -19,43 +19,49 @@ class WeightAverage:
 
     def __init__(self, network: nn.Module, ema_decay: float) -> None:
         self.network = network
+        # Called with averages and weights, changes the averages; its third argument is not used.
         self._blend = get_ema_multi_avg_fn(ema_decay)
-        self._values: dict[str, Tensor] = {}
+        self._values: dict[str, Tensor] = {}  # the average, by the network's names
 
     def update(self) -> None:
-        """Add the weights as they are after a step."""
+        """Take the weights after a step into the average."""
         weights = self._weights()
-        if self._values:
-            self._blend(list(self._on_device(weights).values()), list(weights.values()), 0)
-        else:
+        if not self._values:
             self._values = {name: weight.clone() for name, weight in weights.items()}
+            return
+        averages = self._moved_to_weights(weights)
+        # Both dictionaries have the order of the network's state.
+        self._blend(list(averages.values()), list(weights.values()), 0)
 
     def exchange(self) -> None:
         """Exchange the average and the network's weights; nothing happens before the first step."""
         weights = self._weights()
-        for name, value in self._on_device(weights).items():
+        for name, average in self._moved_to_weights(weights).items():
             weight = weights[name].clone()
-            weights[name].copy_(value)
-            value.copy_(weight)
+            weights[name].copy_(average)
+            average.copy_(weight)
 
     def values(self) -> dict[str, Tensor]:
         """Return the average by the network's names; empty before the first step."""
         return dict(self._values)
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Take over the average of a checkpoint; what is not averaged may be among its values."""
+        """Take over the average from the weights of a checkpoint, counters among them."""
         self._values = {name: values[name].clone() for name in self._weights()}
 
     def _weights(self) -> dict[str, Tensor]:
-        return {
-            name: weight
-            for name, weight in self.network.state_dict().items()
-            if torch.is_floating_point(weight)
-        }
+        """List what is averaged: floating-point tensors of the network, not copies of them."""
+        weights = {}
+        for name, value in self.network.state_dict().items():
+            if torch.is_floating_point(value):
+                weights[name] = value
+        return weights
 
-    def _on_device(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The average on the devices of the weights, which may have moved since it was loaded."""
-        self._values = {
-            name: value.to(weights[name].device) for name, value in self._values.items()
-        }
+    def _moved_to_weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Move the average to the devices of the weights, and return it.
+
+        The weights may have moved since the average was loaded.
+        """
+        for name, average in self._values.items():
+            self._values[name] = average.to(weights[name].device)
         return self._values

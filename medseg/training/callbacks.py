@@ -26,8 +26,8 @@ class View:
     """Names and orientation for drawing the samples of one region.
 
     Attributes:
-        label_names: Class of the network to name.
-        is_mirrored: Whether the network sees it mirrored; the picture is mirrored back.
+        label_names: Name of the label by its class of the network.
+        is_mirrored: Whether the network sees the region mirrored; the picture is mirrored back.
     """
 
     label_names: dict[int, str]
@@ -49,8 +49,8 @@ class ValidationPictures(pl.Callback):
         self.folder = folder
         self.views = views
         self.num_cases = num_cases
+        # File name of the latest picture by case and number of the region.
         self.drawn: dict[tuple[str, int], str] = {}
-        """Case and region to the file name of its latest picture."""
 
     def on_validation_batch_end(
         self,
@@ -61,19 +61,22 @@ class ValidationPictures(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Draw one case."""
-        if trainer.sanity_checking or not trainer.is_global_zero or batch_idx >= self.num_cases:
+        """Draw one case; `outputs` are its predicted labels (D, H, W)."""
+        is_drawn = batch_idx < self.num_cases
+        if trainer.sanity_checking or not trainer.is_global_zero or not is_drawn:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"step_{trainer.global_step:06d}_{batch_idx}.png"
-        (stack,) = batch
+        (stack,) = batch  # a batch of validation has one stack of one sample
         case, region = stack["case"][0], int(stack["region"][0])
+        # If drawing fails, no table may name the picture of an earlier step.
         self.drawn.pop((case, region), None)
         view = self.views[region]
-        arrays = [stack["image"][0, 0].float(), outputs, stack["target"][0]]
+        # (D, H, W) each; of the image, the first channel.
+        volumes = [stack["image"][0, 0].float(), outputs, stack["target"][0]]
         if view.is_mirrored:
-            arrays = [array.flip(2) for array in arrays]
-        image, pred, target = (array.cpu().numpy() for array in arrays)
+            volumes = [volume.flip(2) for volume in volumes]
+        image, pred, target = (volume.cpu().numpy() for volume in volumes)
         try:
             overlay_montage(
                 image,
@@ -83,16 +86,16 @@ class ValidationPictures(pl.Callback):
                 path,
                 title=f"{case}, step {trainer.global_step}",
                 label_names=view.label_names,
-                window_hu=(-1.0, 1.0),
+                window_hu=(-1.0, 1.0),  # not HU: the network's input is scaled to this range
             )
         except Exception as error:
             # An error of the drawing library, or a full disk, must not end the training.
             say(f"no picture of {case} ({type(error).__name__}: {error})")
             return
         finally:
-            # Parts of a figure refer to each other. Python looks for such cycles among its oldest
-            # objects seldom: up to seven pictures of 7 MiB each would stay meanwhile. This takes up
-            # to 0.3 s.
+            # Parts of a figure refer to each other, so that only the garbage collector frees them.
+            # By itself it looks at old objects seldom, and up to seven pictures of 7 MiB each would
+            # stay in memory meanwhile. This takes up to 0.3 s.
             gc.collect()
         self.drawn[case, region] = path.name
         for logger in trainer.loggers:
@@ -116,7 +119,8 @@ class ValidationScores(pl.Callback):
         pictures: Callback that draws the cases.
 
     Attributes:
-        patients: Case to its patient, known once the data module is made.
+        patients: Patient by case; filled by the caller once the data module is made.
+        rows: Rows of the file, those of at most two validations.
     """
 
     def __init__(self, path: Path, pictures: ValidationPictures) -> None:
@@ -135,62 +139,62 @@ class ValidationScores(pl.Callback):
         """Write the rows of this validation and of the best one before it."""
         if trainer.sanity_checking or not trainer.is_global_zero:
             return
-        steps: dict[int, list[dict[str, Any]]] = {}
+        rows_by_step: dict[int, list[dict[str, Any]]] = {}
         for row in self.rows:
-            steps.setdefault(row["step"], []).append(row)
-        best = max(steps.values(), key=_mean_dice, default=[])
+            rows_by_step.setdefault(row["step"], []).append(row)
+        best_rows = max(rows_by_step.values(), key=_mean_dice, default=[])
         module: Any = pl_module  # a `SegmentationModule`
-        latest = []
-        for (case, region, value), dice in module.case_scores.items():
-            # Scores of metrics have a name in place of a value.
-            if not isinstance(value, int):
+        latest_rows = []
+        # A Dice has the class of its label as key, another score the name of its metric.
+        for (case, region, class_or_metric), score in module.case_scores.items():
+            if not isinstance(class_or_metric, int):
                 continue
-            name = self.pictures.views[region].label_names.get(value)
-            if not name:
+            label = self.pictures.views[region].label_names.get(class_or_metric)
+            if not label:
                 continue
-            latest.append(
+            latest_rows.append(
                 {
                     "step": trainer.global_step,
                     "case": case,
-                    "label": name,
-                    "dice": round(dice, 6),
+                    "label": label,
+                    "dice": round(score, 6),
                     "picture": self.pictures.drawn.get((case, region), ""),
                     "patient": self.patients.get(case, ""),
                 }
             )
-        # A validation that a resumed run repeats replaces its rows.
-        earlier = [row for row in best if row["step"] != trainer.global_step]
-        self.rows = earlier + latest
+        # A resumed run may repeat the best validation: its new rows replace the old ones.
+        earlier_best_rows = [row for row in best_rows if row["step"] != trainer.global_step]
+        self.rows = earlier_best_rows + latest_rows
         write_csv(self.path, self.rows, SCORE_COLUMNS)
 
 
 def _mean_dice(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Mean Dice of the rows of a validation, one at least."""
+    """Average the Dice over the rows of a validation, of which there must be one at least."""
     return fmean(row["dice"] for row in rows)
 
 
 def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert the numbers among the texts of rows of `SCORE_COLUMNS`.
+    """Convert the texts of a CSV file into rows of `SCORE_COLUMNS`, with numbers where due.
 
     Raises:
         KeyError: If a column is missing.
-        ValueError: If a number is none.
+        ValueError: If a text should be a number, and is none.
     """
-    typed = []
+    typed_rows = []
     for row in rows:
         cells = {"patient": "", **row}  # files of older versions have no patients
         typed_row = {column: cells[column] for column in SCORE_COLUMNS}
         typed_row["step"] = int(row["step"])
         typed_row["dice"] = float(row["dice"])
-        typed.append(typed_row)
-    return typed
+        typed_rows.append(typed_row)
+    return typed_rows
 
 
 class MemorySnapshot(pl.Callback):
     """Records the allocations of a GPU for https://pytorch.org/memory_viz, also of a failed run.
 
     Args:
-        path: File (.pickle).
+        path: File (.pickle); the number of the rank is added to its name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -223,7 +227,7 @@ class Distortions(pl.Callback):
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self.printed: set[tuple[str, int]] = set()
+        self.printed: set[tuple[str, int]] = set()  # case and number of the region
 
     def on_train_batch_end(
         self,
@@ -247,10 +251,10 @@ class Distortions(pl.Callback):
                 if (case, region) in self.printed:
                     continue
                 self.printed.add((case, region))
-                voxel = "×".join(f"{mm:.3g}" for mm in spacing_mm)
+                voxel_text = "×".join(f"{length_mm:.3g}" for length_mm in spacing_mm)
                 print(
                     f"{case}, {self.names[region]}: distortion {distortion(spacing_mm):.2f}, "
-                    f"voxels of {voxel} mm",
+                    f"voxels of {voxel_text} mm",
                     flush=True,
                 )
 

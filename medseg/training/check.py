@@ -1,7 +1,4 @@
-"""Check of a run's objects before data is read: each is built and tried once.
-
-The network is built on the meta device.
-"""
+"""Check of a run's objects before data is read: each is built and tried once."""
 
 import dataclasses
 import math
@@ -24,7 +21,7 @@ from medseg.models.blocks import InstanceNorm
 from medseg.models.options import UNET
 from medseg.models.stage_network import StageNetwork
 from medseg.targets import TARGET
-from medseg.training.clashes import divisor_clashes
+from medseg.training.clashes import class_name, divisor_clashes
 from medseg.training.extensions import (
     check_loss,
     make_callbacks,
@@ -45,9 +42,9 @@ from medseg.training.options import LrScaling, TrainConfig
 
 # The one logger that writes its files with Python alone, and so to a folder of any name.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
-# Steps that are tried with the optimiser; the schedule alone is followed from there on.
+# First steps that are tried with optimiser and schedule.
 NUM_OPTIMISER_STEPS = 2
-# Steps whose learning rates are followed; each takes some microseconds.
+# Steps up to which the schedule alone is tried then; each takes some microseconds.
 MAX_TRIED_STEPS = 2000
 
 
@@ -106,24 +103,24 @@ def _check_loggers(config: TrainConfig) -> None:
 
     Some of them write files at once, and the run may still be refused.
     """
-    others = _list_targets(config.logger) - {CSV_LOGGER}
-    writes_utf8_only = len(others) > 0
+    other_loggers = _list_targets(config.logger) - {CSV_LOGGER}
+    needs_utf8 = len(other_loggers) > 0
     for run_dir in (config.resume, config.run_dir):
         if not run_dir:
             continue
         path = os.path.abspath(run_dir)
-        if writes_utf8_only and not is_utf8(path):
+        if needs_utf8 and not is_utf8(path):
             raise UserError(
                 f"{path}: expected a run folder whose name is UTF-8, since the files of this "
                 "logger cannot be written to another one; rename the folder, or give logger=csv"
             )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        logger = _moved(config.logger, config.run_dir, folder)
+        logger = _redirected(config.logger, config.run_dir, folder)
         make_loggers(dataclasses.replace(config, logger=logger))
 
 
 def _list_targets(node: dict[str, Any]) -> set[str]:
-    """List the classes that the node of a logger, or a map of such nodes by name, names."""
+    """List the classes that a node names: that of a logger, or of several loggers by name."""
     if TARGET in node:
         return {str(node[TARGET])}
     targets = set[str]()
@@ -133,8 +130,8 @@ def _list_targets(node: dict[str, Any]) -> set[str]:
     return targets
 
 
-def _moved(node: Any, run_dir: str, folder: str) -> Any:
-    """Make the node of a logger that writes to another folder than that of the run.
+def _redirected(node: Any, run_dir: str, folder: str) -> Any:
+    """Copy the node of a logger, with another folder in place of that of the run.
 
     Args:
         node: The node, or a value in it.
@@ -142,37 +139,44 @@ def _moved(node: Any, run_dir: str, folder: str) -> Any:
         folder: The other folder.
     """
     if isinstance(node, dict):
-        return {key: _moved(value, run_dir, folder) for key, value in node.items()}
+        return {key: _redirected(value, run_dir, folder) for key, value in node.items()}
     if isinstance(node, str):
-        # As a whole path only, also behind a scheme (`sqlite:///`): not the `log` of a class name.
+        # The run folder as a whole path, also after a scheme (`sqlite:///`). Characters of names
+        # must not be beside it, so that the `log` in the name of a class stays.
         whole_path = rf"(?<![\w.-]){re.escape(run_dir)}(?![\w.-])"
+        # A function, because `re.sub` would take a backslash in a text for an escape.
         return re.sub(whole_path, lambda _: folder, node)
     return node
 
 
 def _check_optimisation(config: TrainConfig) -> None:
-    """Try the optimiser and the schedule on a convolution, with tensors of one and five axes."""
+    """Try the optimiser and the schedule on a convolution, with tensors of one and five axes.
+
+    Raises:
+        UserError: If one of them fails, climbs the gradient, or does not suit `lr_scaling`.
+    """
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     weights = list(nn.Conv3d(1, 2, 3).parameters())
-    make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
-    with _refused_by("optimizer", config.optimizer):
-        optimizer = make(weights)
-        first_step = step_from_zero(make)
-        follows_gradient = grows_with_gradient(make)
-    name = str(config.optimizer[TARGET]).rpartition(".")[2]
+    optimizer_factory = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
+    with _one_sentence_errors("optimizer", config.optimizer):
+        optimizer = optimizer_factory(weights)
+        first_step = step_from_zero(optimizer_factory)
+        has_growing_steps = grows_with_gradient(optimizer_factory)
+    name = class_name(config.optimizer)
     # The gradient with which `step_from_zero` made the step.
     gradient = torch.linspace(-1.0, 1.0, len(first_step))
-    if float(first_step @ gradient) > 0:
+    climbs = float(first_step @ gradient) > 0
+    if climbs:
         raise UserError(
             f"optimizer: a step of {name} goes up the gradient, which raises the loss; leave "
             "optimizer.maximize out"
         )
-    if config.lr_scaling is LrScaling.linear and not follows_gradient:
+    if config.lr_scaling is LrScaling.linear and not has_growing_steps:
         raise UserError(
             f"lr_scaling=linear: the steps of {name} do not grow with the gradient; choose "
             "lr_scaling=sqrt"
         )
-    with _refused_by("schedule", config.schedule):
+    with _one_sentence_errors("schedule", config.schedule):
         schedule_factory = make_schedule(
             config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
         )
@@ -180,18 +184,20 @@ def _check_optimisation(config: TrainConfig) -> None:
     for _ in range(min(NUM_OPTIMISER_STEPS, config.steps)):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
-        with _refused_by("optimizer", config.optimizer):
+        with _one_sentence_errors("optimizer", config.optimizer):
+            # Some optimisers require a closure that returns the loss.
             optimizer.step(lambda: 0.0)
-        with _refused_by("schedule", config.schedule):
+        with _one_sentence_errors("schedule", config.schedule):
             schedule.step()
-    # The schedule of a run to resume was checked when it began.
-    if config.resume in (None, "auto"):
-        with _refused_by("schedule", config.schedule):
+    # The schedule of a run folder to resume was checked when the run began.
+    names_run_folder = config.resume not in (None, "auto")
+    if not names_run_folder:
+        with _one_sentence_errors("schedule", config.schedule):
             _check_rates(optimizer, schedule, config.steps)
 
 
 def _check_rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) -> None:
-    """Follow the rates of the steps after `NUM_OPTIMISER_STEPS`, and take the last step.
+    """Try the schedule alone: the steps after `NUM_OPTIMISER_STEPS`, and the last step.
 
     A schedule with a number of steps of its own, such as `OneCycleLR`, refuses steps beyond it.
 
@@ -205,16 +211,22 @@ def _check_rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) ->
             raise ValueError(f"the learning rate of step {step + 1} is {rates[0]}")
         schedule.step()
     if steps > MAX_TRIED_STEPS:
-        # Jump to the last step: schedules count in `last_epoch`, and one that is made of others has
-        # them in `_schedulers`.
-        for part in (schedule, *getattr(schedule, "_schedulers", ())):
-            part.last_epoch = steps - 1
+        # Jump to the last step: torch's schedules count their steps in `last_epoch`, and one that
+        # is made of others has them in `_schedulers`.
+        inner_schedules = getattr(schedule, "_schedulers", ())
+        for counting_schedule in (schedule, *inner_schedules):
+            counting_schedule.last_epoch = steps - 1
         schedule.step()
 
 
 @contextmanager
-def _refused_by(group: str, node: Mapping[str, Any]) -> Iterator[None]:
-    """Turn any exception of a class that the configuration names into one sentence."""
+def _one_sentence_errors(group: str, node: Mapping[str, Any]) -> Iterator[None]:
+    """Turn any exception of a class that the configuration names into a `UserError`.
+
+    Args:
+        group: Key of the group, for the message.
+        node: The group, which names the class.
+    """
     try:
         yield
     except UserError:
@@ -232,29 +244,31 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     `medseg.training.clashes` checks those of our UNet.
     """
     if stated_divisor(config.model, config.spacing) is None:
-        # An instance norm needs two voxels at the lowest level; a network of one input size states
-        # that size, which is checked below.
-        norms = (InstanceNorm, _InstanceNorm)
-        has_norm = any(isinstance(module, norms) for module in network.modules())
+        # An instance norm needs two voxels at the deepest level. For a network of one input size it
+        # need not be asked: that size is checked below.
+        instance_norms = (InstanceNorm, _InstanceNorm)
+        has_norm = any(isinstance(module, instance_norms) for module in network.modules())
         needs_two_voxels = has_norm and network.traits.fixed_size is None
-        clash = next(divisor_clashes(config, network.divisor, needs_two_voxels), None)
-        if clash is not None:
-            raise UserError(clash)
-    size = network.traits.fixed_size
-    if size is None:
+        first_clash = next(divisor_clashes(config, network.divisor, needs_two_voxels), None)
+        if first_clash is not None:
+            raise UserError(first_clash)
+    fixed_size = network.traits.fixed_size
+    if fixed_size is None:
         return
     stated_sizes = {
         "stage.patch_size": config.stage.patch_size,
         "inference.tile_size": config.inference.tile_size,
     }
-    for key, stated in stated_sizes.items():
+    for key, stated_size in stated_sizes.items():
         # Without a stated size the whole crop is the input.
-        if (stated or config.spacing.size) == size:
+        input_size = stated_size or config.spacing.size
+        if input_size == fixed_size:
             continue
-        stated_text = list(stated) if stated else None
+        size = list(fixed_size)
+        stated_text = list(stated_size) if stated_size else None
         raise UserError(
-            f"{key}={stated_text}: the network accepts inputs of {list(size)} voxels only; "
-            f"choose {key}={list(size)}, or spacing=fixed_size spacing.size={list(size)}, "
+            f"{key}={stated_text}: the network accepts inputs of {size} voxels only; "
+            f"choose {key}={size}, or spacing=fixed_size spacing.size={size}, "
             "or another size of the network (model.img_size)"
         )
 

@@ -42,11 +42,12 @@ class Checkpoints(Checkpoint):
         self.checkpoint_every = checkpoint_every
         self.patience = patience
         self.stop = stop
+        # The first three are saved in the checkpoint under these names.
         self.best_score: float | None = None
-        self.num_worse = 0
-        self.owes_validation = False
-        self.is_leaving = False
-        self.has_saved = False
+        self.num_worse = 0  # validations since the best one
+        self.owes_validation = False  # the step is saved, its validation has not ended
+        self.is_leaving = False  # any rank is asked to stop, and the step is saved
+        self.has_saved = False  # since the last step began
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the best score, the validations since, and whether a validation comes first."""
@@ -57,16 +58,17 @@ class Checkpoints(Checkpoint):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of a checkpoint over."""
+        """Take the state of a checkpoint over; its keys are attributes."""
         vars(self).update(state_dict)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Handle the signals, and run a pending validation.
 
-        Lightning would stop between two micro-batches.
+        The signals are not left to Lightning, which would stop between two micro-batches.
         """
         self.stop.install()
         if self.owes_validation:
+            # As Lightning's training loop runs a validation, but from its first case on.
             validation = trainer.fit_loop.epoch_loop.val_loop
             validation.restarting = False
             trainer.validating = True
@@ -77,11 +79,15 @@ class Checkpoints(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Exit before the next step: the loggers have now received the step that was saved."""
+        """Exit here if asked to stop.
+
+        Not where the step was saved: the loggers receive a step after `on_train_batch_end`.
+        """
         if self.has_saved:
             self._flush_loggers(trainer)
         self.has_saved = False
         self._leave_if_asked()
+        # From here on a signal must wait until the step is done and saved.
         self.stop.is_safe = False
 
     def on_train_batch_end(
@@ -95,21 +101,23 @@ class Checkpoints(Checkpoint):
         """Save if a checkpoint is due; request the last validation."""
         step = trainer.global_step
         is_last = step == trainer.max_steps
-        # A trainer that should stop validates once more, whatever its interval.
+        # So that the run ends with a validation: Lightning validates once more when it stops,
+        # whatever the interval.
         trainer.should_stop = trainer.should_stop or is_last
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not is_step_done:
             return
         has_cases = sum(trainer.num_val_batches) > 0
         if is_last:
-            # A run that resumes from its last step makes no validation, so with cases it is saved
-            # after the validation.
+            # With cases it is saved after the validation: a run that resumes from its last step
+            # would not make that validation any more.
             if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return
         is_validation_step = step % self.validate_every == 0
-        interval = self.checkpoint_every
-        is_checkpoint_step = interval is not None and step % interval == 0
+        is_checkpoint_step = False
+        if self.checkpoint_every is not None:
+            is_checkpoint_step = step % self.checkpoint_every == 0
         self.is_leaving = self._is_any_rank_asked(trainer)
         self.owes_validation = is_validation_step and has_cases
         if self.is_leaving or is_validation_step or is_checkpoint_step:
@@ -121,24 +129,27 @@ class Checkpoints(Checkpoint):
         self.stop.is_safe = self.owes_validation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the best first: `last.ckpt` holds its score."""
+        """Compare the score with the best one, and save."""
         if trainer.sanity_checking:
             return
-        self.stop.is_safe = self.owes_validation = False
+        self.stop.is_safe = False
+        self.owes_validation = False
         score = float(trainer.callback_metrics["val/dice"])
         self.num_worse += 1
         if self.best_score is None or score > self.best_score:
             self.best_score = score
             self.num_worse = 0
+            # Before `last.ckpt`, which holds the best score: the file of that score must exist.
             self._save(trainer, "best.ckpt", weights_only=True)
         self._save(trainer, "last.ckpt", weights_only=False)
         self._end_if_worse(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the run finish: the rest takes a moment."""
+        """Ignore a stop request that came with the last step: the rest takes a moment."""
         self.is_leaving = False
 
     def _end_if_worse(self, trainer: pl.Trainer) -> None:
+        """End the run after `patience` validations without a better one."""
         if self.patience is not None and self.num_worse >= self.patience:
             trainer.should_stop = True
 
@@ -152,22 +163,35 @@ class Checkpoints(Checkpoint):
         return bool(asked)
 
     def _leave_if_asked(self) -> None:
+        """End the run if a rank is asked to stop.
+
+        Raises:
+            Preempted: In that case.
+        """
         if self.is_leaving:
             raise Preempted
 
     def _save(self, trainer: pl.Trainer, name: str, *, weights_only: bool) -> None:
+        """Write a checkpoint; all ranks must call this together.
+
+        Args:
+            trainer: Lightning's trainer.
+            name: File name.
+            weights_only: Leave out what a run resumes from.
+        """
         self.has_saved = True
         path = self.folder / name
-        # Only the first rank writes the file.
-        place: AbstractContextManager[Path] = nullcontext(path)
+        # Only the first rank writes the file: under a temporary name, which is replaced at the end.
+        destination: AbstractContextManager[Path] = nullcontext(path)
         if trainer.is_global_zero:
-            place = replace_path(path)
-        with place as part:
-            # All ranks call this, and wait for each other.
-            trainer.save_checkpoint(part, weights_only=weights_only)
-            self._flush_loggers(trainer)  # a run that resumes has all lines up to here
+            destination = replace_path(path)
+        with destination as written_path:
+            trainer.save_checkpoint(written_path, weights_only=weights_only)
+            # Before the file takes its name: a run that resumes from it has all lines up to here.
+            self._flush_loggers(trainer)
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:
+        """Let the loggers write what they hold."""
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.save()

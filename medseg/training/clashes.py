@@ -1,6 +1,6 @@
 """Contradictions between keys of several groups of `train`.
 
-Those within a group stand beside its keys.
+Those between keys of one group stand beside these keys, in the module `options` of its package.
 """
 
 import math
@@ -15,9 +15,10 @@ from medseg.memory.options import Accelerator, Precision
 from medseg.models.options import UNET, is_batch_norm, model_clashes
 from medseg.targets import TARGET
 from medseg.training.input_sizes import input_sizes, stated_divisor
-from medseg.training.options import LrScaling, TrainConfig
+from medseg.training.options import LrScaling, TrainConfig, micro_batches_per_step
 
-# Schedules that multiply a rate from step to step, so that a warm-up can be multiplied on top.
+# Schedules that multiply the rate of the step before, so that the factors of a warm-up can be
+# multiplied in addition. Others set the rate of each step as a number.
 CHAINABLE_SCHEDULES = (
     "ConstantLR",
     "CosineAnnealingLR",
@@ -27,7 +28,7 @@ CHAINABLE_SCHEDULES = (
     "PolynomialLR",
     "StepLR",
 )
-# Kinds of devices that an accelerator allows for certain.
+# Kinds of devices that are used for certain with an accelerator; with `auto` that is not known.
 DEVICE_KINDS = {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set[str]()}
 
 
@@ -51,7 +52,7 @@ def train_clashes(config: TrainConfig) -> Iterator[str]:
 def _start_clashes(init_from: str | None) -> Iterator[str]:
     """Yield a sentence if initial weights are neither a file nor a model folder of nnU-Net."""
     if init_from is not None and Path(init_from).is_dir():
-        # Loads torch, which other checks do without.
+        # Imported here because it loads torch, which the other checks do not need.
         from medseg.nnunet.folder import is_start
 
         if is_start(Path(init_from)):
@@ -66,39 +67,45 @@ def _size_clashes(config: TrainConfig) -> Iterator[str]:
     """
     divisor = stated_divisor(config.model, config.spacing)
     if divisor is not None:
-        yield from divisor_clashes(config, divisor, config.model.get("norm") == "instance")
-    whole = config.spacing.size
-    if whole is None:
+        has_instance_norm = config.model.get("norm") == "instance"
+        yield from divisor_clashes(config, divisor, needs_two_voxels=has_instance_norm)
+    crop_size = config.spacing.size
+    if crop_size is None:
         return
     for key, size in input_sizes(config).items():
-        if any(part > most for part, most in zip(size, whole, strict=True)):
+        is_larger = any(
+            length > crop_length for length, crop_length in zip(size, crop_size, strict=True)
+        )
+        if is_larger:
             yield (
-                f"{key}={list(size)} is larger than the whole crop, spacing.size={list(whole)}; "
-                "choose a smaller size, or null"
+                f"{key}={list(size)} is larger than the whole crop, "
+                f"spacing.size={list(crop_size)}; choose a smaller size, or null"
             )
     max_voxels = config.stage.max_voxels
-    if max_voxels is not None and math.prod(whole) > max_voxels:
+    if max_voxels is not None and math.prod(crop_size) > max_voxels:
         yield (
-            f"spacing.size={list(whole)} has more voxels than stage.max_voxels={max_voxels} "
+            f"spacing.size={list(crop_size)} has more voxels than stage.max_voxels={max_voxels} "
             "allows; choose a smaller size, or stage.max_voxels=null"
         )
 
 
 def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool) -> Iterator[str]:
-    """Check that input sizes are multiples of the divisor, with two voxels at the deepest level.
+    """Check that input sizes are multiples of the divisor, and leave voxels at the deepest level.
 
     Args:
         config: The configuration.
         divisor: Required multiple of the input size, (z, y, x).
-        needs_two_voxels: Whether the network normalises each channel over the voxels of one sample.
+        needs_two_voxels: Whether the deepest level must have two voxels or more, because the
+            network normalises each channel over the voxels of one sample.
     """
     model = config.model
     reason = f"model={model[TARGET]}"
     if model[TARGET] == UNET:
         reason = f"model.depth={model['depth']}, model.stem={model['stem']}"
+    # A single number where the axes agree.
     multiple = divisor[0] if len(set(divisor)) == 1 else list(divisor)
     for key, size in input_sizes(config).items():
-        if any(voxels % step for voxels, step in zip(size, divisor, strict=True)):
+        if any(length % step for length, step in zip(size, divisor, strict=True)):
             yield f"{key}: expected multiples of {multiple} ({reason}), but got {list(size)}"
         if size == divisor and needs_two_voxels:
             yield (
@@ -109,23 +116,25 @@ def divisor_clashes(config: TrainConfig, divisor: Shape, needs_two_voxels: bool)
 
 
 def _rank_clashes(config: TrainConfig) -> Iterator[str]:
-    """Check the keys that several ranks and a device map exclude."""
+    """Check the keys that do not suit several ranks or a device map."""
     stage = config.stage
     trainer = config.trainer
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
-    if trainer.sync_batchnorm and config.model[TARGET] == UNET and not is_batch_norm(config.model):
+    # Other networks are asked once they are built, see `medseg.training.check`.
+    lacks_batch_norm = config.model[TARGET] == UNET and not is_batch_norm(config.model)
+    if trainer.sync_batchnorm and lacks_batch_norm:
         yield (
             "trainer.sync_batchnorm=true works with model.norm=batch only, but "
             f"model.norm={config.model.get('norm')}; choose trainer.sync_batchnorm=false"
         )
     accumulate = config.memory.accumulate
-    num_parts = trainer.num_ranks * accumulate
-    if stage.batch_size % num_parts:
+    num_micro_batches = micro_batches_per_step(config)
+    if stage.batch_size % num_micro_batches:
         yield (
             f"stage.batch_size={stage.batch_size} cannot be divided among {trainer.num_ranks} "
-            f"rank(s) × memory.accumulate={accumulate}; choose a multiple of {num_parts}"
+            f"rank(s) × memory.accumulate={accumulate}; choose a multiple of {num_micro_batches}"
         )
 
 
@@ -142,6 +151,7 @@ def _excluded_by_map(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "memory.compile=true", "compiled code stays on one device"
     kinds = set(DEVICE_KINDS[trainer.accelerator])
     if isinstance(device_map, dict):
+        # "cuda" of "cuda:1"
         kinds |= {str(device).partition(":")[0] for device in device_map.values()}
     if memory.precision in (Precision.bf16, Precision.fp16) and len(kinds) > 1:
         reason = "half precision needs devices of one kind, all CPU or all GPU"
@@ -188,9 +198,10 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
     total_steps = config.schedule.get("total_steps")
-    # A run that is resumed with more steps is refused by name, see `medseg.runs.folder`.
-    is_new = config.resume in (None, "auto")
-    if total_steps is not None and total_steps < steps and is_new:
+    # `medseg.runs.folder` refuses a run folder that is resumed with more steps, and names the key.
+    names_run_folder = config.resume not in (None, "auto")
+    ends_early = total_steps is not None and total_steps < steps
+    if ends_early and not names_run_folder:
         yield (
             f"schedule.total_steps={total_steps}: the schedule would end before the run, "
             f"steps={steps}; leave schedule.total_steps out, or give {steps} or more"
@@ -204,7 +215,10 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
-    """Find key and value of the lowest and the highest learning rate, as far as they are stated."""
+    """Find key and value of the lowest and of the highest learning rate.
+
+    Where none is stated, they are 0 and infinite, with an empty key.
+    """
     schedule = config.schedule
     lowest = ("", 0.0)
     highest = ("", math.inf)
@@ -222,15 +236,17 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
     """Check the average of the weights and the scaling of the rates."""
     steps = config.steps
     decay = config.ema_decay
-    # After fewer steps the weights of the first one would be a third of the average, or more. The
-    # bound is a little lower, for the rounding of 1 - 0.9.
+    # An average over as many steps as the run has is accepted: steps >= 1 / (1 - decay). In a
+    # shorter run the weights of the first step would be a third of the average, or more. The bound
+    # is a little lower than 1, for the rounding of 1 - 0.9.
     if decay is not None and steps * (1 - decay) < 1 - 1e-6:
-        # Rounded down to a decay that is accepted, with two digits more than the number of steps.
+        # The largest accepted decay is (steps - 1) / steps. It is rounded down, in integers, to two
+        # digits more than the number of steps has.
         scale = 100 * 10 ** len(str(steps))
-        largest = (steps - 1) * scale // steps  # in parts of the scale
+        scaled_decay = (steps - 1) * scale // steps
         yield (
             f"ema_decay={decay} averages over {1 / (1 - decay):.0f} steps, but steps={steps}; "
-            f"choose {largest / scale} or less, or more steps"
+            f"choose {scaled_decay / scale} or less, or more steps"
         )
     if config.lr_scaling is not LrScaling.none and "lr" not in config.optimizer:
         yield (
@@ -244,6 +260,7 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
     flip_axes = config.augment.flip_axes
     if not flip_axes or not config.task.has_sides:
         return
+    # Axes are (z, y, x), and x runs from right to left.
     if 2 in flip_axes:
         yield (
             f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that "

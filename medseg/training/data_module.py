@@ -64,17 +64,20 @@ class CasesDataModule(pl.LightningDataModule):
         task: Labels and regions.
         divisor: Required multiple of the network's input size, (z, y, x).
         augmentation: Applied to training samples; None = none.
-        coarse: Trained coarse stage whose boxes the crops are made of; None = boxes of the
-            reference.
+        coarse: Trained coarse stage, for its boxes and its probabilities; None where neither is
+            used.
+        coarse_by_case: Coarse stage by case name, for the cases that are not to see `coarse`.
 
     Attributes:
+        rule: How the grid of a sample is laid on that of the cache.
         num_workers: Loader processes; samples do not depend on it.
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where the run
             uses a GPU.
-        coarse: Trained coarse stage, for its boxes and probabilities; None where neither is used.
-        coarse_by_case: Case name to the coarse stage whose probabilities it sees instead; the other
-            cases see those of `coarse`.
+        train_cases: Cache entries of the training cases; empty until `setup`, as are the next two.
+        val_cases: Cache entries of the validation cases.
+        weights: How often each training case is drawn, relative to the others.
+        crops: How samples are cut out of the cases.
     """
 
     def __init__(
@@ -108,14 +111,14 @@ class CasesDataModule(pl.LightningDataModule):
 
     @property
     def train_trust(self) -> list[str] | None:
-        """Trusts in the reference with which a region is trained on; None = any."""
+        """Levels of trust in its reference with which a region is used in training; None = any."""
         trust = self.config.data.train_trust
         return [trust] if isinstance(trust, str) else trust
 
     @property
     def patients(self) -> dict[str, str]:
-        """Validation case to its patient."""
-        val_cases = itertools.chain(*(source.split.val for source in self.sources))
+        """Patient of each validation case by its name."""
+        val_cases = itertools.chain.from_iterable(source.split.val for source in self.sources)
         return {case.name: case.patient for case in val_cases}
 
     def prepare_data(self) -> None:
@@ -140,8 +143,9 @@ class CasesDataModule(pl.LightningDataModule):
             self.train_cases += self._open(source.split.train, source)
             self.val_cases += self._open(source.split.val, source)
             num_train = len(source.split.train)
-            # The cases of a source are drawn equally often, and share what the source gives.
-            self.weights += [source.share / max(1, num_train)] * num_train
+            # The cases of a source divide its share evenly.
+            weight = source.share / max(1, num_train)
+            self.weights += [weight] * num_train
         self._refuse_leak()
         options = self.config.stage
         coarse_boxes_by_case: dict[str, dict[str, VoxelBox]] = {}
@@ -164,9 +168,9 @@ class CasesDataModule(pl.LightningDataModule):
             coarse_boxes=coarse_boxes_by_case,
             coarse_probs=probs_by_case,
         )
-        # Lightning attaches its trainer; other users of the module have one process. `plan` brings
-        # its own case later.
+        # Lightning attaches its trainer; other users of the module have one process.
         is_first_rank = self.trainer is None or self.trainer.is_global_zero
+        # `plan` sets up the module without cases, and puts in a synthetic one afterwards.
         if is_first_rank and self.train_cases:
             self._note_absent_classes()
 
@@ -175,11 +179,11 @@ class CasesDataModule(pl.LightningDataModule):
         if self.config.spacing.draw is not SpacingDraw.tail:
             return None
         spacings_mm = [case.audit.grid.spacing_mm for case in self.train_cases]
-        total = sum(self.weights)
-        return ScanSpacings(spacings_mm, [weight / total for weight in self.weights])
+        total_weight = sum(self.weights)
+        return ScanSpacings(spacings_mm, [weight / total_weight for weight in self.weights])
 
     def _note_absent_classes(self) -> None:
-        """Name the classes that no training case holds, before the first step."""
+        """Print which classes no training case holds, before the first step."""
         items = self.train_samples().items
         absent = absent_classes(items, self.task, is_coarse=self.config.stage.sees_whole_scans)
         num_cases = len({case.name for case, _ in items})
@@ -221,13 +225,18 @@ class CasesDataModule(pl.LightningDataModule):
     def train_batches(
         self, rank: int = 0, num_ranks: int = 1, start_step: int = 0
     ) -> DataLoader[Any]:
-        """Make the loader of the micro-batches of a rank from a step on."""
+        """Make the loader of the micro-batches of a rank from a step on.
+
+        Args:
+            rank: Number of the rank.
+            num_ranks: Number of ranks, which divide the samples of each step.
+            start_step: Number of the first step, from 0.
+        """
         config = self.config
         samples = self.train_samples()
         data_set: Dataset[Any] = samples
         if config.debug.overfit:
             data_set = _FirstBatch(samples, config.stage.batch_size)
-        # Whole crops differ in size, by which a step's samples are shared out to the ranks.
         has_one_shape = config.stage.patch_size is not None or config.spacing.size is not None
         sampler = StepBatchSampler(
             config.steps,
@@ -236,6 +245,7 @@ class CasesDataModule(pl.LightningDataModule):
             rank=rank,
             num_ranks=num_ranks,
             start_step=start_step,
+            # Whole crops differ in size: each rank gets about the same number of voxels.
             size=None if has_one_shape else samples.size,
         )
         return TrainLoader(
@@ -245,6 +255,7 @@ class CasesDataModule(pl.LightningDataModule):
             collate_fn=functools.partial(collate, multiple=self.divisor, is_stacked=has_one_shape),
             worker_init_fn=init_worker,
             persistent_workers=self.num_workers > 0,
+            # Torch refuses a number where there are no workers.
             prefetch_factor=self.prefetch if self.num_workers > 0 else None,
             pin_memory=self.pins_memory(),
         )
@@ -275,22 +286,24 @@ class CasesDataModule(pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Make the loader of the whole validation cases of this rank, one at a time.
 
-        Each rank takes every world_size-th. All ranks take the same number, since they wait for
-        each other; a case that comes twice is scored once.
+        With n ranks, each takes every n-th case. All ranks take the same number of cases, because
+        they wait for each other: where the cases do not suffice, the first ones come twice, and are
+        scored once.
 
         Returns:
             The loader; an empty list without a case.
         """
         trainer = self.trainer
         assert trainer is not None
+        # A fine stage needs a case with a region.
         sees_whole_scans = self.config.stage.sees_whole_scans
         if not any(sees_whole_scans or case.region_boxes for case in self.val_cases):
             return []
         samples = self.val_samples()
         num_samples = len(samples)
-        rounds = math.ceil(num_samples / trainer.world_size)
-        numbers = range(trainer.global_rank, rounds * trainer.world_size, trainer.world_size)
-        # No worker processes: they would hold memory during all of the training for a case now and
+        num_rounds = math.ceil(num_samples / trainer.world_size)
+        numbers = range(trainer.global_rank, num_rounds * trainer.world_size, trainer.world_size)
+        # No worker processes: they would hold memory during the whole training, for a case now and
         # then.
         return DataLoader(
             samples,
@@ -311,10 +324,16 @@ class CasesDataModule(pl.LightningDataModule):
         )
 
     def _refuse_leak(self) -> None:
-        """Refuse a validation case whose voxels are those of a training case of another name."""
-        trained = {case.audit.voxels_sha256: case.name for case in self.train_cases}
+        """Refuse a validation case whose voxels are those of a training case of another name.
+
+        A case that is in both sets under one name is not refused here.
+
+        Raises:
+            UserError: If there is such a case, unless it ignores that finding.
+        """
+        train_names = {case.audit.voxels_sha256: case.name for case in self.train_cases}
         for case in self.val_cases:
-            twin = trained.get(case.audit.voxels_sha256, case.name)
+            twin = train_names.get(case.audit.voxels_sha256, case.name)
             if twin != case.name and DUPLICATE not in case.ignore_findings:
                 raise UserError(
                     f"The validation case {case.name!r} has the same voxels as the training case "
@@ -327,7 +346,16 @@ class CasesDataModule(pl.LightningDataModule):
         return [self._with_entry(open_case, case, source) for case in cases]
 
     def _with_entry(self, do: Callable[..., T], case: Case, source: CaseSource) -> T:
-        """Call a function of the cache with the entry of a case for this stage."""
+        """Call a function of the cache on the entry of a case for this stage.
+
+        Args:
+            do: `is_current`, `prepare_case` or `open_case` of `medseg.data.cache`.
+            case: The case.
+            source: Where it is from.
+
+        Returns:
+            What the function returns.
+        """
         spacing = self.config.spacing
         return do(
             case,
@@ -340,12 +368,22 @@ class CasesDataModule(pl.LightningDataModule):
 
 
 def _case_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Describe how the cases of a run have changed; both map case names to contents, in order."""
+    """Describe how the cases of a run have changed.
+
+    Args:
+        then: Hash of the content by case name, in the order of the cases, of the checkpoint.
+        now: The same of the present run.
+
+    Returns:
+        Phrases such as "a, b added"; empty where nothing has changed.
+    """
+    names_in_both = [name for name in now if name in then]
     changes = {
         "added": [name for name in now if name not in then],
         "removed": [name for name in then if name not in now],
-        "changed": [name for name in now if name in then and now[name] != then[name]],
+        "changed": [name for name in names_in_both if now[name] != then[name]],
     }
+    # Dictionaries with the same keys are compared without their order, lists with it.
     if then.keys() == now.keys() and list(then) != list(now):
         changes["in another order"] = list(now)
     return [f"{first_few(names)} {change}" for change, names in changes.items() if names]
@@ -360,32 +398,40 @@ class TrainLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         """Start the workers with the stop signals blocked.
 
-        They inherit it by fork, spawn and forkserver alike.
+        The workers inherit the blocked signals by each start method: fork, spawn and forkserver.
         """
-        # Its start unblocks SIGTERM.
+        # Started now, and not together with the first worker: the start of Python's resource
+        # tracker unblocks SIGTERM.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
-        if self.num_workers and self._iterator is None:  # else the workers run already
-            # Workers that are forked share the memory of this process until either writes to it,
-            # and the garbage collector writes to every object that it looks at. Frozen objects are
-            # left alone by the collectors of all processes.
+        former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
+        workers_run_already = self._iterator is not None
+        if self.num_workers and not workers_run_already:
+            # Forked workers share the memory of this process until either writes to it, and the
+            # garbage collector writes to every object that it looks at. The collectors of all
+            # processes leave frozen objects alone.
             gc.collect()
             gc.freeze()
         try:
             iterator = super().__iter__()
             # When this process ends, Python sends SIGTERM to the workers that still run and waits
-            # for them. They block SIGTERM, so it would wait forever. `None`: not when the iterator
-            # goes, which torch sees to.
+            # for them. They block SIGTERM, so it would wait for ever, unless they are killed first.
             workers = getattr(iterator, "_workers", None)
             if workers:
+                # With None in place of an object: only when this process ends. When the iterator is
+                # deleted, torch ends the workers.
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
 
 
 def _kill(iterator_id: int, workers: Sequence[BaseProcess]) -> None:
-    """Kill the workers that still run."""
+    """Kill the workers that still run.
+
+    Args:
+        iterator_id: Number under which torch knows the workers of an iterator.
+        workers: Their processes.
+    """
     # Torch must forget them first: its SIGCHLD handler raises for a killed worker that it knows.
     with suppress(ValueError):  # torch has ended them already
         _remove_worker_pids(iterator_id)
@@ -413,11 +459,12 @@ def propose_workers(config: TrainConfig) -> int:
     """
     if pick_device(config.trainer.accelerator).type == "cpu":
         return 1
-    return max(1, min(8, num_processors() // config.trainer.devices - 1))
+    processors_per_rank = num_processors() // config.trainer.devices
+    return max(1, min(8, processors_per_rank - 1))
 
 
 def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str, VoxelBox]:
-    """Find the regions of a cached case with the coarse stage, as tight boxes on the case's grid.
+    """Find the regions of a cached case with the coarse stage, as boxes without margin.
 
     Args:
         case: Case in the cache of the fine stage.
@@ -426,15 +473,16 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
             have another intensity.
     """
     localisation = _localise(case, coarse, task)
-    return {
-        name: case.grid.box_from(localisation.grid, box) for name, box in localisation.boxes.items()
-    }
+    boxes = {}
+    for name, box in localisation.boxes.items():
+        boxes[name] = case.grid.box_from(localisation.grid, box)
+    return boxes
 
 
 def kept_probs(case: CachedCase, coarse: TrainedStage, task: Task) -> CoarseProbs:
-    """Read the probabilities of the coarse stage for a cached case, or predict them once.
+    """Open the probabilities of the coarse stage that are kept in the cache entry of a case.
 
-    Arguments as in `coarse_boxes`.
+    The first call predicts them. Arguments as in `coarse_boxes`.
     """
 
     def predict() -> tuple[np.ndarray, VoxelGrid]:
@@ -443,6 +491,7 @@ def kept_probs(case: CachedCase, coarse: TrainedStage, task: Task) -> CoarseProb
         assert localisation.probs_grid is not None, "it comes with them"
         return localisation.probs.numpy(), localisation.probs_grid
 
+    # The checksums of the checkpoints. Other weights or another precision predict anew.
     key = [*coarse.checkpoints.values(), coarse.precision]
     return coarse_probs(case, " ".join(key), predict)
 
@@ -456,11 +505,11 @@ def _localise(
 ) -> Localisation:
     """Run the coarse stage on a cached case."""
     intensities = []
-    for intensity, ours, image, channel in zip(
+    for intensity, fine_channel, image, channel in zip(
         case.intensities, task.channels, case.images, coarse.task.channels, strict=True
     ):
-        # The case keeps the intensity of its channel in the fine stage.
-        if not intensity or channel != ours:
+        # That of the case is the intensity of the channel in the fine stage, if it needs one.
+        if not intensity or channel != fine_channel:
             intensity = intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
         intensities.append(intensity)
     images = [np.asarray(image) for image in case.images]

@@ -31,7 +31,7 @@ class DeviceMapStrategy(SingleDeviceStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Leave the state of each weight on the weight's device.
+        """Load the state, that of each weight onto the weight's device.
 
         Lightning would move all of it to `home`.
         """

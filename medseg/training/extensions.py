@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback
     from lightning.pytorch.loggers import Logger
 
-# From a class, the names of its parameters and those that the user gives, to further arguments.
+# Called with a class, the names of its parameters and the names of the arguments that the user
+# gives; returns the arguments that are given in addition.
 DefaultArguments = Callable[[type, Iterable[str], Iterable[str]], dict[str, Any]]
-# Keys of a loss beside the arguments of its class.
+# Keys of the node of a loss that are no arguments of its class.
 LOSS_KEYS = ("output_weights", "factor", "target_form")
-# Prefix of the keys of `augment` to the class of the effect, in the order of application; the rest
-# of a key is a field of the class.
+# Effects of the augmentation in the order of application, each with the prefix of its keys in the
+# group `augment`: `noise_sd` is the field `sd` of `Noise`.
 EFFECTS = {
     "window_shift": effects.WindowShift,
     "affine": effects.Affine,
@@ -61,11 +62,11 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
     terms = []
     for key, node in _loss_nodes(config):
         bound_class = _bind_loss(key, node, config)
-        form = node.get("target_form")
-        if not form:
-            form = losses.find_target_form(bound_class.func, bound_class.keywords)
-        weight = float(node.get("factor", 1.0))
-        terms.append(losses.Term(weight, _call(key, bound_class), form))
+        target_form = node.get("target_form")
+        if not target_form:
+            target_form = losses.find_target_form(bound_class.func, bound_class.keywords)
+        factor = float(node.get("factor", 1.0))
+        terms.append(losses.Term(factor, _call(key, bound_class), target_form))
     output_weights = config.loss.get("output_weights")
     ignore_label = config.task.ignore_label
     return _call("loss", partial(losses.TrainingLoss, terms, output_weights, ignore_label))
@@ -74,23 +75,22 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
 def check_loss(config: TrainConfig) -> None:
     """Compute the loss of a configuration on a small sample.
 
-    Names the arguments that it gets beside those of the configuration.
+    Prints the arguments that it gets in addition to those of the configuration.
 
     Raises:
         UserError: As `make_loss`, and if it cannot be computed.
     """
     for key, node in _loss_nodes(config):
         bound_class = _bind_loss(key, node, config)
-        # JSON writes true and false as the command line does.
-        added = [
-            f"{name}={json.dumps(value)}"
-            for name, value in bound_class.keywords.items()
-            if name not in node
-        ]
-        if added:
+        added_arguments = []
+        for name, value in bound_class.keywords.items():
+            if name not in node:
+                # JSON writes true and false as the command line does.
+                added_arguments.append(f"{name}={json.dumps(value)}")
+        if added_arguments:
             say(
-                f"{key}: {bound_class.func.__name__} is called with {' '.join(added)}, because it "
-                "gets logits and integer labels"
+                f"{key}: {bound_class.func.__name__} is called with {' '.join(added_arguments)}, "
+                "because it gets logits and integer labels"
             )
     _call("loss", partial(losses.check_loss, make_loss(config), count_classes(config)))
 
@@ -123,7 +123,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     is_fine = config.stage.name is StageName.fine
     organ_values = task.organ_values
     if is_fine:
-        # A sample of the fine stage has the classes of its region.
+        # A sample of the fine stage has the classes of its region, all of which are organs.
         organ_values = tuple(range(1, 1 + task.num_region_labels))
     check_transform = partial(
         transforms.check_transform,
@@ -133,16 +133,18 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
         has_coarse_channel=config.stage.coarse_channel,
     )
     all_transforms: list[Any] = []
-    for n, node in enumerate(augment.transforms):
+    for index, node in enumerate(augment.transforms):
+        # This word stands for the effects of the keys of `augment`.
         if node == "effects":
-            # Beside the keys of `augment`: fields that an effect takes from the task.
-            values = vars(augment) | {
+            # Some fields of effects are no keys: the task knows them.
+            task_values = {
                 "window_hu": task.channels[0].window_hu,
                 "organ_values": organ_values,
             }
+            values = vars(augment) | task_values
             all_transforms += _call("augment", partial(make_effects, values))
             continue
-        key = f"augment.transforms[{n}]"
+        key = f"augment.transforms[{index}]"
         defaults = transforms.default_arguments
         bound_class = _bind("transform", key, node, config.trusted_targets, defaults)
         transform = _call(key, bound_class)
@@ -152,13 +154,17 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
 
 
 def make_effects(values: Mapping[str, Any]) -> list[Any]:
-    """Make the effects of the keys of `augment`."""
+    """Make the effects of the augmentation, in the order of EFFECTS.
+
+    Args:
+        values: Values of the keys of `augment`, and those that the task gives.
+    """
     made_effects = []
     for prefix, effect_class in EFFECTS.items():
         arguments = {}
         for field in dataclasses.fields(effect_class):
-            # A key without the prefix is shared by several effects. A field without a key keeps its
-            # default.
+            # A key without the prefix is shared by several effects. A field without any key keeps
+            # its default.
             for key in (f"{prefix}_{field.name}", field.name):
                 if key in values:
                     arguments[field.name] = values[key]
@@ -193,11 +199,12 @@ def make_metrics(
 
 def make_callbacks(config: TrainConfig) -> list[Callback]:
     """Make the callbacks of `callbacks`, in their order."""
-    nodes = {f"callbacks.{name}": node for name, node in config.callbacks.items()}
-    return [
-        _call(key, _bind("callback", key, node, config.trusted_targets))
-        for key, node in nodes.items()
-    ]
+    callbacks = []
+    for name, node in config.callbacks.items():
+        key = f"callbacks.{name}"
+        bound_class = _bind("callback", key, node, config.trusted_targets)
+        callbacks.append(_call(key, bound_class))
+    return callbacks
 
 
 def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
@@ -210,17 +217,18 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
     """
     from medseg.training.loggers import drop_repeated_steps
 
-    # The group may hold references to the environment.
+    # The group may hold interpolations, such as of environment variables.
     resolved = OmegaConf.to_container(OmegaConf.create(config.logger), resolve=True)
     group = cast(dict[str, Any], resolved)
     if TARGET in group:
         nodes = {"logger": group}
     else:
         nodes = {f"logger.{name}": node for name, node in group.items()}
-    loggers = [
-        _call(key, _bind("logger", key, node, config.trusted_targets))
-        for key, node in nodes.items()
-    ]
+    loggers = []
+    for key, node in nodes.items():
+        bound_class = _bind("logger", key, node, config.trusted_targets)
+        loggers.append(_call(key, bound_class))
+    # Only when all of them could be made: it changes files.
     if start_step:
         for logger in loggers:
             drop_repeated_steps(logger, start_step)
@@ -239,7 +247,22 @@ def _bind(
     defaults: DefaultArguments = _no_defaults,
     own_keys: Sequence[str] = (),
 ) -> partial[Any]:
-    """Bind a class to the arguments of its node, and to those that `defaults` adds."""
+    """Bind a class to the arguments of its node, and to those that `defaults` adds.
+
+    Args:
+        point: Name of the extension point, see `medseg.targets`.
+        key: Key of the node, for messages.
+        node: The class (`_target_`) with its arguments.
+        trusted: Prefixes of `trusted_targets`.
+        defaults: Finds the arguments that are added.
+        own_keys: Keys of the node that are no arguments of the class.
+
+    Returns:
+        The class with its arguments, not yet called.
+
+    Raises:
+        UserError: If the class is not trusted, or does not take these arguments.
+    """
     target = import_target(point, key, node, trusted)
     skipped_keys = (TARGET, *own_keys)
     arguments = {name: value for name, value in node.items() if name not in skipped_keys}
@@ -249,9 +272,14 @@ def _bind(
 
 
 def _call(key: str, make: Callable[[], Any]) -> Any:
-    """Call a function of a class that the configuration names.
+    """Call a function that runs code of a class that the configuration names.
 
-    Any exception becomes a `UserError` of one sentence.
+    Args:
+        key: Key that names the class, for messages.
+        make: The function.
+
+    Raises:
+        UserError: If the function raises any exception.
     """
     try:
         return make()

@@ -1,6 +1,6 @@
 """History callback: `history.csv` with losses, learning rates, scores and machine load.
 
-Its lines are printed too where there is no progress bar.
+Without a progress bar its lines are printed, too.
 """
 
 import math
@@ -53,30 +53,35 @@ class History(pl.Callback):
         self, path: Path, history_every: int, steps: int, metrics: Iterable[str] = ()
     ) -> None:
         self.path = path
-        # Column to the name under which the module logs its value.
-        self.scores = {"val_dice": "val/dice", "val_dice_worst": "val/dice_worst"}
+        # By column, the name under which the module logs its value.
+        self.logged_scores = {"val_dice": "val/dice", "val_dice_worst": "val/dice_worst"}
+        metric_columns = []
         for name in metrics:
-            self.scores[f"val_{name}"] = f"val/{name}"
-        metric_columns = [column for column in self.scores if column not in HISTORY_COLUMNS]
+            self.logged_scores[f"val_{name}"] = f"val/{name}"
+            metric_columns.append(f"val_{name}")
         self.columns = (*HISTORY_COLUMNS, *metric_columns)
         self.history_every = history_every
         self.steps = steps
-        self.losses: list[Tensor | float] = []
+        self.losses: list[Tensor | float] = []  # of each micro-batch since the last line
         self.num_rows = 0
-        self.rows: list[dict[str, Any]] = []
-        self.device = torch.device("cpu")
+        self.rows: list[dict[str, Any]] = []  # on the first rank only
+        self.device = torch.device("cpu")  # of the losses
         self.load = MachineLoad(uses_gpu=False)
+        # Duration of the earlier attempts of a resumed run, and the start of this one.
         self.earlier_s = 0.0
         self.start_s = time.perf_counter()
-        self.lr = 0.0
+        self.lr = 0.0  # of the present step
+        # Step of the last line; its time, moved on by the duration of validations since.
         self.last_step = 0
         self.last_time_s = 0.0
+        # Start of a validation after which no step has begun yet.
         self.pause_start_s: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the progress of the history, for the checkpoint.
 
-        It has the losses since the last line, since a checkpoint may fall between two lines.
+        The losses since the last line are a part of it, because a checkpoint may fall between two
+        lines.
         """
         return {"losses": self._mean_losses(), "num_rows": self.num_rows, "train_s": self.train_s()}
 
@@ -88,7 +93,7 @@ class History(pl.Callback):
         self.start_s = time.perf_counter()
 
     def train_s(self) -> float:
-        """Sum the time of all steps and validations so far, in all attempts, in s."""
+        """Sum the seconds of all steps and validations so far, in all attempts of the run."""
         return self.earlier_s + time.perf_counter() - self.start_s
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -104,27 +109,28 @@ class History(pl.Callback):
             write_csv(self.path, self.rows, self.columns)
 
     def _rows_before_checkpoint(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [self._row_of(row) for row in rows[: self.num_rows]]
+        """Take over the lines of earlier attempts that the checkpoint counts."""
+        return [self._with_all_columns(row) for row in rows[: self.num_rows]]
 
-    def _row_of(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Take a line of an earlier attempt over; only columns of new metrics may be missing.
+    def _with_all_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Complete a line of an earlier attempt: it may lack the columns of new metrics.
 
         Raises:
-            KeyError: If it lacks another column.
+            KeyError: If it lacks another column, which `earlier_rows` takes for damage.
         """
-        cells = {column: row.get(column, "") for column in self.columns}
-        for column in HISTORY_COLUMNS:
-            # Without `get`: `earlier_rows` takes a KeyError for a damaged table.
-            cells[column] = row[column]
-        return cells
+        missing = [column for column in HISTORY_COLUMNS if column not in row]
+        if missing:
+            raise KeyError(missing[0])
+        return {column: row.get(column, "") for column in self.columns}
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the rate before the schedule moves on; subtract the time of a validation."""
+        """Read the rate before the schedule moves on; leave the time of a validation out."""
         self.lr = trainer.optimizers[0].param_groups[0]["lr"]
         if self.pause_start_s is not None:
-            self.last_time_s += time.perf_counter() - self.pause_start_s
+            validation_s = time.perf_counter() - self.pause_start_s
+            self.last_time_s += validation_s
             self.pause_start_s = None
 
     def on_train_batch_end(
@@ -135,7 +141,7 @@ class History(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Keep the loss on its device; read all of them where a line is written."""
+        """Keep the loss on its device; where a line is due, read all losses and write it."""
         # Not `trainer.callback_metrics`, which reads every value of the progress bar from the
         # device.
         self.losses.append(pl_module.train_loss)  # type: ignore[arg-type]
@@ -169,7 +175,7 @@ class History(pl.Callback):
         self._append(trainer, row)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock."""
+        """Stop the clock of the steps."""
         self.pause_start_s = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -177,16 +183,23 @@ class History(pl.Callback):
         metrics = trainer.callback_metrics
         if trainer.sanity_checking or "val/dice" not in metrics:
             return
-        scores = {column: round(float(metrics[name]), 5) for column, name in self.scores.items()}
-        self._append(trainer, {"step": trainer.global_step, **scores})
+        row: dict[str, Any] = {"step": trainer.global_step}
+        for column, name in self.logged_scores.items():
+            row[column] = round(float(metrics[name]), 5)
+        self._append(trainer, row)
 
     def _mean_losses(self) -> list[float]:
-        """Average each loss since the last line over the ranks, which must call this together."""
+        """Average each loss since the last line over the ranks, which must call this together.
+
+        This waits for the device.
+        """
         if not self.losses:
             return []
-        losses = torch.stack(
-            [torch.as_tensor(loss, dtype=torch.float32, device=self.device) for loss in self.losses]
-        )
+        # Those of a checkpoint are numbers, the others tensors on the device.
+        tensors = []
+        for loss in self.losses:
+            tensors.append(torch.as_tensor(loss, dtype=torch.float32, device=self.device))
+        losses = torch.stack(tensors)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(losses)
             losses /= torch.distributed.get_world_size()
@@ -194,6 +207,8 @@ class History(pl.Callback):
         return means
 
     def _append(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        """Add a line to the file, and print it if there is no progress bar."""
+        # All ranks count, because all of them load the checkpoint; the first one writes.
         self.num_rows += 1
         if not trainer.is_global_zero:
             return
@@ -211,7 +226,7 @@ def _cell(value: Any) -> str:
 class HistoryBar(RichProgressBar):
     """Progress bar of the micro-batches with the last figures of the history.
 
-    Lightning's own reads its figures from the device.
+    Not used is Lightning's own, which reads its figures from the device, and so waits for it.
 
     Args:
         history: Callback of the same run.

@@ -1,6 +1,6 @@
 """Input sizes that a configuration states, and their required multiple.
 
-Neither needs the network to be built.
+Both are found without building the network.
 """
 
 from collections.abc import Mapping
@@ -17,25 +17,25 @@ from medseg.training.options import TrainConfig
 def stated_divisor(model: Mapping[str, Any], spacing: SpacingOptions) -> Shape | None:
     """Find the required multiple of the network's input size where the configuration decides it.
 
-    A spacing that is not known yet counts as the same for all axes, which requires the largest
-    multiple.
+    A spacing that is not known yet, because the data decide it, counts as the same for all axes,
+    which requires the largest multiple.
 
     Returns:
         Multiple in voxels (z, y, x): `model.divisor`, or that of our UNet; None for a network that
         must be traced, see `medseg.training.network.find_divisor`.
     """
-    if model["divisor"] is not None or model[TARGET] != UNET:
-        divisor: Shape | None = model["divisor"]
-        return divisor
-    return total_strides(choose_strides(model, spacing))
+    divisor: Shape | None = model["divisor"]
+    if divisor is None and model[TARGET] == UNET:
+        return total_strides(choose_strides(model, spacing))
+    return divisor
 
 
 def choose_strides(model: Mapping[str, Any], spacing: SpacingOptions) -> tuple[Shape, ...]:
     """Choose the strides of each level of our UNet, finest first.
 
-    They follow the spacing where the strategy says so.
+    They follow the spacing where the strategy keeps different spacings along the axes.
     """
-    spacing_mm = None
+    spacing_mm = None  # the same along all axes
     if spacing.strategy in (SpacingStrategy.anisotropic, *FOUND_IN_DATA):
         spacing_mm = spacing.target_spacing_mm
     return level_strides(spacing_mm, count_strides(model))

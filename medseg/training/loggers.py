@@ -19,19 +19,22 @@ def drop_repeated_steps(logger: Logger, start_step: int) -> None:
 
     Args:
         logger: Lightning's TensorBoard or CSV logger; another one is left alone.
-        start_step: Optimiser steps that the run has made; they count from 0 in a logger.
+        start_step: Optimiser steps that the run has made. In a logger steps count from 0, so this
+            is also the first step that is dropped.
     """
     if isinstance(logger, TensorBoardLogger):
-        # TensorBoard skips the older events from there on when it reads the folder.
+        # When TensorBoard reads the folder, it skips older events of this step and later ones.
         logger._kwargs.setdefault("purge_step", start_step)
     elif isinstance(logger, CSVLogger):
-        path = Path(logger.log_dir) / "metrics.csv"
-        rows = earlier_rows(
-            path, lambda rows: [row for row in rows if int(row["step"]) < start_step]
-        )
+
+        def before_start(rows: Rows) -> Rows:
+            return [row for row in rows if int(row["step"]) < start_step]
+
+        # Read before `experiment`, which deletes the file, and warns of that.
+        kept_rows = earlier_rows(Path(logger.log_dir) / "metrics.csv", before_start)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it deletes the file, and warns of that
-            logger.experiment.metrics = rows
+            warnings.simplefilter("ignore")
+            logger.experiment.metrics = kept_rows
 
 
 def earlier_rows(path: Path, keep: Callable[[Rows], Rows]) -> Rows:
@@ -39,19 +42,22 @@ def earlier_rows(path: Path, keep: Callable[[Rows], Rows]) -> Rows:
 
     Args:
         path: The file.
-        keep: Picks the rows that come before the checkpoint.
+        keep: Picks the rows that come before the checkpoint. For a damaged table it may raise
+            KeyError, TypeError or ValueError.
 
     Returns:
-        The rows; none where there is no file, or, with a message, where it is damaged.
+        The picked rows; none where there is no file, or, with a message, where it is damaged.
 
     Raises:
         UserError: If the path is no file, so that it cannot be replaced.
     """
+    if not path.exists():
+        return []
     # A pipe would make the writer wait for ever.
-    if path.exists() and not path.is_file():
+    if not path.is_file():
         raise UserError(f"{path}: expected a file, got a folder, a pipe or a device; remove it")
     try:
-        return keep(read_csv(path)) if path.exists() else []
+        return keep(read_csv(path))
     except (UserError, KeyError, TypeError, ValueError) as error:
         say(f"{path} is damaged and begins anew: {first_line(error)}")
         return []

@@ -9,11 +9,11 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Steps whose mean loss shows divergence.
+# Divergence is judged by means of the losses of so many steps.
 WINDOW = 5
-# The run ends when such a mean is above the lowest one by more than this multiple of it.
+# The run ends when the last such mean is above the lowest one by more than this multiple of it.
 DIVERGED_RISE = 3.0
-# Factor by which a suggested rate lies at least below the one of the lowest loss.
+# The rate of the lowest loss is at least this multiple of a suggested rate.
 BELOW_LOWEST = 10.0
 
 
@@ -23,20 +23,21 @@ class LrRange(pl.Callback):
     It ends the run when the loss diverges.
 
     Args:
-        lowest_lr: First rate.
+        lowest_lr: Rate of the first step.
         highest_lr: Rate of the last step.
         steps: Optimiser steps of the run.
 
     Attributes:
-        lrs: Rate of each step made.
-        losses: Its loss, the mean over the micro-batches.
+        planned_lrs: Rate of each step of the run.
+        lrs: Rate of each step that was made with a finite loss.
+        losses: Loss of each of these steps, the mean over its micro-batches.
     """
 
     def __init__(self, lowest_lr: float, highest_lr: float, steps: int) -> None:
         self.planned_lrs = np.geomspace(lowest_lr, highest_lr, steps).tolist()
         self.lrs: list[float] = []
         self.losses: list[float] = []
-        # Of the optimiser step that is being made.
+        # Losses of the micro-batches so far of the optimiser step that is being made.
         self._micro_losses: list[float] = []
 
     def on_train_batch_start(
@@ -69,20 +70,21 @@ class LrRange(pl.Callback):
 
 def has_diverged(losses: Sequence[float]) -> bool:
     """Whether the mean of the last losses has risen far above the lowest such mean."""
-    means = [fmean(losses[n : n + WINDOW]) for n in range(len(losses) - WINDOW + 1)]
+    starts = range(len(losses) - WINDOW + 1)
+    means = [fmean(losses[start : start + WINDOW]) for start in starts]
     if not means:
         return False
-    lowest = min(means)
-    # The size of the lowest mean, not its value: some losses, such as minus the Dice, are negative.
-    return means[-1] - lowest > DIVERGED_RISE * abs(lowest)
+    lowest_mean = min(means)
+    # By its absolute value, because some losses, such as minus the Dice, are negative.
+    return means[-1] - lowest_mean > DIVERGED_RISE * abs(lowest_mean)
 
 
 def smoothed(losses: Sequence[float]) -> np.ndarray:
     """Smooth the noise of single batches with a Gaussian.
 
-    Unlike a running mean it does not lag.
+    Unlike a running mean of the steps so far it does not lag behind the losses.
     """
-    sigma = max(1.0, len(losses) / 25)
+    sigma = max(1.0, len(losses) / 25)  # in steps
     return gaussian_filter1d(np.asarray(losses, dtype=float), sigma=sigma, mode="nearest")
 
 
@@ -102,10 +104,15 @@ def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
 
     Source: Smith 2017 (range test); a tenth of the minimum as in fastai's `lr_find`.
     """
-    curve = smoothed(losses)
-    lowest = int(curve.argmin()) if len(curve) else 0
-    # Up to the second rate there is one difference of losses, and nothing to compare it with.
-    if lowest < 2:
+    if not losses:
         return None
-    slope = np.gradient(curve[: lowest + 1], np.log(np.asarray(lrs[: lowest + 1])))
-    return float(min(lrs[int(slope.argmin())], lrs[lowest] / BELOW_LOWEST))
+    curve = smoothed(losses)
+    lowest_index = int(curve.argmin())
+    # With a minimum at the second rate there is one difference of losses, and nothing to compare it
+    # with.
+    if lowest_index < 2:
+        return None
+    stop = lowest_index + 1
+    slopes = np.gradient(curve[:stop], np.log(lrs[:stop]))
+    steepest_index = int(slopes.argmin())
+    return float(min(lrs[steepest_index], lrs[lowest_index] / BELOW_LOWEST))

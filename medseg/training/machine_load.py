@@ -2,6 +2,7 @@
 
 import os
 import time
+from contextlib import suppress
 from statistics import fmean
 
 import psutil
@@ -16,17 +17,17 @@ class MachineLoad:
     Nothing here waits for a device: the allocator and the driver keep the numbers.
 
     Attributes:
-        uses_gpu: Whether the run computes on GPUs. A run on the CPU of a machine with GPUs is not
-            told what other programs hold there.
+        uses_gpu: Whether the run computes on GPUs. For a run on the CPU those of the machine are
+            not read.
     """
 
     def __init__(self, uses_gpu: bool) -> None:
         self.uses_gpu = uses_gpu
         self.process = psutil.Process()
-        self.last_s = time.perf_counter()
-        self.cpu_s: dict[int, float] = {}
-        self.worker_bytes = 0
-        self.read()
+        self.last_s = time.perf_counter()  # time of the last reading
+        self.cpu_s: dict[int, float] = {}  # processor time at that time, by process id
+        self.worker_bytes = 0  # the largest so far, see `bytes_beside`
+        self.read()  # the first reading, from which the processor time counts
 
     def read(self) -> dict[str, float]:
         """Read the load, and the processor time since the last reading.
@@ -37,7 +38,7 @@ class MachineLoad:
             and, where the driver answers (`medseg[gpu]`), `gpu_percent`, the mean of the GPUs that
             this process uses.
         """
-        num_bytes = 0
+        host_bytes = 0
         cpu_s = {}
         for process in (self.process, *self.process.children(recursive=True)):
             try:
@@ -47,15 +48,18 @@ class MachineLoad:
                 continue  # a worker that has just ended
             cpu_s[process.pid] = times.user + times.system
             if process == self.process:
-                num_bytes += memory.rss
+                host_bytes += memory.rss
             else:
-                num_bytes += max(0, memory.rss - getattr(memory, "shared", 0))
+                shared_bytes = getattr(memory, "shared", 0)  # on Linux alone
+                host_bytes += max(0, memory.rss - shared_bytes)
         now_s = time.perf_counter()
+        # A process that is new since the last reading has used all of its time since then.
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
-        load = {"host_gib": num_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
+        load = {"host_gib": host_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
         self.cpu_s = cpu_s
         self.last_s = now_s
-        worker_bytes = bytes_beside(os.getpid(), [pid for pid in cpu_s if pid != self.process.pid])
+        child_pids = [pid for pid in cpu_s if pid != self.process.pid]
+        worker_bytes = bytes_beside(os.getpid(), child_pids)
         self.worker_bytes = max(self.worker_bytes, worker_bytes)
         if self.uses_gpu:
             load |= _gpu_load()
@@ -64,10 +68,12 @@ class MachineLoad:
     def peak_resident_bytes(self) -> int:
         """Find the largest memory that this process and its workers have taken so far, in bytes.
 
-        It is resident memory; on GPUs, what is taken of them.
+        It is resident memory; for a run on GPUs it is memory of these, with what the driver and
+        other programs hold there.
         """
         if self.uses_gpu:
-            return sum(map(_peak_of_gpu, _used_gpus()))
+            return sum(map(_gpu_peak_bytes, _used_gpus()))
+        # At least the peak: the two may have been largest at different times.
         return peak_resident_bytes() + self.worker_bytes
 
 
@@ -85,22 +91,21 @@ def peak_bytes(uses_gpu: bool) -> int:
 
 
 def _used_gpus() -> list[int]:
-    """List the GPUs on which this process has held memory; its own one where there is none."""
-    used = [
-        number
-        for number in range(torch.cuda.device_count())
-        if torch.cuda.max_memory_reserved(number)
-    ]
-    return used or [torch.cuda.current_device()]
+    """List the GPUs on which this process has held memory; its current one if there is none."""
+    numbers = range(torch.cuda.device_count())
+    used_numbers = [number for number in numbers if torch.cuda.max_memory_reserved(number)]
+    if not used_numbers:
+        return [torch.cuda.current_device()]
+    return used_numbers
 
 
-def _peak_of_gpu(number: int) -> int:
-    """Find the most bytes of a GPU that were taken at a time.
+def _gpu_peak_bytes(number: int) -> int:
+    """Estimate the most bytes of a GPU that were taken at a time.
 
-    They count torch's allocator and what it does not count.
+    That is the most that torch's allocator has held, and what is taken beside it now: by the
+    driver, by libraries and by other programs.
     """
     free, total = torch.cuda.mem_get_info(number)
-    # What other programs and the driver hold now, and the most that the allocator has held.
     beside_allocator = total - free - torch.cuda.memory_reserved(number)
     return int(beside_allocator + torch.cuda.max_memory_reserved(number))
 
@@ -109,11 +114,12 @@ def _gpu_load() -> dict[str, float]:
     """Read the GPU columns of `MachineLoad.read`."""
     num_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     load = {"gpu_gib": num_bytes / 2**30}
+    # `torch.cuda.utilization` needs this package.
     try:
         from pynvml import NVMLError
     except ModuleNotFoundError:
         return load
-    try:
-        return {**load, "gpu_percent": fmean(map(torch.cuda.utilization, _used_gpus()))}
-    except (NVMLError, RuntimeError):
-        return load  # a slice of a GPU, or a driver that does not answer
+    # It fails on a slice of a GPU (MIG), and where the driver does not answer.
+    with suppress(NVMLError, RuntimeError):
+        load["gpu_percent"] = fmean(map(torch.cuda.utilization, _used_gpus()))
+    return load

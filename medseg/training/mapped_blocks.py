@@ -1,6 +1,6 @@
-"""Size from which on a training maps blocks of memory: by what its network computes.
+"""Size from which on a training maps blocks of memory, chosen by what its network computes.
 
-`medseg.memory.heap` says why it matters.
+`medseg.memory.heap` says what mapping is and why this size matters.
 """
 
 import math
@@ -22,33 +22,38 @@ from medseg.memory.heap import (
 from medseg.memory.precision import HALF
 from medseg.models.traits import build_on_meta
 from medseg.training.network import count_channels, make_network
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 
 
 def map_blocks(config: TrainConfig) -> None:
     """Choose the blocks of memory that this process maps, for a training on a CPU.
 
-    From 2 MiB on where the results of a forward pass that have 2 to 4 MiB are larger in all than
-    the free memory that the heap may keep anyway; usually from 4 MiB on. It does not ask which
-    results are recomputed, so that the choice is one for all sets of switches that `plan` compares.
-    Samples of whole volumes, which differ in size, leave it at 4 MiB.
+    Usually they are mapped from 4 MiB on. They are mapped from 2 MiB on if the results of a forward
+    pass that have 2 to 4 MiB take more in all than the free memory that the heap may keep anyway.
+    All results of the pass count, also those that recomputed blocks discard, so that the choice is
+    the same for all sets of switches that `plan` compares. Samples of whole volumes differ in size,
+    and leave it at 4 MiB.
     """
     if not maps_large_blocks():
         return
     shape = config.stage.patch_size or config.spacing.size
     num_bytes = 0
     if shape is not None:
-        image_shape = (samples_per_rank(config), count_channels(config), *shape)
+        image_shape = (samples_per_micro_batch(config), count_channels(config), *shape)
         value_bytes = 2 if config.memory.precision.value in HALF else 4
         num_bytes = heap_result_bytes(lambda: make_network(config), image_shape, value_bytes)
-    is_large = num_bytes > KEPT_BYTES
-    map_blocks_from(ALIGNED_BYTES if is_large else USUALLY_MAPPED_BYTES)
+    if num_bytes > KEPT_BYTES:
+        map_blocks_from(ALIGNED_BYTES)
+    else:
+        map_blocks_from(USUALLY_MAPPED_BYTES)
 
 
 def heap_result_bytes(
     make: Callable[[], torch.nn.Module], image_shape: Sequence[int], value_bytes: int
 ) -> int:
-    """Sum the results of a forward pass that are usually not mapped, but aligned to pages.
+    """Sum the results of a forward pass whose sizes are from ALIGNED_BYTES to USUALLY_MAPPED_BYTES.
+
+    These usually lie in the heap, where their alignment leaves holes.
 
     Args:
         make: Makes the network.
@@ -74,7 +79,7 @@ def heap_result_bytes(
 
 
 class _Results(TorchDispatchMode):
-    """Notes the numbers of values of all new tensors."""
+    """Notes the number of values of each new tensor, in `num_values`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +90,9 @@ class _Results(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         # A view or a change in place takes no memory.
-        if not func.is_view and not func._schema.is_mutable:
-            for value in tree_leaves(result):
-                if isinstance(value, Tensor):
-                    self.num_values.append(math.prod(value.shape))
+        makes_tensors = not func.is_view and not func._schema.is_mutable
+        if makes_tensors:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self.num_values.append(math.prod(leaf.shape))
         return result

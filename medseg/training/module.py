@@ -24,8 +24,8 @@ Stack = dict[str, Any]
 Batch = list[Stack]
 """Stacks of samples of one shape, see `medseg.data.samples.collate`."""
 
-# Where a checkpoint keeps the weights that the next step starts from, when its network is their
-# average.
+# Key of a checkpoint. Where its `state_dict` is the moving average of the weights, the weights from
+# which the next step starts are kept here.
 RAW_WEIGHTS = "raw_weights"
 
 
@@ -46,6 +46,14 @@ class SegmentationModule(pl.LightningModule):
             weights themselves.
         metadata: Checkpoint metadata; plain types only, so that it loads with `weights_only=True`.
         metrics: Further scores of a validation case by name, each logged as `val/<name>`.
+
+    Attributes:
+        average: Moving average of the weights; None without `ema_decay`.
+        train_loss: Loss of the last micro-batch, on its device.
+        val_scores: Scores of the present validation so far, from this rank. The key is the name of
+            the case, the number of its region, and the class (of a Dice) or the name of the metric:
+            a case that two ranks score counts once.
+        case_scores: The same of the last validation, from all ranks.
     """
 
     def __init__(
@@ -76,17 +84,15 @@ class SegmentationModule(pl.LightningModule):
         self.metadata = metadata
         self.metrics = metrics or {}
         self.train_loss: Tensor | None = None
-        # Scores by case, region, and label (Dice) or name of the metric: a case that two ranks
-        # score counts once.
         self.val_scores: dict[tuple[str, int, int | str], float] = {}
-        self.case_scores = self.val_scores  # of the last validation, from all ranks
+        self.case_scores = self.val_scores
 
     def configure_optimizers(self) -> Any:
         """Make optimiser and schedule; the schedule counts optimiser steps, not micro-batches."""
         optimizer = self.make_optimizer(self.network.parameters())
-        # A fused optimiser would divide the loss scale out of the gradients inside its step, after
-        # they have been clipped. Without this attribute Lightning and torch do it before, as for
-        # any other optimiser; it is read with fp16 and by Lightning's clipping.
+        # In fp16 the gradients are scaled, and must be divided by the scale before they are
+        # clipped. A fused optimiser would do so afterwards, inside its step. With this attribute
+        # Lightning and torch do it before, as for any other optimiser.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
         return {
             "optimizer": optimizer,
@@ -102,13 +108,13 @@ class SegmentationModule(pl.LightningModule):
         step does not depend on how its samples are divided among micro-batches and ranks. A loss of
         a whole batch (batch Dice) is computed for each stack.
         """
-        losses: list[tuple[Tensor, int]] = []
+        losses: list[tuple[Tensor, int]] = []  # loss, and number of samples that it is the mean of
         for stack in batch:
             # Dropout follows the sample, whichever micro-batch and rank computes it.
             torch.manual_seed(torch_seed(self.seed, self.global_step, stack["number"][0]))
             losses += sample_losses(self.loss, self.network(stack["image"]), stack["target"])
         loss = mean_of_samples(losses)
-        # Without graph, and not read from the device: the history does that when it writes a line.
+        # Not `item()`, which waits for the device: the history reads it when it writes a line.
         self.train_loss = loss.detach()
         self.log(
             "train/loss",
@@ -137,12 +143,19 @@ class SegmentationModule(pl.LightningModule):
             self.average.update()
 
     def on_validation_epoch_start(self) -> None:
-        """Validate the average of the weights, which is what is saved."""
+        """Validate the average of the weights, where there is one: it is what is saved."""
         if self.average is not None:
             self.average.exchange()
 
     def predict_labels(self, image: Tensor) -> Tensor:
-        """Predict the classes of one case (1, 1, D, H, W) as prediction does; uint8 (D, H, W)."""
+        """Predict the classes of one case as prediction does.
+
+        Args:
+            image: (1, C, D, H, W).
+
+        Returns:
+            Classes, uint8 (D, H, W).
+        """
         channels = self.metadata.get("task", {}).get("channels", ())
         with uncompiled(self.network):
             probs = predict_probs(
@@ -151,6 +164,7 @@ class SegmentationModule(pl.LightningModule):
                 tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
+                # Only in a CT window is the value of air known.
                 skips_air=all(channel["window_hu"] for channel in channels),
             )
         return most_probable(probs)
@@ -163,27 +177,29 @@ class SegmentationModule(pl.LightningModule):
         Returns:
             Predicted labels, uint8 (D, H, W), 0 beyond the scan.
         """
-        (batch,) = batches
-        # Frees the memory of the steps before, or of the case before: that of this case comes on
-        # top of it.
+        (stack,) = batches  # of one case
+        # Gives the free memory that the steps or the case before have left back to the system:
+        # otherwise that of this case might come on top of it.
         release_free_memory()
-        # Prediction drops voxels beyond the scan when it pastes the crop back, and the reference
-        # has none; the picture shows both.
-        bounds = batch["inside"][0]
-        labels = only_inside(self.predict_labels(batch["image"]), bounds)
-        batch["target"] = only_inside(batch["target"], bounds)
-        target = batch["target"][0]
+        # Prediction drops voxels beyond the scan when it pastes the crop back, so they do not
+        # count. The stack is changed in place, because the picture shows its target.
+        bounds = stack["inside"][0]
+        labels = only_inside(self.predict_labels(stack["image"]), bounds)
+        stack["target"] = only_inside(stack["target"], bounds)
+        target = stack["target"][0]
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
-        if ignore_value is not None:  # background in both maps, which no score counts
+        if ignore_value is not None:
+            # No score counts voxels that are background in prediction and reference.
             is_ignored = target == ignore_value
             labels = labels.masked_fill(is_ignored, 0)
             target = target.masked_fill(is_ignored, 0)
         classes = tuple(range(1, int(self.metadata["num_classes"])))
-        scores: dict[Any, float] = dice_per_label(labels, target, classes)
+        scores: dict[int | str, float] = dict(dice_per_label(labels, target, classes))
         for name, metric in self.metrics.items():
-            scores[name] = metric(labels, target, batch["spacing_mm"][0])
-        case, region = batch["case"][0], int(batch["region"][0])
-        self.val_scores |= {(case, region, score_of): score for score_of, score in scores.items()}
+            scores[name] = metric(labels, target, stack["spacing_mm"][0])
+        case, region = stack["case"][0], int(stack["region"][0])
+        for class_or_metric, score in scores.items():
+            self.val_scores[case, region, class_or_metric] = score
         return labels
 
     def on_validation_epoch_end(self) -> None:
@@ -194,11 +210,17 @@ class SegmentationModule(pl.LightningModule):
         scores = self._scores_of_all_ranks()
         self.val_scores = {}
         self.case_scores = scores
-        # `fmean` rounds once, so the order of ranks and cases changes no bit.
-        for name in self.metrics:
-            values = [score for (_, _, score_of), score in scores.items() if score_of == name]
+        dice: list[float] = []
+        metric_scores: dict[str, list[float]] = {name: [] for name in self.metrics}
+        for (_, _, class_or_metric), score in scores.items():
+            if isinstance(class_or_metric, int):
+                dice.append(score)
+            else:
+                metric_scores[class_or_metric].append(score)
+        # `fmean` rounds once, so the order of ranks and cases changes no bit. Each rank has all
+        # scores, and logs them.
+        for name, values in metric_scores.items():
             self.log(f"val/{name}", _mean_of_defined(values), rank_zero_only=False)
-        dice = [score for (_, _, score_of), score in scores.items() if isinstance(score_of, int)]
         if dice:
             self.log("val/dice", fmean(dice), rank_zero_only=False)
             self.log("val/dice_worst", min(dice), rank_zero_only=False)
@@ -221,40 +243,44 @@ class SegmentationModule(pl.LightningModule):
         """
         checkpoint["medseg"] = {**self.metadata, "step": self.global_step}
         if self.average is not None:
-            if "optimizer_states" in checkpoint:  # a run resumes from it
+            # Only from a checkpoint with the state of the optimiser does a run resume.
+            if "optimizer_states" in checkpoint:
                 checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]
-            averaged = {
-                f"{NETWORK_PREFIX}{name}": value for name, value in self.average.values().items()
-            }
-            checkpoint["state_dict"] = {**checkpoint["state_dict"], **averaged}
+            weights = dict(checkpoint["state_dict"])
+            for name, value in self.average.values().items():
+                weights[f"{NETWORK_PREFIX}{name}"] = value
+            checkpoint["state_dict"] = weights
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the average of the weights, and count micro-batches as this run makes them.
 
-        Lightning gets the weights of the last step.
+        Lightning then loads the weights of the last step from the changed checkpoint.
         """
-        # A step may have another number of micro-batches now; Lightning finds the end of a step by
-        # their count.
+        # Lightning finds the end of a step by the count of micro-batches, and a step may have
+        # another number of them now.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (progress["total"], progress["current"]):
             shift = checkpoint["global_step"] * self.accumulate - counts["processed"]
-            counts.update({key: count + shift for key, count in counts.items()})
+            for key in counts:
+                counts[key] += shift
         if self.average is not None:
-            weights = checkpoint["state_dict"]
-            averaged = {
-                name.removeprefix(NETWORK_PREFIX): value
-                for name, value in weights.items()
-                if name.startswith(NETWORK_PREFIX)
-            }
-            self.average.load(averaged)
+            average = {}
+            for name, value in checkpoint["state_dict"].items():
+                if name.startswith(NETWORK_PREFIX):
+                    average[name.removeprefix(NETWORK_PREFIX)] = value
+            self.average.load(average)
             checkpoint["state_dict"] = checkpoint.pop(RAW_WEIGHTS)
 
 
 def _mean_of_defined(scores: Sequence[float]) -> float:
-    """Average the scores of a metric that are defined, not NaN; NaN where there is no mean."""
+    """Average the scores of a metric that are defined (not NaN).
+
+    Returns:
+        The mean; NaN where no score is defined, or one is infinite.
+    """
     defined = [score for score in scores if not math.isnan(score)]
-    # A distance is infinite where a label was not found at all: without it the mean would improve,
-    # so there is no mean then.
+    # A distance is infinite where a label was not found at all. It is not left out, because the
+    # mean would improve by that.
     if defined and all(map(math.isfinite, defined)):
         return fmean(defined)
     return math.nan

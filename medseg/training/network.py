@@ -25,7 +25,7 @@ from medseg.training.plan_weights import load_plan_weights
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
-# What a class that initial weights lack gets beside the logits of the background.
+# A class that initial weights lack starts with the logits of the background plus this number.
 RARE_LOGIT = -2.0
 
 
@@ -36,10 +36,11 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    # No argument of our UNet is only a label or a seed: too large a one runs out of memory.
+    # What `predict` would refuse in a checkpoint, numbers that are too large, is refused before the
+    # training. Our UNet needs no check: with such numbers it does not fit into memory here either.
     if node[TARGET] != UNET:
         try:
-            check_arguments(node)  # what `predict` would refuse is refused before training
+            check_arguments(node)
         except ValueError as error:
             raise UserError(f"model: {error}") from error
     return make_described_network(
@@ -63,11 +64,14 @@ def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, An
     """
     node = {}
     for name, value in model.items():
-        # Null is an argument like any other, but for the keys of the framework.
-        is_unset = value is None and name in ("divisor", "blocks")
-        # Where the parts of a network lie is no property of the network.
-        if name != "device_map" and not is_unset:
-            node[name] = value
+        # On which devices the parts of a network are is no property of the network.
+        if name == "device_map":
+            continue
+        # Of these two keys, which are no arguments of the class, null means "find it out". Of any
+        # argument it is a value.
+        if value is None and name in ("divisor", "blocks"):
+            continue
+        node[name] = value
     if model[TARGET] == UNET:
         node["strides"] = choose_strides(model, spacing)
     return node
@@ -89,9 +93,9 @@ def make_network_on_meta(config: TrainConfig) -> StageNetwork:
 def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
-    A file without the coarse channel starts a network with it: the weights of that channel are
-    zero, so that the network predicts at first what that of the file does. Classes that the file
-    lacks start as a rare kind of background.
+    If only the new network has a coarse channel, the weights of that channel are zero, so that the
+    network predicts at first what that of the file does. Classes that the file lacks start with the
+    weights of the background and a lower logit (RARE_LOGIT), so that they are hardly predicted.
 
     Raises:
         UserError: If the file cannot be used, or holds another network than the configured one.
@@ -103,15 +107,18 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
         return
     key = f"init_from={config.init_from}"
     metadata, weights = read_weights(Path(config.init_from), config.stage.name.value, "init_from")
-    ours = _with_defaults(network_node(config.model, config.spacing))
-    theirs = _with_defaults(metadata["model"])
-    if ours != theirs:
+    configured = _with_defaults(network_node(config.model, config.spacing))
+    saved = _with_defaults(metadata["model"])
+    if configured != saved:
         raise UserError(
-            f"{key}: its network is {theirs}, but the configured one is {ours}; give the same model"
+            f"{key}: its network is {saved}, but the configured one is {configured}; "
+            "give the same model"
         )
     if config.stage.coarse_channel and not metadata.get("coarse_channel"):
         weights = _with_zero_channel(network, weights)
-    if metadata["task"]["labels"].items() < make_task(config.task).labels.items():
+    # `<` of two sets: the file has some of the labels of the task, with the same values.
+    has_fewer_labels = metadata["task"]["labels"].items() < make_task(config.task).labels.items()
+    if has_fewer_labels:
         num_classes = int(metadata["num_classes"])
         weights = _with_rare_classes(network, weights, num_classes, count_classes(config))
     try:
@@ -125,17 +132,22 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
 def _with_zero_channel(network: StageNetwork, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Add zeros for the last channel of the input to the weights of each layer that sees the input.
 
-    The channels of the input come in order, also where a stem folds voxels into channels, so that
-    the last one is the end of the second axis.
+    Such a layer, of shape (outputs, inputs, ...), has more inputs in the network than in the
+    weights, and is the same along the other axes. Its inputs are in the order of the channels, also
+    where a stem folds voxels into channels, so that the last channel is at the end of the axis.
     """
     shapes = {name: value.shape for name, value in network.state_dict().items()}
     extended = dict(weights)
     for name, value in weights.items():
         shape = shapes.get(name, value.shape)
-        is_longer = value.ndim > 1 and len(shape) == value.ndim and shape[1] > value.shape[1]
-        if is_longer and (shape[0], *shape[2:]) == (value.shape[0], *value.shape[2:]):
-            added = value.new_zeros(shape[0], shape[1] - value.shape[1], *shape[2:])
-            extended[name] = torch.cat([value, added], dim=1)
+        if value.ndim < 2 or len(shape) != value.ndim:
+            continue
+        num_added = shape[1] - value.shape[1]
+        differs_elsewhere = shape[0] != value.shape[0] or shape[2:] != value.shape[2:]
+        if num_added <= 0 or differs_elsewhere:
+            continue
+        zeros = value.new_zeros(shape[0], num_added, *shape[2:])
+        extended[name] = torch.cat([value, zeros], dim=1)
     return extended
 
 
@@ -144,41 +156,50 @@ def _with_rare_classes(
 ) -> dict[str, Tensor]:
     """Add the last classes to the weights of each layer that makes the logits.
 
-    The logits come class by class, also where a head unfolds channels into voxels, so that the
-    first part of such a layer is the background.
+    Such a layer, of shape (outputs, ...), has `num_new` outputs in the network for `num_old` in the
+    weights, or the same multiple of both where a head unfolds channels into voxels. Its outputs are
+    in the order of the classes, so that the first ones are those of the background.
+
+    Args:
+        network: The network with all classes.
+        weights: Weights with fewer classes, not changed.
+        num_old: Classes of the weights.
+        num_new: Classes of the network.
     """
     shapes = {name: value.shape for name, value in network.state_dict().items()}
     extended = dict(weights)
     for name, value in weights.items():
         shape = shapes.get(name, value.shape)
-        is_head = shape != value.shape and shape[0] * num_old == value.shape[0] * num_new
-        if not is_head or shape[1:] != value.shape[1:]:
+        # The same number of outputs for each class.
+        makes_logits = shape != value.shape and shape[0] * num_old == value.shape[0] * num_new
+        if not makes_logits or shape[1:] != value.shape[1:]:
             continue
         background = value[: value.shape[0] // num_old]
         if name.endswith("bias"):
             background = background + RARE_LOGIT
-        extended[name] = torch.cat([value, *[background] * (num_new - num_old)])
+        added_classes = [background] * (num_new - num_old)
+        extended[name] = torch.cat([value, *added_classes])
     return extended
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
-    """Complete the arguments of our UNet.
+    """Complete the node of a network for a comparison with another one.
 
-    Where metadata predates an argument, its default holds.
+    Metadata of an older version may lack arguments of our UNet, or the class itself.
     """
+    # Metadata without a class are of our UNet.
     node = {TARGET: UNET, **to_tuples(node)}
     node.pop("blocks", None)  # they change no result
     if node[TARGET] != UNET:
         return node
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(UNet).parameters.items()
-        if parameter.default is not parameter.empty
-    }
-    full = defaults | node
-    if not full["strides"]:
-        full["strides"] = level_strides(None, count_strides(full))
-    return full
+    completed = {}
+    for name, parameter in inspect.signature(UNet).parameters.items():
+        if parameter.default is not parameter.empty:
+            completed[name] = parameter.default
+    completed |= node
+    if not completed["strides"]:
+        completed["strides"] = level_strides(None, count_strides(completed))
+    return completed
 
 
 def count_classes(config: TrainConfig) -> int:

@@ -12,17 +12,17 @@ from medseg.training.options import TrainConfig
 
 
 def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
-    """Name each combination that may surprise, in a sentence.
+    """Describe each combination that may surprise in a sentence.
 
     Args:
         config: Checked configuration.
-        has_batch_norm: Whether the network has batch norm whatever its arguments say, as some of
-            MONAI's have by default.
+        has_batch_norm: Whether the network has batch norm, also where its arguments do not say so,
+            as in some of MONAI's.
     """
-    return [*_batch_notes(config, has_batch_norm), *_other_notes(config), *_shape_notes(config)]
+    return [*_batch_notes(config, has_batch_norm), *_key_notes(config), *_shape_notes(config)]
 
 
-def _other_notes(config: TrainConfig) -> Iterator[str]:
+def _key_notes(config: TrainConfig) -> Iterator[str]:
     """Yield a sentence for each key that another one slows down, replaces or does not suit."""
     stage = config.stage
     terms = config.loss.get("terms", [config.loss])
@@ -32,6 +32,7 @@ def _other_notes(config: TrainConfig) -> Iterator[str]:
             f"task.ignore_label with {other_losses[0]}: a GPU waits once a step for each sample, "
             "to count the voxels that remain; loss=dice_ce does without"
         )
+    # Adam and its kin have their momentum in `betas`.
     momentum = config.optimizer.get("momentum", config.optimizer.get("betas"))
     if config.schedule.get("cycle_momentum") and momentum is not None:
         yield (
@@ -73,30 +74,31 @@ def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
     batch_size = config.stage.batch_size
     accumulate = config.memory.accumulate
     ranks = config.trainer.num_ranks
-    # Samples of different shapes go through the network one by one.
-    micro_batch = 1
-    shapes = ", samples of different shapes"
+    # Samples that the network sees at once: of different shapes, one by one.
+    samples_per_pass = 1
+    shape_reason = ", samples of different shapes"
     if _has_one_shape(config):
-        micro_batch = batch_size // (ranks * accumulate)
-        shapes = ""
+        samples_per_pass = batch_size // (ranks * accumulate)
+        shape_reason = ""
     samples_by_key = {}
     if has_batch_norm or is_batch_norm(config.model):
         key = f"batch norm of {config.model[TARGET]}"
         if is_batch_norm(config.model):
             key = "model.norm=batch"
-        samples_by_key[key] = micro_batch
+        samples_by_key[key] = samples_per_pass
         if config.trainer.sync_batchnorm:
-            samples_by_key[key] = micro_batch * ranks
+            samples_by_key[key] = samples_per_pass * ranks
     loss_nodes = [config.loss, *config.loss.get("terms", [])]
-    for key in ("batch_dice", "batch"):  # of ours and of MONAI's losses
+    # The argument of our losses, and that of MONAI's.
+    for key in ("batch_dice", "batch"):
         if any(node.get(key) for node in loss_nodes):
-            samples_by_key[f"loss.{key}=true"] = micro_batch
+            samples_by_key[f"loss.{key}=true"] = samples_per_pass
     for key, samples in samples_by_key.items():
         if samples < batch_size:
             yield (
                 f"{key} computes over {_counted(samples, 'sample')}, not over the batch of "
                 f"{batch_size} (memory.accumulate={accumulate}, {_counted(ranks, 'rank')}"
-                f"{shapes}), so the result differs from that of the whole batch"
+                f"{shape_reason}), so the result differs from that of the whole batch"
             )
 
 

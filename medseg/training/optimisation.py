@@ -9,21 +9,26 @@ from torch import Tensor, nn
 from medseg.targets import TARGET, bind_target
 from medseg.training.options import LrScaling, TrainConfig
 
-# Schedules that by default also set the momentum of each step, whatever the optimiser's own value
-# is.
-CYCLING = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
+# Schedules that by default set the momentum of each step too, in place of the optimiser's own.
+MOMENTUM_SCHEDULES = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
 # Arguments of optimisers and schedules that are learning rates.
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
-# Ratio of the two gradients with which an optimiser is tried.
+# Ratio of the two gradients with which `grows_with_gradient` tries an optimiser.
 GRADIENT_RATIO = 100.0
-# After as many steps the optimisers of torch and pytorch_optimizer have begun to adapt.
+# After so many steps all adaptive optimisers of torch and pytorch_optimizer have begun to adapt.
 ADAPTED_STEPS = 20
 
 
 def make_optimizer(
     group: dict[str, Any], lr_factor: float, trusted: Sequence[str] = ()
 ) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the `optimizer` group as a function of the parameters, its rates multiplied."""
+    """Return the `optimizer` group as a function from parameters to an optimiser.
+
+    Args:
+        group: The group: the class (`_target_`) with its arguments.
+        lr_factor: Factor on its learning rates, see `find_lr_factor`.
+        trusted: Prefixes of `trusted_targets`.
+    """
     return bind_target(
         "optimizer", "optimizer", scale_rates(group, lr_factor), None, trusted=trusted
     )
@@ -32,83 +37,101 @@ def make_optimizer(
 def make_schedule(
     group: dict[str, Any], lr_factor: float, warmup_steps: int, trusted: Sequence[str] = ()
 ) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """Return the `schedule` group as a function of the optimiser, multiplied by the warm-up.
+    """Return the `schedule` group as a function from an optimiser to a schedule with warm-up.
 
     In warm-up step n, counted from 0, the rate is (n + 1) / (`warmup_steps` + 1) of the scheduled
     rate. The optimiser keeps its momentum unless `cycle_momentum` is set.
+
+    Args:
+        group: The group: the class (`_target_`) with its arguments.
+        lr_factor: Factor on its learning rates, see `find_lr_factor`.
+        warmup_steps: Steps of the warm-up; 0 = none.
+        trusted: Prefixes of `trusted_targets`.
     """
-    if group[TARGET] in CYCLING:
+    if group[TARGET] in MOMENTUM_SCHEDULES:
+        # A value of the group comes later, and replaces this one.
         group = {"cycle_momentum": False, **group}
-    make = bind_target("schedule", "schedule", scale_rates(group, lr_factor), None, trusted=trusted)
+    schedule_factory = bind_target(
+        "schedule", "schedule", scale_rates(group, lr_factor), None, trusted=trusted
+    )
     if not warmup_steps:
-        return make
+        return schedule_factory
     from torch.optim.lr_scheduler import ChainedScheduler, LinearLR
 
-    def make_both(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        ramp = LinearLR(optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps)
-        return ChainedScheduler([ramp, make(optimizer)], optimizer)
+    def with_warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        warmup = LinearLR(optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps)
+        # The factors of both are multiplied.
+        return ChainedScheduler([warmup, schedule_factory(optimizer)], optimizer)
 
-    return make_both
+    return with_warmup
 
 
 def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return the optimiser of a configuration as a function of the parameters.
+    """Return a function from parameters to the optimiser of a configuration at its first step.
 
-    The schedule sets it as at the first step.
+    Its rates are those that the schedule sets for this step.
     """
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    make = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
-    schedule = make_schedule(
+    optimizer_factory = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
+    schedule_factory = make_schedule(
         config.schedule, lr_factor, config.warmup_steps, config.trusted_targets
     )
 
-    def make_both(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = make(parameters)
-        schedule(optimizer)
+    def make_at_first_step(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = optimizer_factory(parameters)
+        # A schedule sets the rates of the first step when it is made.
+        schedule_factory(optimizer)
         return optimizer
 
-    return make_both
+    return make_at_first_step
 
 
 def propose_lr(config: TrainConfig, batch_size: int) -> float:
-    """Scale `optimizer.lr` to another batch size: linearly, or by its root for adaptive steps.
+    """Scale `optimizer.lr` to another batch size: linearly, or for adaptive steps by the root.
 
     With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is returned unchanged.
 
     Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (root).
     """
-    rate = float(config.optimizer["lr"])
+    lr = float(config.optimizer["lr"])
     if config.lr_scaling is not LrScaling.none:
-        return rate
-    ratio = batch_size / config.stage.batch_size
-    make = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
-    if grows_with_gradient(make):
-        return rate * ratio
-    return rate * ratio**0.5
+        return lr
+    batch_ratio = batch_size / config.stage.batch_size
+    optimizer_factory = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
+    if grows_with_gradient(optimizer_factory):
+        return lr * batch_ratio
+    return lr * batch_ratio**0.5
 
 
 def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
-    """Whether the steps of an optimiser grow with the gradient.
+    """Whether the steps of an optimiser grow with the gradient, as those of SGD do.
 
-    In others the noise of a batch shrinks with its root (Malladi et al. 2022). The weights of the
-    tried steps are zero, so that neither weight decay nor a ratio to their norm (LARS) counts.
-    Some optimisers adapt only after some steps (RAdam), so a later one is compared.
+    Those of an adaptive optimiser hardly do (Malladi et al. 2022). The weights of the tried steps
+    are zero, so that neither weight decay nor a ratio to their norm (LARS) counts. Some optimisers
+    adapt only after some steps (RAdam), so a later one is compared.
 
     Args:
         make: From parameters to an optimiser.
     """
     length = float(step_from_zero(make, 1.0, ADAPTED_STEPS).norm())
-    longer = float(step_from_zero(make, GRADIENT_RATIO, ADAPTED_STEPS).norm())
-    return longer > GRADIENT_RATIO**0.5 * length
+    longer_length = float(step_from_zero(make, GRADIENT_RATIO, ADAPTED_STEPS).norm())
+    # Steps that grow with the gradient are longer by GRADIENT_RATIO, others are equal: the root of
+    # the ratio divides the two.
+    return longer_length > GRADIENT_RATIO**0.5 * length
 
 
 def step_from_zero(
     make: Callable[[Any], torch.optim.Optimizer], scale: float = 1.0, num_steps: int = 1
 ) -> Tensor:
-    """Take steps with a gradient from -scale to scale, each from weights of zero.
+    """Take steps with an optimiser, each from weights of zero and with the same gradient.
+
+    Args:
+        make: From parameters to an optimiser.
+        scale: The values of the gradient rise evenly from -scale to scale.
+        num_steps: Number of steps.
 
     Returns:
-        The last step, flat.
+        The last step: the weights after it, (number of weights).
     """
     weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
     optimizer = make([weight])
@@ -116,6 +139,7 @@ def step_from_zero(
     for _ in range(num_steps):
         weight.data.zero_()
         weight.grad = gradient.clone()  # some optimisers change it
+        # Some optimisers require a closure that returns the loss.
         optimizer.step(lambda: 0.0)
     return weight.detach().flatten()
 

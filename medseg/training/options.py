@@ -68,8 +68,8 @@ class TrainerOptions:
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between devices, ranks and clipping."""
         if self.gpus is not None:
-            has_all = len(set(self.gpus)) == self.devices
-            if not has_all or self.accelerator is Accelerator.cpu:
+            names_one_per_rank = len(set(self.gpus)) == self.devices
+            if not names_one_per_rank or self.accelerator is Accelerator.cpu:
                 yield (
                     f"trainer.gpus={self.gpus}: expected {self.devices} different numbers "
                     "(trainer.devices), and trainer.accelerator other than cpu"
@@ -239,11 +239,11 @@ class TrainConfig:
     debug: DebugOptions
 
 
-def samples_per_rank(config: TrainConfig) -> int:
-    """Number of samples in a micro-batch of one rank."""
-    return config.stage.batch_size // num_shares(config)
+def samples_per_micro_batch(config: TrainConfig) -> int:
+    """Number of samples in a micro-batch, the one that a rank computes at once."""
+    return config.stage.batch_size // micro_batches_per_step(config)
 
 
-def num_shares(config: TrainConfig) -> int:
-    """Number of micro-batches of a step, over all ranks."""
-    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
+def micro_batches_per_step(config: TrainConfig) -> int:
+    """Number of micro-batches of an optimiser step, over all ranks."""
+    return config.trainer.num_ranks * config.memory.accumulate

@@ -10,7 +10,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Preempted(BaseException):
-    """The run was asked to stop, and everything that it has done is saved."""
+    """The run was asked to stop, and everything that it has done is saved.
+
+    No `Exception`, so that no handler of errors takes it for one.
+    """
 
 
 class StopRequest:
@@ -26,7 +29,7 @@ class StopRequest:
         self.is_safe = False
 
     def install(self) -> None:
-        """Handle the signals; Python allows this in the main thread alone."""
+        """Handle the signals; outside the main thread, where Python forbids it, do nothing."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)
@@ -42,8 +45,10 @@ class StopRequest:
             raise Preempted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         was_asked = self.is_asked
         self.is_asked = True
+        # Only for the first signal: a second one must not disturb the process while it ends.
         if self.is_safe and not was_asked:
             raise Preempted
 

@@ -10,8 +10,8 @@ from medseg import __version__
 
 
 def collect_versions() -> dict[str, str]:
-    """Name the versions that a result depends on, and the commit of a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    """List the versions that a result depends on by name, and the commit if run from a checkout."""
+    root = Path(__file__).resolve().parents[2]  # of the repository
     commit = ""
     if (root / ".git").exists():
         with contextlib.suppress(OSError):  # git is not installed: the version alone must do

@@ -74,12 +74,12 @@ def test_the_size_of_mapped_blocks_is_changed_where_blocks_are_mapped(
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**25))  # a user's own
     heap.map_blocks_from(2 * 2**20)
     assert not set_values
-    assert heap.mapped_bytes() == 4 * 2**20
+    assert heap.min_mapped_bytes() == 4 * 2**20
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(4 * 2**20))
     for size in (2 * 2**20, 4 * 2**20):
         heap.map_blocks_from(size)
         assert set_values.pop() == (-3, size)
-        assert heap.mapped_bytes() == size
+        assert heap.min_mapped_bytes() == size
         assert heap.maps_large_blocks()
         # Processes that this one starts do the same.
         assert os.environ["MALLOC_MMAP_THRESHOLD_"] == str(size)

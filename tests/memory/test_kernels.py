@@ -14,7 +14,7 @@ import torch
 from medseg import console
 from medseg.io import calibration
 from medseg.memory import kernels
-from medseg.memory.kernels import Cost, KernelCosts, Part, Run, continued, parts_of
+from medseg.memory.kernels import Cost, KernelCosts, Part, Run, extrapolated_bytes, parts_of
 from medseg.memory.tracker import Call, Operand
 
 aten = torch.ops.aten
@@ -177,9 +177,9 @@ def test_sizes_among_the_arguments_follow_the_slices(
 
 
 def test_bytes_lie_on_a_line_of_the_share() -> None:
-    assert continued([(1.0, 7)]) == 7
-    assert continued([(0.25, 100)]) == 400
-    assert continued([(0.25, 150), (0.5, 200)]) == 300  # 100 that do not grow, and 200
+    assert extrapolated_bytes([(1.0, 7)]) == 7
+    assert extrapolated_bytes([(0.25, 100)]) == 400
+    assert extrapolated_bytes([(0.25, 150), (0.5, 200)]) == 300  # 100 that do not grow, and 200
 
 
 def test_strides_of_a_part_keep_their_order() -> None:
@@ -377,7 +377,7 @@ def test_what_a_library_keeps_after_the_first_run_of_an_operation_is_its_own(
 
     calls = {f"{size}": Call(Kernel(), (operand(size),), {}) for size in (8, 16)}
     costs = measured(tmp_path, **calls)
-    if not kernels.used_bytes():
+    if not kernels.heap_used_bytes():
         pytest.skip("the C library does not tell")
     assert [costs[key].lasting for key in calls] == pytest.approx([5 * 2**20] * 2, rel=0.02)
 

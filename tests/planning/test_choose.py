@@ -24,11 +24,11 @@ from medseg.planning.choose import (
     Option,
     blocks_of,
     choose_line,
-    closer_runs,
     combinations,
     fastest_option,
     front,
     reasons,
+    smaller_runs,
     switches_of,
 )
 from medseg.planning.estimate import STEP, Estimate
@@ -82,7 +82,7 @@ def test_what_looks_at_the_whole_batch_keeps_its_micro_batches(key: str) -> None
 
 def test_other_runs_see_as_many_voxels_per_step_as_possible() -> None:
     config = compose("allow=other_run", "stage.batch_size=4", "model.width=16")
-    runs = list(closer_runs(config, (32, 32, 48)))
+    runs = list(smaller_runs(config, (32, 32, 48)))
     seen = [
         (changed.model["width"], changed.stage.batch_size * math.prod(patch))
         for _, changed, patch in runs
@@ -102,7 +102,7 @@ def test_another_batch_is_divided_into_micro_batches_anew() -> None:
     """The number of the run as configured need not divide a smaller batch."""
     config = compose("allow=other_run", "stage.batch_size=4", "memory.accumulate=4")
     batches = set()
-    for _, changed, _ in closer_runs(config, (32, 32, 48)):
+    for _, changed, _ in smaller_runs(config, (32, 32, 48)):
         batches.add(changed.stage.batch_size)
         assert changed.memory.accumulate == 1
         divided = varied(changed, "accumulate")
@@ -313,7 +313,7 @@ def test_only_the_width_of_our_network_is_changed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choose, "find_divisor", lambda _: (16, 16, 16))
     config = compose("allow=other_run", "stage.batch_size=2", "model.width=16")
     other_network = replace(config, model={**config.model, "_target_": "package.Network"})
-    runs = list(closer_runs(other_network, (32, 32, 48)))
+    runs = list(smaller_runs(other_network, (32, 32, 48)))
     assert runs
     assert not any("model.width" in changes for changes, _, _ in runs)
     assert all(changed.model == other_network.model for _, changed, _ in runs)
@@ -321,7 +321,7 @@ def test_only_the_width_of_our_network_is_changed(monkeypatch: pytest.MonkeyPatc
 
 def test_a_narrow_network_is_not_halved_to_nothing() -> None:
     config = compose("allow=other_run", "model.width=3")
-    widths = {changed.model["width"] for _, changed, _ in closer_runs(config, (32, 32, 48))}
+    widths = {changed.model["width"] for _, changed, _ in smaller_runs(config, (32, 32, 48))}
     assert widths == {3, 1}
 
 

@@ -58,7 +58,7 @@ def test_small_storages_are_counted_apart() -> None:
         del small
         both = torch.zeros(2**19), large
     (segment,) = timeline.segments
-    kinds = dict(zip((total for total, _, _ in segment.calls), segment.small, strict=True))
+    kinds = dict(zip((total for total, _, _ in segment.calls), segment.heap_bytes, strict=True))
     assert kinds[9 * MIB] == MIB
     assert kinds[10 * MIB] == 2 * MIB
     assert len(both) == 2
@@ -137,7 +137,7 @@ def test_a_sample_is_made_beside_the_gradients_of_the_micro_batches_before(
         memory,
         SimpleNamespace(resident=0),
         in_all_phases=10**6,
-        shared=0,
+        shared_batch_bytes=0,
         sample_bytes=10**7,
         validation_bytes=0,
     )

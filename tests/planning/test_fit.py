@@ -38,15 +38,15 @@ def resident(samples: int, shape: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("budget", [10**8, 3 * 10**8, 10**9])
-@pytest.mark.parametrize("num_shares", [1, 4])
+@pytest.mark.parametrize("micro_batches_per_step", [1, 4])
 def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
     budget: int,
-    num_shares: int,
+    micro_batches_per_step: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = [f"data.prefetch={PREFETCH}"]
-    if num_shares == 4:
+    if micro_batches_per_step == 4:
         overrides += ["trainer=ddp", "memory.accumulate=2", "stage.batch_size=4"]
     config = compose(*overrides)
     monkeypatch.setattr(fit, "count_memory", lambda _, shape, samples: memory(samples, shape))
@@ -63,7 +63,7 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
         [int(length) for length in found.split(",")]
         for found in re.findall(r"stage\.patch_size=\[([\d,]+)\]", said)
     )
-    samples, rest = divmod(batch, num_shares)
+    samples, rest = divmod(batch, micro_batches_per_step)
     assert rest == 0, "two ranks of two micro-batches share it"
     assert resident(samples, SHAPE) <= budget < resident(samples + 1, SHAPE)
     assert resident(1, tuple(patch)) <= budget
@@ -87,7 +87,7 @@ def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(
         raise ChosenForError
 
     monkeypatch.setattr(fit, "make_candidates", lambda *_: [])
-    monkeypatch.setattr(fit, "verified", note)
+    monkeypatch.setattr(fit, "choose_verified", note)
     with pytest.raises(ChosenForError):
         fit.fit(compose("fit_gib=8"), SHAPE)
     assert budgets[0] * (1 + fit.MARGIN) == pytest.approx(8 * 2**30, rel=1e-6)
@@ -106,7 +106,7 @@ def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(
     counts = iter([1300, 990])
     monkeypatch.setattr(fit, "fastest_option", fastest)
     monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=next(counts)))
-    chosen = fit.verified([], 1000, math.inf, SHAPE, None)
+    chosen = fit.choose_verified([], 1000, math.inf, SHAPE, None)
     assert chosen is not None
     assert chosen[1].peak == 990, "the count, not the model"
     assert within == [1000, 1000 - 300 - 1]
@@ -197,7 +197,7 @@ class Search:
             lambda config, shape, machine: [(config.stage.batch_size, shape)],
         )
         monkeypatch.setattr(fit, "front", lambda found: FRONT)
-        monkeypatch.setattr(fit, "verified", self.verify)
+        monkeypatch.setattr(fit, "choose_verified", self.verify)
         for name in ("print_reasons", "print_room", "keep_plan"):
             monkeypatch.setattr(fit, name, lambda *_: None)
 
@@ -246,7 +246,7 @@ def test_where_nothing_fits_the_least_demanding_set_is_named(
 ) -> None:
     search = Search(monkeypatch)
     monkeypatch.setattr(
-        fit, "closer_runs", lambda config, shape: [({"stage.batch_size": 1}, config, shape)]
+        fit, "smaller_runs", lambda config, shape: [({"stage.batch_size": 1}, config, shape)]
     )
     monkeypatch.setattr(fit, "fits_at_all", lambda *_: False)
     assert fit.fit(compose("fit_gib=0.5", f"allow={allow}"), SHAPE) == 1
@@ -274,7 +274,7 @@ def test_another_run_is_only_searched_where_it_is_allowed_and_the_first_that_fit
         ({"stage.batch_size": number}, f"config {number}", (number,) * 3) for number in (4, 3, 2, 1)
     ]
     asked: list[Any] = []
-    monkeypatch.setattr(fit, "closer_runs", lambda config, shape: iter(others))
+    monkeypatch.setattr(fit, "smaller_runs", lambda config, shape: iter(others))
 
     def fits_at_all(config: Any, shape: Any, machine: Any, budget: int) -> bool:
         asked.append((config, shape, machine, budget))
@@ -341,7 +341,7 @@ def test_after_three_tries_no_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(fit, "fastest_option", fastest)
     monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=2000))
-    assert fit.verified([], 1000, math.inf, SHAPE, None) is None
+    assert fit.choose_verified([], 1000, math.inf, SHAPE, None) is None
     assert len(within) == 3
     monkeypatch.setattr(fit, "fastest_option", lambda *_: None)
-    assert fit.verified([], 1000, math.inf, SHAPE, None) is None
+    assert fit.choose_verified([], 1000, math.inf, SHAPE, None) is None

@@ -35,7 +35,7 @@ from medseg.training.extensions import make_loss
 from medseg.training.module import SegmentationModule
 from medseg.training.network import make_network
 from medseg.training.optimisation import make_optimizer, make_schedule
-from medseg.training.options import TrainConfig, samples_per_rank
+from medseg.training.options import TrainConfig, samples_per_micro_batch
 
 SMALL = [
     "stage=fine",
@@ -391,7 +391,7 @@ def test_the_largest_batch_is_computed_where_the_step_is(
     ],
 )
 def test_micro_batches_are_what_one_rank_holds(overrides: list[str], samples: int) -> None:
-    assert samples_per_rank(compose("stage.batch_size=8", *overrides)) == samples
+    assert samples_per_micro_batch(compose("stage.batch_size=8", *overrides)) == samples
 
 
 def test_a_whole_lung_trains_in_two_gib_with_the_lean_experiment() -> None:

@@ -215,14 +215,18 @@ def test_another_process_that_the_training_starts_is_no_worker(tmp_path: Path) -
     assert watch.worker < 40 * MIB
 
 
+LONGEST_EQUAL_S = 0.030 / (1 - process.SECONDS_TOLERANCE)
+LARGEST_EQUAL_MIB = int(525 / (1 - process.MEMORY_TOLERANCE))
+
+
 @pytest.mark.parametrize(
     ("main_mib", "worker_mib", "seconds", "is_equal"),
     [
         (480, 15, 0.030, True),
-        (480, 15, 0.030 / (1 - process.SECONDS_BOUND) - 1e-5, True),
-        (480, 15, 0.030 / (1 - process.SECONDS_BOUND) + 1e-5, False),
-        (480 + int(525 * process.MEMORY_BOUND), 15, 0.030, True),
-        (480, 15 + int(525 * process.MEMORY_BOUND / (1 - process.MEMORY_BOUND)) + 1, 0.030, False),
+        (480, 15, LONGEST_EQUAL_S - 1e-5, True),
+        (480, 15, LONGEST_EQUAL_S + 1e-5, False),
+        (480 + int(525 * process.MEMORY_TOLERANCE), 15, 0.030, True),
+        (480, 15 + LARGEST_EQUAL_MIB - 525 + 1, 0.030, False),
     ],
 )
 def test_calibrations_are_equal_where_memory_and_seconds_are(
@@ -233,10 +237,10 @@ def test_calibrations_are_equal_where_memory_and_seconds_are(
     assert process.agree(second, first) == is_equal
 
 
-def test_two_calibrations_are_joined_by_the_mean_of_each_memory() -> None:
+def test_two_calibrations_are_averaged_by_the_mean_of_each_memory() -> None:
     first, second = ProcessCost(10, 20, 30, 40, 0.5), ProcessCost(12, 24, 36, 48, 0.4)
-    assert process.joined(first, second) == ProcessCost(11, 22, 33, 44, 0.4)
-    assert process.joined(second, first) == ProcessCost(11, 22, 33, 44, 0.4)
+    assert process.averaged(first, second) == ProcessCost(11, 22, 33, 44, 0.4)
+    assert process.averaged(second, first) == ProcessCost(11, 22, 33, 44, 0.4)
 
 
 def test_a_rehearsal_leaves_the_computation_out_of_its_steps(

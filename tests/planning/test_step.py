@@ -18,7 +18,7 @@ from medseg.planning.step import (
     keep_numbers,
     largest_batch,
 )
-from medseg.training.options import num_shares, samples_per_rank
+from medseg.training.options import micro_batches_per_step, samples_per_micro_batch
 
 EXTENT = [
     "extent_mm.coarse=[100,201,299]",
@@ -66,8 +66,8 @@ def test_the_samples_of_a_step_are_shared_by_ranks_machines_and_micro_batches() 
         "memory.accumulate=4",
         "stage.batch_size=48",
     )
-    assert num_shares(config) == 24
-    assert samples_per_rank(config) == 2
+    assert micro_batches_per_step(config) == 24
+    assert samples_per_micro_batch(config) == 2
 
 
 @pytest.mark.parametrize(

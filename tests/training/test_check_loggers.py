@@ -9,7 +9,7 @@ import pytest
 
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
-from medseg.training.check import _moved, check_objects
+from medseg.training.check import _redirected, check_objects
 from medseg.training.options import TrainConfig
 
 
@@ -35,4 +35,4 @@ def test_a_short_relative_run_folder_is_no_part_of_other_values(
     ],
 )
 def test_a_logger_moves_to_another_folder_by_whole_paths(value: str, expected: str) -> None:
-    assert _moved({"save_dir": value}, "/runs/a", "/tmp/b") == {"save_dir": expected}
+    assert _redirected({"save_dir": value}, "/runs/a", "/tmp/b") == {"save_dir": expected}

@@ -132,7 +132,7 @@ def test_a_plan_uses_the_costs_of_the_blocks_that_the_training_maps(
     costs = machine.costs
     machine.prepare_for(config)
     assert machine.costs is costs, "what was measured or changed since stays"
-    assert estimate.mapped_bytes() == 2 * MIB
+    assert estimate.min_mapped_bytes() == 2 * MIB
     monkeypatch.setattr(mapped_blocks, "heap_result_bytes", lambda *_: 0)
     machine.prepare_for(config)
     assert machine.costs.path == usual_path
