@@ -11,5 +11,9 @@ def conf_dir() -> Path:
 
 
 def group_files(group: str) -> tuple[str, ...]:
-    """List the names that may be chosen in a group of files; none for other keys."""
+    """List the choices of a configuration group: the stems of its files, sorted.
+
+    Args:
+        group: Key of the configuration; one that is no group has no choices.
+    """
     return tuple(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))
