@@ -481,8 +481,8 @@ class TrainedStage:
             overlap=options.overlap,
             divisor=self.divisor,
             batch_size=plan.batch_size,
-            # A tile of nothing but air is not predicted. Without a window, the value of air may also
-            # occur inside the body.
+            # A tile of nothing but air is not predicted. Without a window, the value of air may
+            # also occur inside the body.
             skips_air=all(channel.window_hu for channel in self.task.channels),
             **runners,
         )
