@@ -33,7 +33,9 @@ def remove_contradictions(
         Names of the regions that were removed, and a sentence for each region that is empty,
         removed or doubtful.
     """
+    # Regions that the coarse stage has not found are absent already.
     regions = [region for region in task.regions if region.name in agreements]
+    # All volumes before any label is erased: regions may share labels.
     volumes_ml: dict[str, float] = {}
     for region in regions:
         volumes_ml[region.name] = sum(label_volumes_ml[label] for label in region.labels)
