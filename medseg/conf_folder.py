@@ -7,7 +7,9 @@ def conf_dir() -> Path:
     """Folder of the configuration: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "conf"
-    return installed if installed.is_dir() else package.parent / "conf"
+    if installed.is_dir():
+        return installed
+    return package.parent / "conf"
 
 
 def group_files(group: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ _OUT_OF_MEMORY = (
     # Libraries of CUDA that find no room for their workspace.
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    # Begins with "Unable" or "unable", by the version of torch.
+    # The end of "Unable to find …" and of "GET was unable to find …".
     "nable to find an engine to execute this computation",
     # The system has no memory for the stack of a thread.
     "can't start new thread",

@@ -134,7 +134,9 @@ def range_of(point: str, target: str, name: str) -> str:
         return ""
     class_ranges = CLASS_RANGES.get(target, {})
     point_ranges = ARGUMENT_RANGES.get(point, {})
-    return class_ranges.get(name) or point_ranges.get(name, "")
+    if name in class_ranges:
+        return class_ranges[name]
+    return point_ranges.get(name, "")
 
 
 def misfit(signature: inspect.Signature, name: str, value: Any) -> str:

@@ -206,7 +206,8 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     prefixes = EXTENSION_POINTS[point].prefixes
     # With its dot, `my_package` does not admit `my_package_of_somebody`.
     trusted_prefixes = [f"{prefix.removesuffix('.')}." for prefix in trusted if prefix]
-    if not _is_public(target) or not target.startswith((*prefixes, *trusted_prefixes)):
+    is_listed = target.startswith((*prefixes, *trusted_prefixes))
+    if not is_listed or not _is_public(target):
         white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
         package = target.partition(".")[0]
         raise UserError(

@@ -98,7 +98,7 @@ class Task:
 
     @property
     def num_region_labels(self) -> int:
-        """Labels of the largest region."""
+        """Number of labels of the region with the most of them; for tasks with regions."""
         return max(len(region.labels) for region in self.regions)
 
     @property
@@ -137,19 +137,20 @@ class Task:
     def finds_regions_of(self, other: Task) -> bool:
         """Whether a coarse stage of this task finds the regions of another one.
 
-        Regions, modalities and the labels of the other task agree. Further helper labels are the
-        business of the coarse stage alone.
+        It does if both have the same regions and modalities, and this one has the labels of the
+        other with their values. It may have helper labels that the other one lacks.
         """
         modalities = [channel.modality for channel in self.channels]
         other_modalities = [channel.modality for channel in other.channels]
-        # This task may have helper labels that the other one lacks.
         has_its_labels = other.labels.items() <= self.labels.items()
         return self.regions == other.regions and has_its_labels and modalities == other_modalities
 
     @property
     def parts(self) -> list[str]:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
-        return [region.name for region in self.regions] or list(self.labels)
+        if not self.regions:
+            return list(self.labels)
+        return [region.name for region in self.regions]
 
     def part_values(self, name: str) -> tuple[int, ...]:
         """Label values of one of `parts`."""
@@ -162,7 +163,7 @@ class Task:
     def has_sides(self) -> bool:
         """Whether left and right differ.
 
-        By the side of a region, or by the word `left` or `right` in the name of a label.
+        They do if a region has a side, or the name of a label the word `left` or `right`.
         """
         if self.is_sided or any(region.side for region in self.regions):
             return True
@@ -174,7 +175,8 @@ class Task:
     def side_values(self, side: str) -> tuple[int, ...]:
         """Label values of one side, `left` or `right`.
 
-        By the side of a region, or, in a task without regions, by a word in the name of a label.
+        These are the labels of the regions with this side or, in a task without regions, those with
+        this word in their names.
         """
         values = set[int]()
         for region in self.regions:

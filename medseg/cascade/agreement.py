@@ -40,7 +40,8 @@ def agreement(
         num_both = int((coarse & fine).sum())
         num_voxels = int(coarse.sum() + fine.sum())
         agreements[name] = 0.0
-        # The map may lack a region that was found: absent regions have lost labels that it shares.
+        # A region may be in neither map: the coarse one has lost labels that it shares with a
+        # region that is absent.
         if num_voxels:
             agreements[name] = 2 * num_both / num_voxels
     return agreements

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 from medseg.inference.segmentation import StatedBound, rounded_down
 
-# Added to the disagreement 1 - agreement, by which errors are divided. Without it, small
-# differences between nearly perfect agreements would decide about the factor.
+# Added to the disagreement 1 - agreement, by which errors are divided. Without it, full agreement
+# would promise a Dice of 1, and regions that nearly reach it would decide about the factor.
 OFFSET = 0.02
 
 

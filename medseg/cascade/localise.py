@@ -95,7 +95,8 @@ def predict_body(
         )
         resampled.append(channel)
     # The rule of the stage may scale its lattice, by the spacing of the scan.
-    scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
+    original_spacing_mm = scan_spacing_mm or grid.spacing_mm
+    scaled = lattice.resampled(stage.rule.spacing_mm(original_spacing_mm))
     first_modality = stage.task.channels[0].modality
     body_on_lattice = body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
     body = scaled.box_from(lattice, body_on_lattice)

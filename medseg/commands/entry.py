@@ -285,8 +285,8 @@ def run(
         say("interrupted")
         sys.exit(EXIT_INTERRUPTED)
     if sweep_codes is not None:
-        # Of a multirun, whose jobs in other processes have added nothing to `codes`; without one
-        # the list is empty.
+        # The jobs of a multirun may have run in other processes, which have added nothing to
+        # `codes`. Without a multirun, `sweep_codes` gives an empty list.
         codes = sweep_codes() or codes
     sys.exit(_exit_code(codes))
 

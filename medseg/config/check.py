@@ -291,7 +291,8 @@ def _with_references(raw: Any, value: Any) -> Any:
     if isinstance(raw, dict) and isinstance(value, dict):
         return {key: _with_references(raw.get(key), item) for key, item in value.items()}
     if isinstance(raw, list) and isinstance(value, list):
-        return [_with_references(*pair) for pair in zip(raw, value, strict=True)]
+        items = zip(raw, value, strict=True)
+        return [_with_references(raw_item, item) for raw_item, item in items]
     if isinstance(raw, str) and "${oc.env:" in raw:
         return raw
     return value
@@ -487,10 +488,16 @@ def _check_finite(key: str, value: Any) -> None:
         key: Dotted key of the value, for messages.
         value: A number, several, or something else.
     """
-    values = value if isinstance(value, (list, tuple)) else [value]
-    for number in values:
+    for number in _as_sequence(value):
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{key}: expected a finite number, but got {value}")
+
+
+def _as_sequence(value: Any) -> Sequence[Any]:
+    """Return a list or tuple as it is, and another value in a list of its own."""
+    if isinstance(value, (list, tuple)):
+        return value
+    return [value]
 
 
 def _check_range(key: str, value: Any, interval: str) -> None:
@@ -504,9 +511,8 @@ def _check_range(key: str, value: Any, interval: str) -> None:
     """
     if not interval or value is None:
         return
-    values = value if isinstance(value, (list, tuple)) else [value]
     # Null in a list is no number: the class of the argument decides about it.
-    numbers = [number for number in values if number is not None]
+    numbers = [number for number in _as_sequence(value) if number is not None]
     for number in numbers:
         if not _lies_in(number, interval):
             raise UserError(f"{key}: must lie in {interval}, but got {value}")

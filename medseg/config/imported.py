@@ -143,8 +143,10 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
     is_table = path.suffix.lower() == ".csv" or table_at(path) != path
     if is_table:
         file = folder / TASK_FILE
-        return _read_task(file) if file.is_file() else {}
-    is_dataset = path.is_dir() or path.suffix.lower() == ".json"
+        if not file.is_file():
+            return {}
+        return _read_task(file)
+    is_dataset = path.is_dir() or path.suffix.lower() == ".json"  # a datalist
     if not may_import or not is_dataset:
         return {}
     from medseg.data.importers.account import left_out_sentences

@@ -46,7 +46,7 @@ HEART_SHARES = (0.1, 0.5)
 # has 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 without two of much volume loss), the aorta -0.3 to
 # 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
-# Largest size of a cue after the scaling, so that none decides alone.
+# Largest size of a cue after the scaling: it bounds the weight of a single one in their sum.
 MAX_CUE = 2.0
 # A sum of the cues below minus this means a mirrored image. Of whole chests that are not mirrored,
 # the least sum is -0.1, the second least 0.6; the least cue of the liver is 0.64.
