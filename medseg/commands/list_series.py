@@ -105,13 +105,13 @@ def _check_input(folder: Path) -> None:
         UserError: With the cure.
     """
     if folder.is_dir() and next(iter(dicom_files(folder)), None) is None:
-        found = "a folder without DICOM files"
+        kind = "a folder without DICOM files"
     elif input_format(folder) != "dicom":
-        found = "a volume file"
+        kind = "a volume file"
     else:
         return
     raise UserError(
-        f"{folder}: expected a folder of DICOM files, got {found}; "
+        f"{folder}: expected a folder of DICOM files, got {kind}; "
         "`predict` takes scans of other formats as they are, without a list."
     )
 

@@ -85,21 +85,21 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
             f"{KEY}={path}: the network is that of its plan, but model={values['model']} chooses "
             "another one; leave one of them out"
         )
-    stage = []
+    stage_arguments = []
     if not {"stage", "experiment"} & values.keys():
-        stage = ["stage=single"]
-    chosen = [*stage, *_arguments_of(GROUPS, arguments)]
-    composed = compose(chosen)[0]
-    stated = _stated(chosen, composed, compose)
+        stage_arguments = ["stage=single"]
+    deciding = [*stage_arguments, *_arguments_of(GROUPS, arguments)]
+    composed = compose(deciding)[0]
+    stated = _stated(deciding, composed, compose)
     channels, scales_and_shifts = _channels_of(plan, composed, stated)
     planned = [
-        *stage,
+        *stage_arguments,
         *_network_arguments(plan, scales_and_shifts),
         *_grid_arguments(plan, stated),
         *_channel_arguments(channels, stated),
     ]
     _tell(path, plan, composed, channels, stated)
-    # The user's come later, so they replace those of the plan.
+    # The arguments of the user come later, so they replace those of the plan.
     return [*planned, *arguments]
 
 
