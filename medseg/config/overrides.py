@@ -299,11 +299,10 @@ def _quote_path(argument: str) -> str:
 
 def quote(text: str) -> str:
     """Quote a text so that Hydra's grammar reads it unchanged."""
-    # Inside quotes Hydra takes a backslash as an escape only directly before a quote: such a
-    # backslash is doubled, and then the quote is escaped.
-    escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
-    if escaped.endswith("\\"):  # directly before the closing quote
-        escaped += "\\"
+    # Inside quotes Hydra takes backslashes as escapes only directly before a quote, of the text or
+    # the closing one. There all of them are doubled, and a quote of the text gets one more.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"'{escaped}'"
 
 
