@@ -505,8 +505,8 @@ def _check_range(key: str, value: Any, interval: str) -> None:
 
     Args:
         key: Dotted key of the value, for messages.
-        value: A number, several, or None. The two numbers of a key that ends in `_range` must
-            increase.
+        value: A number, several, or None. Two numbers of a key that ends in `_range` are bounds,
+            the lower one first.
         interval: The interval; empty where there is none.
     """
     if not interval or value is None:
@@ -516,7 +516,9 @@ def _check_range(key: str, value: Any, interval: str) -> None:
     for number in numbers:
         if not _lies_in(number, interval):
             raise UserError(f"{key}: must lie in {interval}, but got {value}")
-    if key.endswith("_range") and numbers[0] > numbers[1]:
+    # A single number has such a name too: `data_range` of a loss is a width.
+    has_bounds = key.endswith("_range") and len(numbers) == 2
+    if has_bounds and numbers[0] > numbers[1]:
         raise UserError(f"{key}: the lower bound comes first, but got {numbers}")
 
 
