@@ -190,8 +190,8 @@ def _build_stage(
         )
 
     # A network of damaged metadata may be larger than the memory. On the meta device it has shapes
-    # without values, and they must be those of the weights. `assign`: torch would warn of a copy
-    # to that device, which does nothing.
+    # without values, and they must be those of the weights. Without `assign`, torch would warn that
+    # a copy to that device does nothing.
     meta_network = build_on_meta(make, may_compute=bool(trusted))
     meta_network.load_state_dict(weights, assign=True)
     network = make()
