@@ -7,9 +7,15 @@ def conf_dir() -> Path:
     """Folder of the configuration: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     installed = package / "conf"
-    return installed if installed.is_dir() else package.parent / "conf"
+    if installed.is_dir():
+        return installed
+    return package.parent / "conf"
 
 
 def group_files(group: str) -> tuple[str, ...]:
-    """List the names that may be chosen in a group of files; none for other keys."""
+    """List the choices of a configuration group: the stems of its files, sorted.
+
+    Args:
+        group: Key of the configuration; one that is no group has no choices.
+    """
     return tuple(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))

@@ -14,15 +14,16 @@ PROGRESS_S = 15.0  # least time between two messages of a task's progress
 
 
 def prepare_streams() -> None:
-    """Let nothing that is printed end this process, or one that it starts, with an error.
+    """Make printing safe: no text ends this process, or one that it starts, with an error.
 
     A letter that the terminal cannot show is written as its code. A stream that was closed before
-    the start writes to nowhere; its number would otherwise go to the next file that is opened, and
-    what libraries print would end up in that file.
+    the start writes to nowhere; its descriptor would otherwise go to the next file that is opened,
+    and what libraries print would end up in that file.
     """
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        # Python sets a standard stream to None where its descriptor is closed at the start.
         if getattr(sys, name) is None:
-            setattr(sys, name, _open_nowhere(number))
+            setattr(sys, name, _open_nowhere(descriptor))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=SHOWN_AS_CODE)
@@ -30,27 +31,28 @@ def prepare_streams() -> None:
     os.environ["PYTHONIOENCODING"] = f"{sys.stdout.encoding or 'utf-8'}:{SHOWN_AS_CODE}"
 
 
-def _open_nowhere(number: int) -> TextIO:
-    """Open a stream whose output is dropped, on the descriptor of that number where it is free."""
+def _open_nowhere(descriptor: int) -> TextIO:
+    """Open a stream whose output is dropped, on the given descriptor if no file has it yet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.set_inheritable(nowhere, True)
     try:
-        os.fstat(number)
+        os.fstat(descriptor)
     except OSError as error:
         if error.errno != errno.EBADF:
             raise
-        os.dup2(nowhere, number)
+        # The descriptor is free: move the stream there, where libraries written in C print.
+        os.dup2(nowhere, descriptor)
         os.close(nowhere)
-        nowhere = number
+        nowhere = descriptor
     return io.TextIOWrapper(
         io.FileIO(nowhere, "w"), encoding="utf-8", errors=SHOWN_AS_CODE, write_through=True
     )
 
 
 def drop_output(stream: TextIO) -> None:
-    """Send what is still to be written to a stream to nowhere.
+    """Redirect a stream whose reader has left to nowhere, with what its buffer still holds.
 
-    Its reader has left, and Python would fail at its exit.
+    Otherwise Python would flush the buffer at its exit and fail.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -79,7 +81,8 @@ def say(message: str) -> None:
 class Progress:
     """Tells the user from time to time how far a task is, and how long the rest will take.
 
-    Its items come in random order, so that the rest takes as long as those before, item by item.
+    The estimate takes the mean time of the items done for each that is left. Callers therefore
+    process their items in random order, not from small to large.
     """
 
     def __init__(self, command: str, total: int, items: str) -> None:
@@ -93,16 +96,23 @@ class Progress:
         self._command = command
         self._total = total
         self._items = items
-        self._start_s = self._told_s = time.perf_counter()
+        self._start_s = time.perf_counter()
+        self._last_message_s = self._start_s
 
-    def show(self, done: int) -> None:
-        """Tell that so many items are done, unless all are, or the last message is young."""
+    def show(self, num_done: int) -> None:
+        """Tell how many items are done; silent within `PROGRESS_S` of a message and at the end.
+
+        Args:
+            num_done: Number of items done, at least 1.
+        """
         now_s = time.perf_counter()
-        if done >= self._total or now_s - self._told_s < PROGRESS_S:
+        is_recent = now_s - self._last_message_s < PROGRESS_S
+        if is_recent or num_done >= self._total:
             return
-        self._told_s = now_s
-        rest_s = (now_s - self._start_s) / done * (self._total - done)
+        self._last_message_s = now_s
+        seconds_per_item = (now_s - self._start_s) / num_done
+        rest_s = seconds_per_item * (self._total - num_done)
         say(
-            f"{self._command}: {done} of {self._total} {self._items} done, "
+            f"{self._command}: {num_done} of {self._total} {self._items} done, "
             f"about {rest_s / 60:.1f} minutes left"
         )

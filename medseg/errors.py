@@ -4,12 +4,12 @@ EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_OUT_OF_MEMORY = 3
 EXIT_NOT_FINITE = 4
-# Asked to stop by the system, and saved: start the same again with resume. The number is
-# EX_TEMPFAIL of sysexits.h.
+# The system asked the run to stop, and it saved its state: start it again with resume. The number
+# is EX_TEMPFAIL of sysexits.h.
 EXIT_RESUME = 75
+# 128 + the signal, as a shell reports it: SIGINT (Ctrl-C), and SIGPIPE where nobody reads the
+# output any more, as after `| head`.
 EXIT_INTERRUPTED = 130
-# Nobody reads what is printed any more, as after `| head`: what a shell says of a program that
-# SIGPIPE ended.
 EXIT_UNREAD = 141
 
 # What torch, CUDA and the system say when memory runs out.
@@ -21,6 +21,7 @@ _OUT_OF_MEMORY = (
     # Libraries of CUDA that find no room for their workspace.
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    # The end of "Unable to find …" and of "GET was unable to find …".
     "nable to find an engine to execute this computation",
     # The system has no memory for the stack of a thread.
     "can't start new thread",
@@ -44,7 +45,7 @@ class NotFiniteError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Quote an error in one line of at most 200 characters."""
+    """Quote the first line of an error, at most 200 characters; its type if it has no message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]
 

@@ -1,4 +1,4 @@
-"""Findings: what is told about a scan, with a code and a severity, whoever found it."""
+"""Findings: sentences to the user about a scan, each with a code and a severity."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,9 +22,9 @@ class Finding:
     """One thing that was found.
 
     Attributes:
-        code: Its kind, in small letters.
+        code: Kind of the finding, in small letters, by which a program may ignore it.
         severity: Its consequence.
-        message: The sentence, with its numbers.
+        message: What was found, with its numbers; no full stop, since the cure may follow.
         cure: The advice; empty if there is none.
     """
 
@@ -34,14 +34,16 @@ class Finding:
     cure: str = ""
 
     def __str__(self) -> str:
-        return f"{self.message}; {self.cure}" if self.cure else self.message
+        if not self.cure:
+            return self.message
+        return f"{self.message}; {self.cure}"
 
     def to_dict(self) -> dict[str, str]:
-        """Plain types for a JSON file: code, severity and the whole sentence."""
+        """Convert to plain types for a JSON file: code, severity and sentence with its cure."""
         return {"code": self.code, "severity": self.severity.value, "sentence": str(self)}
 
     def within(self, part: str) -> "Finding":
-        """Name the part of the case that the sentence is about, such as a channel."""
+        """Return the finding with a prefix that names a part of the case, such as a channel."""
         return replace(self, message=f"{part}: {self.message}")
 
 
@@ -56,10 +58,10 @@ def information_of(code: str, sentences: Iterable[str]) -> list[Finding]:
 
 
 def sentences_of(findings: Iterable[Finding]) -> list[str]:
-    """List the sentences of all findings but information."""
+    """List the sentences of errors and warnings; those of information are left out."""
     return [str(finding) for finding in findings if finding.severity is not Severity.information]
 
 
 def information_in(findings: Iterable[Finding]) -> list[str]:
-    """List the sentences of the findings that ask for nothing."""
+    """List the sentences of information alone, see `sentences_of`."""
     return [str(finding) for finding in findings if finding.severity is Severity.information]

@@ -23,3 +23,15 @@ class Knob(NamedTuple):
 Text = str | None
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]
+
+
+def key_below(group: str, name: str) -> str:
+    """Join the dotted key of a name in a group; the root of a configuration has the key "".
+
+    Example:
+        >>> key_below("", "stage"), key_below("stage", "name")
+        ('stage', 'stage.name')
+    """
+    if not group:
+        return name
+    return f"{group}.{name}"

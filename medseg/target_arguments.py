@@ -1,8 +1,8 @@
 """Arguments of the classes at extension points: ranges of numbers, and kinds of values.
 
 A class of another package checks its arguments late, or not at all: a negative weight of a loss
-trains without a word. The ranges are compared before torch is imported; the annotations when the
-class has been imported.
+trains without a word. Ranges are checked by name (`range_of`), before torch is imported; kinds of
+values by the annotations of the class (`misfit`), after its import.
 """
 
 import inspect
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-# Intervals of numbers, by extension point and name; all numbers of a list lie in it.
+# Extension point to name of an argument to its interval, in which each number of a list must lie.
+# `(` and `)` exclude a bound. Some classes have intervals of their own, see `CLASS_RANGES`.
 ARGUMENT_RANGES: dict[str, dict[str, str]] = {
     "optimizer": {
         "alpha": "[0, inf)",
@@ -101,7 +102,7 @@ ARGUMENT_RANGES: dict[str, dict[str, str]] = {
         "win_size": "[1, inf)",
     },
 }
-# Intervals of arguments that are shares in this class, and something else in others.
+# Class to the intervals of its arguments that mean something else than in other classes.
 CLASS_RANGES: dict[str, dict[str, str]] = {
     "torch.optim.RMSprop": {"alpha": "[0, 1)"},
     "torch.optim.ASGD": {"alpha": "[0, 1]"},
@@ -111,10 +112,10 @@ CLASS_RANGES: dict[str, dict[str, str]] = {
     "torch.nn.CosineEmbeddingLoss": {"margin": "[-1, 1]"},
     "torch.optim.lr_scheduler.ExponentialLR": {"gamma": "(0, inf)"},
 }
-# Packages whose arguments are known by name. Another class may mean something else by the same
-# name; it is tried instead.
+# Packages to whose classes the intervals apply. A class of another package may mean something else
+# by the same name.
 KNOWN_PACKAGES = ("medseg.", "monai.losses.", "pytorch_optimizer.", "torch.nn.", "torch.optim.")
-NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def range_of(point: str, target: str, name: str) -> str:
@@ -133,21 +134,28 @@ def range_of(point: str, target: str, name: str) -> str:
         return ""
     class_ranges = CLASS_RANGES.get(target, {})
     point_ranges = ARGUMENT_RANGES.get(point, {})
-    return class_ranges.get(name) or point_ranges.get(name, "")
+    if name in class_ranges:
+        return class_ranges[name]
+    return point_ranges.get(name, "")
 
 
 def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
-    """Say what kind of value an argument needs; empty where a value fits, or where it is not known.
+    """Say what kind of value an argument needs where the given one does not fit.
 
     Args:
         signature: Signature of the class, with annotations that are evaluated where possible.
         name: Name of the argument.
         value: Value of plain types, as a configuration holds it; None fits everywhere.
+
+    Returns:
+        The kind in words, such as `a number`; empty where the value fits, or where the signature
+        does not tell.
     """
     parameter = signature.parameters.get(name)
     if parameter is None or value is None:
         return ""
     hint = parameter.annotation
+    # A text is an annotation that could not be evaluated.
     if hint is inspect.Parameter.empty or isinstance(hint, str):
         hint = _hint_of_default(parameter.default)
     if _fits(value, hint):
@@ -156,10 +164,11 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
 
 
 def _hint_of_default(default: Any) -> Any:
-    """Kind of an argument without annotation: that of a default that is a switch or a number."""
+    """Guess the annotation of an argument from its default: a switch, a number, or anything."""
     if isinstance(default, bool):
         return bool
     if isinstance(default, (int, float)):
+        # Many such arguments also take one number per axis or class.
         return float | list[Any]
     return Any
 
@@ -178,17 +187,27 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in arguments
     if hint in (int, float):
         # For Python, true and false are the numbers 1 and 0.
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return is_number and (hint is float or float(value).is_integer())
-    if isinstance(origin or hint, type):
-        return _is_of_class(value, origin or hint, arguments)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return False
+        # YAML reads 1e3 as a float: a whole number fits `int` in either type.
+        return hint is float or float(value).is_integer()
+    kind = origin or hint  # of `list[int]` the origin, `list`
+    if isinstance(kind, type):
+        return _is_of_class(value, kind, arguments)
     return True
 
 
 def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
-    """Whether a plain value can stand for an instance of a class, such as a list for a tuple."""
+    """Whether a plain value can stand for an instance of a class, such as a list for a tuple.
+
+    Args:
+        value: Value of plain types.
+        kind: The class.
+        arguments: Its types in brackets, as `int` of `list[int]`; may be empty.
+    """
     if isinstance(value, str) and issubclass(kind, (Enum, os.PathLike)):
         return True
+    # Before iterables: texts and mappings are iterable too, but a list is neither.
     if kind in (bool, str) or issubclass(kind, Mapping):
         return isinstance(value, kind)
     if arguments and issubclass(kind, Iterable):
@@ -208,12 +227,13 @@ def _describe(hint: Any) -> str:
     arguments = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         parts = [_describe(part) for part in arguments if part is not types.NoneType]
+        # A dictionary drops repetitions and keeps the order.
         return " or ".join(dict.fromkeys(parts))
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     kind = origin or hint
-    if kind in NAMES:
-        return NAMES[kind]
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
     if not isinstance(kind, type):
         return getattr(kind, "__name__", str(kind))
     if issubclass(kind, Enum):

@@ -76,9 +76,10 @@ EXTENSION_POINTS = {
 }
 # Keys of the configuration of `train` that are one node each, named like their extension point.
 EXTENSION_KEYS = ("model", "loss", "optimizer", "schedule", "logger")
-# Keys that hold nodes by name, and their extension point; `logger` may do so too.
+# Keys that hold several nodes, each under a name, and their extension point. `logger` holds either
+# one node or several.
 EXTENSION_MAPS = {"metrics": "metric", "callbacks": "callback"}
-# Top-level packages that an extra of medseg installs.
+# Top-level package to the extra of medseg that installs it.
 EXTRAS = {"pytorch_optimizer": "optimizers"}
 
 
@@ -104,7 +105,9 @@ class ExtensionNode(DictConfig):
         super().__setattr__(key, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = super().__deepcopy__(memo)  # a plain DictConfig
+        # OmegaConf makes a plain DictConfig, whatever the class. An ordinary assignment to
+        # `__class__` would set a key of the configuration.
+        copied = super().__deepcopy__(memo)
         object.__setattr__(copied, "__class__", type(self))
         return typing.cast(Self, copied)
 
@@ -116,62 +119,73 @@ class ExtensionNode(DictConfig):
 def targets_first(arguments: Sequence[str]) -> list[str]:
     """Move `<node>._target_=…` before the other arguments of a command line.
 
-    It replaces the node, and they add to it.
+    Hydra applies arguments in order, and a `_target_` empties its node: after the arguments of the
+    node, it would drop them.
 
     Example:
         >>> targets_first(["model.width=8", "seed=1", "model._target_=a.B"])
         ['model._target_=a.B', 'model.width=8', 'seed=1']
     """
-    return sorted(arguments, key=lambda argument: not _sets_target(argument))
+    targets = [argument for argument in arguments if _sets_target(argument)]
+    others = [argument for argument in arguments if not _sets_target(argument)]
+    return targets + others
 
 
 def _sets_target(argument: str) -> bool:
-    """Whether an argument names the class of a node."""
-    return argument.partition("=")[0].endswith(f".{TARGET}")
+    """Whether an argument `key=value` names the class of a node."""
+    key = argument.partition("=")[0]
+    return key.endswith(f".{TARGET}")
 
 
 def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """List all nodes of a configuration of `train` as extension point, key and node.
+    """List all nodes of a configuration of `train`.
 
     Args:
         values: The configuration in plain values; keys that it lacks have no nodes.
+
+    Yields:
+        Extension point, key of the node for messages, and the node.
 
     Raises:
         UserError: If a key that holds nodes holds something else.
     """
     for point in EXTENSION_KEYS:
-        node = _part(values, point, dict)
+        node = _value_at(values, point, dict)
         if TARGET in node:
             yield point, point, node
     for key, point in {**EXTENSION_MAPS, "logger": "logger"}.items():
-        nodes = _part(values, key, dict)
-        if TARGET in nodes:  # one node, as of `logger`
+        nodes = _value_at(values, key, dict)
+        if TARGET in nodes:  # a single logger, listed above
             continue
         for name, node in nodes.items():
             yield point, f"{key}.{name}", node
-    for number, node in enumerate(_part(values, "loss.terms", list)):
+    for number, node in enumerate(_value_at(values, "loss.terms", list)):
         yield "loss", f"loss.terms[{number}]", node
-    for number, node in enumerate(_part(values, "augment.transforms", list)):
-        # The word stands for the transforms of `augment` itself.
+    for number, node in enumerate(_value_at(values, "augment.transforms", list)):
+        # This word stands for the effects that the other keys of `augment` describe.
         if node != "effects":
             yield "transform", f"augment.transforms[{number}]", node
 
 
-def _part(values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
-    """Find a part of the configuration by its dotted key; empty where it is absent or null.
+def _value_at(
+    values: dict[str, Any], key: str, kind: type[dict[str, Any]] | type[list[Any]]
+) -> Any:
+    """Find the dictionary or list at a dotted key; an empty one where it is absent or null.
 
     Raises:
-        UserError: If it is of another kind.
+        UserError: If the value is of another kind.
     """
     group, _, name = key.rpartition(".")
-    parent = _part(values, group, dict) if group else values
-    node = parent.get(name)
-    if node is not None and not isinstance(node, kind):
+    parent = values
+    if group:
+        parent = _value_at(values, group, dict)
+    value = parent.get(name)
+    if value is not None and not isinstance(value, kind):
         expected = "keys with their values are"
         if kind is list:
             expected = "a list of classes with their arguments is"
-        raise UserError(f"{key}: {expected} needed, but got {node!r}")
-    return node or kind()
+        raise UserError(f"{key}: {expected} needed, but got {value!r}")
+    return value or kind()
 
 
 def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[str] = ()) -> None:
@@ -192,7 +206,8 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     prefixes = EXTENSION_POINTS[point].prefixes
     # With its dot, `my_package` does not admit `my_package_of_somebody`.
     trusted_prefixes = [f"{prefix.removesuffix('.')}." for prefix in trusted if prefix]
-    if not _is_public(target) or not target.startswith((*prefixes, *trusted_prefixes)):
+    is_listed = target.startswith((*prefixes, *trusted_prefixes))
+    if not is_listed or not _is_public(target):
         white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
         package = target.partition(".")[0]
         raise UserError(
@@ -248,11 +263,12 @@ def bind_arguments(
         UserError: If the class does not take the arguments.
     """
     signature = inspect.signature(target_class)
+    # The first parameters are taken by `leading`, such as the weights that an optimiser updates.
     parameters = list(signature.parameters)[len(leading) :]
     unknown = sorted(arguments.keys() - set(parameters))
     try:
         signature.bind(*leading, **arguments)
-        # `**kwargs` would swallow a misspelled name.
+        # `**kwargs` would swallow a misspelled name: raise what a class without it raises.
         if unknown and not EXTENSION_POINTS[point].is_open:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     except TypeError as error:
@@ -277,7 +293,7 @@ def bind_arguments(
 
 
 def _evaluated_signature(target_class: type, signature: inspect.Signature) -> inspect.Signature:
-    """Signature of a class with its annotations, not their texts, where these can be evaluated."""
+    """Signature of a class, whose annotations are types instead of texts where possible."""
     try:
         return inspect.signature(target_class, eval_str=True)
     except Exception:  # whatever the evaluation of an annotation of another package raises
@@ -325,11 +341,12 @@ def import_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[
 
 def _class_guess(module: ModuleType, name: str) -> str:
     """Say which public classes of a module were probably meant; empty where none is near."""
-    classes = []
+    class_names = []
     for class_name, value in vars(module).items():
         if inspect.isclass(value) and not class_name.startswith("_"):
-            classes.append(class_name)
-    near = difflib.get_close_matches(name, classes, n=2)
-    if not near:
+            class_names.append(class_name)
+    near_names = difflib.get_close_matches(name, class_names, n=2)
+    if not near_names:
         return ""
-    return f"; did you mean {' or '.join(f'{module.__name__}.{near_name}' for near_name in near)}?"
+    targets = [f"{module.__name__}.{near_name}" for near_name in near_names]
+    return f"; did you mean {' or '.join(targets)}?"

@@ -13,7 +13,8 @@ IGNORE = "ignore"
 """Name of the ignore label in `data.label_values`."""
 
 LabelValues = dict[int | str, str]
-"""Value in a label map, or name of a structure (a binary mask, DICOM object), to label name."""
+"""How a reference names its labels: value in a label map, or name of a structure (the file of a
+binary mask, an object of DICOM), to label name."""
 
 SIDES = ("left", "right")
 
@@ -97,7 +98,7 @@ class Task:
 
     @property
     def num_region_labels(self) -> int:
-        """Labels of the largest region."""
+        """Number of labels of the region with the most of them; for tasks with regions."""
         return max(len(region.labels) for region in self.regions)
 
     @property
@@ -136,19 +137,20 @@ class Task:
     def finds_regions_of(self, other: Task) -> bool:
         """Whether a coarse stage of this task finds the regions of another one.
 
-        Regions, modalities and the labels of the other task agree. Further helper labels are the
-        business of the coarse stage alone.
+        It does if both have the same regions and modalities, and this one has the labels of the
+        other with their values. It may have helper labels that the other one lacks.
         """
         modalities = [channel.modality for channel in self.channels]
         other_modalities = [channel.modality for channel in other.channels]
-        # This task may have helper labels that the other one lacks.
         has_its_labels = other.labels.items() <= self.labels.items()
         return self.regions == other.regions and has_its_labels and modalities == other_modalities
 
     @property
     def parts(self) -> list[str]:
         """Names in the columns `trust_<name>` of a case table: regions or, without any, labels."""
-        return [region.name for region in self.regions] or list(self.labels)
+        if not self.regions:
+            return list(self.labels)
+        return [region.name for region in self.regions]
 
     def part_values(self, name: str) -> tuple[int, ...]:
         """Label values of one of `parts`."""
@@ -161,7 +163,7 @@ class Task:
     def has_sides(self) -> bool:
         """Whether left and right differ.
 
-        By the side of a region, or by the word `left` or `right` in the name of a label.
+        They do if a region has a side, or the name of a label the word `left` or `right`.
         """
         if self.is_sided or any(region.side for region in self.regions):
             return True
@@ -173,7 +175,8 @@ class Task:
     def side_values(self, side: str) -> tuple[int, ...]:
         """Label values of one side, `left` or `right`.
 
-        By the side of a region, or, in a task without regions, by a word in the name of a label.
+        These are the labels of the regions with this side or, in a task without regions, those with
+        this word in their names.
         """
         values = set[int]()
         for region in self.regions:
@@ -225,7 +228,7 @@ class Task:
         return tuple(self.labels[name] for name in region.labels)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for a checkpoint or a JSON file."""
+        """Convert to plain types for a checkpoint or a JSON file."""
         return asdict(self)
 
     @classmethod
@@ -238,8 +241,9 @@ class Task:
         for region in data["regions"]:
             regions.append(Region(region["name"], tuple(region["labels"]), region["side"]))
         channels = []
-        for values in data.get("channels") or [{"window_hu": data["window_hu"]}]:
-            channel = Channel(**values)
+        for fields in data.get("channels") or [{"window_hu": data["window_hu"]}]:
+            channel = Channel(**fields)
+            # JSON has made a list of the window.
             channels.append(replace(channel, window_hu=_pair(channel.window_hu)))
         least_hu = data.get("least_hu")
         if least_hu is not None:
@@ -251,7 +255,7 @@ class Task:
             channels=tuple(channels),
             least_hu=least_hu,
             ignore_label=data.get("ignore_label"),
-            volume_ml={name: _pair(values) for name, values in data.get("volume_ml", {}).items()},
+            volume_ml={name: _pair(limits) for name, limits in data.get("volume_ml", {}).items()},
             codes={name: tuple(code) for name, code in data.get("codes", {}).items()},
             colours=dict(data.get("colours", {})),
             is_sided=bool(data.get("is_sided", False)),
@@ -260,12 +264,12 @@ class Task:
 
 @dataclass(frozen=True)
 class CleanUp:
-    """What is done to one region or label.
+    """What is done to the predicted voxels of one region or label.
 
     Attributes:
         part: Name of the region; of the label in a task without regions.
-        min_ml: Components that are smaller are removed, but never the largest.
-        only_largest: Whether the largest component alone stays.
+        min_ml: Components that are smaller are removed, but never the largest; 0 keeps all.
+        only_largest: Whether the largest component alone stays; `min_ml` has then no effect.
         fill_holes: Whether enclosed cavities are filled; for parts of a single label.
 
     Raises:
@@ -278,9 +282,10 @@ class CleanUp:
     fill_holes: bool = False
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.min_ml, (int, float))
-        flags = (self.only_largest, self.fill_holes)
-        if not isinstance(self.part, str) or not is_number or not set(flags) <= {True, False}:
+        has_name = isinstance(self.part, str)
+        has_volume = isinstance(self.min_ml, (int, float))
+        has_flags = {self.only_largest, self.fill_holes} <= {True, False}
+        if not (has_name and has_volume and has_flags):
             raise TypeError(f"expected a name, a volume in ml and two flags, got {self!r}")
 
     def __str__(self) -> str:
@@ -311,17 +316,20 @@ def _pair(values: Any) -> Any:
 
 
 def is_side_pair(first: Region, second: Region) -> bool:
-    """Whether two regions are the left and the right of one organ, by their names and sides."""
-    if {first.side, second.side} != {"left", "right"}:
+    """Whether two regions are the left and the right of one organ, by their names and sides.
+
+    Their names must be the same without the words `left` and `right`.
+    """
+    if {first.side, second.side} != set(SIDES):
         return False
     return _name_without_side(first) == _name_without_side(second)
 
 
 def _name_without_side(region: Region) -> list[str]:
-    """Words of the name of the organ of a region with a side, in lower case."""
+    """Words of the name of a region but `left` and `right`, in lower case."""
     return [word for word in _words_of(region.name) if word not in SIDES]
 
 
 def _words_of(name: str) -> list[str]:
-    """Words of a name in lower case."""
+    """Words of a name in lower case: `Left_kidney` gives `left` and `kidney`."""
     return re.split(r"[\s_.-]+", name.lower())

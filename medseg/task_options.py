@@ -14,7 +14,7 @@ Modality = StrEnum("Modality", ["ct", "mr", "other"])
 # See `medseg.preprocess.intensity`.
 Normalise = StrEnum("Normalise", ["window", "zscore", "percentile"])
 
-# Label maps are bytes, and one value is left for the ignore label.
+# Label maps are bytes, 0 to 255: 0 is the background, and one value is left for the ignore label.
 MAX_LABELS = 254
 
 
@@ -116,7 +116,10 @@ class TaskOptions:
         return make_task(self).has_sides
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each contradiction between the keys of a task."""
+        """Yield a sentence for each contradiction between the keys of a task.
+
+        The argument is the key of these options, which is `task` in every configuration.
+        """
         yield from self._label_clashes()
         yield from self._channel_clashes()
         yield from self._region_clashes()
@@ -148,7 +151,8 @@ class TaskOptions:
             )
 
     def _channel_clashes(self) -> Iterator[str]:
-        if (self.window_hu is None) == (not self.channels):
+        has_window = self.window_hu is not None
+        if has_window == bool(self.channels):  # both or neither
             yield (
                 "task.channels and task.window_hu: expected one of the two; window_hu is short for "
                 "channels=[{modality: ct, window_hu: […]}]"
@@ -157,7 +161,8 @@ class TaskOptions:
         for number, channel in enumerate(self.channels or ()):
             key = f"task.channels.{number}"
             is_window = channel.normalise is Normalise.window
-            if is_window != (channel.window_hu is not None):
+            has_window = channel.window_hu is not None
+            if is_window != has_window:
                 yield (
                     f"{key}: expected a window_hu (normalise=window), or normalise=zscore or "
                     f"percentile without one, but got normalise={channel.normalise.value} "
@@ -223,7 +228,7 @@ def _is_code(code: Any) -> bool:
     """
     if not isinstance(code, list) or len(code) not in (2, 3):
         return False
-    number, meaning, *side = code
+    number, meaning, *side = code  # `side` is empty or holds one word
     if not isinstance(meaning, str) or not 0 < len(meaning) <= 64:
         return False
     if side not in ([], ["left"], ["right"]):
@@ -268,5 +273,5 @@ def make_task(config: TaskOptions) -> Task:
 
 
 def code_texts(codes: dict[str, Any] | None) -> dict[str, tuple[str, ...]]:
-    """Convert codes to texts; YAML reads digits as a number."""
+    """Convert the parts of SNOMED CT codes to texts; YAML reads the digits as a number."""
     return {name: tuple(map(str, code)) for name, code in (codes or {}).items()}

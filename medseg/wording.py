@@ -41,6 +41,7 @@ def quote_for_shell(argument: str) -> str:
     if argument.isprintable() and _can_show(argument):
         return shlex.quote(argument)
     letters = []
+    # `fsencode` restores the bytes of a name that is not UTF-8, which Python holds as surrogates.
     for byte in os.fsencode(argument):
         letter = chr(byte)
         is_plain = letter.isascii() and letter.isprintable() and letter not in "'\\"

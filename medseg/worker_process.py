@@ -30,7 +30,7 @@ class WorkerDiedError(Exception):
 
 
 class NotSentError(Exception):
-    """The worker could not send a result, or read a request: a defect of the called function."""
+    """The worker could not read a request, or send a result: they must be values that pickle."""
 
 
 class Worker:
@@ -43,10 +43,12 @@ class Worker:
 
     def __init__(self) -> None:
         context = get_context("spawn")
-        self._pipe, workers_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(workers_end,), daemon=True)
+        self._pipe, worker_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(worker_pipe,), daemon=True)
         self._process.start()
-        workers_end.close()  # else the death of the worker would not close the pipe
+        # While this process held that end too, the death of the worker would not close the pipe,
+        # and `recv` would wait forever.
+        worker_pipe.close()
 
     def __enter__(self) -> Self:
         return self
@@ -65,9 +67,10 @@ class Worker:
         Raises:
             WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
                 memory.
-            NotSentError: If the arguments, the result or the error cannot pass between processes.
-            Exception: What the function raises.
+            NotSentError: If the worker cannot read the request, or send the result or the error.
+            Exception: What the function raises, or pickle for an argument that it does not take.
         """
+        # Pickled apart from `send_bytes`: an OSError of pickling is not the death of the worker.
         request = ForkingPickler.dumps((function, arguments))
         try:
             self._pipe.send_bytes(request)
@@ -99,9 +102,9 @@ def _serve(pipe: Connection) -> None:
 
 
 def _answer(request: bytes) -> memoryview:
-    """Call the function of a request.
+    """Call the function of a request, and pack its result and its error, of which one is None.
 
-    The answer holds its result, or its error with the traceback as a note.
+    The error has the traceback in this process as a note.
     """
     try:
         function, arguments = ForkingPickler.loads(request)
@@ -125,10 +128,10 @@ def _answer(request: bytes) -> memoryview:
 
 
 def _packed_error(error: Exception) -> memoryview:
-    """Pack an error; one that cannot pass between processes is told in words."""
+    """Pack an error; for one that cannot pass between processes, a `NotSentError` with its text."""
     try:
         packed = ForkingPickler.dumps((None, error))
-        # Some can be packed and not be unpacked again.
+        # Tried here: an exception class with arguments of its own often pickles, but fails to load.
         ForkingPickler.loads(packed)
     except Exception:
         lines = [f"{type(error).__qualname__}: {error}", *getattr(error, "__notes__", ())]
@@ -152,4 +155,5 @@ def _end_with_parent() -> None:
     parent = parent_process()
     if parent is not None:
         parent.join()
+        # `sys.exit` would end this thread alone.
         os._exit(1)

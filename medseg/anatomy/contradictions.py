@@ -33,24 +33,25 @@ def remove_contradictions(
         Names of the regions that were removed, and a sentence for each region that is empty,
         removed or doubtful.
     """
+    # Regions that the coarse stage has not found are absent already.
     regions = [region for region in task.regions if region.name in agreements]
+    # All volumes before any label is erased: regions may share labels.
     volumes_ml: dict[str, float] = {}
     for region in regions:
         volumes_ml[region.name] = sum(label_volumes_ml[label] for label in region.labels)
     contradicted: set[str] = set()
-    for region in regions:
-        volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
-        if _is_contradicted(region.name, volume_ml, agreement, task):
-            contradicted.add(region.name)
     # A label that two regions share stays if one of them does.
     trusted_labels: set[str] = set()
     for region in regions:
-        if region.name not in contradicted:
+        if _is_contradicted(region.name, volumes_ml[region.name], agreements[region.name], task):
+            contradicted.add(region.name)
+        else:
             trusted_labels.update(region.labels)
     absent: list[str] = []
     warnings: list[str] = []
     for region in regions:
-        volume_ml, agreement = volumes_ml[region.name], agreements[region.name]
+        volume_ml = volumes_ml[region.name]
+        agreement = agreements[region.name]
         if not volume_ml:
             # Not in `absent`, so the caller keeps its box: the user sees where nothing was found.
             warnings.append(

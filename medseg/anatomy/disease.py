@@ -21,26 +21,32 @@ from medseg.anatomy.rules import MAX_LUNG_HU, RIM_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.preprocess.effect import Effect, Spacing
 
-# Of the noise that roughens borders and texture.
+# All numbers are drawn from the generator of a sample: one more draw, or another order of the
+# draws, would change the samples of every seed.
+
+# Grain of the noise that roughens borders and texture.
 GRAIN_MM = 12.0
 MAX_LESIONS = 3
 
-# Fluid has the density of water. Lung without air enhances with contrast medium, and is denser.
+# Range of the density of fluid, which is near water.
 FLUID_HU = (-5.0, 25.0)
 # Width of the border of fluid.
 FLUID_EDGE_MM = 1.5
 # What fills the place of a missing lung: fluid, and fat in a share of the cases.
 FAT_HU = (-115.0, -75.0)
 FAT_SHARE = 0.3
+# Range of the density of lung without air: contrast medium makes it denser than fluid.
 DENSE_HU = (30.0, 110.0)
+# Density of air in an airway.
+AIRWAY_HU = -950.0
 # Share of dense lesions with open airways, and share with vessels denser than the tissue.
 BRANCHED_SHARE = 0.6
 # Distance of neighbouring branches, and range of their radii.
 BRANCH_GRAIN_MM = 24.0
 BRANCH_RADIUS_MM = (0.7, 2.5)
-# Lung beside fluid that has lost its air, at most.
+# Largest thickness of the lung beside fluid that has lost its air.
 MAX_SQUEEZED_MM = 35.0
-# Fluid climbs at the wall: by how much, and how far from it.
+# Largest height by which fluid climbs at the wall, and distance from the wall within which it does.
 MENISCUS_MM = 15.0
 WALL_MM = 20.0
 
@@ -51,7 +57,7 @@ class Lesion(NamedTuple):
     Attributes:
         depth_mm: Distance from its border, positive inside, (D, H, W).
         hu: Its density.
-        edge_mm: Width of its border.
+        edge_mm: Width of its border, over which it fades into the lung.
         has_branches: Whether airways and vessels go on inside.
     """
 
@@ -79,34 +85,50 @@ class Place(NamedTuple):
     rng: np.random.Generator
 
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
-        """Depth in a rough ball about a random voxel of the organ; most balls are small."""
+        """Depth (D, H, W) in a rough ball about a random voxel of the organ; most balls are small.
+
+        Args:
+            radius_mm: Least and largest radius.
+            rough_mm: Standard deviation of the border.
+        """
         voxels = self.organ.flatten().nonzero()[:, 0]
         voxel = int(voxels[int(self.rng.integers(len(voxels)))])
-        chosen = np.unravel_index(voxel, tuple(self.organ.shape))
-        low, high = map(math.log, radius_mm)
-        radius = math.exp(self.rng.uniform(low, high))
+        centre = np.unravel_index(voxel, tuple(self.organ.shape))
+        centre_z, centre_y, centre_x = (int(index) for index in centre)
+        # Log-uniform: each factor of two is as likely.
+        log_low, log_high = map(math.log, radius_mm)
+        drawn_radius_mm = math.exp(self.rng.uniform(log_low, log_high))
         z, y, x = self.points_mm
-        centre_z, centre_y, centre_x = (int(index) for index in chosen)
         away_z = z - z.flatten()[centre_z]
         away_y = y - y.flatten()[centre_y]
         away_x = x - x.flatten()[centre_x]
         away_mm = (away_z**2 + away_y**2 + away_x**2).sqrt()
-        return radius - away_mm + rough_mm * self.rough
+        return drawn_radius_mm - away_mm + rough_mm * self.rough
 
     def lowest(self, max_share: float, tilt: float, rough_mm: float) -> Tensor:
-        """Depth below a plane that cuts off a share of the organ at its back.
+        """Depth (D, H, W) below a plane that cuts off a share of the organ at its back.
 
-        A tilted plane also cuts at the base or apex. Most shares are small.
+        The back is lowest in a patient who lies on it. A tilted plane also cuts at the base or
+        apex.
+
+        Args:
+            max_share: Largest share, above 0.02; most are small.
+            tilt: See `height`.
+            rough_mm: Standard deviation of the border.
         """
         height = self.height(tilt)
+        # The exponent makes small shares more frequent.
         share = 0.02 + (max_share - 0.02) * self.rng.random() ** 1.5
         return height - self.level(height, share) + rough_mm * self.rough
 
     def height(self, tilt: float) -> Tensor:
-        """Coordinate towards the back, tilted at random to the base or apex and to a side."""
+        """Coordinate (D, H, W) in mm towards the back, tilted at random along z and x.
+
+        Args:
+            tilt: Largest slope, in mm per mm.
+        """
         z, y, x = self.points_mm
-        # Slopes of the plane along z and x. They are as often negative as positive, so that their
-        # signs below mean nothing; another sign would change the samples of a seed.
+        # Slopes are as often negative as positive, so that their signs below mean nothing.
         slope_z, slope_x = self.rng.uniform(-tilt, tilt, size=2)
         along = y - slope_z * z + slope_x * x
         # Divided by the length of the plane's normal: a distance in mm.
@@ -114,13 +136,19 @@ class Place(NamedTuple):
         return (along / length).expand(self.organ.shape)
 
     def level(self, height: Tensor, share: float) -> float:
-        """Height above which a share of the organ lies."""
+        """Height in mm above which a share of the organ lies.
+
+        Args:
+            height: From `height`, perhaps changed, (D, H, W).
+            share: In [0, 1].
+        """
         heights = height[self.organ]
-        # A sample of the voxels is enough for a quantile.
-        return float(torch.quantile(heights[:: 1 + len(heights) // 10_000], 1.0 - share))
+        # Some 10,000 of the voxels are enough for a quantile.
+        step = 1 + len(heights) // 10_000
+        return float(torch.quantile(heights[::step], 1.0 - share))
 
 
-# The place is drawn before the density: another order would change the samples of a seed.
+# Each kind draws its place, then its density.
 def _consolidation(place: Place) -> Lesion:
     depth_mm = place.ball(radius_mm=(8.0, 50.0), rough_mm=6.0)
     return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), edge_mm=5.0, has_branches=True)
@@ -157,12 +185,12 @@ def paint_disease(
     rng: np.random.Generator,
     spacing_mm: Spacing,
 ) -> None:
-    """Paint one to three lesions into a lung, in place. No lung: nothing.
+    """Paint one to three lesions into a lung, in place; an organ that is too dense stays as it is.
 
     Args:
         image_hu: (D, H, W) float32; y runs to the patient's back.
         labels: (D, H, W) uint8.
-        value: Value of the organ, which is there.
+        value: Value of the organ, which must occur in the labels.
         kinds: Keys of `KINDS`, at least one.
         rng: Source of all choices.
         spacing_mm: Voxel spacing, (z, y, x).
@@ -185,20 +213,20 @@ def paint_fluid(
     rng: np.random.Generator,
     spacing_mm: Spacing,
 ) -> None:
-    """Paint pleural fluid into the outer part of a lung, in place. No lung: nothing.
+    """Paint pleural fluid into the outer part of a lung, in place.
 
     The fluid lies at the back, where it sinks to, and climbs at the wall; half of the time it is a
     layer along the wall instead. It becomes background. The lung that it squeezes becomes dense and
-    keeps its label.
+    keeps its label. An organ that is too dense to be a lung stays as it is.
 
     Args:
         image_hu: (D, H, W) float32; y runs to the patient's back.
         labels: (D, H, W) uint8.
-        value: Value of the organ, which is there.
+        value: Value of the organ, which must occur in the labels.
         rng: Source of all choices.
         spacing_mm: Voxel spacing, (z, y, x).
     """
-    # Far enough from the organ that its wall is seen.
+    # With a margin in which the wall of the organ can be found, see `_depth_below_wall`.
     box = _box_around(labels == value, WALL_MM, spacing_mm)
     image_hu = image_hu[box]
     labels = labels[box]
@@ -206,11 +234,14 @@ def paint_fluid(
         return
     place = _place(labels, value, rng, spacing_mm)
     wall_mm = _depth_below_wall(place.organ, spacing_mm)
-    draw_depth = (_pool, _layer)[int(rng.integers(2))]
-    depth_mm = draw_depth(place, wall_mm)
+    is_pool = rng.integers(2) == 0
+    depth_mm = _pool(place, wall_mm) if is_pool else _layer(place, wall_mm)
 
+    # Dense lung extends beyond the fluid, which is then poured over its outer part.
     squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
-    squeezed = Lesion(depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), 4.0, has_branches=True)
+    squeezed = Lesion(
+        depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), edge_mm=4.0, has_branches=True
+    )
     _paint_lesion(image_hu, squeezed, place, spacing_mm)
     _pour(image_hu, labels, place, depth_mm, FLUID_HU)
 
@@ -222,14 +253,15 @@ def paint_missing(
     rng: np.random.Generator,
     spacing_mm: Spacing,
 ) -> None:
-    """Paint fluid or fat in the place of a whole lung, in place, as after its removal.
+    """Paint fluid or fat where a whole lung was, as after its removal; changes both arrays.
 
-    All of it becomes background; what belongs to other labels stays. No lung: nothing.
+    All of it becomes background; what belongs to other labels stays. An organ that is too dense to
+    be a lung stays as it is.
 
     Args:
         image_hu: (D, H, W) float32.
         labels: (D, H, W) uint8.
-        value: Value of the organ, which is there.
+        value: Value of the organ, which must occur in the labels.
         rng: Source of all choices.
         spacing_mm: Voxel spacing, (z, y, x).
     """
@@ -239,10 +271,12 @@ def paint_missing(
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
     place = _place(labels, value, rng, spacing_mm)
-    # No surface: all voxels are as deep as the rim is wide, which is more than a border.
-    everywhere_mm = torch.full_like(image_hu, RIM_MM)
-    range_hu = FAT_HU if rng.random() < FAT_SHARE else FLUID_HU
-    _pour(image_hu, labels, place, everywhere_mm, range_hu)
+    # It has no surface: all voxels are so deep below it that no border is painted.
+    depth_mm = torch.full_like(image_hu, RIM_MM)
+    range_hu = FLUID_HU
+    if rng.random() < FAT_SHARE:
+        range_hu = FAT_HU
+    _pour(image_hu, labels, place, depth_mm, range_hu)
 
 
 @dataclass(frozen=True)
@@ -250,8 +284,8 @@ class LungEffect(Effect):
     """Change painted into lungs of a sample: into its first channel and its labels, in place.
 
     Attributes:
-        probability: How often, see the class. Where it is 0 nothing is drawn from the generator:
-            samples are the same as without the effect.
+        probability: Of each lung or of the sample, see the class. Where it is 0, nothing is drawn
+            from the generator, so that samples are the same as without the effect.
         window_hu: HU of -1 and 1 in the image.
         organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
 
@@ -259,7 +293,7 @@ class LungEffect(Effect):
         ValueError: If HU of the image are not known.
     """
 
-    # What the keys of the effect begin with.
+    # First word of the keys of the effect, such as `disease_probability`.
     name: ClassVar[str]
 
     probability: float
@@ -277,14 +311,18 @@ class LungEffect(Effect):
         """Draw lungs that the sample shows, and paint each before the next is drawn."""
         if self.probability and self.window_hu is not None:
             values = [value for value in labels.unique().tolist() if value in self.organ_values]
+            # `draw` is an iterator, which uses the generator in turn with `paint`: a list of what
+            # it draws would give other samples.
             for value in self.draw(values, rng):
                 with _in_hu(image, self.window_hu) as hu:
                     self.paint(hu, labels, value, rng, spacing_mm)
         return image, labels
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability."""
-        return (value for value in values if rng.random() < self.probability)
+        """Draw each lung with the probability; lazily, see `__call__`."""
+        for value in values:
+            if rng.random() < self.probability:
+                yield value
 
     def paint(
         self,
@@ -303,13 +341,13 @@ class Disease(LungEffect):
     """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
 
     The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
-    Only an organ whose median is below `MAX_LUNG_HU` is painted; what belongs to another label
+    Only an organ whose median is at most `MAX_LUNG_HU` is painted; what belongs to another label
     stays.
 
     Attributes:
         kinds: Keys of `KINDS`, of which each lesion is one.
-        each_lung: Draw with the probability for each lung, so that both may be painted; otherwise
-            one random lung of the sample is.
+        each_lung: Whether the probability is that of each lung, so that both may be painted.
+            Otherwise it is that of the sample, and one random lung is painted.
 
     Raises:
         ValueError: If a kind is unknown.
@@ -329,7 +367,7 @@ class Disease(LungEffect):
         super().__post_init__()
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability, or one with it."""
+        """Draw each lung with the probability, or one of them with it, see `each_lung`."""
         if self.each_lung:
             yield from super().draw(values, rng)
         elif rng.random() < self.probability and values:
@@ -382,18 +420,38 @@ def _pour(
     depth_mm: Tensor,
     range_hu: tuple[float, float],
 ) -> None:
-    """Fill the part of an organ below a surface with background of one density, in place."""
-    # Inside the lung nothing shines through. Beyond its outline ribs and muscles stay.
+    """Fill the part of an organ below a surface with background of one density, in place.
+
+    Args:
+        image_hu: Image (D, H, W).
+        labels: Its labels (D, H, W).
+        place: The organ.
+        depth_mm: Depth below the surface, positive in the filling, (D, H, W).
+        range_hu: Range of the density of the filling.
+    """
     filling_hu = _texture(place).add_(place.rng.uniform(*range_hu))
-    change = filling_hu - image_hu
-    change = torch.where(place.organ, change, change.clamp(min=0.0))
-    share = (0.5 + depth_mm / FLUID_EDGE_MM).clamp_(0.0, 1.0)
-    image_hu.add_(share * place.reach * change)
+    change_hu = filling_hu - image_hu
+    # Inside the lung nothing shines through. In the rim beyond its outline, ribs and muscles, which
+    # are denser than the filling, stay.
+    change_hu = torch.where(place.organ, change_hu, change_hu.clamp(min=0.0))
+    share = _share_inside(depth_mm, FLUID_EDGE_MM)
+    image_hu.add_(share * place.reach * change_hu)
     labels[place.organ & (depth_mm > 0)] = 0
 
 
+def _share_inside(depth_mm: Tensor, edge_mm: float) -> Tensor:
+    """Share of a painted density: 1 inside and 0 outside, 0.5 at depth 0 in a border of a width."""
+    return (0.5 + depth_mm / edge_mm).clamp_(0.0, 1.0)
+
+
 def _pool(place: Place, wall_mm: Tensor) -> Tensor:
-    """Depth in fluid that has sunk to the back, with a meniscus at the wall."""
+    """Depth (D, H, W) in fluid that has sunk to the back, with a meniscus at the wall.
+
+    Args:
+        place: The organ.
+        wall_mm: From `_depth_below_wall`.
+    """
+    # A parabola: the whole climb at the wall, none from `WALL_MM` on.
     climb_mm = place.rng.uniform(0.0, MENISCUS_MM) * (1 - wall_mm / WALL_MM) ** 2
     height = place.height(0.5) + climb_mm + 2.0 * place.rough
     share = 0.01 + 0.6 * place.rng.random() ** 1.5
@@ -401,30 +459,37 @@ def _pool(place: Place, wall_mm: Tensor) -> Tensor:
 
 
 def _layer(place: Place, wall_mm: Tensor) -> Tensor:
-    """Depth in a layer of fluid along the wall of the back, which thins out to the front."""
+    """Depth (D, H, W) in a layer of fluid along the wall of the back, which thins out to the front.
+
+    Args:
+        place: The organ.
+        wall_mm: From `_depth_below_wall`.
+    """
     thickness_mm = place.rng.uniform(4.0, 0.9 * WALL_MM)
     height = place.height(1.0)
     above_mm = height - place.level(height, place.rng.uniform(0.2, 0.8))
+    # The layer gets 0.3 mm thinner with each mm towards the front, and ends at the level.
     return torch.minimum(thickness_mm - wall_mm, 0.3 * above_mm) + 2.0 * place.rough
 
 
 def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Spacing) -> None:
-    """Make what is less dense than a lesion as dense, in place."""
-    value_hu = _texture(place).add_(lesion.hu)
+    """Make what is less dense than a lesion as dense, in place; what is denser stays."""
+    lesion_hu = _texture(place).add_(lesion.hu)
     if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
         vessel_hu = lesion.hu + place.rng.uniform(10.0, 150.0)
         vessels = _branches(place, spacing_mm)
-        value_hu += vessels * (vessel_hu - value_hu)
+        lesion_hu += vessels * (vessel_hu - lesion_hu)
     if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
         airways = _branches(place, spacing_mm)
-        value_hu += airways * (-950.0 - value_hu)
-    share = (0.5 + lesion.depth_mm / lesion.edge_mm).clamp_(0.0, 1.0)
-    share.mul_(place.reach)
-    image_hu.add_(share.mul_(value_hu.sub_(image_hu).clamp_(min=0.0)))
+        lesion_hu += airways * (AIRWAY_HU - lesion_hu)
+    share = _share_inside(lesion.depth_mm, lesion.edge_mm).mul_(place.reach)
+    # In place, since these are volumes; `lesion_hu` is not used after it.
+    change_hu = lesion_hu.sub_(image_hu).clamp_(min=0.0)
+    image_hu.add_(share.mul_(change_hu))
 
 
 def _texture(place: Place) -> Tensor:
-    """Draw noise of a scanner and slow changes of density, in HU, (D, H, W)."""
+    """Draw noise of a scanner and slow changes of density, in HU about 0, (D, H, W)."""
     grain = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
     texture = torch.from_numpy(grain).mul_(place.rng.uniform(5.0, 25.0))
     return texture.add_(place.rough, alpha=place.rng.uniform(0.0, 8.0))
@@ -433,41 +498,43 @@ def _texture(place: Place) -> Tensor:
 def _branches(place: Place, spacing_mm: Spacing) -> Tensor:
     """Draw winding branches, 1 inside and 0 outside, (D, H, W).
 
-    Their lines are where two fields of smooth noise are both zero.
+    Their centre lines are where two fields of smooth noise are both zero.
     """
     shape = place.organ.shape
     first = _smooth_noise(shape, spacing_mm, place.rng, BRANCH_GRAIN_MM)
     second = _smooth_noise(shape, spacing_mm, place.rng, BRANCH_GRAIN_MM)
-    # A unit of the noise is about half of its grain away from zero.
+    # Noise of unit variance reaches 1 about half of its grain away from a zero.
     away_mm = (first**2 + second**2).sqrt_().mul_(BRANCH_GRAIN_MM / 2)
     radius_mm = place.rng.uniform(*BRANCH_RADIUS_MM)
     # The border is one voxel wide; a branch that is thinner than a voxel fills a part of it.
-    width_mm = max(spacing_mm)
-    filled = (0.5 + (radius_mm - away_mm) / width_mm).clamp_(0.0, 1.0)
-    return filled.mul_(min(1.0, 2 * radius_mm / width_mm))
+    voxel_mm = max(spacing_mm)
+    share = _share_inside(radius_mm - away_mm, voxel_mm)
+    return share.mul_(min(1.0, 2 * radius_mm / voxel_mm))
 
 
 def _depth_below_wall(organ: Tensor, spacing_mm: Spacing) -> Tensor:
     """Estimate the distance of an organ's voxels from its surface, 0 … `WALL_MM`, (D, H, W).
 
-    At a flat surface half of the neighbours within `WALL_MM` belong to the organ, at that depth
-    all of them do.
+    It follows from the share of the neighbours within `WALL_MM` that belong to the organ: a half at
+    a flat surface, and all of them at that depth.
     """
-    mean = organ[None, None].float()
+    share = organ[None, None].float()
+    # The mean over a box, axis by axis.
     for axis, mm in enumerate(spacing_mm):
         radius = [0, 0, 0]
         # A kernel must not be longer than its axis.
         radius[axis] = min(round(WALL_MM / mm), (organ.shape[axis] - 1) // 2)
         kernel = [2 * voxels + 1 for voxels in radius]
-        # The edge of a patch is no wall.
-        mean = F.avg_pool3d(mean, kernel, stride=1, padding=radius, count_include_pad=False)
-    return mean[0, 0].sub_(0.5).mul_(2 * WALL_MM).clamp_(0.0, WALL_MM)
+        # What lies beyond the image does not count: the edge of a patch is no wall.
+        share = F.avg_pool3d(share, kernel, stride=1, padding=radius, count_include_pad=False)
+    return share[0, 0].sub_(0.5).mul_(2 * WALL_MM).clamp_(0.0, WALL_MM)
 
 
 def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spacing) -> Place:
     """Measure the organ of a value in a label map (D, H, W)."""
     organ = labels == value
     z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
+    # (D, 1, 1), (H, 1) and (W), which broadcast to (D, H, W).
     points_mm = (z[:, None, None], y[:, None], x)
     rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
     # What belongs to another label keeps its density: bronchi at the hilum, the other lung.
@@ -489,15 +556,17 @@ def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[sl
 @contextmanager
 def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
     """Give the first channel in HU, and map it back to the range of the network, in place."""
-    low, high = window_hu
-    half = (high - low) / 2
-    hu = image[0].mul_(half).add_(low + half)
-    yield hu
-    hu.sub_(low + half).div_(half)
+    low_hu, high_hu = window_hu
+    half_hu = (high_hu - low_hu) / 2
+    middle_hu = low_hu + half_hu
+    # -1 is the lower end of the window, 1 the upper one.
+    image_hu = image[0].mul_(half_hu).add_(middle_hu)
+    yield image_hu
+    image_hu.sub_(middle_hu).div_(half_hu)
 
 
 def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
-    """Grow a mask (D, H, W) by voxels along each axis: 1 where it is, else 0, float32."""
+    """Grow a mask (D, H, W) by a box of voxels per axis; returns 1 inside, else 0, float32."""
     grown = mask[None, None].float()
     for axis, num_voxels in enumerate(voxels):
         radius = [0, 0, 0]
@@ -513,11 +582,12 @@ def _smooth_noise(
     rng: np.random.Generator,
     grain_mm: float,
 ) -> Tensor:
-    """Draw noise of unit variance with a grain, (D, H, W)."""
+    """Draw noise of unit variance with a grain, (D, H, W): random points, interpolated between."""
     extents_mm = [size * mm for size, mm in zip(shape, spacing_mm, strict=True)]
-    coarse = [2 + math.ceil(extent_mm / grain_mm) for extent_mm in extents_mm]
-    values = torch.from_numpy(rng.standard_normal(coarse, dtype=np.float32))
+    # A point for each grain, and one at either end.
+    coarse_shape = [2 + math.ceil(extent_mm / grain_mm) for extent_mm in extents_mm]
+    values = torch.from_numpy(rng.standard_normal(coarse_shape, dtype=np.float32))
     size = tuple(shape)
     noise = F.interpolate(values[None, None], size, mode="trilinear", align_corners=True)[0, 0]
-    # Linear interpolation lowers the variance between the points of the grid.
+    # Interpolation lowers the variance between the points: brought back to 1.
     return noise / noise.std().clamp(min=1e-3)

@@ -16,9 +16,16 @@ def remove_impossible(
 
     Their median lies below `task.least_hu`, or they lie beyond the patient.
 
+    Args:
+        labels: Label map (D, H, W).
+        image_hu: The image on the same grid.
+        grid: Grid of both, of which they may be a part.
+        task: Labels, `least_hu` and the modality.
+
     Returns:
-        Warnings of the larger ones.
+        A warning for each label that loses at least `MIN_REPORTED_ML`.
     """
+    # A mask is handed on by the method that reads a part of it by its slices.
     reasons = []
     if task.least_hu is not None:
         is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)

@@ -23,28 +23,31 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     Returns:
         Mask (D, H, W).
     """
+    # The outline is smooth: a coarser image, of every few voxels, shows it.
     strides = [max(1, round(READ_SPACING_MM / mm)) for mm in spacing_mm]
-    # The outline is smooth: a coarser image shows it.
     y_mm, x_mm = strides[1] * spacing_mm[1], strides[2] * spacing_mm[2]
     is_soft = image_hu[:: strides[0], :: strides[1], :: strides[2]] > SOFT_TISSUE_HU
-    # Within each slice: slices may be thicker than what is to be removed.
+    # Erosion within each slice: slices may be thicker than what is to be removed.
     sizes = (1, 1 + 2 * round(EROSION_MM / y_mm), 1 + 2 * round(EROSION_MM / x_mm))
     patient = _thick_pieces(is_soft, sizes)
     is_beyond = np.zeros(is_soft.shape, dtype=bool)
+    # All pixels of a slice, (2, H * W).
     y, x = np.indices(is_soft.shape[1:]).reshape(2, -1)
-    points_mm = np.stack([y * y_mm, x * x_mm])
+    pixels_mm = np.stack([y * y_mm, x * x_mm])
     for z in np.flatnonzero(patient.any(axis=(1, 2))):
         outline = _outline_points(patient[z])
         if outline is None:
             continue
         try:
-            # Of each side: unit normal and distance, positive outside.
-            sides = ConvexHull(outline * (y_mm, x_mm)).equations
+            # A row for each side of the hull: its outer unit normal (y, x), and an offset. A
+            # point lies `normal @ point + offset` mm beyond that side.
+            hull_sides = ConvexHull(outline * (y_mm, x_mm)).equations
         except QhullError:  # a single line of voxels
             continue
-        distances_mm = sides[:, :2] @ points_mm
-        distances_mm += sides[:, 2:]
-        # The erosion has made the patient smaller, and a voxel reaches beyond its centre.
+        distances_mm = hull_sides[:, :2] @ pixels_mm  # (sides, H * W)
+        distances_mm += hull_sides[:, 2:]
+        # A pixel is outside if it is beyond any side. The erosion has made the patient smaller,
+        # and a voxel reaches beyond its centre.
         is_outside = distances_mm.max(axis=0) > EROSION_MM + max(y_mm, x_mm)
         is_beyond[z] = is_outside.reshape(is_beyond.shape[1:])
     # Back to all voxels: each takes the value of the nearest one that was read.
@@ -55,12 +58,11 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
 
 
 def _thick_pieces(is_soft: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-    """Keep the large pieces of soft tissue that an erosion with a box leaves, eroded; (D, H, W)."""
+    """Erode soft tissue (D, H, W) with a box of a size in voxels, and keep the large pieces."""
+    eroded = ndimage.minimum_filter(is_soft, sizes, mode="nearest")
     # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by
     # corners.
-    pieces, _ = ndimage.label(
-        ndimage.minimum_filter(is_soft, sizes, mode="nearest"), np.ones((3, 3, 3))
-    )
+    pieces, _ = ndimage.label(eroded, np.ones((3, 3, 3)))
     counts = np.zeros(int(pieces.max()) + 1, dtype=np.int64)
     # Plane by plane: `bincount` converts to eight bytes a voxel.
     for plane in pieces:

@@ -24,8 +24,8 @@ class FoundRegion(NamedTuple):
         region: The region.
         box: Its tight box.
         volume_ml: Its volume.
-        centre_x_mm: World x of its centre.
-        x_range_mm: Its extent along world x.
+        centre_x_mm: World x of its centre of mass.
+        x_range_mm: Least and largest world x of its box.
     """
 
     region: Region
@@ -40,11 +40,13 @@ def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRe
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask is not empty"
     z, y, x = np.add(box.start, ndimage.center_of_mass(mask[box.slices()]))
-    # The extent is taken on the line along x through the centre: world x may be oblique.
+    # The extent is taken on the line along array x through the centre, since world x may be oblique
+    # to it: the centre, the first and the last voxel of the box.
     points = np.array([[z, y, x], [z, y, box.start[2]], [z, y, box.stop[2] - 1]])
-    centre_x_mm, *ends = grid.index_to_world_xyz_mm(points)[:, 0].tolist()
+    centre_x_mm, first_x_mm, last_x_mm = grid.index_to_world_xyz_mm(points)[:, 0].tolist()
+    x_range_mm = (min(first_x_mm, last_x_mm), max(first_x_mm, last_x_mm))
     volume_ml = float(mask.sum()) * voxel_ml(grid)
-    return FoundRegion(region, box, volume_ml, centre_x_mm, (min(ends), max(ends)))
+    return FoundRegion(region, box, volume_ml, centre_x_mm, x_range_mm)
 
 
 def border_warnings(measured: FoundRegion, grid: VoxelGrid) -> list[str]:
@@ -66,7 +68,7 @@ def border_warnings(measured: FoundRegion, grid: VoxelGrid) -> list[str]:
 def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
     """Warn where the two sides of an organ are exchanged, mixed up or very different in volume."""
     names = f"{left.region.name} and {right.region.name}"
-    small, large = sorted((left.volume_ml, right.volume_ml))
+    small_ml, large_ml = sorted((left.volume_ml, right.volume_ml))
     warnings = []
     # World x points to the patient's left.
     if left.centre_x_mm <= right.centre_x_mm:
@@ -81,7 +83,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
             "mixed up the sides"
         )
     # The sides of an organ differ, but not by as much as where one is cut or collapsed.
-    if large > MAX_VOLUME_RATIO * small:
+    if large_ml > MAX_VOLUME_RATIO * small_ml:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: "
             "one of them may be incomplete"
@@ -92,7 +94,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
 def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str]:
     """Warn of regions in which the coarse stage also finds the other side of the organ.
 
-    It does where a scan ends between the sides.
+    It does so where a scan ends between the sides.
 
     Args:
         probs: Probabilities of the background and all labels, (1 + L, D, H, W).
@@ -100,8 +102,8 @@ def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str
         task: Labels and regions.
     """
     warnings = []
-    for pair in side_pairs(task):
-        for region, partner in (pair, pair[::-1]):
+    for left, right in side_pairs(task):
+        for region, partner in ((left, right), (right, left)):
             mask = np.isin(labels, task.region_values(region))
             box = VoxelBox.from_mask(mask)
             if box is None:
@@ -139,7 +141,8 @@ def position_warnings(
 ) -> list[str]:
     """Warn if the position of the patient seems to contradict the header.
 
-    Left and right are exchanged then.
+    The patient seems to be turned about the long axis, or upside down; left and right are then
+    exchanged.
 
     Args:
         image_hu: Image (D, H, W) in HU on the coarse grid.
@@ -154,7 +157,7 @@ def position_warnings(
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
     upside_down_signs = []
-    # The sign decides about labels of a network; `UPSIDE_DOWN_EXCESS` is for those of people.
+    # 0 is the bound for labels of a network; `UPSIDE_DOWN_EXCESS` is that for labels of people.
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         upside_down_signs.append(UPSIDE_DOWN_SIGN)
     evidence = head_evidence(image_hu, labels, grid.spacing_mm, task)
@@ -169,9 +172,9 @@ def position_warnings(
 
 
 def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: Task) -> list[str]:
-    """Warn of labels and regions with a volume outside `volume_ml`.
+    """Warn of labels and regions with a volume outside `task.volume_ml`.
 
-    A part that the border of the scan cuts may be smaller.
+    What the border of the scan cuts may be smaller.
 
     Args:
         volumes_ml: Volume of each label.
@@ -188,8 +191,9 @@ def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: T
         # A missing organ has no volume to judge.
         is_small = 0 < volume_ml < low_ml and not touches_border(labels, values)
         if is_small or volume_ml > high_ml:
-            # Small volumes keep two digits: 0.3 ml would be written as 0.
-            number = f"{volume_ml:.0f}" if volume_ml >= 10 else f"{volume_ml:.2g}"
+            number = f"{volume_ml:.0f}"
+            if volume_ml < 10:
+                number = f"{volume_ml:.2g}"  # 0.3 ml would be written as 0
             warnings.append(
                 f"{name} has {number} ml, but {low_ml:g} to {high_ml:g} ml are plausible: "
                 "check the spacing of the scan and the result"
@@ -207,19 +211,21 @@ def touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
 
 
 def airless_warnings(labels: np.ndarray, image_hu: np.ndarray, task: Task) -> list[str]:
-    """Warn of a side without air beside one that is full of it.
+    """Warn of a side of an organ without air, where the other side is full of it.
 
-    In the place of a lung that was taken out, fluid looks much like a consolidated lung.
+    It may be ill throughout, or not there: fluid in the place of a lung that was taken out looks
+    much like a consolidated lung.
 
     Args:
         labels: Label map (D, H, W).
         image_hu: CT (D, H, W) in HU on the same grid.
         task: Labels and regions.
     """
-    every = (slice(None, None, MEDIAN_STEP),) * 3
-    few_labels, few_hu = labels[every], image_hu[every]
+    every_few = (slice(None, None, MEDIAN_STEP),) * 3
+    few_labels, few_hu = labels[every_few], image_hu[every_few]
     warnings = []
     for pair in side_pairs(task):
+        # The median of each side that was found, and its name.
         medians_hu = []
         for region in pair:
             values_hu = few_hu[np.isin(few_labels, task.region_values(region))]

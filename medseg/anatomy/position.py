@@ -1,7 +1,7 @@
 """Position of the patient: signs in the image that contradict the header.
 
-The audit and the prediction use the same tests: for a body turned about its long axis (front and
-back exchanged), and for one upside down. In either case left and right are exchanged.
+There is a test for a body turned about its long axis (front and back exchanged), and one for a body
+upside down. In either case left and right are exchanged. The audit and the prediction use both.
 """
 
 import math
@@ -51,21 +51,22 @@ def turned_pairs(
         if left.name not in boxes or right.name not in boxes:
             continue
         left_box, right_box = boxes[left.name], boxes[right.name]
-        # Of the box that holds both.
+        # The box that holds both.
         low_z, low_y, _ = map(min, left_box.start, right_box.start)
         high_z, high_y, _ = map(max, left_box.stop, right_box.stop)
-        # Half way between the centres of both.
+        # Half way between the centres of both: the mean of the four ends.
         ends_x = (left_box.start[2], left_box.stop[2], right_box.start[2], right_box.stop[2])
         middle_x = sum(ends_x) / 4
         reach = SPINE_REACH_MM / grid.spacing_mm[2]
         columns = slice(max(0, round(middle_x - reach)), round(middle_x + reach))
-        dense = image_hu[low_z:high_z, low_y:high_y, columns] > SPINE_HU
+        is_dense = image_hu[low_z:high_z, low_y:high_y, columns] > SPINE_HU
         half = (high_y - low_y) // 2
         # Dense voxels of each slice; y runs to the back of a body that is not turned.
-        front = dense[:, :half].sum((1, 2))
-        back = dense[:, half:].sum((1, 2))
-        num_slices = int(np.count_nonzero(front + back))
-        if num_slices and np.count_nonzero(back > front) < SPINE_SHARE * num_slices:
+        num_front = is_dense[:, :half].sum((1, 2))
+        num_back = is_dense[:, half:].sum((1, 2))
+        num_slices = int(np.count_nonzero(num_front + num_back))  # slices with bone
+        num_usual = int(np.count_nonzero(num_back > num_front))
+        if num_slices and num_usual < SPINE_SHARE * num_slices:
             turned.append((left, right))
     return turned
 
@@ -96,7 +97,7 @@ def apex_excess(
     Returns:
         Difference of the filled shares, the mean of all lungs; 1 without a lung.
     """
-    excess = []
+    excesses = []
     for region in task.regions:
         box = boxes.get(region.name)
         if region.side is None or box is None:
@@ -108,12 +109,13 @@ def apex_excess(
         # Other organs with two sides have no apex.
         if np.median(image_hu[box.slices()][mask]) > AIRY_HU:
             continue
-        # z runs upwards.
-        low, high = np.quantile(np.nonzero(mask)[0], [END_SHARE, 1.0 - END_SHARE]).astype(int)
-        excess.append(_filled_share(mask[high:]) - _filled_share(mask[: low + 1]))
-    if not excess:
+        # The slices below and above which the ends of the lung lie; z runs upwards.
+        z_of_voxels = np.nonzero(mask)[0]
+        low, high = np.quantile(z_of_voxels, [END_SHARE, 1.0 - END_SHARE]).astype(int)
+        excesses.append(_filled_share(mask[high:]) - _filled_share(mask[: low + 1]))
+    if not excesses:
         return 1.0
-    return float(np.mean(excess))
+    return float(np.mean(excesses))
 
 
 def _filled_share(mask: np.ndarray) -> float:
@@ -121,9 +123,9 @@ def _filled_share(mask: np.ndarray) -> float:
 
     0 for an empty mask.
     """
-    num_voxels = 0
+    rectangle_voxels = 0
     for plane in mask:
         box = VoxelBox.from_mask(plane[None])
         if box is not None:
-            num_voxels += math.prod(box.shape)
-    return float(np.count_nonzero(mask) / max(1, num_voxels))
+            rectangle_voxels += math.prod(box.shape)
+    return float(np.count_nonzero(mask) / max(1, rectangle_voxels))

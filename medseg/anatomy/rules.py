@@ -1,7 +1,7 @@
 """Rules: one table of all thresholds about patients and organs.
 
-The modules of this package import the values by name; `RULES` lists them with their units and
-sources. `python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
+Other modules import the values by name; `RULES` says of each what it decides, its unit and its
+source. `python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
 """
 
 from dataclasses import dataclass
@@ -72,6 +72,7 @@ class Rule:
     num_scans: int | None = None
 
 
+# Sources of several rules.
 _CHOSEN = "choice"
 _COHORT = "33 scans and their parts, three folds"
 
@@ -325,7 +326,7 @@ def markdown_table() -> str:
 
 
 def _as_text(value: float | tuple[float, ...]) -> str:
-    """Write a value with three digits."""
+    """Write a number with three digits, or several with commas."""
     if isinstance(value, tuple):
         return ", ".join(f"{number:g}" for number in value)
     return f"{value:.3g}"

@@ -38,18 +38,23 @@ def lone_side_warnings(
         z, y, _ = box.slices()
         # Share of each plane across x, at the height of the region, that is denser than air.
         share = (image_hu[z, y] > BODY_HU).mean(axis=(0, 1))
-        # Both run from the side of the body wall that the lone region would have.
+        # `body_share` and `stop`, the end of the region in it, count from the face of the scan at
+        # which the body wall beside the lone region would be: on its own side.
         if lone is left:
-            absent, body_share, start = right, share[::-1], grid.shape[2] - box.stop[2]
+            absent = right
+            body_share = share[::-1]
+            stop = grid.shape[2] - box.start[2]
         else:
-            absent, body_share, start = left, share, box.start[2]
+            absent = left
+            body_share = share
+            stop = box.stop[2]
         is_cut_at_wall = body_share[0] > CUT_SHARE
         shows_other_skin = body_share[-1] <= OPEN_SHARE
         if not (is_cut_at_wall and shows_other_skin):
             continue
         # If the skin on the other side is only a body wall away, the region belongs to that side.
         skin = int(np.flatnonzero(body_share > OPEN_SHARE)[-1]) + 1
-        wall_mm = (skin - start - (box.stop[2] - box.start[2])) * grid.spacing_mm[2]
+        wall_mm = (skin - stop) * grid.spacing_mm[2]
         if wall_mm <= MAX_WALL_MM:
             warnings.append(
                 f"{lone.name} may be {absent.name}: the scan is cut on the side where the body "

@@ -1,7 +1,4 @@
-"""Agreement of the two stages, and the distortion of crops of fixed size.
-
-How much the stages agree, and where they agree least.
-"""
+"""Agreement of the two stages: how much and where; and the distortion of crops of fixed size."""
 
 from collections.abc import Mapping
 
@@ -10,7 +7,7 @@ import numpy as np
 from medseg.geometry.grid import VoxelGrid
 from medseg.geometry.grid_rule import distortion
 
-# A crop of fixed size that is distorted by more than this causes a warning.
+# A crop of fixed size whose largest and smallest spacing have a larger ratio causes a warning.
 MAX_DISTORTION = 2.0
 
 
@@ -42,8 +39,11 @@ def agreement(
         fine = np.isin(fine_labels, values)
         num_both = int((coarse & fine).sum())
         num_voxels = int(coarse.sum() + fine.sum())
-        # Regions may share labels: the coarse map lacks those of regions that are absent.
-        agreements[name] = 2 * num_both / num_voxels if num_voxels else 0.0
+        agreements[name] = 0.0
+        # A region may be in neither map: the coarse one has lost labels that it shares with a
+        # region that is absent.
+        if num_voxels:
+            agreements[name] = 2 * num_both / num_voxels
     return agreements
 
 
@@ -67,13 +67,13 @@ def most_disputed_xyz_mm(
         World point in mm, LPS; None where they are equal.
     """
     differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
-    # The first axis runs along z: the slice is one that a reader can open.
-    index = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
-    if not differs[index].any():
+    # An axial slice, which a viewer can open: the first axis runs along z.
+    z = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
+    if not differs[z].any():
         return None
-    rows, columns = np.nonzero(differs[index])
-    centre = [index, float(rows.mean()), float(columns.mean())]
-    return tuple(coarse_grid.index_to_world_xyz_mm(centre).tolist())
+    rows, columns = np.nonzero(differs[z])
+    centre_zyx = [z, float(rows.mean()), float(columns.mean())]
+    return tuple(coarse_grid.index_to_world_xyz_mm(centre_zyx).tolist())
 
 
 def nearest_voxels(grid: VoxelGrid, reader: VoxelGrid) -> list[np.ndarray]:
@@ -83,6 +83,7 @@ def nearest_voxels(grid: VoxelGrid, reader: VoxelGrid) -> list[np.ndarray]:
         Indices into `grid` along z, y and x, each as long as the reading grid along that axis.
     """
     nearest = []
+    # Index in `grid` = scale * index in `reader` + offset, on each axis.
     for axis, (scale, offset) in enumerate(reader.axis_map_to(grid)):
         positions = np.rint(scale * np.arange(reader.shape[axis]) + offset)
         # Centres beyond the grid read its outermost voxels.
@@ -91,18 +92,22 @@ def nearest_voxels(grid: VoxelGrid, reader: VoxelGrid) -> list[np.ndarray]:
 
 
 def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
-    """Read a label map at the centres of coarse voxels, from its nearest voxel."""
-    return np.asarray(labels[np.ix_(*nearest_voxels(grid, coarse_grid))])
+    """Read a label map at the centres of coarse voxels, each from its nearest voxel.
+
+    The result has the shape of the coarse grid.
+    """
+    z, y, x = nearest_voxels(grid, coarse_grid)
+    return np.asarray(labels[np.ix_(z, y, x)])
 
 
 def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
     """Warn where a crop of fixed size is distorted by more than `MAX_DISTORTION`.
 
     Args:
-        name: Content of the crop.
+        name: Content of the crop, for the message.
         grid: Its grid.
     """
-    # The spacing of a crop of fixed size differs by axis where its shape was not kept.
+    # The spacing of a crop of fixed size differs by axis where it was stretched.
     ratio = distortion(grid.spacing_mm)
     if ratio <= MAX_DISTORTION:
         return []

@@ -4,12 +4,15 @@ Split conformal prediction with normalised scores (Lei et al., Journal of the Am
 Association 113 (2018) 1094). Suppose that the same network segments the patients of the calibration
 and a new patient of the same population. Then, with at least the stated probability, every region
 of the new patient reaches its bound at the same time. This probability refers to a random choice of
-the calibration patients as well as of the new patient. The patients that `make_weights held_out=`
-names are segmented by the networks themselves. In a cross-validation each patient is segmented by
-the networks that were trained without that patient, and new ones by networks that were trained on
-all: the bound then holds if these are no worse. It covers only regions that the scan really shows,
-and says nothing about missed or false regions. Scans of one patient are not independent, so a
-patient counts once, with the worst of its regions.
+the calibration patients as well as of the new patient.
+
+The patients that `make_weights held_out=` names are segmented by the networks themselves. In a
+cross-validation each patient is segmented by the networks that were trained without that patient,
+and new ones by networks that were trained on all: the bound then holds if these are no worse.
+
+The bound covers only regions that the scan really shows, and says nothing about missed or false
+regions. Scans of one patient are not independent, so a patient counts once, with the worst of its
+regions.
 """
 
 import math
@@ -18,8 +21,8 @@ from dataclasses import dataclass
 
 from medseg.inference.segmentation import StatedBound, rounded_down
 
-# Full agreement leaves this much room for an error, so that the bound does not rest on the last
-# thousandth of it.
+# Added to the disagreement 1 - agreement, by which errors are divided. Without it, full agreement
+# would promise a Dice of 1, and regions that nearly reach it would decide about the factor.
 OFFSET = 0.02
 
 
@@ -28,7 +31,7 @@ class DiceBound:
     """A calibrated bound.
 
     Attributes:
-        factor: Largest error of a region, 1 - Dice, in units of 1 - agreement + `offset`.
+        factor: Bound on the error of a region: 1 - Dice <= factor * (1 - agreement + offset).
         level: Share of patients whose regions all reach their bounds, in (0, 1).
         num_patients: Patients of the calibration.
         offset: Added to the disagreement, > 0.
@@ -81,20 +84,22 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     Returns:
         The bound; None if there are too few patients for the level: 9 are needed for 0.9.
     """
-    # The largest factor of each patient's regions, since all of them must reach their bounds.
-    patient_factors = [max(map(_factor, regions)) for regions in scores.values()]
-    factors = sorted(patient_factors)
+    patient_factors = []
+    for regions in scores.values():
+        # The largest, since all regions of a patient must reach their bounds.
+        patient_factors.append(max(_factor(agreement, dice) for agreement, dice in regions))
+    patient_factors.sort()
+    num_patients = len(patient_factors)
     # Quantile of split conformal prediction: the ceil((n + 1) * level)-th smallest of n. The small
     # number keeps a product such as 10 * 0.9 from exceeding its integer by rounding.
-    rank = math.ceil((len(factors) + 1) * level - 1e-9)
-    if not 1 <= rank <= len(factors):
+    rank = math.ceil((num_patients + 1) * level - 1e-9)
+    if rank < 1 or rank > num_patients:
         return None
-    return DiceBound(factors[rank - 1], level, len(factors))
+    return DiceBound(patient_factors[rank - 1], level, num_patients)
 
 
-def _factor(region: tuple[float, float]) -> float:
-    """Error of a region, 1 - Dice, in units of 1 - agreement + `OFFSET`."""
-    agreement, dice = region
+def _factor(agreement: float, dice: float) -> float:
+    """Smallest factor with which a region reaches its bound, see `DiceBound`."""
     return (1.0 - dice) / (1.0 - agreement + OFFSET)
 
 

@@ -109,15 +109,14 @@ class Cascade:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether voxels must stay as they are stored.
-
-        They need not: our networks are trained with air instead of padding.
-        """
+        """Whether the networks take the padding of scanners as stored; else it is read as air."""
+        # Ours are trained with air instead of padding.
         return False
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which arrays that wait are files: none is, crops are read in any order."""
+        """Size above which arrays that wait are files, see `medseg.io.scratch.scratch_above`."""
+        # No array only waits here: crops are read in any order.
         return math.inf
 
     @property
@@ -141,7 +140,7 @@ class Cascade:
 
         None for other pairs, several checkpoints and flips.
         """
-        # Both files hold the bound that they were calibrated with.
+        # The files of two stages that were calibrated together hold the same bound.
         if self.fine is None or self.fine.dice_bound != self.coarse.dice_bound:
             return None
         if any(stage.has_views(self.options) for stage in self.stages):
@@ -174,6 +173,9 @@ class Cascade:
             on_step: Called with the name of each step when it begins.
             keep_probabilities: Whether the result has the probabilities.
 
+        Returns:
+            Labels in the storage order of the volume, with findings, volumes, boxes and durations.
+
         Raises:
             UserError: If the task has another number of channels.
         """
@@ -182,32 +184,35 @@ class Cascade:
         # All steps work in LPS order, whatever the storage order of the file.
         first, grid, orientation = orient(volume.array, volume.grid)
         images = [first, *map(orientation.to_lps, more_channels)]
-        # The steps fill it in; the labels come last.
+        # The steps fill in the result; its labels come last.
         result = Segmentation(np.empty(0), findings=self._findings_of_stages())
         timed = partial(timed_step, result.durations_s, on_step)
         localisation: Localisation | None = None
         if self.fine is None:
-            parts, stds = _segment_whole(images, grid, self.coarse, self.options, result, timed)
+            region_results, stds = _segment_whole(
+                images, grid, self.coarse, self.options, result, timed
+            )
         else:
             localisation = self._localise(images, grid, self.fine, result, timed)
-            parts, stds = _refine_regions(
+            region_results, stds = _refine_regions(
                 images, grid, localisation, self.fine, self.options, result, timed
             )
         with timed("join"):
             # Receives a sentence for each label with a component apart from the coarse labels.
             apart: list[str] = []
-            labels = join(parts, grid, task, first, localisation, warnings=apart)
+            labels = join(region_results, grid, task, first, localisation, warnings=apart)
             result.findings += warnings_of("apart", apart)
-            # `_judge` needs them, and updates them where it removes a region.
+            # `_judge` needs the volumes, and updates them where it removes a region.
             result.volumes_ml = label_volumes_ml(labels, grid, task)
             if localisation is not None:
-                values = {region.name: task.region_values(region) for region, _, _ in parts}
+                refined = [region for region, _, _ in region_results]
+                values = {region.name: task.region_values(region) for region in refined}
                 _compare_stages(localisation, labels, grid, values, result)
         self._judge(labels, first, grid, result)
         result.labels = _contiguous(orientation.from_lps(labels))
         if keep_probabilities:
             # A label that two regions share has a crop in each of them.
-            for region, probs, crop_grid in parts:
+            for region, probs, crop_grid in region_results:
                 for name, prob in zip(region.labels, probs, strict=True):
                     result.probabilities.setdefault(name, []).append((prob, crop_grid))
         if self.has_views:
@@ -215,7 +220,7 @@ class Cascade:
         return result
 
     def _findings_of_stages(self) -> list[Finding]:
-        """Say how the use of the stages differs from their training, for every result."""
+        """Warn of stages whose use differs from their training; every result gets these."""
         findings: list[Finding] = []
         for stage in self.stages:
             findings += warnings_of("other_tiles", stage.warnings)
@@ -255,7 +260,8 @@ class Cascade:
             labels: Joined label map (D, H, W) in LPS order; changed in place.
             image: The first channel of the scan, (D, H, W).
             grid: Its grid.
-            result: With volumes and the agreement of the stages; receives findings and bounds.
+            result: Has volumes and the agreement of the stages, which are used; receives findings
+                and bounds, and loses the boxes of regions that are removed.
         """
         task = self.task
         absent, contradictions = remove_contradictions(
@@ -266,7 +272,7 @@ class Cascade:
             del result.boxes[name]
         self._clean_up(labels, grid, result)
         result.dice_at_least = self._stated_bounds(result)
-        # With regions, the localisation has already told that there are none.
+        # In a task with regions, the localisation has already said it.
         if not task.regions and not any(result.volumes_ml.values()):
             sentence = (
                 "no label found at all: the result is empty; check that the scan shows the organs "
@@ -283,8 +289,8 @@ class Cascade:
         """Apply the clean-up of the model, in place, and say what it changed.
 
         It is the last step that changes labels, since it was chosen on results that had gone
-        through all others. The agreements are not computed again: the bound on Dice was calibrated
-        with those before the clean-up.
+        through all others. The agreements of the stages are not computed again: the bound on Dice
+        was calibrated with those before the clean-up.
         """
         clean_ups = self.last.clean_up
         if not clean_ups:
@@ -317,8 +323,8 @@ class Cascade:
     def within(self, budget_gib: float) -> "Cascade":
         """Return the same cascade with a bound on the memory of a network pass."""
         # Never more than the user allows.
-        least_gib = min(self.options.budget_gib, budget_gib)
-        return replace(self, options=replace(self.options, budget_gib=least_gib))
+        allowed_gib = min(self.options.budget_gib, budget_gib)
+        return replace(self, options=replace(self.options, budget_gib=allowed_gib))
 
     def check_budget(self, grid: VoxelGrid) -> None:
         """Refuse a scan whose planes exceed the budget, by its header alone.
@@ -397,11 +403,11 @@ def _segment_whole(
         stage: The only stage.
         options: How the networks run.
         result: Receives tiling plan and warnings.
-        timed: Records a step.
+        timed: Announces and times a step.
 
     Returns:
-        The probabilities for `join`, as of one region with all labels, and their standard deviation
-        for `paste_percent`.
+        The probabilities for `join`, as of one region with all labels, and their standard
+        deviations for `paste_percent`.
     """
     with timed("segment"):
         prediction, crop, *_ = predict_body(images, grid, stage, options)
@@ -409,10 +415,10 @@ def _segment_whole(
     result.findings += warnings_of("out_of_memory", prediction.warnings)
     # For `join`, the task is one region with all labels. Class 0, the background, is left out.
     whole = Region(stage.task.name, tuple(stage.task.labels))
-    parts = [(whole, prediction.probs[1:], crop.grid)]
+    region_results = [(whole, prediction.probs[1:], crop.grid)]
     if prediction.std is None:
-        return parts, []
-    return parts, [(prediction.std, crop.grid)]
+        return region_results, []
+    return region_results, [(prediction.std, crop.grid)]
 
 
 def _refine_regions(
@@ -433,7 +439,7 @@ def _refine_regions(
         fine: The fine stage.
         options: How the networks run.
         result: Receives boxes, tiling plans and warnings.
-        timed: Records a step.
+        timed: Announces and times a step.
 
     Returns:
         The probabilities of the regions for `join`, and their standard deviations for
@@ -442,8 +448,9 @@ def _refine_regions(
     lattice = grid.resampled(fine.spacing_mm)
     # The rule of the fine stage may scale its lattice, by the spacing of the scan.
     lattice = lattice.resampled(fine.rule.spacing_mm(grid.spacing_mm))
+    # Of the whole scan, once for all regions.
     intensities = fine.intensities(images)
-    parts: list[RegionResult] = []
+    region_results: list[RegionResult] = []
     stds: Deviations = []
     for region in fine.task.regions:
         if region.name not in localisation.boxes:
@@ -468,10 +475,10 @@ def _refine_regions(
         _note_crop(result, step, region.name, fine, prediction.tiling_plan, crop.grid)
         for finding in warnings_of("out_of_memory", prediction.warnings):
             result.findings.append(finding.within(region.name))
-        parts.append((region, prediction.probs, crop.grid))
+        region_results.append((region, prediction.probs, crop.grid))
         if prediction.std is not None:
             stds.append((prediction.std, crop.grid))
-    return parts, stds
+    return region_results, stds
 
 
 def _note_crop(
@@ -482,7 +489,16 @@ def _note_crop(
     plan: TilingPlan | None,
     grid: VoxelGrid | None,
 ) -> None:
-    """Note how a crop went through the network, and warn of the distortion of a fixed size."""
+    """Note how a crop went through the network, and warn of the distortion of a fixed size.
+
+    Args:
+        result: Receives tiling plan, distortion and warning.
+        step: Step of `Cascade.steps`, the key of the notes.
+        name: Content of the crop, for the warning.
+        stage: The stage that saw the crop.
+        plan: How it went through the network.
+        grid: Grid of the crop.
+    """
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
         result.distortions[step] = distortion(grid.spacing_mm)
@@ -511,7 +527,7 @@ def _compare_stages(
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:
-    """Return the label map in the order of its axes, copied where it is a view in another order."""
+    """Return a label map whose memory follows its axes; a view in another order is copied."""
     if labels.flags.c_contiguous:
         return labels
     # `new_array` may lie in a scratch file, where a volume exceeds the memory.
@@ -521,8 +537,9 @@ def _contiguous(labels: np.ndarray) -> np.ndarray:
 
 
 def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
-    """Copy a tensor on the CPU, reversed along axes."""
+    """Copy a tensor on the CPU, reversed along axes; the copy may lie in a scratch file."""
     copied = new_tensor(tuple(values.shape), values.dtype)
+    # Through NumPy, whose flip is a view: that of torch would be a second copy in memory.
     np.copyto(copied.numpy(), np.flip(values.numpy(), tuple(axes)))
     return copied
 
@@ -554,16 +571,18 @@ def refine(
         Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
         left out and so count as background.
     """
-    # Right sides look like left ones to the network.
-    flipped = [X_AXIS] if region.side == "right" else []
-    image = _input_image(images, grid, crop, region, stage, flipped, intensities, localisation)
+    # Right sides are mirrored, as in training, so that they look like left ones to the network.
+    flipped_axes = []
+    if region.side == "right":
+        flipped_axes = [X_AXIS]
+    image = _input_image(images, grid, crop, region, stage, flipped_axes, intensities, localisation)
     prediction = stage.predict_probs(image, options or InferenceOptions())
-    # Copied even without an axis: a view would keep the background and the classes of other regions
-    # in memory.
-    probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped)
+    # Class 0 is the background, and those of the region follow. They are copied even without an
+    # axis: a view would keep the background and the classes of other regions in memory.
+    probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped_axes)
     if prediction.std is None:
         return prediction._replace(probs=probs)
-    return prediction._replace(probs=probs, std=prediction.std.flip(flipped))
+    return prediction._replace(probs=probs, std=prediction.std.flip(flipped_axes))
 
 
 def _input_image(
@@ -572,40 +591,42 @@ def _input_image(
     crop: Crop,
     region: Region,
     stage: TrainedStage,
-    flipped: list[int],
+    flipped_axes: list[int],
     intensities: Sequence[Intensity] | None,
     localisation: Localisation | None,
 ) -> Tensor:
     """Make the input (C, D, H, W) of the fine stage for a region; arguments as for `refine`.
 
-    Channel by channel: in float32, no more than one is in memory. The crop is reversed along the
-    axes `flipped`.
+    Channel by channel: in float32, no more than one is in memory. The crop is reversed along
+    `flipped_axes`.
     """
     # Lattice of the cache of training: a crop on another grid is resampled via it, as in training.
     lattice = grid.resampled(stage.spacing_mm)
     intensities = intensities or stage.intensities(images)
     result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)
     for number, image in enumerate(images):
-        outside, limits = stage.outside[number], stage.limits[number]
+        outside = stage.outside[number]
         channel = resample_crop(
-            image, grid, lattice, crop, outside, stage.resampling, limits=limits
+            image, grid, lattice, crop, outside, stage.resampling, limits=stage.limits[number]
         )
-        channel = normalise_(erase_outside_(channel, crop, outside), intensities[number])
-        _copy_flipped(result[number], channel, flipped)
+        # A trailing underscore: changed in place.
+        channel = erase_outside_(channel, crop, outside)
+        channel = normalise_(channel, intensities[number])
+        _copy_flipped(result[number], channel, flipped_axes)
         del channel  # before the next one is made
     if stage.has_coarse_channel:
         assert localisation is not None, "it has the probabilities"
         assert localisation.probs is not None, "they were asked for"
         assert localisation.probs_grid is not None, "it comes with them"
-        # The sum over the labels of the region, resampled to its crop, is the last channel.
+        # The last channel: the probabilities of the region's labels, summed and resampled.
         values = stage.task.region_values(region)
         coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)
-        _copy_flipped(result[-1], coarse, flipped)
+        _copy_flipped(result[-1], coarse, flipped_axes)
     return result
 
 
 def _copy_flipped(target: Tensor, source: Tensor, axes: list[int]) -> None:
-    """Copy an image (D, H, W) into another, reversed along axes of its planes.
+    """Copy an image (D, H, W) into another, reversed along axes -2 (y) or -1 (x).
 
     Plane by plane: the reversed copy of a plane stays in the cache of the processor.
     """

@@ -66,6 +66,7 @@ def join(
             remove_components(labels, value, gas, MIN_PART_FRACTION)
             continue
         unseen = Rejection(_unseen(localisation, grid, task, value), MAX_UNSEEN_SHARE)
+        # One number of voxels for each rejection.
         (num_removed,) = remove_components(labels, value, [unseen], MIN_PART_FRACTION)
         volume_ml = num_removed * voxel_ml(grid)
         if warnings is not None and volume_ml >= MIN_REPORTED_ML:
@@ -80,7 +81,7 @@ def join(
 
 
 def _gas_rejections(image_hu: np.ndarray | None, least_hu: float | None) -> list[Rejection]:
-    """Reject components of which more than half lies below the bound of gas, if it is known."""
+    """Reject components that are gas, mostly below `least_hu`; no rejection without HU or bound."""
     if image_hu is None or least_hu is None:
         return []
     return [Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE)]
@@ -102,25 +103,25 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     """
     labels = new_array(grid.shape, np.uint8)
     footprints = [_footprint(probs) for _, probs, _ in regions]
-    full = VoxelBox.full(grid.shape)
+    whole_scan = VoxelBox.full(grid.shape)
     boxes = []
     for footprint, (_, _, crop_grid) in zip(footprints, regions, strict=True):
-        boxes.append(_claimable_box(footprint, crop_grid, grid, full))
-    # All regions in one slab, then the next slab: `best` is no second volume.
+        boxes.append(_claimable_box(footprint, crop_grid, grid, whole_scan))
+    # All regions in one slab, then the next slab: so `best_probs` is no second volume.
     for slab in _slabs(_hull(boxes)):
-        # Probability of the label that each voxel has so far.
-        best = np.zeros(slab.shape, dtype=np.float32)
+        # Probability of the label that each voxel has so far, (d, h, w).
+        best_probs = np.zeros(slab.shape, dtype=np.float32)
         for (region, probs, crop_grid), footprint in zip(regions, footprints, strict=True):
             # In a slab the box is smaller than in all of the scan: an organ is thin at its ends.
             part = _claimable_box(footprint, crop_grid, grid, slab)
             if part.is_empty:
                 continue
-            # `best` begins at the slab, `labels` at the scan.
+            # `best_probs` begins at the slab, `labels` at the scan.
             z, y, x = slab.start
-            in_slab = part.shifted((-z, -y, -x))
+            part_in_slab = part.shifted((-z, -y, -x))
             _claim(
                 labels[part.slices()],
-                best[in_slab.slices()],
+                best_probs[part_in_slab.slices()],
                 probs,
                 crop_grid,
                 grid.crop(part),
@@ -145,34 +146,38 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     for share, crop_grid in shares:
         box = _native_box(crop_grid, grid)
         # By slabs: the resampled crop in float32 would take four times the memory of the result.
-        for part in _slabs(box):
-            values = resample_image(share, crop_grid, grid.crop(part), outside=0.0)
-            rounded = values.mul_(100.0).round_().to(torch.uint8).numpy()
-            view = percent[part.slices()]
-            np.maximum(view, rounded, out=view)
+        for slab in _slabs(box):
+            slab_share = resample_image(share, crop_grid, grid.crop(slab), outside=0.0)
+            slab_percent = slab_share.mul_(100.0).round_().to(torch.uint8).numpy()
+            view = percent[slab.slices()]
+            np.maximum(view, slab_percent, out=view)
     return percent
 
 
 def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
-    """Voxels of the native grid that the coarse stage assigns to no region that contains a label.
+    """Make a mask of native voxels that the coarse stage assigns to no region with a label.
 
     The other labels of such a region count as seen: the stages may disagree about the border of two
     lobes.
+
+    Returns:
+        A function that reads a part (d, h, w) of the mask by its slices. The whole mask would be a
+        second volume.
     """
     seen_values: set[int] = set()
     for region in task.regions:
         region_values = task.region_values(region)
         if value in region_values:
             seen_values.update(region_values)
-    # On the coarse grid: a mask of native voxels would be a second volume.
-    is_unseen = ~np.isin(localisation.labels, list(seen_values))
-    nearest = nearest_voxels(localisation.grid, grid)
+    is_unseen = ~np.isin(localisation.labels, list(seen_values))  # on the coarse grid
+    # Per axis the coarse index of each native one.
+    coarse_indices = nearest_voxels(localisation.grid, grid)
 
     def read(part: tuple[slice, slice, slice]) -> np.ndarray:
         mask = is_unseen
         # Axis by axis: ten times as fast as all three at once.
-        for axis, (along, planes) in enumerate(zip(nearest, part, strict=True)):
-            mask = mask.take(along[planes], axis)
+        for axis, native_slice in enumerate(part):
+            mask = mask.take(coarse_indices[axis][native_slice], axis)
         return mask
 
     return read
@@ -198,17 +203,18 @@ class _Footprint(NamedTuple):
 def _footprint(probs: Tensor) -> _Footprint:
     """Find the voxels of a crop whose probabilities (L, D, H, W) may be enough for a label.
 
-    A label wins over the background only with more than 1 / (L + 1), as the background has what the
-    L labels leave of one, and the filter makes no probability larger than those that it reads.
+    The background has what the L labels leave of one, so the largest of these L + 1 probabilities
+    is at least 1 / (L + 1): a label with less cannot win. Resampling makes no probability larger
+    than those that it reads.
     """
-    # Half of that, far beyond any rounding.
-    least = 0.5 / (len(probs) + 1)
+    # Half of that, to be safe from rounding.
+    least_prob = 0.5 / (len(probs) + 1)
     _, depth, height, width = probs.shape
     rows = np.zeros((depth, height), dtype=bool)
     columns = np.zeros((depth, width), dtype=bool)
     for prob in probs:
         for z, plane in enumerate(prob):
-            is_enough = (plane > least).numpy()
+            is_enough = (plane > least_prob).numpy()
             rows[z] |= is_enough.any(axis=1)
             columns[z] |= is_enough.any(axis=0)
     return _Footprint(rows, columns)
@@ -225,26 +231,30 @@ def _claimable_box(
         grid: Oriented native grid.
         slab: Planes of the native grid.
     """
-    # The filter reaches one voxel of the crop, or one of a coarser native grid.
+    # In voxels of the crop: the filter reaches one of them, or one voxel of a coarser native grid,
+    # which is `scale` voxels of the crop.
     reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
-    planes_read = crop_grid.box_from(grid, slab).expanded(reach).clipped(crop_grid.shape)
-    z = planes_read.slices()[0]
-    tight = _bounds(footprint.rows[z], footprint.columns[z])
+    # The planes of the crop that are read for the slab.
+    box_read = crop_grid.box_from(grid, slab).expanded(reach).clipped(crop_grid.shape)
+    planes = box_read.slices()[0]
+    tight = _bounds(footprint.rows[planes], footprint.columns[planes])
     if tight.is_empty:
         return tight
-    near = tight.shifted((z.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
-    return grid.box_from(crop_grid, near).intersect(slab)
+    # Those around voxels with enough probability, back in voxels of the native grid.
+    claimable = tight.shifted((planes.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
+    return grid.box_from(crop_grid, claimable).intersect(slab)
 
 
 def _bounds(rows: np.ndarray, columns: np.ndarray) -> VoxelBox:
     """Smallest box around the rows (D, H) and columns (D, W) of planes that are true."""
     starts, stops = [], []
-    for is_true in (rows.any(axis=1), rows.any(axis=0), columns.any(axis=0)):
-        places = np.flatnonzero(is_true)
-        if not len(places):
+    # Whether each index along z, y and x is used.
+    for is_used in (rows.any(axis=1), rows.any(axis=0), columns.any(axis=0)):
+        indices = np.flatnonzero(is_used)
+        if not len(indices):
             return NO_VOXELS
-        starts.append(int(places[0]))
-        stops.append(int(places[-1]) + 1)
+        starts.append(int(indices[0]))
+        stops.append(int(indices[-1]) + 1)
     return VoxelBox.of(starts, stops)
 
 
@@ -263,17 +273,17 @@ def _slabs(box: VoxelBox) -> Iterator[VoxelBox]:
     if box.is_empty:
         return
     _, height, width = box.shape
-    first, y_start, x_start = box.start
-    end, y_stop, x_stop = box.stop
-    planes = max(1, SLAB_VOXELS // (height * width))
-    for start in range(first, end, planes):
-        stop = min(start + planes, end)
+    z_start, y_start, x_start = box.start
+    z_stop, y_stop, x_stop = box.stop
+    num_planes = max(1, SLAB_VOXELS // (height * width))
+    for start in range(z_start, z_stop, num_planes):
+        stop = min(start + num_planes, z_stop)
         yield VoxelBox((start, y_start, x_start), (stop, y_stop, x_stop))
 
 
 def _claim(
     labels: np.ndarray,
-    best: np.ndarray,
+    best_probs: np.ndarray,
     probs: Tensor,
     source: VoxelGrid,
     target: VoxelGrid,
@@ -281,19 +291,27 @@ def _claim(
 ) -> None:
     """Write a region's labels where they are more probable than its background.
 
-    They must also be more probable than the labels of the regions before it. `labels` and `best`
-    (both (D, H, W) on the target grid) are views of the slab and are written in place.
+    They must also be more probable than the labels of the regions before it.
+
+    Args:
+        labels: Label map (D, H, W) on the target grid; written in place.
+        best_probs: Probability of the labels that it has so far, (D, H, W); written in place.
+        probs: Probabilities (L, d, h, w) of the region's labels on the source grid.
+        source: Grid of the crop.
+        target: Grid of the part of a slab.
+        values: Label value of each of the L probabilities.
     """
-    winner = np.full(target.shape, values[0], dtype=np.uint8)
-    top = resample_image(probs[0], source, target, outside=0.0).numpy()
+    # Most probable label of the region so far, and its probability.
+    top_values = np.full(target.shape, values[0], dtype=np.uint8)
+    top_probs = resample_image(probs[0], source, target, outside=0.0).numpy()
     # The background's probability is what the labels leave of one.
-    background = 1 - top
+    background = 1 - top_probs
     for value, prob in zip(values[1:], probs[1:], strict=True):
         resampled = resample_image(prob, source, target, outside=0.0).numpy()
         background -= resampled
-        np.copyto(winner, value, where=resampled > top)
-        top = np.maximum(top, resampled)
+        np.copyto(top_values, value, where=resampled > top_probs)
+        top_probs = np.maximum(top_probs, resampled)
     # Strictly more, so that of two equal probabilities the earlier region keeps the voxel.
-    is_claimed = (top > background) & (top > best)
-    np.copyto(best, top, where=is_claimed)
-    np.copyto(labels, winner, where=is_claimed)
+    is_claimed = (top_probs > background) & (top_probs > best_probs)
+    np.copyto(best_probs, top_probs, where=is_claimed)
+    np.copyto(labels, top_values, where=is_claimed)

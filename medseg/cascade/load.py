@@ -37,7 +37,7 @@ from medseg.task_options import code_texts
 from medseg.weights.checks import NATIVE, check_ranges
 from medseg.weights.files import checksum, read_weights
 
-# What checkpoints must have in common for a mean of their results.
+# Attributes of `TrainedStage` that checkpoints must have in common for a mean of their results.
 SAME_SETTINGS = (
     "task",
     "spacing_mm",
@@ -72,10 +72,12 @@ def load_stage(
             emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust
             nothing.
-        options: `half_weights`: whether convolutions and linear layers store their weights in the
-            half precision that they compute in. `backend`: None measures on a CPU without the bf16
-            of the training, and is torch elsewhere.
-        backend_room_bytes: Memory that another backend than torch may take, where none is named.
+        options: Two of them count here. `half_weights`: whether convolutions and linear layers
+            store their weights in the half precision that they compute in. `backend`: None chooses
+            the quickest by a measurement on a CPU without the half precision of the training, and
+            torch elsewhere.
+        backend_room_bytes: Memory that a backend other than torch may take, where the options name
+            none.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer
@@ -108,7 +110,7 @@ def load_stage(
         use_channels_last(network)
     if options.half_weights:
         _store_half(trained)
-    # After the rounding: half of the bytes are moved.
+    # After the rounding, which halves the bytes to move.
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
@@ -176,7 +178,7 @@ def _build_stage(
     task = with_known_labels(Task.from_dict(metadata["task"]))
     name = metadata["stage"]
     if name == "coarse" and not task.regions:
-        name = "single"  # as older files do not call it
+        name = "single"  # older files call it coarse
     if name == "single":
         # The task may have regions: a run chose to segment all labels at once.
         task = task.as_one_stage()
@@ -187,12 +189,13 @@ def _build_stage(
             metadata["model"], task, name, trusted, has_coarse_channel=has_coarse_channel
         )
 
-    # A network may be larger than the memory: on the meta device it only has shapes, which must
-    # be those of the weights.
-    shapes = build_on_meta(make, may_compute=bool(trusted))
-    shapes.load_state_dict(weights, assign=True)
+    # A network of damaged metadata may be larger than the memory. On the meta device it has shapes
+    # without values, and they must be those of the weights. Without `assign`, torch would warn that
+    # a copy to that device does nothing.
+    meta_network = build_on_meta(make, may_compute=bool(trusted))
+    meta_network.load_state_dict(weights, assign=True)
     network = make()
-    trained_in = Precision(metadata["precision"]).value
+    training_precision = Precision(metadata["precision"]).value
     spacing_mm = None
     if metadata["spacing_mm"] != NATIVE:
         spacing_mm = _triple(metadata["spacing_mm"])
@@ -207,7 +210,7 @@ def _build_stage(
         spacing_mm=spacing_mm,
         tile_size=tile_size,
         region_margin_mm=float(metadata["region_margin_mm"]),
-        precision=stage_precision(name, precision, trained_in, device.type),
+        precision=stage_precision(name, precision, training_precision, device.type),
         device=device,
         rule=GridRule(**metadata.get("grid_rule", {})),
         checkpoints={str(path): checksum(path)},
@@ -245,7 +248,12 @@ def _store_half(trained: TrainedStage) -> None:
 
 
 def _quickest_backend(trained: TrainedStage, room_bytes: float) -> Backend:
-    """Measure which backend is quicker; torch where OpenVINO is missing or too large."""
+    """Choose a backend by a measurement; torch where OpenVINO is missing or takes too much memory.
+
+    Args:
+        trained: A stage on the CPU.
+        room_bytes: Memory that OpenVINO may take.
+    """
     network = cast(StageNetwork, trained.network)
     if not has_openvino() or openvino_bytes(network) > room_bytes:
         return Backend.torch
@@ -253,7 +261,12 @@ def _quickest_backend(trained: TrainedStage, room_bytes: float) -> Backend:
 
 
 def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None:
-    """Let OpenVINO run the network of a stage."""
+    """Let OpenVINO run the network of a stage, which comes from a single file.
+
+    Raises:
+        UserError: If the device or `half_weights` does not go with it, or if OpenVINO was asked for
+            and does not work.
+    """
     if trained.device.type != "cpu":
         raise UserError(
             "inference.backend=openvino runs on processors only; choose accelerator=cpu, or "
@@ -265,7 +278,7 @@ def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None
             "them out"
         )
     network = cast(StageNetwork, trained.network)
-    # The converted network is kept on this machine under it.
+    # By the checksum of its file, the converted network is found again on this machine.
     (checksum_of_file,) = trained.checkpoints.values()
     use_openvino(
         network,
@@ -307,21 +320,22 @@ def load_stages(
     first = loaded[0]
     for path, trained in zip(paths[1:], loaded[1:], strict=True):
         for name in SAME_SETTINGS:
-            ours, theirs = getattr(first, name), getattr(trained, name)
-            if ours != theirs:
+            first_value = getattr(first, name)
+            value = getattr(trained, name)
+            if value != first_value:
                 raise UserError(
-                    f"{stage}: {paths[0]} and {path} cannot be averaged: {name} is {ours} in the "
-                    f"one and {theirs} in the other; give checkpoints that were trained with the "
-                    "same settings"
+                    f"{stage}: {paths[0]} and {path} cannot be averaged: {name} is {first_value} "
+                    f"in the one and {value} in the other; give checkpoints that were trained with "
+                    "the same settings"
                 )
     checkpoints: dict[str, str] = {}
     for trained in loaded:
         checkpoints.update(trained.checkpoints)
     others = [trained.network for trained in loaded[1:]]
-    # Networks may differ in size: the largest decides what fits.
+    # Networks run one after the other: the largest decides what fits. What a backend keeps adds up.
     bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
     backend_bytes = sum(trained.backend_bytes for trained in loaded)
-    # The settings are those of the first: they are equal.
+    # All other attributes are equal, so those of the first count.
     return replace(
         first,
         others=tuple(others),
@@ -332,7 +346,11 @@ def load_stages(
 
 
 def _triple(values: Sequence[Any]) -> Any:
-    """Numbers along z, y and x; anything but three of them is an error."""
+    """Convert numbers along z, y and x to a tuple.
+
+    Raises:
+        ValueError: If there are not three of them.
+    """
     z, y, x = values
     return z, y, x
 
@@ -347,12 +365,14 @@ def with_known_labels(task: Task) -> Task:
     if not task.name.isidentifier() or not path.is_file():
         return task
     content: Any = yaml.safe_load(read_text(path))
+    # Files with `@package _global_` have the keys of the task below `task`.
     included = content.get("task", content)
     if included["labels"] != task.labels:
         return task
     ranges_ml = {}
     for name, (low_ml, high_ml) in (included.get("volume_ml") or {}).items():
         ranges_ml[name] = (float(low_ml), float(high_ml))
+    # What the checkpoint says itself comes first.
     return replace(
         task,
         volume_ml=task.volume_ml or ranges_ml,

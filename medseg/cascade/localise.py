@@ -46,7 +46,7 @@ class Localisation:
         crop_grid: Grid of the network's input; None where labels were given.
         probs: Probabilities of the background and all labels (K, d, h, w), float16, before the
             clean-up; None unless asked for.
-        probs_grid: Their grid.
+        probs_grid: Their grid: the part of `grid` that the network saw.
     """
 
     labels: np.ndarray
@@ -60,7 +60,7 @@ class Localisation:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences of all findings but information."""
+        """Sentences of all findings except information."""
         return sentences_of(self.findings)
 
 
@@ -83,7 +83,8 @@ def predict_body(
         intensities: See `localise`.
 
     Returns:
-        The probabilities and their crop; the first channel at the stage's spacing, and its grid.
+        The prediction and its crop; the first channel (d, h, w) of the whole scan, in its own
+        values, at the stage's spacing, and the grid of that channel.
     """
     intensities = intensities or stage.intensities(images)
     lattice = grid.resampled(stage.spacing_mm)
@@ -94,15 +95,16 @@ def predict_body(
         )
         resampled.append(channel)
     # The rule of the stage may scale its lattice, by the spacing of the scan.
-    scaled = lattice.resampled(stage.rule.spacing_mm(scan_spacing_mm or grid.spacing_mm))
+    original_spacing_mm = scan_spacing_mm or grid.spacing_mm
+    scaled = lattice.resampled(stage.rule.spacing_mm(original_spacing_mm))
     first_modality = stage.task.channels[0].modality
     body_on_lattice = body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
     body = scaled.box_from(lattice, body_on_lattice)
-    # No patch size: the network pads the body at its end, so the box of the body does not grow.
+    # Without a least size, (1, 1, 1), the box of the body does not grow: the network pads it.
     crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
 
     def network_input(channel: Tensor, outside: float, intensity: Intensity) -> Tensor:
-        # One name: a second one would keep a second crop in memory until the end.
+        # All steps bind the same name: another one would keep a second crop in memory.
         image = view_or_resample(channel, lattice, crop, outside, stage.resampling)
         image = erase_outside(image, crop, outside)
         return normalise(image, intensity)
@@ -152,20 +154,24 @@ def localise(
     prediction, crop, resampled, lattice = predict_body(
         images, grid, stage, options, scan_spacing_mm, intensities
     )
-    # Keep the labels of voxels inside the scan only: the crop may reach beyond it. All boxes count
-    # in voxels of `crop.lattice`; the map of the result, on `coarse_grid`, covers `scanned`.
-    scanned = crop.lattice.centres_within(lattice)
-    coarse_grid = crop.lattice.crop(scanned)
-    part = crop.box.intersect(scanned)
-    in_scan, in_crop = _slices_in(scanned, part), _slices_in(crop.box, part)
+    # Three boxes in voxels of `crop.lattice`: `scan_box` covers the scan, `crop.box` is what the
+    # network saw and may reach beyond it, and `seen_box` is the part that both contain. The label
+    # map covers `scan_box`; the prediction covers `crop.box`, of which `seen_box` is kept.
+    scan_box = crop.lattice.centres_within(lattice)
+    coarse_grid = crop.lattice.crop(scan_box)
+    seen_box = crop.box.intersect(scan_box)
+    seen_in_scan = _slices_in(scan_box, seen_box)
+    seen_in_crop = _slices_in(crop.box, seen_box)
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
-    coarse_labels = most_probable(prediction.probs).numpy()
-    labels[in_scan] = _organs_alone(coarse_labels, stage.task)[in_crop]
+    crop_labels = _without_helpers(most_probable(prediction.probs).numpy(), stage.task)
+    labels[seen_in_scan] = crop_labels[seen_in_crop]
     coarse_hu = view_or_resample(
-        resampled, lattice, Crop(crop.lattice, scanned), stage.outside[0], stage.resampling
+        resampled, lattice, Crop(crop.lattice, scan_box), stage.outside[0], stage.resampling
     ).numpy()
     # Changes `labels` in place. Only what the network saw can show where the patient ends.
-    removed = remove_impossible(labels[in_scan], coarse_hu[in_scan], coarse_grid, stage.task)
+    removed = remove_impossible(
+        labels[seen_in_scan], coarse_hu[seen_in_scan], coarse_grid, stage.task
+    )
     located = locate_regions(labels, coarse_grid, stage.task)
     findings = warnings_of("out_of_memory", prediction.warnings)
     findings += warnings_of("removed_parts", removed)
@@ -174,7 +180,7 @@ def localise(
         lone_sides = lone_side_warnings(located.boxes, coarse_hu, coarse_grid, stage.task)
         findings += warnings_of("doubtful_side", lone_sides)
     mixed_sides = side_warnings(
-        prediction.probs.numpy()[:, *in_crop], located.labels[in_scan], stage.task
+        prediction.probs.numpy()[:, *seen_in_crop], located.labels[seen_in_scan], stage.task
     )
     findings += warnings_of("doubtful_side", mixed_sides)
     if stage.task.is_ct:
@@ -183,25 +189,26 @@ def localise(
         )
         findings += warnings_of("body_position", turned)
     if keep_probs:
-        # Beyond the scan the network sees padding.
-        probs = prediction.probs[:, *in_crop].clone()
-        located = replace(located, probs=probs, probs_grid=crop.lattice.crop(part))
+        # Copied, so that the probabilities of the padding beyond the scan are freed.
+        probs = prediction.probs[:, *seen_in_crop].clone()
+        located = replace(located, probs=probs, probs_grid=crop.lattice.crop(seen_box))
     return replace(
         located, findings=findings, tiling_plan=prediction.tiling_plan, crop_grid=crop.grid
     )
 
 
 def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
-    """Slices of a part of a box, in an array of that box."""
+    """Slices that cut a part of a box out of an array whose first voxel is that of the box."""
     z, y, x = box.start
     return part.shifted((-z, -y, -x)).slices()
 
 
-def _organs_alone(labels: np.ndarray, task: Task) -> np.ndarray:
+def _without_helpers(labels: np.ndarray, task: Task) -> np.ndarray:
     """Make background of the labels that belong to no region, which only help the network."""
-    values = np.zeros(task.num_classes, dtype=np.uint8)
-    values[list(task.organ_values)] = task.organ_values
-    return values[labels]
+    # Table of the new value of each class: organs keep theirs.
+    new_values = np.zeros(task.num_classes, dtype=np.uint8)
+    new_values[list(task.organ_values)] = task.organ_values
+    return new_values[labels]
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
@@ -236,11 +243,11 @@ def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisat
             "is in HU"
         )
         findings += warnings_of("empty_result", [sentence])
-    for region_found in measured.values():
-        findings += warnings_of("cut_region", border_warnings(region_found, grid))
+    for found_region in measured.values():
+        findings += warnings_of("cut_region", border_warnings(found_region, grid))
     for left, right in side_pairs(task):
         if left.name in measured and right.name in measured:
             implausible = pair_warnings(measured[left.name], measured[right.name])
             findings += warnings_of("implausible_pair", implausible)
-    boxes = {name: region_found.box for name, region_found in measured.items()}
+    boxes = {name: found_region.box for name, found_region in measured.items()}
     return Localisation(cleaned, grid, boxes, findings)

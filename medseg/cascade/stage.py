@@ -1,7 +1,4 @@
-"""Trained stage: its networks and their execution within a memory budget.
-
-It also holds what the networks require of their input.
-"""
+"""Trained stage: its networks, what they require of their input, and their run within a budget."""
 
 from __future__ import annotations
 
@@ -56,8 +53,8 @@ class Prediction(NamedTuple):
 
     Attributes:
         probs: Probabilities (K, D, H, W), float16, on the CPU: the mean over checkpoints and flips.
-        std: Their standard deviation (D, H, W), float32, in [0, 0.71]; None with a single
-            checkpoint and no flips.
+        std: Their standard deviation (D, H, W), float32, one number for all classes, from 0 to
+            0.71, the square root of a half; None with a single checkpoint and no flips.
         tiling_plan: How the crop went through the network.
         warnings: What did not go as planned, a sentence each.
     """
@@ -160,9 +157,11 @@ class TrainedStage:
         precision anyway: a rounded image gives the same labels and takes half of the memory. Tiles
         keep float32, in which they are searched for air.
         """
+        is_half = self.precision in HALF
+        is_unet = self.allows_slabs
         is_in_torch = self.backend_bytes == 0
         is_whole = self.tile_size is None
-        if self.precision in HALF and self.allows_slabs and is_in_torch and is_whole:
+        if is_half and is_unet and is_in_torch and is_whole:
             return HALF[self.precision]
         return torch.float32
 
@@ -170,7 +169,8 @@ class TrainedStage:
         """Choose the map of each channel to the range of the network.
 
         Args:
-            images: Whole images (D, H, W) of one case: a crop has other statistics.
+            images: Image (D, H, W) of each channel of one case; whole ones, since a crop has other
+                statistics.
         """
         return [
             intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
@@ -194,6 +194,7 @@ class TrainedStage:
         Raises:
             UserError: If the network accepts inputs of another size only.
         """
+        # A network that is not described by traits accepts any size.
         traits = getattr(self.network, "traits", None)
         fixed_size = getattr(traits, "fixed_size", None)
         if fixed_size not in (None, tile_size):
@@ -220,12 +221,10 @@ class TrainedStage:
         )
 
     def count_memory(self) -> None:
-        """Count the memory of the network per voxel.
-
-        A crop that exceeds the budget then goes through it in tiles.
-        """
+        """Count the memory of the network per voxel of its input, by which `plan` decides."""
         call = functools.partial(self._call, self.network)
         network: Any = self.network
+        # Any size will do, and a small one is quick.
         shape = (1, network.in_channels, *network.traits.small_size)
         self.bytes_per_voxel = forward_bytes_per_voxel(
             self.network, call, shape, self.device, self.image_dtype
@@ -258,7 +257,8 @@ class TrainedStage:
             shape = (image.shape[1], image.shape[2], image.shape[3])
             first_plan = self.plan(shape, options)
             plan = first_plan
-            # Each turn tries one way; the next one needs less memory.
+            # Each turn tries one way through the networks. If its memory runs out, the next turn
+            # tries a way that needs less.
             while True:
                 can_use_slabs = plan.slab_bytes is None and stage.allows_slabs
                 try:
@@ -270,8 +270,8 @@ class TrainedStage:
                     is_last_way = stage.device.type == "cpu" and not can_use_slabs
                     if is_last_way or not is_out_of_memory(error):
                         raise
-                # After the `except` block, in which the error still holds the tensors of the failed
-                # pass.
+                # Outside of the `except` block, in which the error still holds the tensors of the
+                # failed pass.
                 torch.cuda.empty_cache()
                 place = "CPU" if stage.device.type == "cpu" else "GPU"
                 if plan.batch_size > 1:
@@ -280,8 +280,9 @@ class TrainedStage:
                 elif can_use_slabs:
                     way = "slabs, which give the same labels"
                     # A pass within the budget failed, so the budget is more than there is: try a
-                    # quarter of it (2**28 bytes are 0.25 GiB).
-                    slab_bytes = max(options.budget_gib * 2**28, stage._least_slab_bytes(shape))
+                    # quarter of it.
+                    quarter_bytes = options.budget_gib * 2**30 / 4
+                    slab_bytes = max(quarter_bytes, stage._least_slab_bytes(shape))
                     plan = plan._replace(slab_bytes=slab_bytes)
                 else:
                     way = "the CPU"
@@ -297,7 +298,9 @@ class TrainedStage:
         Raises:
             UserError: If the budget is too small.
         """
-        max_batch = 1 if self.device.type == "cpu" else MAX_BATCH
+        max_batch = MAX_BATCH
+        if self.device.type == "cpu":
+            max_batch = 1
         try:
             return plan_tiling(
                 shape,
@@ -318,8 +321,8 @@ class TrainedStage:
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
         """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
-        Without tiles, a network that cannot run in slabs is not checked: the size of its crops is
-        not known yet.
+        A network that runs whole crops and cannot run in slabs is not checked: the size of its
+        crops is not known yet.
 
         Args:
             grid: Grid of the scan, oriented.
@@ -332,6 +335,7 @@ class TrainedStage:
             self.plan(self.tile_size, options)
         elif self.allows_slabs:
             lattice = grid.resampled(self.spacing_mm)
+            # The rule may scale the lattice, by the spacing of the scan.
             scaled = lattice.resampled(self.rule.spacing_mm(grid.spacing_mm))
             self.plan(self.rule.size or scaled.shape, options)
 
@@ -369,11 +373,17 @@ class TrainedStage:
         )
 
     def serve(self, network_index: int, images: Tensor, slab_bytes: float | None = None) -> Tensor:
-        """Run one of the networks, as a tile worker, on images (N, C, d, h, w); returns logits."""
+        """Run one of `networks`, as a tile worker, on images (N, C, d, h, w); returns logits."""
         return self._call(self.networks[network_index], images.to(self.device), slab_bytes)
 
     def _call(self, network: nn.Module, images: Tensor, slab_bytes: float | None = None) -> Tensor:
-        """Run a network on images (N, C, d, h, w), in one pass or in slabs; returns logits."""
+        """Run a network on images (N, C, d, h, w); returns logits.
+
+        Args:
+            network: One of `networks`.
+            images: Images or tiles; a single one in slabs.
+            slab_bytes: Memory that a slab may take; None runs the images in one pass.
+        """
         if slab_bytes is not None:
             slabs: list[Tensor] = []
 
@@ -381,7 +391,7 @@ class TrainedStage:
                 slabs.append(slab.to(images.device))
 
             self._run_in_slabs(images, keep, network, slab_bytes)
-            return torch.cat(slabs, dim=2)
+            return torch.cat(slabs, dim=2)  # along z
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
             return network.eval()(images)
 
@@ -397,15 +407,20 @@ class TrainedStage:
     def _run(
         self, image: Tensor, plan: TilingPlan, options: InferenceOptions
     ) -> tuple[Tensor, Tensor | None]:
-        """Mean and standard deviation of the probabilities over all networks and flips."""
-        # The stage that made the image may have had another precision, see `_on_cpu`.
+        """Mean and standard deviation of the probabilities over all networks and flips.
+
+        Both are on the CPU, as in `Prediction`.
+        """
+        # The image was made in the precision of the GPU where this is its copy `_on_cpu`.
         image = image.to(self.image_dtype)
         # Slabs are brought to the device one by one.
         if plan.slab_bytes is None:
             image = image.to(self.device)
+        # A view is a network and the axes along which it sees the image flipped.
         views = list(product(range(len(self.networks)), flips(self.task, options.tta)))
         if len(views) == 1:
             return self._predict_view(0, (), image, plan, options).cpu(), None
+        # Sum of the probabilities (K, D, H, W), and of their squares over all classes (D, H, W).
         total: Tensor | None = None
         squares: Tensor | None = None
         for network_index, axes in views:
@@ -421,8 +436,9 @@ class TrainedStage:
         assert squares is not None, "it comes with the sum"
         mean = total.div_(len(views))
         # E[p²] - E[p]² summed over the classes and halved: with two classes, the variance of
-        # either.
-        variance = squares.div_(len(views)).sub_(mean.square().sum(0)).clamp_(min=0).div_(2)
+        # either. Rounding may bring it below 0.
+        variance = squares.div_(len(views)).sub_(mean.square().sum(0))
+        variance.clamp_(min=0).div_(2)
         return mean.to(PROBS_DTYPE).cpu(), variance.sqrt_().cpu()
 
     def _predict_view(
@@ -445,6 +461,7 @@ class TrainedStage:
         network = self.networks[network_index]
         slab_bytes = plan.slab_bytes
         call = functools.partial(self._call, network, slab_bytes=slab_bytes)
+        # Other ways than `call` to run the network, as arguments of `predict_probs`.
         runners: dict[str, Any] = {}
         # A whole crop in slabs: its logits are taken slab by slab, never as one tensor.
         if slab_bytes is not None and plan.tile_size is None:
@@ -464,7 +481,8 @@ class TrainedStage:
             overlap=options.overlap,
             divisor=self.divisor,
             batch_size=plan.batch_size,
-            # Without a window, the value of air may also occur inside the body.
+            # A tile of nothing but air is not predicted. Without a window, the value of air may
+            # also occur inside the body.
             skips_air=all(channel.window_hu for channel in self.task.channels),
             **runners,
         )
@@ -473,7 +491,7 @@ class TrainedStage:
         return probs
 
     def _on_cpu(self) -> TrainedStage:
-        """The same stage on the CPU; a copy, because the next case may find the GPU free."""
+        """Return a copy on the CPU; the stage itself stays, as the next case may fit on the GPU."""
         cpu = torch.device("cpu")
         network, *others = map(_copy_on_cpu, self.networks)
         precision = inference_precision(self.precision, "cpu")
@@ -492,6 +510,8 @@ def _copy_on_cpu(network: nn.Module) -> nn.Module:
 
     Half-precision weights become float32, the only format of some CPUs.
     """
+    # Memo of `deepcopy`, from the identity of an object to its copy: a weight that is in it is not
+    # copied again on its device.
     copies: dict[int, Tensor] = {}
     for weight in chain(network.parameters(), network.buffers()):
         on_cpu = weight.detach().cpu()
@@ -502,15 +522,25 @@ def _copy_on_cpu(network: nn.Module) -> nn.Module:
             copies[id(weight)] = on_cpu.clone()
     for parameter in network.parameters():
         copies[id(parameter)] = nn.Parameter(copies[id(parameter)], requires_grad=False)
-    # Its memo: a weight that is in it is not copied again on its device.
     return copy.deepcopy(network, copies)
 
 
 def flips(task: Task, tta: bool | None) -> Sequence[tuple[int, ...]]:
-    """List the sets of axes to flip, one for each pass of a network; the first is empty."""
+    """List the sets of axes to flip, one for each pass of a network.
+
+    Args:
+        task: A flip along x would exchange the sides of a task that has them.
+        tta: Whether there is test-time augmentation; None is no.
+
+    Returns:
+        All subsets of the axes, counted from the end, the empty one first.
+    """
     if not tta:
         return [()]
-    # A flip along x exchanges left and right.
-    axes = [axis for axis in SPATIAL_AXES if axis != X_AXIS or not task.has_sides]
-    subsets = [combinations(axes, number) for number in range(len(axes) + 1)]
-    return list(chain.from_iterable(subsets))
+    axes = list(SPATIAL_AXES)
+    if task.has_sides:
+        axes.remove(X_AXIS)
+    subsets: list[tuple[int, ...]] = []
+    for num_axes in range(len(axes) + 1):
+        subsets.extend(combinations(axes, num_axes))
+    return subsets

@@ -20,6 +20,8 @@ from medseg.errors import EXIT_USER_ERROR
 #
 # `%q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`. The lines after it
 # remove the backslashes before brackets and commas again.
+#
+# Braces of the shell are doubled: the text goes through `str.format`.
 COMPLETION = r"""# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:
 #   eval "$(medseg --completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}

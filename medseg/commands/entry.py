@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -64,104 +64,122 @@ from medseg.runs.folder import Config, changed_config, remove_if_empty
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
-# Command to its schema, the module of its function, which has the same name (see `FUNCTIONS`), and
-# its sentence.
-COMMANDS: dict[str, tuple[type, str, str]] = {
-    "import": (
+
+class Command(NamedTuple):
+    """One command of medseg.
+
+    Attributes:
+        schema: Root dataclass of its configuration.
+        module: Module with its function, which has the name of the command; for the others see
+            `FUNCTIONS`.
+        sentence: What it does, for `--help`.
+    """
+
+    schema: type
+    module: str
+    sentence: str
+
+
+COMMANDS = {
+    "import": Command(
         ImportConfig,
         "medseg.commands.import_data",
         "make a case table and a task from a data set of another program",
     ),
-    "list": (
+    "list": Command(
         ListConfig,
         "medseg.commands.list_series",
         "list the series below a DICOM folder, and write a case table of the scans",
     ),
-    "train": (
+    "train": Command(
         TrainConfig,
         "medseg.commands.train",
         "train one stage (stage=coarse, stage=fine or stage=single)",
     ),
-    "search": (
+    "search": Command(
         SearchConfig,
         "medseg.studies.search",
         "search hyperparameters: train many trials and stop poor ones early",
     ),
-    "prepare": (PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"),
-    "ladder": (
+    "prepare": Command(
+        PrepareConfig, "medseg.commands.prepare", "check every case and fill the cache"
+    ),
+    "ladder": Command(
         LadderConfig,
         "medseg.studies.ladder",
         "measure the saving of each memory switch, added one at a time",
     ),
-    "compare_spacing": (
+    "compare_spacing": Command(
         CompareSpacingConfig,
         "medseg.studies.compare_spacing",
         "train spacing strategies on the same cases and score them by slice thickness",
     ),
-    "time_to_dice": (
+    "time_to_dice": Command(
         TimeToDiceConfig,
         "medseg.studies.time_to_dice",
         "train configurations until they reach a Dice, and count CPU minutes",
     ),
-    "find_lr": (
+    "find_lr": Command(
         FindLrConfig,
         "medseg.commands.find_lr",
         "find a learning rate in one short run of rising rates",
     ),
-    "tune_loader": (
+    "tune_loader": Command(
         TuneLoaderConfig,
         "medseg.planning.tune_loader",
         "measure which loader settings are fastest on this machine",
     ),
-    "plan": (
+    "plan": Command(
         PlanConfig,
         "medseg.planning.plan",
         "count the memory of a training step before anything runs",
     ),
-    "predict": (PredictConfig, "medseg.commands.predict", "segment scans with trained checkpoints"),
-    "evaluate": (
+    "predict": Command(
+        PredictConfig, "medseg.commands.predict", "segment scans with trained checkpoints"
+    ),
+    "evaluate": Command(
         EvaluateConfig,
         "medseg.commands.evaluate",
         "score label maps against a reference",
     ),
-    "export": (
+    "export": Command(
         ExportConfig,
         "medseg.commands.export",
         "write the network of a checkpoint for ONNX or OpenVINO",
     ),
-    "report": (ReportConfig, "medseg.commands.report", "compare runs on one page"),
-    "watch": (
+    "report": Command(ReportConfig, "medseg.commands.report", "compare runs on one page"),
+    "watch": Command(
         WatchConfig,
         "medseg.commands.watch",
         "show the losses and the memory of a run in the terminal while it trains",
     ),
-    "configure": (
+    "configure": Command(
         ConfigureConfig,
         "medseg.studies.configure.command",
         "write an experiment that fits your data, memory and hours",
     ),
-    "cross_validate": (
+    "cross_validate": Command(
         CrossValidateConfig,
         "medseg.studies.cross_validate",
         "train and score fold by fold, by patient",
     ),
-    "make_weights": (
+    "make_weights": Command(
         MakeWeightsConfig,
         "medseg.studies.make_weights",
         "train on all cases and write the weights as small files",
     ),
-    "phantom": (
+    "phantom": Command(
         PhantomsConfig,
         "medseg.commands.phantom",
         "make synthetic scans with exact labels",
     ),
-    "demo": (
+    "demo": Command(
         DemoConfig,
         "medseg.studies.demo",
         "make phantoms, train both stages, predict and score, in minutes",
     ),
 }
-# Function of a command whose name is a word of Python, or a type.
+# Function of a command whose own name is a keyword or a type of Python.
 FUNCTIONS = {"import": "import_data", "list": "list_series"}
 # Package that a command imports to its extra of medseg.
 EXTRAS = {"optuna": "search"}
@@ -169,7 +187,7 @@ EXTRAS = {"optuna": "search"}
 
 def run_command(command: str) -> None:
     """Run a command with the arguments `key=value …` of this process, and exit with its code."""
-    module = COMMANDS[command][1]
+    module = COMMANDS[command].module
     if command == "train":  # it prepares the process first
         import_module(module).main()
         return
@@ -186,7 +204,7 @@ def _call_command(command: str, config: Any) -> int:
 
     It is imported now and not before: a misspelled key must not wait for torch.
     """
-    module = COMMANDS[command][1]
+    module = COMMANDS[command].module
     name = FUNCTIONS.get(command, command)
     try:
         code: int = getattr(import_module(module), name)(config)
@@ -209,6 +227,7 @@ def import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     finally:
+        # What the import has made stays until the end: later collections skip it too.
         gc.freeze()
         gc.enable()
 
@@ -234,7 +253,7 @@ def run(
             in other processes.
         read: Checks what is composed; None = `to_config` with the schema.
     """
-    schema = COMMANDS[command][0]
+    schema = COMMANDS[command].schema
     read_config = read or partial(to_config, schema=schema)
     codes: list[int] = []
 
@@ -255,7 +274,8 @@ def run(
         _run_command_line(command, run_job)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _is_unread(sys.stdout):
+        # The broken pipe may be another one, such as that to a worker.
+        if not _drop_if_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
     except UserError as error:
@@ -264,8 +284,9 @@ def run(
     except KeyboardInterrupt:
         say("interrupted")
         sys.exit(EXIT_INTERRUPTED)
-    # Jobs in other processes have added nothing to the codes of this one.
     if sweep_codes is not None:
+        # The jobs of a multirun may have run in other processes, which have added nothing to
+        # `codes`. Without a multirun, `sweep_codes` gives an empty list.
         codes = sweep_codes() or codes
     sys.exit(_exit_code(codes))
 
@@ -273,8 +294,8 @@ def run(
 class JobDefectError(Exception):
     """An exception of a job that is no mistake of the user.
 
-    Hydra raises errors of the same types for what the user typed; a job in another process of a
-    launcher may have raised this one.
+    It carries the exception past `_explained_errors`, since Hydra raises errors of the same types
+    for what the user typed. It may come from a job in another process of a launcher.
 
     Args:
         error: The exception of the job.
@@ -305,19 +326,21 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
     Raises:
         UserError: If an argument is wrong, or Hydra cannot compose it or write the run folder.
     """
-    schema = COMMANDS[command][0]
+    schema = COMMANDS[command].schema
     if is_completion(sys.argv[1:]):
         with _explained_errors(command):
             print("\n".join(complete(schema, partial(compose, command), line_words())))
         return
     arguments = expand_options(command, sys.argv[1:])
     check_arguments(arguments)
+    # What follows may compose the arguments, and needs the experiments that they name.
     register_experiments(arguments)
+    # `with_task` opens the paths that the user typed, so they are quoted after it.
     arguments = quote_paths(with_task(arguments, schema))
     with _explained_errors(command):
         arguments = with_plan(arguments, schema, partial(compose, command))
     arguments = targets_first(arguments)
-    # Hydra reads the command line by itself.
+    # Hydra takes the arguments from here.
     sys.argv[1:] = options_first(arguments)
     if {"--help", "-h"} & set(sys.argv):
         with _explained_errors(command):
@@ -375,11 +398,16 @@ def _run_hydra(command: str, run_job: Callable[[DictConfig], None]) -> None:
 
 def _exit_code(codes: Sequence[int]) -> int:
     """Join the exit codes of all jobs, and say how many of several failed."""
+    # No job, as of `--help`, is a success.
+    if not codes:
+        return 0
+    if len(codes) == 1:
+        return codes[0]
     num_failed = sum(code != 0 for code in codes)
-    if len(codes) > 1 and num_failed:
-        say(f"{num_failed} of {len(codes)} jobs failed")
-        return EXIT_FAILED
-    return max(codes, default=0)
+    if num_failed == 0:
+        return 0
+    say(f"{num_failed} of {len(codes)} jobs failed")
+    return EXIT_FAILED
 
 
 def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Config:
@@ -392,20 +420,23 @@ def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Co
     """
     hydra_config = HydraConfig.get()
     is_multirun = hydra_config.mode is RunMode.MULTIRUN
+    # `auto` is decided by the command, and each job of a multirun resumes by itself.
     if is_multirun or composed.resume in (None, "auto"):
         return to_config(composed, schema)
+    # Without arguments: what differs from it was changed by the user.
     default = resolved(hydra.compose(command))
     overrides = hydra_config.overrides.task
     return changed_config(composed.resume, resolved(composed), default, overrides, schema)
 
 
-def _is_unread(stream: TextIO) -> bool:
-    """Whether the reader of a stream has left.
+def _drop_if_unread(stream: TextIO) -> bool:
+    """Return whether the reader of a stream has left, and if so drop what is still in its buffer.
 
-    The rest of the stream is then dropped, or Python would fail at its exit.
+    Python would otherwise fail at its exit, where it flushes the buffer.
     """
     try:
-        print(file=stream, flush=True)  # a write that failed may have left nothing to flush
+        # An empty line: a write that failed may have left nothing to flush.
+        print(file=stream, flush=True)
     except BrokenPipeError:
         drop_output(stream)
         return True

@@ -8,11 +8,12 @@ from medseg.errors import EXIT_FAILED
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.task_options import make_task
 
+# Classes that further metrics see: the background, and the region that is scored.
+NUM_CLASSES = 2
+
 
 def evaluate(config: EvaluateConfig) -> int:
     """Score the label maps of a folder.
-
-    Further metrics of `metrics` see each region as one class beside the background.
 
     Returns:
         0, or 1 when a case could not be scored.
@@ -22,7 +23,7 @@ def evaluate(config: EvaluateConfig) -> int:
         # Loads torch, which our own metrics do without.
         from medseg.training.extensions import make_metrics
 
-        metrics = make_metrics(config.metrics, 2, config.trusted_targets)
+        metrics = make_metrics(config.metrics, NUM_CLASSES, config.trusted_targets)
     baseline = None
     if config.baseline:
         baseline = Path(config.baseline)

@@ -1,7 +1,6 @@
 """The `export` command: writes the network of a checkpoint as ONNX or OpenVINO IR."""
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,25 +19,27 @@ def export(config: ExportConfig) -> int:
         UserError: If the checkpoint or the output is not usable, or the network cannot be
             converted.
     """
-    checkpoint, output = Path(config.checkpoint), Path(config.output)
-    if not is_weights_folder(checkpoint):
-        _export_file(checkpoint, output, config.trusted_targets)
+    checkpoint = Path(config.checkpoint)
+    output = Path(config.output)
+    if is_weights_folder(checkpoint):
+        for paths in find_stages(checkpoint).values():
+            for path in paths:
+                path_output = output.with_name(f"{output.stem}_{path.stem}{output.suffix}")
+                _export_file(path, path_output, config.trusted_targets)
     else:
-        for path in chain(*find_stages(checkpoint).values()):
-            target = output.with_name(f"{output.stem}_{path.stem}{output.suffix}")
-            _export_file(path, target, config.trusted_targets)
+        _export_file(checkpoint, output, config.trusted_targets)
     print("the preprocessing is in its metadata, see docs/export.md")
     return 0
 
 
 def _export_file(checkpoint: Path, output: Path, trusted: Sequence[str]) -> None:
-    """Write one network, and print what its input must be."""
+    """Write the network of one file, and print what its input must be."""
     stage = load_stage(
         checkpoint,
-        None,
-        torch.device("cpu"),
-        "fp32",
-        trusted,
+        stage=None,  # any
+        device=torch.device("cpu"),
+        precision="fp32",
+        trusted=trusted,
         options=InferenceOptions(backend=Backend.torch),
     )
     exported = export_stage(stage, output)

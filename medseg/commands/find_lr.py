@@ -19,7 +19,7 @@ from medseg.training.lr_range import LrRange, smoothed, suggest_lr
 from medseg.training.network import load_initial_weights, make_network
 from medseg.training.optimisation import find_lr_factor
 
-CONSTANT = {TARGET: "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
+CONSTANT_SCHEDULE = {TARGET: "torch.optim.lr_scheduler.ConstantLR", "factor": 1.0}
 
 
 def find_lr(config: FindLrConfig) -> int:
@@ -38,11 +38,12 @@ def find_lr(config: FindLrConfig) -> int:
             f"expected lowest_lr < highest_lr, but got lowest_lr={config.lowest_lr:g} "
             f"and highest_lr={config.highest_lr:g}"
         )
-    if config.trainer.devices * config.trainer.num_nodes != 1:
+    if config.trainer.num_ranks != 1:
         raise UserError(
             "trainer: find_lr runs on one rank, and its result holds for any number of ranks "
             "with the same stage.batch_size; choose trainer=single"
         )
+    # Fills in a spacing that depends on the cases.
     find_spacing(config.spacing, config.data, config.task)
     output = Path(config.output)
     check_writable(output)
@@ -61,7 +62,7 @@ def find_lr(config: FindLrConfig) -> int:
         f"suggested: {suggested_lr:.2g}, where the loss falls steepest "
         f"but at most a tenth of {lr_of_lowest_loss:.2g}, the rate of the lowest loss"
     )
-    # `lr_scaling` multiplies `optimizer.lr`.
+    # `train` multiplies `optimizer.lr` by this factor of `lr_scaling`.
     factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     print(f"optimizer.lr={suggested_lr / factor:.2g}")
     print(f"{output / 'find_lr.csv'}, {output / 'find_lr.png'}")
@@ -69,9 +70,11 @@ def find_lr(config: FindLrConfig) -> int:
 
 
 def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
-    """Train for `config.steps` steps; returns the rate and the loss of each."""
-    # The test sets the rates itself, and leaves nothing behind but its result.
-    config = replace(config, schedule=CONSTANT, warmup_steps=0, logger={}, run_dir=str(output))
+    """Train for `config.steps` steps at most; returns the rate and the loss of each."""
+    # `LrRange` sets the rates, so the schedule must not, and nothing is logged.
+    config = replace(
+        config, schedule=CONSTANT_SCHEDULE, warmup_steps=0, logger={}, run_dir=str(output)
+    )
     use_supported_half(config.memory, config.trainer.accelerator)
     torch.manual_seed(config.seed)
     network = make_network(config)
@@ -79,7 +82,8 @@ def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
     lr_range = LrRange(config.lowest_lr, config.highest_lr, config.steps)
     trainer = make_trainer(config, [lr_range])
     trainer.limit_val_batches = 0
-    trainer.fit(make_module(config, network, {}), datamodule=make_data_module(config))
+    module = make_module(config, network, metadata={})  # no checkpoint is written
+    trainer.fit(module, datamodule=make_data_module(config))
     return lr_range
 
 

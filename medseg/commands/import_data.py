@@ -22,9 +22,9 @@ from medseg.io.text import read_text
 from medseg.wording import quote_for_shell
 
 ACCOUNT_FILE = "account.csv"
-# First line of the file.
+# First line of the file, by which a file of that name is known to be an account.
 ACCOUNT_HEADER = ",".join(Item._fields)
-CURE = "remove it, or give another output"
+REMOVE_CURE = "remove it, or give another output"
 # Beyond this number the labels are probably not all wanted.
 MANY_LABELS = 30
 
@@ -39,7 +39,8 @@ def import_data(config: ImportConfig) -> int:
     dataset_format = None
     if config.format is not None:
         dataset_format = config.format.value
-    data = import_dataset(Path(config.input), dataset_format).keep(config.labels)
+    data = import_dataset(Path(config.input), dataset_format)
+    data = data.keep(config.labels)
     if config.missing is MissingStructure.absent:
         data = data.state_absence()
     else:
@@ -82,24 +83,28 @@ def _print_summary(data: DataSet) -> None:
         say(note)
     if len(data.labels) > MANY_LABELS:
         say(f"the task has {len(data.labels)} labels; labels=[a,b,…] keeps some of them")
-    uses = Counter(map(_use_of, data.cases))
-    numbers = ", ".join(f"{_count_cases(number)} {use}" for use, number in uses.items())
+    num_cases_by_use = Counter(map(_use_of, data.cases))
+    counts = [f"{_count_cases(number)} {use}" for use, number in num_cases_by_use.items()]
     channels = []
     for channel in data.channels:
+        # A channel without a window is normalised by the values of each case.
         channels.append(f"{channel.modality} {channel.window_hu or channel.normalise}")
-    print(f"{data.format}: {numbers}; channels: {', '.join(channels)}")
+    print(f"{data.format}: {', '.join(counts)}; channels: {', '.join(channels)}")
     print(f"labels: {', '.join(data.labels)}")
 
 
 def _count_cases(number: int) -> str:
-    """Count cases in words, with the noun in its number."""
-    return "1 case" if number == 1 else f"{number} cases"
+    """Format a number of cases: `1 case`, `2 cases`."""
+    if number == 1:
+        return "1 case"
+    return f"{number} cases"
 
 
 def _use_of(case: Case) -> str:
     """Say what a case is for, in the first line of the summary."""
     if case.split is not None:
         return case.split
+    # The side is None in each fold that does not use the case.
     has_folds = len(case.fold_sides) > 0
     if has_folds and not any(case.fold_sides):
         return "in no fold"
@@ -115,13 +120,17 @@ def require_unchanged(output: Path, data: DataSet, task_text: str) -> None:
     """
     account = output / ACCOUNT_FILE
     if account.exists() and not read_text(account).startswith(ACCOUNT_HEADER):
-        raise UserError(f"{account} exists and is no account of an import; {CURE}")
+        raise UserError(f"{account} exists and is no account of an import; {REMOVE_CURE}")
     table = output / TABLE_NAME
+    if table.exists():
+        cases = [_with_absolute_paths(case) for case in data.cases]
+        if read_case_table(table) != cases:
+            raise UserError(f"{table} exists and holds other cases; {REMOVE_CURE}")
     task_file = output / TASK_FILE
-    if table.exists() and read_case_table(table) != list(map(_with_absolute_paths, data.cases)):
-        raise UserError(f"{table} exists and holds other cases; {CURE}")
     if task_file.exists() and read_text(task_file) != task_text:
-        raise UserError(f"{task_file} exists and differs from the task of this data set; {CURE}")
+        raise UserError(
+            f"{task_file} exists and differs from the task of this data set; {REMOVE_CURE}"
+        )
 
 
 def _with_absolute_paths(case: Case) -> Case:
@@ -129,6 +138,13 @@ def _with_absolute_paths(case: Case) -> Case:
     return replace(
         case,
         image=case.image.absolute(),
-        labels=case.labels and case.labels.absolute(),
-        more_images=tuple(path and path.absolute() for path in case.more_images),
+        labels=_absolute(case.labels),
+        more_images=tuple(_absolute(path) for path in case.more_images),
     )
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Make a path absolute; None stays."""
+    if path is None:
+        return None
+    return path.absolute()

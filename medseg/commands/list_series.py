@@ -1,6 +1,6 @@
 """The `list` command: prints the series below a DICOM folder, and writes their case table."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,10 @@ TABLE_COLUMNS = ("case", "image", "series", *[key for key in COLUMNS if key != "
 """Columns of the case table: what `read_case_table` takes, and what is printed."""
 
 MAX_TEXT = 40
-"""Longer texts are cut where they are printed."""
+"""Letters of a header's text that are printed; longer ones are cut."""
 
 MAX_NAME = 100
-"""Longer names of cases are cut."""
+"""Letters of the name of a case, before the suffix that makes it unique."""
 
 
 def list_series(config: ListConfig) -> int:
@@ -61,17 +61,18 @@ def list_series(config: ListConfig) -> int:
     # A DICOMDIR stands for the medium that it lists.
     if is_dicomdir(folder):
         folder = folder.parent
-    with _counted_files() as on_file:
-        listed = list_folder(folder, config.modality.value, on_file=on_file)
+    with _file_counter() as count_file:
+        listed = list_folder(folder, config.modality.value, on_file=count_file)
     print_table([_printed(series) for series in listed], COLUMNS)
     scans = [series for series in listed if not series.fault]
-    studies = {(series.series.patient, series.series.study) for series in scans}
+    studies = {(scan.series.patient, scan.series.study) for scan in scans}
     print(f"{len(listed)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
     if output is None:
         return 0
     if not scans:
         raise UserError(f"{folder}: there is no scan to write to {output}; see the last column.")
     if config.series_pick is not None:
+        # One scan of each study that has a matching one.
         scans = pick_each_study(scans, config.series_pick)
         _say_left_out(len(studies) - len(scans), config.series_pick)
     if not scans:
@@ -90,10 +91,11 @@ def list_series(config: ListConfig) -> int:
 
 
 def _say_left_out(num_studies: int, rule: str) -> None:
-    """Say how many studies a rule leaves out."""
-    if num_studies:
-        studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
-        say(f"series_pick={rule} leaves out {studies}, in whose scans nothing matches")
+    """Say how many studies a rule leaves out, if it does."""
+    if num_studies == 0:
+        return
+    studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
+    say(f"series_pick={rule} leaves out {studies}, in whose scans nothing matches")
 
 
 def _check_input(folder: Path) -> None:
@@ -103,13 +105,13 @@ def _check_input(folder: Path) -> None:
         UserError: With the cure.
     """
     if folder.is_dir() and next(iter(dicom_files(folder)), None) is None:
-        found = "a folder without DICOM files"
+        kind = "a folder without DICOM files"
     elif input_format(folder) != "dicom":
-        found = "a volume file"
+        kind = "a volume file"
     else:
         return
     raise UserError(
-        f"{folder}: expected a folder of DICOM files, got {found}; "
+        f"{folder}: expected a folder of DICOM files, got {kind}; "
         "`predict` takes scans of other formats as they are, without a list."
     )
 
@@ -136,8 +138,8 @@ def _refuse_other_table(output: Path, text: str) -> None:
 
 
 @contextmanager
-def _counted_files() -> Iterator[Any]:
-    """Count files in a terminal; yields what is called after each file."""
+def _file_counter() -> Iterator[Callable[[], None]]:
+    """Show a count of files in a terminal; yields the function that counts one file more."""
     console = Console(stderr=True)
     with Progress(
         "{task.completed:.0f} files read", console=console, disable=not console.is_terminal
@@ -156,7 +158,7 @@ def _row(series: ListedSeries) -> dict[str, Any]:
     number = identity.series_number
     if series.part:
         number += f"/{series.part}"
-    descriptions = filter(None, (identity.series_description, series.phase))
+    descriptions = [text for text in (identity.series_description, series.phase) if text]
     return {
         "patient": identity.patient,
         "study_date": identity.study_date,
@@ -173,7 +175,7 @@ def _row(series: ListedSeries) -> dict[str, Any]:
 
 
 def _printed(series: ListedSeries) -> dict[str, Any]:
-    """Describe a series for a terminal: texts of headers are short, and act on nothing."""
+    """Describe a series for a terminal: texts of its header are cut, and cannot control it."""
     row = _row(series)
     for column in ("patient", "study_date", "number", "description", "kernel"):
         row[column] = _short(row[column])
@@ -181,7 +183,7 @@ def _printed(series: ListedSeries) -> dict[str, Any]:
 
 
 def _short(text: str) -> str:
-    """Cut a text, and quote one that would act on a terminal."""
+    """Cut a text to `MAX_TEXT` letters, and quote one that would control a terminal."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - 1] + "…"
     return plain(text)
@@ -197,7 +199,9 @@ def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
             number += f".{scan.part}"
         name = joined_name([series.patient, series.date, number])
         # A name that begins with a dot would name a hidden file.
-        name = name[:MAX_NAME].lstrip(".") or "scan"
+        name = name[:MAX_NAME].lstrip(".")
+        if not name:
+            name = "scan"
         while name in names:
             name += "_2"
         names.add(name)
@@ -206,7 +210,6 @@ def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
 
 def _table_row(name: str, series: ListedSeries) -> dict[str, Any]:
     """Describe a scan as a row of the case table."""
-    place = {"case": name, "image": series.folder.absolute(), "series": series.choice}
-    row = place | _row(series)
+    row = _row(series)
     del row["fault"]
-    return row
+    return {"case": name, "image": series.folder.absolute(), "series": series.choice, **row}

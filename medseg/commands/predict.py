@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,9 +19,9 @@ from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 from medseg.wording import first_few
 
-# Files of a case that its line names.
+# Files that the line of a case names, where it has no label map.
 MAX_FILES = 3
-# Reading headers is shown where it takes longer, as of a cohort on a network drive.
+# Seconds after which the reading of headers is shown, as of a cohort on a network drive.
 SLOW_S = 2.0
 
 
@@ -36,7 +37,7 @@ def predict(config: PredictConfig) -> int:
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    # Before there are threads that read.
+    # Before there are threads: it must not meet an import of pydicom in one of them.
     import_nibabel()
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
@@ -59,13 +60,16 @@ def predict(config: PredictConfig) -> int:
 class Display(Observer):
     """Bars of a prediction in a terminal, and the outcome of each case.
 
+    There are three: headers that are read, cases of a batch, and steps of the present case.
+
     Args:
         progress: Bars; disabled where there is no terminal.
     """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.cases = progress.add_task("", visible=False, case="")
+        self.cases = progress.add_task("", visible=False)
+        # Its field `case` holds the name of the case whose steps it shows.
         self.steps = progress.add_task("", visible=False, case="")
         self.headers = progress.add_task("", start=False, total=None, visible=False)
 
@@ -80,12 +84,12 @@ class Display(Observer):
             self.progress.update(self.headers, description=description, visible=True)
 
     def forecast(self, sentence: str) -> None:
-        """Say the forecast in a terminal; the error stream of a script has complaints alone."""
+        """Say the forecast in a terminal only: scripts take the error stream for complaints."""
         if self.progress.console.is_terminal:
             say(sentence)
 
     def case_begins(self, name: str, num_cases: int) -> None:
-        """Name the case in the bar of a batch."""
+        """Name the case in the bar of a batch; a single case has none."""
         self.progress.update(self.headers, visible=False)
         self.progress.update(self.cases, description=name, total=num_cases, visible=num_cases > 1)
 
@@ -106,7 +110,7 @@ class Display(Observer):
         _print_outcome(case)
         self.progress.advance(self.cases)
         bar = self.progress.tasks[self.steps]
-        # Of a batch, the next case may be in the bar already.
+        # In a batch, the next case may have begun while the files of this one were written.
         if bar.fields["case"] == case.scan.name:
             self.progress.update(self.steps, completed=bar.total)
 
@@ -117,7 +121,12 @@ def sigterm_exits() -> Iterator[None]:
 
     The case that is being written is finished, the others are left out.
     """
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    def exit_by_signal(*_: Any) -> None:
+        # The exit code that a shell reports for a program ended by a signal.
+        sys.exit(128 + signal.SIGTERM)
+
+    previous_handler = signal.signal(signal.SIGTERM, exit_by_signal)
     try:
         yield
     finally:
@@ -131,16 +140,20 @@ def _print_outcome(case: BatchCase) -> None:
     if case.is_skipped:
         print(f"{_results_of(case)}: finished before, skipped", flush=True)
     elif case.report is not None:
-        volumes = ", ".join(
-            f"{name} {volume_ml:.0f} ml" for name, volume_ml in case.report["volume_ml"].items()
-        )
+        volumes_ml = case.report["volume_ml"]
+        volumes = ", ".join(f"{name} {volume_ml:.0f} ml" for name, volume_ml in volumes_ml.items())
         total_s = case.report["durations_s"]["total"]
         print(f"{_results_of(case)}: {volumes}, {total_s:.1f} s", flush=True)
 
 
 def _results_of(case: BatchCase) -> str:
-    """Name the label map of a case; without one in `save` the other files, or else the report."""
+    """Name the files of a case in its line.
+
+    The label map stands for all of them. Where `save` has no labels these are the other files, or,
+    without any, the report, which every case has.
+    """
     if case.output in case.result_paths:
         return str(case.output)
-    paths = case.result_paths or [report_path(case.output)]
-    return first_few(paths, MAX_FILES)
+    if case.result_paths:
+        return first_few(case.result_paths, MAX_FILES)
+    return str(report_path(case.output))

@@ -34,6 +34,7 @@ def prepare(config: PrepareConfig) -> int:
     task = make_task(config.task)
     spacings = []
     for options in config.spacings.values():
+        # Fills in a spacing that depends on the cases.
         find_spacing(options, config.data, config.task)
         spacings.append((options.target_spacing_mm, options.resampling.value))
     cases = _cases_to_prepare(config)
@@ -45,12 +46,12 @@ def prepare(config: PrepareConfig) -> int:
     for audited, scan in track(prepared, "prepare", total=len(cases)):
         audited_cases.append(audited)
         case_slices: Sequence[Slice] = ()
-        if scan is not None:
+        if scan is not None:  # a case that cannot be read has none
             image = shown_image(scan.image_hu, task.channels[0])
             case_slices = cut_slices(image, scan.labels, scan.grid.spacing_mm)
         slices.append(case_slices)
         print_case(audited)
-    # Copies and outliers show only once all cases are read.
+    # Copies and outliers are found only once all cases are read.
     audited_cases = compare_cases(audited_cases)
     for audited in audited_cases:
         print_findings(audited.case, audited.comparison)
@@ -83,7 +84,8 @@ def _cases_to_prepare(config: PrepareConfig) -> list[tuple[Case, LabelValues]]:
 
 
 def shown_image(image: np.ndarray, channel: Channel) -> np.ndarray:
-    """Prepare an image for the picture: values without a window are mapped to [-1, 1]."""
+    """Prepare an image for the picture: values of a channel without a window go to [-1, 1]."""
+    # A picture applies the window of the channel by itself.
     if channel.window_hu:
         return image
     return normalise(image, percentile(image, channel.modality))
@@ -181,12 +183,12 @@ def summary(audited_cases: Sequence[AuditedCase], files: Sequence[Path]) -> str:
     if codes:
         numbers = ", ".join(f"{code} {number}" for code, number in codes.most_common())
         warnings = f"{warnings} ({numbers})"
-    see = ", ".join(map(str, files))
-    return f"{count(len(audited_cases), 'case')}: {states}; {warnings}; see {see}"
+    file_names = ", ".join(map(str, files))
+    return f"{count(len(audited_cases), 'case')}: {states}; {warnings}; see {file_names}"
 
 
 def count(number: int, noun: str) -> str:
-    """Format a number with its noun."""
+    """Format a number with its noun, in the plural where it is not 1."""
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}s"

@@ -27,8 +27,15 @@ def main() -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     STOP.install()
     try:
-        entry.run("train", train, sweeps.note_refusal, sweeps.exit_codes, read)
+        entry.run(
+            "train",
+            job=train,
+            refused=sweeps.note_refusal,
+            sweep_codes=sweeps.exit_codes,
+            read=read,
+        )
     finally:
+        # `entry.run` always exits, so this comes after it, also after Ctrl-C.
         for sweep_dir in sweeps.SweepFolder.started:
             if sweep_dir.is_dir():
                 print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")
@@ -91,8 +98,9 @@ def _train(config: TrainConfig) -> int:
         opened = open_or_leave(config, is_named)
     if is_under_torchrun():
         opened = from_first_rank(opened)
+    # Hydra has made a new folder, which a resumed run does not use.
     remove_if_empty(Path(hydra_config.runtime.output_dir))
-    if opened is None:
+    if opened is None:  # the run has finished
         return 0
     try:
         return start_ranks(opened)
@@ -109,8 +117,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         config: Checked configuration; changed in place to the one of the run.
         is_named: Whether the user chose the folder of a new run.
     """
-    # Torchrun starts its ranks again after one has died.
-    # torchrun starts all ranks again when one has ended: they go on.
+    # torchrun starts all ranks again when one of them has died: they resume the run.
     if config.resume is None and num_restarts():
         config.resume = "auto"
     if config.resume == "auto":
@@ -125,6 +132,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
     has_finished = config.resume is not None and is_finished(config)
     if config.resume is not None and not has_finished:
         say(f"resuming {config.resume}")
+    # Of a finished run too: it sets `run_dir`, and refuses changes that give another result.
     open_run(config, is_named=is_named)
     if has_finished:
         say(

@@ -20,9 +20,12 @@ from medseg.runs.past_runs import HISTORY_FILE, find_runs, read_history
 from medseg.runs.status import Status
 
 BARS = "▁▂▃▄▅▆▇█"
-# Values of a curve in the terminal.
+# Largest number of bars of a curve.
 WIDTH = 48
-# Column of history.csv to its title and the format of its newest value.
+# Seconds over which the use of the processors is measured. Without it psutil reports the use since
+# its last call, and 0 at the first.
+CPU_INTERVAL_S = 0.1
+# Column of history.csv to its title and the format of its values.
 CURVES = {
     "loss": ("loss", "{:.4f}"),
     "val_dice": ("validation Dice", "{:.4f}"),
@@ -34,7 +37,7 @@ CURVES = {
     "gpu_gib": ("GPU memory of the run", "{:.2f} GiB"),
     "gpu_percent": ("GPU utilisation", "{:.0f} %"),
 }
-# Headings of the table of a run, and how each column is set.
+# Headings of the table of a run, and the alignment of each column.
 HEADINGS: tuple[tuple[str, JustifyMethod], ...] = (
     ("", "left"),
     ("now", "right"),
@@ -130,20 +133,21 @@ def _progress(history: list[dict[str, float]], steps: Any) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """Draw values as bars of a line of text; of many values, the mean of neighbours.
+    """Draw values as bars in one line of text; of more than `WIDTH`, the means of neighbours.
 
     Example:
         >>> curve([0.0, 1.0, 7.0])
         '▁▂█'
     """
     num_joined = math.ceil(len(values) / WIDTH)
-    means = [
-        fmean(values[start : start + num_joined]) for start in range(0, len(values), num_joined)
-    ]
+    means = []
+    for start in range(0, len(values), num_joined):
+        means.append(fmean(values[start : start + num_joined]))
     low = min(means)
-    # A flat curve has no range to divide by.
-    value_range = (max(means) - low) or 1.0
-    heights = [(mean - low) / value_range for mean in means]
+    value_range = max(means) - low
+    if value_range == 0.0:  # a flat curve: all bars are the lowest
+        value_range = 1.0
+    heights = [(mean - low) / value_range for mean in means]  # 0 to 1
     return "".join(BARS[int(height * (len(BARS) - 1))] for height in heights)
 
 
@@ -154,25 +158,25 @@ def machine() -> list[tuple[str, str]]:
     """
     memory = psutil.virtual_memory()
     rows = [
-        ("machine: memory", _part_of(memory.total - memory.available, memory.total)),
-        ("machine: processor", f"{psutil.cpu_percent():.0f} %"),
+        ("machine: memory", _memory_text(memory.total - memory.available, memory.total)),
+        ("machine: processor", f"{psutil.cpu_percent(CPU_INTERVAL_S):.0f} %"),
     ]
     try:
         import pynvml
     except ModuleNotFoundError:
         return rows
-    # No driver, or a slice of a GPU that does not answer.
+    # It fails without a driver, or at a slice of a GPU; the rows so far are shown all the same.
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for number in range(pynvml.nvmlDeviceGetCount()):
             gpu = pynvml.nvmlDeviceGetHandleByIndex(number)
             gpu_memory = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-            rows.append((f"GPU {number}: memory", _part_of(gpu_memory.used, gpu_memory.total)))
+            rows.append((f"GPU {number}: memory", _memory_text(gpu_memory.used, gpu_memory.total)))
             utilisation = pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu
             rows.append((f"GPU {number}: utilisation", f"{utilisation} %"))
     return rows
 
 
-def _part_of(used_bytes: int, total_bytes: int) -> str:
-    """Format used and total memory."""
+def _memory_text(used_bytes: int, total_bytes: int) -> str:
+    """Format used and total memory in GiB."""
     return f"{used_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB"

@@ -10,6 +10,7 @@ import functools
 import math
 import pickle
 import re
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -26,7 +27,7 @@ from omegaconf.errors import (
 
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.errors import UserError
-from medseg.knob import Knob
+from medseg.knob import Knob, key_below
 from medseg.target_arguments import range_of
 from medseg.targets import EXTENSION_KEYS, TARGET, check_target, list_nodes
 from medseg.training.clashes import train_clashes
@@ -37,8 +38,8 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# Our keys to the names of the same setting in nnU-Net, MONAI, Lightning and
-# lightning-hydra-template.
+# Our keys for a setting, of which each command has some, to its names in nnU-Net, MONAI, Lightning
+# and lightning-hydra-template; blanks divide both.
 HABITS = {
     "optimizer.lr": "lr learning_rate initial_lr base_lr",
     "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
@@ -96,9 +97,9 @@ def check_clashes(options: Any, key: str = "") -> None:
     """
     for field in dataclasses.fields(options):
         value = getattr(options, field.name)
-        field_key = f"{key}.{field.name}".lstrip(".")
+        field_key = key_below(key, field.name)
         groups = {field_key: value}
-        # A mapping of groups, such as the rows of a study.
+        # A mapping may hold groups, such as the rows of a study.
         if isinstance(value, dict):
             groups = {f"{field_key}.{name}": item for name, item in value.items()}
         for group_key, group in groups.items():
@@ -137,8 +138,11 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         for point, key, node in list_nodes(values):
             _check_arguments(point, key, node)
     for point in points:
-        # The node of `logger` in `values` has its references to the environment.
-        node = values["logger"] if point == "logger" else getattr(config, point)
+        node = getattr(config, point)
+        if point == "logger":
+            # OmegaConf has resolved its references to the environment in `config`; `values` still
+            # has them, see `resolved`.
+            node = values["logger"]
         checked = _checked_node(point, node, values.get("trusted_targets", ()), composed)
         setattr(config, point, checked)
     return typing.cast(T, config)
@@ -146,6 +150,8 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
 
 def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
     """Convert plain values to a schema: each group and mapping by itself, then the other keys.
+
+    Groups and mappings come from a cache, which makes repeated checks quick.
 
     Raises:
         OmegaConfBaseException: On an unknown key, a wrong type or a missing value.
@@ -160,7 +166,8 @@ def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
         elif dataclasses.is_dataclass(hint):
             arguments[name] = _convert_group(typing.cast(type, hint), name, value)
         elif typing.get_origin(hint) is dict:
-            arguments[name] = copy.deepcopy(_convert_mapping(schema, name, pickle.dumps(value)))
+            cached = _convert_mapping(schema, name, pickle.dumps(value))
+            arguments[name] = copy.deepcopy(cached)
         else:
             others[name] = value
     declared = _keys_without(schema, frozenset(arguments))
@@ -199,24 +206,29 @@ def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
     Raises:
         OmegaConfBaseException: On an unknown key, a wrong type or a missing value.
     """
-    return copy.deepcopy(_convert_pickled(schema, key, pickle.dumps(values)))
+    cached = _convert_pickled(schema, key, pickle.dumps(values))
+    # The caller may change its copy.
+    return copy.deepcopy(cached)
 
 
 # OmegaConf takes 50 ms for all groups of `train`. The runs of a search or a study, and the tests,
 # differ in few of them. The values are pickled because a cache needs keys that can be hashed.
 @functools.lru_cache(maxsize=1024)
 def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
-    """Convert the values of a group."""
+    """Convert the values of a group; the result is shared by all callers."""
     values = pickle.loads(pickled)
-    # Below its key, so that an error names the whole key. Unsafe for its arguments, which it may
-    # change: they are made here.
+    # Both are put below the key of the group, so that an error names the whole key.
+    # `unsafe_merge` may change its arguments, which nobody else has.
     merged = OmegaConf.unsafe_merge({key: OmegaConf.structured(schema)}, {key: values})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
 @functools.lru_cache(maxsize=1024)
 def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
-    """Convert the values of a key of a schema that is a mapping, such as a node with a target."""
+    """Convert the values of a key that is a mapping, such as a node with a target.
+
+    Cached and shared like the result of `_convert_pickled`.
+    """
     declared = OmegaConf.masked_copy(_keys_of(schema), key)
     merged = OmegaConf.unsafe_merge(declared, {key: pickle.loads(pickled)})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
@@ -234,10 +246,12 @@ def _split_devices(values: dict[str, Any]) -> None:
 def _fill_label_values(values: dict[str, Any]) -> None:
     """Fill in `data.label_values` from the task, in place.
 
-    Without values, those of the labels of the task; in any case, that of its ignore label.
+    An empty mapping gets the values of all labels of the task. The value of the ignore label is
+    added unless the mapping has one.
     """
     task = values.get("task") or {}
     data = values.get("data") or {}
+    # Commands without references have no such column.
     if "labels_column" not in data or not isinstance(task.get("labels"), dict):
         return
     if not data.get("label_values"):
@@ -268,11 +282,17 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
 
 
 def _with_references(raw: Any, value: Any) -> Any:
-    """Put references to the environment back into resolved values."""
+    """Put references to the environment back into resolved values.
+
+    Args:
+        raw: A node before its references were resolved.
+        value: The same node with its references resolved.
+    """
     if isinstance(raw, dict) and isinstance(value, dict):
         return {key: _with_references(raw.get(key), item) for key, item in value.items()}
     if isinstance(raw, list) and isinstance(value, list):
-        return [_with_references(*pair) for pair in zip(raw, value, strict=True)]
+        items = zip(raw, value, strict=True)
+        return [_with_references(raw_item, item) for raw_item, item in items]
     if isinstance(raw, str) and "${oc.env:" in raw:
         return raw
     return value
@@ -348,6 +368,7 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
     parent, _, last = key.rpartition(".")
     if last == OPEN_KEY and key in keys:
         return f"{key}: it has no such name yet; +{key}={{…}} adds names"
+    # The key itself is there where a file or `+` has set it; "" is the root.
     keys -= {key, ""}
     if parent.rpartition(".")[2] == OPEN_KEY and parent in keys:
         siblings = sorted(name for name in keys if name.startswith(f"{parent}."))
@@ -362,14 +383,13 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
 
 
 def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
-    """Find the keys that were probably meant.
+    """Find the keys that were probably meant by a key that does not exist.
 
-    Those of a habit from another framework, or of the same name in another group, or of a similar
-    name.
+    These are keys that another framework calls so, else keys of the same name in another group,
+    else two keys of a similar name.
     """
     last = key.rpartition(".")[2]
     near = []
-    # Of several keys of ours, those that this command has.
     for our_keys, names in HABITS.items():
         if last in names.split():
             near += [name for name in our_keys.split() if name in keys]
@@ -378,13 +398,13 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
     return near or difflib.get_close_matches(key, keys, n=2)
 
 
-def _keys(node: Any, prefix: str = "") -> Iterator[str]:
-    """List the dotted keys of nested mappings, groups included."""
-    yield prefix
+def _keys(node: Any, key: str = "") -> Iterator[str]:
+    """List the dotted keys of nested mappings: of groups, too, and "" for the root."""
+    yield key
     if not isinstance(node, dict):
         return
     for name, value in node.items():
-        yield from _keys(value, f"{prefix}.{name}".lstrip("."))
+        yield from _keys(value, key_below(key, name))
 
 
 def _check_numbers(node: Any, path: str) -> None:
@@ -399,7 +419,7 @@ def _check_numbers(node: Any, path: str) -> None:
     """
     for name, hint in typing.get_type_hints(type(node), include_extras=True).items():
         value = getattr(node, name)
-        key = f"{path}.{name}".lstrip(".")
+        key = key_below(path, name)
         kind, knob = _kind_and_knob(hint)
         if dataclasses.is_dataclass(value):
             _check_numbers(value, key)
@@ -440,13 +460,15 @@ def _items(value: Any, key: str) -> list[tuple[str, Any]]:
 
 
 def _has_single_items(kind: Any) -> bool:
-    """Whether a type is a mapping or list, or may be one, whose items are single values."""
-    containers = typing.get_args(kind)  # of a union with null
-    if typing.get_origin(kind) in (dict, list):
-        containers = (kind,)  # its items may be lists
-    for container in containers:
-        is_container = typing.get_origin(container) in (dict, list)
-        if is_container and typing.get_args(container)[-1] in (int, float, str):
+    """Whether a type is a mapping or list, or a union with one, whose items are single values."""
+    members = (kind,)
+    if isinstance(kind, types.UnionType):
+        members = typing.get_args(kind)  # such as a list, and None
+    for member in members:
+        if typing.get_origin(member) not in (dict, list):
+            continue
+        item_kind = typing.get_args(member)[-1]  # of a mapping the type of its values
+        if item_kind in (int, float, str):
             return True
     return False
 
@@ -463,31 +485,40 @@ def _check_finite(key: str, value: Any) -> None:
     """Refuse nan and inf, which YAML reads as numbers and most comparisons let pass.
 
     Args:
-        key: Its dotted key.
+        key: Dotted key of the value, for messages.
         value: A number, several, or something else.
     """
-    values = value if isinstance(value, (list, tuple)) else [value]
-    for number in values:
+    for number in _as_sequence(value):
         if isinstance(number, float) and not math.isfinite(number):
             raise UserError(f"{key}: expected a finite number, but got {value}")
+
+
+def _as_sequence(value: Any) -> Sequence[Any]:
+    """Return a list or tuple as it is, and another value in a list of its own."""
+    if isinstance(value, (list, tuple)):
+        return value
+    return [value]
 
 
 def _check_range(key: str, value: Any, interval: str) -> None:
     """Refuse a number, or one of several, outside an interval such as `[0, 1)`.
 
     Args:
-        key: Its dotted key.
-        value: A number, several, or None.
+        key: Dotted key of the value, for messages.
+        value: A number, several, or None. Two numbers of a key that ends in `_range` are bounds,
+            the lower one first.
         interval: The interval; empty where there is none.
     """
     if not interval or value is None:
         return
-    values = value if isinstance(value, (list, tuple)) else [value]
-    numbers = [number for number in values if number is not None]
+    # Null in a list is no number: the class of the argument decides about it.
+    numbers = [number for number in _as_sequence(value) if number is not None]
     for number in numbers:
         if not _lies_in(number, interval):
             raise UserError(f"{key}: must lie in {interval}, but got {value}")
-    if key.endswith("_range") and numbers[0] > numbers[1]:
+    # A single number has such a name too: `data_range` of a loss is a width.
+    has_bounds = key.endswith("_range") and len(numbers) == 2
+    if has_bounds and numbers[0] > numbers[1]:
         raise UserError(f"{key}: the lower bound comes first, but got {numbers}")
 
 
@@ -495,8 +526,8 @@ def _lies_in(number: Any, interval: str) -> bool:
     """Whether a value is a number of an interval such as `[0, 1)`; True and False are none."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return False
-    low, high = map(float, interval[1:-1].split(","))
-    # An open end excludes its bound.
+    low, high = map(float, interval[1:-1].split(","))  # `float` reads inf too
+    # A round bracket excludes its bound.
     if interval.startswith("(") and number == low:
         return False
     if interval.endswith(")") and number == high:
@@ -519,9 +550,11 @@ def _checked_node(
     Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted
     to its types.
     """
+    # Several loggers by name, or a sum of losses: their nodes have been checked one by one.
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node
     shared = POINT_SCHEMAS.get(point)
+    # Without a class, that of the schema's default.
     target = node.get(TARGET, getattr(shared, TARGET, None))
     check_target(point, point, {**node, TARGET: target}, trusted)
     schema = CLASS_SCHEMAS.get(str(target), shared)

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from medseg.conf_folder import group_files
 from medseg.config.help import Group, Key, list_keys
 from medseg.config.overrides import PATH_KEYS, text_of
-from medseg.knob import Knob
+from medseg.knob import Knob, key_below
 from medseg.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
@@ -45,7 +45,7 @@ def line_words() -> list[str]:
     The last one, maybe empty, is to be completed.
     """
     line = os.environ.get("COMP_LINE", "")
-    # The line is not finished: a quote may be open, or a backslash be its end.
+    # The line is not finished: a quote may be open, or a backslash at its end wait for a letter.
     for closing in ("", "'", '"', "x"):
         try:
             words = shlex.split(line + closing)
@@ -102,15 +102,15 @@ def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, node
         return
     for name, value in node.items():
-        yield from _leaves(value, f"{path}.{name}".lstrip("."))
+        yield from _leaves(value, key_below(path, name))
 
 
 def _names(prefix: str, entries: Iterable[Key | Group], groups: Collection[str]) -> Iterator[str]:
-    """Complete a name by one level: `stage` to `stage=` and `stage.`, which has keys below it."""
+    """Complete a name by one level: `stage` to `stage=`, and to `stage.` for the keys below it."""
     # The items of mappings and lists, as `metrics.<name>`, have no name that could be typed.
     names = [entry.name for entry in entries if isinstance(entry, Key) and "<" not in entry.name]
     names += [group for group in groups if group_files(_folder_of(group))]
-    num_parts = prefix.count(".") + 1
+    num_parts = prefix.count(".") + 1  # levels of the name that is typed
     for name in names:
         if not name.startswith(prefix):
             continue
@@ -130,8 +130,8 @@ def _values(
     key: str, prefix: str, entries: Iterable[Key | Group], groups: Collection[str]
 ) -> list[str]:
     """List the values of a key or a group of files."""
-    # What the configuration lacks is added with `+`: a path can be completed all the same, while
-    # the values of another such key are not known.
+    # `+` adds a key that the configuration lacks. If its value is a path, it can be completed all
+    # the same; the values of other added keys are not known.
     if key.lstrip("+") in PATH_KEYS:
         return list(_paths(prefix))
     if key in groups:
@@ -153,13 +153,13 @@ def _key_values(key: Key, prefix: str) -> list[str]:
     if get_origin(kind) is list:
         (member_kind,) = get_args(kind)
         if _is_choice(member_kind):
+            # Its members are texts: choices are `StrEnum`.
             return _longer_lists(list(member_kind), prefix)
     if kind is bool:
         return ["true", "false"]
     if _is_choice(kind):
         return list(kind)
-    # A class that is named on the command line replaces the preset with all of its arguments, also
-    # the present class.
+    # The present class is not offered: named again, it would drop all arguments of the preset.
     is_class = key.name.rpartition(".")[2] == TARGET
     if is_class or key.value in (None, "???") or isinstance(key.value, dict):
         return []
@@ -177,10 +177,13 @@ def _is_choice(kind: Any) -> bool:
 def _longer_lists(members: Iterable[str], prefix: str) -> list[str]:
     """Write lists with one more member than those that are typed already.
 
-    `[labels,` gives `[labels,masks]`.
+    `[labels,ma` gives `[labels,masks]` and a list with each other member that is not in it yet.
     """
+    # What follows the last comma is the beginning of the next member.
     before, comma, _ = prefix.rpartition(",")
-    start = before + comma if comma else "["
+    start = "["
+    if comma:
+        start = before + comma
     taken = before.lstrip("[").split(",")
     return [f"{start}{name}]" for name in members if name not in taken]
 
@@ -194,7 +197,7 @@ def _paths(prefix: str) -> Iterator[str]:
     except OSError:
         return
     for path in paths:
-        # Hidden files are offered to who types their dot.
+        # Hidden files are offered only once their dot is typed.
         if path.name.startswith(".") and not name_prefix.startswith("."):
             continue
         end = "/" if path.is_dir() else ""

@@ -31,15 +31,20 @@ def register_experiments(arguments: Sequence[str]) -> None:
 
 
 def _register(value: str) -> None:
-    """Store the content of a file under its path."""
+    """Store the content of a file as the choice of its path in the group `experiment`."""
     path = Path(value)
     if not path.is_file():
         raise UserError(f"experiment={value}: there is no such file; check the path")
     content = read_yaml(path, "an experiment", "correct it")
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected the keys of an experiment, but it holds none")
-    # Hydra divides the name of a group at each slash and skips empty parts.
+    # Hydra looks for `a/b.yaml` as the choice `b.yaml` of the group `experiment/a`, and skips empty
+    # parts of a path.
     *folders, name = [part for part in value.split("/") if part]
-    group = "/".join([GROUP, *folders])
-    # An experiment holds keys of all groups, as `# @package _global_` says in `conf/experiment`.
-    ConfigStore.instance().store(name, OmegaConf.create(content), group, "_global_")
+    ConfigStore.instance().store(
+        name,
+        OmegaConf.create(content),
+        group="/".join([GROUP, *folders]),
+        # An experiment holds keys of all groups, as this line of a file of `conf/experiment` says.
+        package="_global_",
+    )

@@ -13,10 +13,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from medseg.conf_folder import group_files
 from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
-from medseg.knob import Knob
+from medseg.knob import Knob, key_below
 from medseg.targets import TARGET
 
-# A sum of losses has a list in the place of a class.
+# Key of a sum of losses, which is a list of classes in the place of one class.
 TERMS = "terms"
 _TERMS_KNOB = Knob("Losses of the sum: their classes with arguments and `factor`.")
 _ARGUMENT_KNOB = Knob("Argument of the class.")
@@ -113,7 +113,7 @@ def _entries(
 ) -> Iterator[Key | Group]:
     """Yield the keys of a dataclass below `path`."""
     for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
-        name = f"{path}.{field_name}".lstrip(".")
+        name = key_below(path, field_name)
         # Keys that the composed configuration lacks have a default in the schema, or must be given
         # (`???`).
         value = values.get(field_name, getattr(schema, field_name, "???"))
@@ -127,7 +127,7 @@ def _entries(
             continue
         if field_name == TARGET and TERMS in values:
             continue
-        kind, knob = typing.get_args(hint)
+        kind, knob = typing.get_args(hint)  # of `Annotated[kind, knob]`
         yield Key(name, value, kind, knob, choices)
         yield from _item_entries(name, kind, groups)
     if schema in POINT_SCHEMAS.values():
@@ -156,9 +156,9 @@ def _item_entries(name: str, kind: Any, groups: Collection[str]) -> Iterator[Key
 
 
 def _group_schema(name: str, hint: Any, value: Any) -> type | None:
-    """Find the schema of the keys below a key; None for a key with a plain value.
+    """Find the schema of the keys below a key; None for a key without keys of its own.
 
-    That of an extension point depends on the class in its value.
+    The schema of an extension point depends on the class that its value names.
     """
     if isinstance(value, dict):
         schema = CLASS_SCHEMAS.get(str(value.get(TARGET)), POINT_SCHEMAS.get(name))

@@ -17,10 +17,11 @@ from medseg.console import say
 from medseg.errors import UserError
 
 TASK_FILE = "task.yaml"
-# The task is stored in memory as a file of the group `task`: `task=imported` chooses it.
+# The task of the data is stored in memory as a file `imported` of the group `task`, which
+# `task=imported` chooses.
 IMPORTED = "imported"
-# Where another task is chosen, the values of the labels in the files are still those of the data:
-# they are stored as the file `values` of a group of their own, which this argument adds.
+# Where the user chooses another task, the values of the labels in the files are still those of the
+# data. They are stored as the file `values` of a group `imported`, and this argument adds them.
 VALUES = f"+{IMPORTED}=values"
 # Keys that name a case table, and whether they also name a data set in the layout of another
 # program.
@@ -51,24 +52,17 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     source, content = _find_source(values)
     if source is None or not content:
         return list(arguments)
-    store = ConfigStore.instance().store
     if task and task != IMPORTED and not has_task_file:
-        label_values = {"data": content.get("data") or {}}
-        store("values", OmegaConf.create(label_values), IMPORTED, "_global_")
-        # A study passes the argument on to the commands that it starts.
+        _store("values", {"data": content.get("data") or {}}, group=IMPORTED)
+        # It is there already where a study has passed it on to the commands that it starts.
         if VALUES in arguments:
             return list(arguments)
         return [VALUES, *arguments]
     # For the commands that this one starts, perhaps in another folder.
     os.environ[SOURCE_VARIABLE] = str(source.absolute())
-    store(IMPORTED, OmegaConf.create(content), "task", "_global_")
+    _store(IMPORTED, content, group="task")
     if has_task_file:
-        # In its place: of two arguments of one group, Hydra takes the later one.
-        replaced = []
-        for argument in arguments:
-            is_task = argument.partition("=")[0] == "task"
-            replaced.append(f"task={IMPORTED}" if is_task else argument)
-        return replaced
+        return _with_imported_task(arguments)
     if task:
         return list(arguments)
     labels = ", ".join(content["task"]["labels"])
@@ -76,8 +70,27 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     return [f"task={IMPORTED}", *arguments]
 
 
+def _store(name: str, content: dict[str, Any], group: str) -> None:
+    """Let Hydra find content, with keys of all groups, as a file of a group."""
+    ConfigStore.instance().store(name, OmegaConf.create(content), group=group, package="_global_")
+
+
+def _with_imported_task(arguments: Sequence[str]) -> list[str]:
+    """Replace the arguments that choose a task, each in its place.
+
+    Of two arguments of one group, Hydra takes the later one.
+    """
+    replaced = []
+    for argument in arguments:
+        if argument.partition("=")[0] == "task":
+            replaced.append(f"task={IMPORTED}")
+        else:
+            replaced.append(argument)
+    return replaced
+
+
 def _values_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Values of arguments by their key, without quotes."""
+    """Values of arguments `key=value` by their key, without quotes; the last of a key counts."""
     values = {}
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -92,7 +105,8 @@ def _find_source(values: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]
         values: Values of the arguments by their key.
 
     Returns:
-        The place, and the groups `task` and `data`; empty where no place has a task.
+        The file or data set, None without one, and its groups `task` and `data`, empty without a
+        task.
     """
     task = values.get("task", "")
     if task.endswith(TASK_SUFFIXES):
@@ -104,6 +118,7 @@ def _find_source(values: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]
             source = Path(values[key])
             content = _find_task(source, may_import=may_import)
             break
+    # This command was started by another one, which had found the task.
     if not content and task == IMPORTED and SOURCE_VARIABLE in os.environ:
         source = Path(os.environ[SOURCE_VARIABLE])
         if source.suffix in TASK_SUFFIXES:
@@ -124,11 +139,14 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
     from medseg.data.case_table import table_at
 
     folder = path if path.is_dir() else path.parent
+    # `table_at` finds the table in the folder of an import.
     is_table = path.suffix.lower() == ".csv" or table_at(path) != path
     if is_table:
         file = folder / TASK_FILE
-        return _read_task(file) if file.is_file() else {}
-    is_dataset = path.is_dir() or path.suffix.lower() == ".json"
+        if not file.is_file():
+            return {}
+        return _read_task(file)
+    is_dataset = path.is_dir() or path.suffix.lower() == ".json"  # a datalist
     if not may_import or not is_dataset:
         return {}
     from medseg.data.importers.account import left_out_sentences
@@ -164,7 +182,7 @@ def _read_task(file: Path) -> dict[str, Any]:
                 f"{file}: expected labels as name: value, but the name {name!r} is no text; "
                 "exchange names and values, or put the name in quotes."
             )
-    if not isinstance(groups.get("data") or {}, dict):
+    if not isinstance(groups.get("data") or {}, dict):  # it may be absent or null
         raise UserError(
             f"{file}: expected the keys of the group data, got {groups['data']!r}; correct or "
             "remove the file."

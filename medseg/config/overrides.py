@@ -1,10 +1,15 @@
-"""Values in Hydra's command-line grammar, which misreads paths without quotes."""
+"""Command line for Hydra: options and paths brought to its grammar, and arguments checked.
+
+Hydra reads `key=value` only, misreads paths without quotes, and takes options of its own only
+before the keys.
+"""
 
 import csv
 import json
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +44,18 @@ PATH_KEYS = frozenset(
 )
 # Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
 TEXT_KEYS = PATH_KEYS | {"series_pick"}
-# Hydra's parser takes seconds for an argument of this length, and grows faster than it.
+# Letters of an argument, and number of arguments. Hydra's parser takes seconds for an argument of
+# this length, and its time grows faster than the length.
 MAX_LENGTH = 20_000
 MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
-# Command to the key of an argument that stands alone, and to its options with the key that they
-# stand for.
+# Command to the key of an argument that stands alone.
 POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
+# Command to its options, each with the key that it is short for.
 _FILES = {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}
 OPTIONS = {"import": _FILES, "list": _FILES, "predict": _FILES}
-# Hydra's own options whose value is the next argument, and those without one.
+# Hydra's own options whose value is the next argument.
 HYDRA_OPTIONS = frozenset(
     {
         "-cp",
@@ -65,10 +71,10 @@ HYDRA_OPTIONS = frozenset(
         "--experimental-rerun",
     }
 )
+# Hydra's own option whose value, one of these kinds, may be left out.
 INFO_OPTIONS = frozenset({"-i", "--info"})
 INFO_KINDS = frozenset({"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"})
-# A value of these kinds is no name of a file.
-NUMBER = re.compile(r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false", re.IGNORECASE)
+# Hydra's own options without a value.
 HYDRA_SWITCHES = frozenset(
     {
         "-h",
@@ -84,6 +90,8 @@ HYDRA_SWITCHES = frozenset(
         "--shell-completion",
     }
 )
+# Values that YAML reads as a number, null or a truth value: none of them chooses a file of a group.
+NOT_A_FILE = re.compile(r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false", re.IGNORECASE)
 
 
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
@@ -102,7 +110,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     options = OPTIONS.get(command, {})
     positional_key = POSITIONAL_KEYS.get(command, "")
     expanded: list[str] = []
-    # Keys that an option or a position stands for, to all their values.
+    # Keys that an option or an argument alone stands for, to all their values.
     paths_by_key: dict[str, list[str]] = defaultdict(list)
     waiting = list(arguments)
     previous = ""
@@ -110,6 +118,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         argument = waiting.pop(0)
         name, equals, value = argument.partition("=")
         is_value_of_hydra = previous in HYDRA_OPTIONS or previous == "--info"
+        # No `key=value`, option, `~key` or `+key`, and not empty.
         is_alone = not equals and argument[:1] not in ("-", "~", "+", "")
         if argument in options:
             if not waiting or waiting[0] in options:
@@ -134,11 +143,10 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         value = path if _is_list(key, path) else quote(path)
         expanded.append(f"{key}={value}")
     for key, paths in paths_by_key.items():
-        paths += _values_of_key(key, arguments)
-        if len(paths) > 1:
-            raise UserError(
-                f"{key}: expected one path, but got {first_few(paths, 3)}{_cure(command, key)}"
-            )
+        all_paths = [*paths, *_values_of_key(key, arguments)]
+        if len(all_paths) > 1:
+            cure = _cure_for_several_paths(command, key)
+            raise UserError(f"{key}: expected one path, but got {first_few(all_paths, 3)}{cure}")
     return expanded
 
 
@@ -148,8 +156,8 @@ def _values_of_key(key: str, arguments: Sequence[str]) -> list[str]:
     return [argument.removeprefix(begin) for argument in arguments if argument.startswith(begin)]
 
 
-def _cure(command: str, key: str) -> str:
-    """Say how to type what several paths may have been meant for."""
+def _cure_for_several_paths(command: str, key: str) -> str:
+    """Say how to type what several paths may have been meant for; empty but for the input."""
     if key != "input":
         return ""
     cure = "; give the output as -o <path>"
@@ -160,7 +168,8 @@ def _cure(command: str, key: str) -> str:
 
 def _is_list(key: str, value: str) -> bool:
     """Whether a value of a path key is a list of paths, and not the name of a file in brackets."""
-    if key not in LIST_KEYS or not (value.startswith("[") and value.endswith("]")):
+    has_brackets = value.startswith("[") and value.endswith("]")
+    if key not in LIST_KEYS or not has_brackets:
         return False
     return not Path(value).exists()
 
@@ -186,7 +195,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
         if argument in HYDRA_OPTIONS and waiting:
             options.append(waiting.pop(0))
         elif argument in INFO_OPTIONS:
-            # Without a kind it would take the first key for one.
+            # Without a kind, Hydra would take the first key for one.
             kind = "all"
             if waiting and waiting[0] in INFO_KINDS:
                 kind = waiting.pop(0)
@@ -209,7 +218,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
     show_options = {"-c", "--cfg", "--info", "-i"} & set(arguments)
     if is_sweep and show_options:
         raise UserError(f"{' '.join(sorted(show_options))} shows one configuration; leave out -m")
-    for previous, argument in zip(["", *arguments], arguments, strict=False):
+    for previous, argument in pairwise(["", *arguments]):
         if len(argument) > MAX_LENGTH:
             key = argument.partition("=")[0]
             raise UserError(
@@ -217,7 +226,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 "write the value in a file and give --config-dir"
             )
         is_info_kind = previous in INFO_OPTIONS and argument in INFO_KINDS
-        if previous not in HYDRA_OPTIONS and not is_info_kind:
+        is_value_of_hydra = previous in HYDRA_OPTIONS or is_info_kind
+        if not is_value_of_hydra:
             _check_argument(argument)
 
 
@@ -228,6 +238,7 @@ def _check_argument(argument: str) -> None:
         return
     if key.startswith("-"):
         example = ""
+        # Options of other commands, see `OPTIONS`, that this command does not have.
         for name in ("input", "output"):
             if key in (f"-{name[0]}", f"--{name}"):
                 example = f", such as {name}=<path>"
@@ -236,12 +247,14 @@ def _check_argument(argument: str) -> None:
         )
     if not equals and not key.startswith("~"):
         raise UserError(f"{argument}: expected <key>={argument}; --help prints all keys")
+    # Of `+group@place`, the group.
     name = key.lstrip("+~").partition("@")[0]
     if not name:
         raise UserError(
             f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
-    if any(NUMBER.fullmatch(part.strip()) for part in value.split(",")):
+    # A comma divides the values of a sweep.
+    if any(NOT_A_FILE.fullmatch(part.strip()) for part in value.split(",")):
         files = group_files(name)
         if files:
             raise UserError(
@@ -271,24 +284,25 @@ def _quote_path(argument: str) -> str:
     name = key.lstrip("+")
     # Several experiments, divided by commas, are jobs of a sweep.
     is_experiment_file = name == "experiment" and value.endswith(".yaml") and "," not in value
-    if not (name in TEXT_KEYS or is_experiment_file) or value in ("", "null"):
+    is_text = name in TEXT_KEYS or is_experiment_file
+    if not is_text or value in ("", "null"):
         return argument
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if is_quoted:
         return argument
     if not _is_list(name, value):
         return f"{key}={quote(value)}"
+    # A line of CSV between the brackets: a comma inside quotes divides nothing.
     paths = next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))
     return f"{key}=[{','.join(quote(path.strip()) for path in paths)}]"
 
 
 def quote(text: str) -> str:
     """Quote a text so that Hydra's grammar reads it unchanged."""
-    # Inside quotes Hydra unescapes only the quote; a backslash is an escape only directly before a
-    # quote.
-    escaped = text.replace("\\'", "\\\\'").replace("'", "\\'")
-    if escaped.endswith("\\"):
-        escaped += "\\"
+    # Inside quotes Hydra takes backslashes as escapes only directly before a quote, of the text or
+    # the closing one. There all of them are doubled, and a quote of the text gets one more.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"'{escaped}'"
 
 
@@ -301,8 +315,9 @@ def text_of(value: Any) -> str:
         ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
     if isinstance(value, str):
-        is_word = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
-        return value if is_word else quote(value)
+        if re.fullmatch(r"[A-Za-z_][\w./-]*", value):
+            return value
+        return quote(value)
     if isinstance(value, list):
         return f"[{','.join(map(text_of, value))}]"
     if isinstance(value, dict):

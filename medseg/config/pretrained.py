@@ -25,15 +25,17 @@ NETWORK = "medseg.models.plan_unet.PlanUNet"
 # Groups whose arguments decide what a plan leaves to the user.
 GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
 # Keys that a plan sets unless the command line or its experiment states them.
-PLANNED = ("spacing", "stage.patch_size", "inference", "task.channels", "task.window_hu")
-# Normalisation of a plan to ours, and to the scale and shift that are left after it. Percentiles
-# stand for the least and largest value of an image, which a single voxel would decide.
+CHANNEL_KEYS = frozenset({"task.channels", "task.window_hu"})
+PLANNED = frozenset({"spacing", "stage.patch_size", "inference", *CHANNEL_KEYS})
+# Normalisation of a plan to ours, and to the scale and shift from our values to the plan's, such as
+# from [-1, 1] to [0, 1]. Our percentiles stand for the least and largest value of an image, which a
+# single voxel would decide.
 BY_CASE = {
     "ZScoreNormalization": ("zscore", 1.0, 0.0),
     "RescaleTo01Normalization": ("percentile", 0.5, 0.5),
 }
 CT = "CTNormalization"
-# Axes z, y and x of a scan in LPS that a network sees backwards, by the orientation of its plan.
+# Orientation of a plan to whether its network sees the axes z, y and x of a scan in LPS backwards.
 FLIPS = {
     "stored": [False, False, False],
     "LPS": [False, False, False],
@@ -43,11 +45,11 @@ Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
 
 
 def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[str]:
-    """Add the keys of the plan of a model folder that `init_from` names, and tell them.
+    """Add the keys of the plan of a model folder that `init_from` names, and tell the user.
 
     Args:
         arguments: Command line, with quoted paths.
-        schema: Root of the configuration; one without `init_from` changes nothing.
+        schema: Root of the configuration; one without `init_from` leaves the arguments as they are.
         compose: Composes arguments, see `medseg.commands.entry.compose`.
 
     Raises:
@@ -59,13 +61,15 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         key, _, value = argument.partition("=")
         values[key] = value
     path = Path(values.get(KEY, "").strip("'\""))
+    has_key = KEY in {field.name for field in fields(schema)}
+    # A run that is resumed has its configuration already.
     is_resumed = values.get("resume", "null") not in ("null", "auto")
-    if KEY not in {field.name for field in fields(schema)} or is_resumed:
+    if not has_key or is_resumed:
         return list(arguments)
-    # A name that ends in a suffix of weights is a file, for which nothing has to be loaded.
+    # A model folder of nnU-Net is a folder or the zip of its export; other files are weights.
     if not path.is_dir() and path.suffix.lower() != ".zip":
         return list(arguments)
-    # Loads torch.
+    # Loads torch, which other commands must not wait for.
     from medseg.nnunet.folder import is_start, open_fold
 
     if not is_start(path):
@@ -81,18 +85,21 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
             f"{KEY}={path}: the network is that of its plan, but model={values['model']} chooses "
             "another one; leave one of them out"
         )
-    stage = [] if {"stage", "experiment"} & values.keys() else ["stage=single"]
-    chosen = [*stage, *_arguments_of(GROUPS, arguments)]
-    composed = compose(chosen)[0]
-    stated = _stated(chosen, composed, compose)
-    channels, scales = _channels_of(plan, composed, stated)
+    stage_arguments = []
+    if not {"stage", "experiment"} & values.keys():
+        stage_arguments = ["stage=single"]
+    deciding = [*stage_arguments, *_arguments_of(GROUPS, arguments)]
+    composed = compose(deciding)[0]
+    stated = _stated(deciding, composed, compose)
+    channels, scales_and_shifts = _channels_of(plan, composed, stated)
     planned = [
-        *stage,
-        *_network_arguments(plan, scales),
+        *stage_arguments,
+        *_network_arguments(plan, scales_and_shifts),
         *_grid_arguments(plan, stated),
         *_channel_arguments(channels, stated),
     ]
     _tell(path, plan, composed, channels, stated)
+    # The arguments of the user come later, so they replace those of the plan.
     return [*planned, *arguments]
 
 
@@ -107,23 +114,34 @@ def _arguments_of(keys: Sequence[str], arguments: Sequence[str]) -> list[str]:
 
 
 def _stated(arguments: Sequence[str], composed: DictConfig, compose: Compose) -> set[str]:
-    """Find the keys among `PLANNED` that the command line or its experiment states."""
+    """Find the keys among `PLANNED` that the command line or its experiment states.
+
+    Args:
+        arguments: Those that decide, see `GROUPS`.
+        composed: The configuration that they compose.
+        compose: See `with_plan`.
+    """
     stated = {key for key in PLANNED if _arguments_of([key], arguments)}
     others = [argument for argument in arguments if not argument.startswith("experiment=")]
-    if len(others) < len(arguments):
-        without = compose(others)[0]
-        for key in PLANNED:
-            if OmegaConf.select(composed, key) != OmegaConf.select(without, key):
-                stated.add(key)
+    if len(others) == len(arguments):
+        return stated
+    # What the experiment changes, it states.
+    without_experiment = compose(others)[0]
+    for key in PLANNED:
+        if OmegaConf.select(composed, key) != OmegaConf.select(without_experiment, key):
+            stated.add(key)
     return stated
 
 
 def _channels_of(
     plan: NnunetPlan, composed: DictConfig, stated: set[str]
 ) -> tuple[list[dict[str, Any]], list[tuple[float, float]]]:
-    """Normalisation of each channel, and the scale and shift from its result to the plan's.
+    """Choose the normalisation of each channel, and the scale and shift from its values.
 
-    A task with another number of channels keeps its own: the first layer is new.
+    Returns:
+        Items of `task.channels`; and for each channel the scale and shift from our values to those
+        that the plan would give. A task with another number of channels than the plan keeps its own
+        normalisation without scale and shift: the first layer of its network is new.
 
     Raises:
         UserError: If a channel has no normalisation of ours.
@@ -133,16 +151,16 @@ def _channels_of(
     channels = task["channels"] or [{"modality": "ct", "window_hu": task["window_hu"]}]
     if len(channels) != len(plan.channels):
         return channels, []
-    if not stated & {"task.channels", "task.window_hu"}:
+    if not stated & CHANNEL_KEYS:
         channels = [_normalisation(channel) for channel in plan.channels]
-    scales = [
-        _scale_and_shift(ours, theirs) for ours, theirs in zip(channels, plan.channels, strict=True)
-    ]
-    return channels, scales
+    scales_and_shifts = []
+    for ours, theirs in zip(channels, plan.channels, strict=True):
+        scales_and_shifts.append(_scale_and_shift(ours, theirs))
+    return channels, scales_and_shifts
 
 
 def _normalisation(channel: ChannelPlan) -> dict[str, Any]:
-    """Our normalisation that comes next to that of a plan."""
+    """Find our normalisation that is closest to that of a plan, as an item of `task.channels`."""
     if channel.scheme == CT:
         # The window to which nnU-Net clips a CT before it subtracts the mean.
         intensities = channel.intensities
@@ -160,34 +178,41 @@ def _normalisation(channel: ChannelPlan) -> dict[str, Any]:
 def _scale_and_shift(ours: Mapping[str, Any], theirs: ChannelPlan) -> tuple[float, float]:
     """Scale and shift from our values of a channel to those that the network was trained with.
 
-    A window [low, high] is mapped to [-1, 1] here; there HU minus mean is divided by the standard
-    deviation. So another window than that of the plan keeps the meaning of HU.
+    A window [low, high] is mapped to [-1, 1] here: HU = middle + half * ours. The network was
+    trained on (HU - mean) / std, which is half / std * ours + (middle - mean) / std. So the network
+    sees the same HU with another window than that of the plan, too.
+
+    Args:
+        ours: Item of `task.channels`.
+        theirs: The channel of the plan.
     """
     window_hu = ours.get("window_hu")
     if theirs.scheme == CT and window_hu:
         low_hu, high_hu = window_hu
+        middle_hu = (low_hu + high_hu) / 2
+        half_hu = (high_hu - low_hu) / 2
         mean_hu = theirs.intensities["mean"]
         std_hu = theirs.intensities["std"]
-        # Ours has its 0 in the middle of the window, and its 1 half a window above.
-        scale = (high_hu - low_hu) / 2 / std_hu
-        shift = ((low_hu + high_hu) / 2 - mean_hu) / std_hu
-        return scale, shift
+        return half_hu / std_hu, (middle_hu - mean_hu) / std_hu
     normalise, scale, shift = BY_CASE.get(theirs.scheme, ("", 1.0, 0.0))
     if ours.get("normalise") == normalise:
         return scale, shift
+    # The user has chosen a normalisation that the network does not know.
     return 1.0, 0.0
 
 
-def _network_arguments(plan: NnunetPlan, scales: Sequence[tuple[float, float]]) -> list[str]:
-    """Arguments of the network."""
+def _network_arguments(
+    plan: NnunetPlan, scales_and_shifts: Sequence[tuple[float, float]]
+) -> list[str]:
+    """Arguments of `model`: the network of a plan, see `PlanUNet`."""
     arguments = {
         "_target_": NETWORK,
         "unet": plan.network["class"],
         "arguments": dict(plan.network["arguments"]),
         "transpose": list(plan.transpose),
         "flips": FLIPS[plan.orientation],
-        "scale": [scale for scale, _ in scales],
-        "shift": [shift for _, shift in scales],
+        "scale": [scale for scale, _ in scales_and_shifts],
+        "shift": [shift for _, shift in scales_and_shifts],
     }
     return [f"model.{name}={text_of(value)}" for name, value in arguments.items()]
 
@@ -215,23 +240,26 @@ def _grid_arguments(plan: NnunetPlan, stated: set[str]) -> list[str]:
 
 
 def _resampling_of(plan: NnunetPlan) -> str | None:
-    """Our filter that comes next to that of the images; None where nothing is resampled."""
+    """Our filter that is closest to that of the plan for images; None if it does not resample."""
     from medseg.nnunet.plan import NONE, SPLINE
 
     if plan.image_resampling.function == NONE:
         return None
-    is_cubic = plan.image_resampling.function == SPLINE and plan.image_resampling.order > 1
-    return "cubic" if is_cubic else "linear"
+    # A spline of order 1 is linear.
+    if plan.image_resampling.function == SPLINE and plan.image_resampling.order > 1:
+        return "cubic"
+    return "linear"
 
 
 def _in_stored_order(values: Sequence[Any], plan: NnunetPlan) -> list[Any]:
-    """Numbers of the axes of a plan in the order z, y, x of a scan."""
+    """Bring the values of a plan, one for each transposed axis, to the order z, y, x of a scan."""
+    # Axis a of the plan is the stored axis `transpose[a]`.
     return [values[plan.transpose.index(axis)] for axis in range(3)]
 
 
 def _channel_arguments(channels: Sequence[dict[str, Any]], stated: set[str]) -> list[str]:
     """Arguments of the channels; none where the user states them."""
-    if stated & {"task.channels", "task.window_hu"}:
+    if stated & CHANNEL_KEYS:
         return []
     return [f"task.channels={text_of(list(channels))}", "task.window_hu=null"]
 
@@ -249,8 +277,9 @@ def _tell(
         spacing_mm = "×".join(f"{mm:g}" for mm in _in_stored_order(plan.spacing_mm, plan))
         parts.append(f"spacing {spacing_mm} mm ({_resampling_of(plan) or 'not resampled'})")
     if "stage.patch_size" not in stated:
-        parts.append(f"patch {'×'.join(map(str, _in_stored_order(plan.patch_size, plan)))}")
-    has_own_channels = bool(stated & {"task.channels", "task.window_hu"})
+        patch_size = _in_stored_order(plan.patch_size, plan)
+        parts.append(f"patch {'×'.join(map(str, patch_size))}")
+    has_own_channels = bool(stated & CHANNEL_KEYS)
     if not has_own_channels and len(channels) == len(plan.channels):
         normalisations = [
             str(channel.get("window_hu") or channel["normalise"]) for channel in channels

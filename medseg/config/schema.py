@@ -430,6 +430,7 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
     def __post_init__(self) -> None:
         """Let `cases` and `data.cases` name one table, and bring single experiments to lists."""
         super().__post_init__()
+        # `cases` wins where both are given.
         self.cases = self.cases or self.data.cases
         self.data.cases = self.cases
 
@@ -513,9 +514,9 @@ class DemoConfig:
     output: Annotated[str, Knob("Folder of all results.")]
 
 
-# Schemas of classes: keys that every class of an extension point has, and all keys of a class of
-# ours.
+# Extension point to the keys that medseg adds to the arguments of every class there.
 POINT_SCHEMAS: dict[str, type] = {"model": NetworkOptions, "loss": LossOptions}
+# Class of ours to all its keys.
 CLASS_SCHEMAS: dict[str, type] = {UNET: UNetOptions, DICE_CE: DiceCeOptions}
 
 
@@ -526,17 +527,18 @@ def schema_defaults(schema: type) -> dict[str, Any]:
     """
     defaults: dict[str, Any] = {}
     hints = get_type_hints(schema)
-    for key in fields(schema):
-        if key.name in (*EXTENSION_KEYS, *EXTENSION_MAPS):
-            defaults[key.name] = ExtensionNode()
-        elif is_dataclass(hints[key.name]):
-            group = schema_defaults(cast(type, hints[key.name]))
+    for field in fields(schema):
+        if field.name in (*EXTENSION_KEYS, *EXTENSION_MAPS):
+            defaults[field.name] = ExtensionNode()
+        elif is_dataclass(hints[field.name]):
+            group = schema_defaults(cast(type, hints[field.name]))
             if group:
-                defaults[key.name] = group
-        elif key.default is not MISSING:
-            defaults[key.name] = plain_value(key.default)
-        elif key.default_factory is not MISSING:
-            defaults[key.name] = plain_value(key.default_factory())
+                defaults[field.name] = group
+        elif field.default is not MISSING:
+            defaults[field.name] = plain_value(field.default)
+        elif field.default_factory is not MISSING:
+            defaults[field.name] = plain_value(field.default_factory())
+        # Keys without a default have their value in the files of `conf/`.
     return defaults
 
 
@@ -551,8 +553,8 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-# Named in the defaults list of the file of each root: a key that the files do not contain can be
-# overridden like any other.
+# Named in the defaults list of each root file, such as `train_schema` in `conf/train.yaml`, so that
+# a key which no file contains can be overridden like any other.
 for root in (TrainConfig, PrepareConfig, EvaluateConfig, PredictConfig, ConfigureConfig):
     ConfigStore.instance().store(
         f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)

@@ -99,8 +99,8 @@ def _choice_clashes(name: str, parameter: ParameterConfig) -> Iterator[str]:
     """Yield what is wrong with a list of choices: it is empty, or has keys of an interval."""
     if not parameter.choices:
         yield f"{name}: type choice needs choices: [...]"
-    bounds = {parameter.low, parameter.high, parameter.step}
-    if bounds != {None} or parameter.log:
+    has_bounds = {parameter.low, parameter.high, parameter.step} != {None}
+    if has_bounds or parameter.log:
         yield f"{name}: type choice uses choices only; leave out low, high, step and log"
 
 
@@ -112,13 +112,14 @@ def _interval_clashes(name: str, parameter: ParameterConfig) -> Iterator[str]:
     if low is None or high is None or low >= high:
         yield f"{name}: low and high are needed, the lower first, but got {low} and {high}"
         return
-    if parameter.log and not low > 0:
+    if parameter.log and low <= 0:
         yield f"{name}: log needs low above 0, but got {low}"
     if parameter.log and step is not None:
         yield f"{name}: log and step cannot be combined; give one of them"
     numbers = [low, high]
     if step is not None:
-        if not 0 < step <= high - low:
+        is_possible = 0 < step <= high - low
+        if not is_possible:
             yield f"{name}: step must lie in (0, {high - low:g}], but got {step}"
         numbers.append(step)
     are_whole = all(float(number).is_integer() for number in numbers)

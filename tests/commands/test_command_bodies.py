@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import hydra
 import numpy as np
 import pytest
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
@@ -192,14 +193,17 @@ def test_the_process_of_a_training_imports_nothing_from_the_working_folder(
 ) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(train.STOP, "install", lambda: calls.append("install"))
-    monkeypatch.setattr(entry, "run", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(entry, "run", lambda command, **hooks: calls.append((command, hooks)))
     monkeypatch.setenv("PYTHONSAFEPATH", "")
     train.main()
     assert os.environ["PYTHONSAFEPATH"] == "1"
-    assert calls == [
-        "install",
-        ("train", train.train, train.sweeps.note_refusal, train.sweeps.exit_codes, train.read),
-    ]
+    hooks = {
+        "job": train.train,
+        "refused": train.sweeps.note_refusal,
+        "sweep_codes": train.sweeps.exit_codes,
+        "read": train.read,
+    }
+    assert calls == ["install", ("train", hooks)]
 
 
 class Climb:
@@ -267,7 +271,7 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
     assert trainer.limit_val_batches == 0
     assert fitted == [(("network", {}), "data")]
     used = built["config"]
-    assert (used.schedule, used.warmup_steps, used.logger) == (find_lr.CONSTANT, 0, {})
+    assert (used.schedule, used.warmup_steps, used.logger) == (find_lr.CONSTANT_SCHEDULE, 0, {})
     assert used.run_dir == str(tmp_path / "out")
     assert built["initial"] == "network"
     rows = read_csv(tmp_path / "out" / "find_lr.csv")
@@ -328,15 +332,15 @@ def test_an_export_says_which_sizes_the_file_takes(
     )
     config = compose("export", ExportConfig, "checkpoint=a.ckpt", "output=model.onnx")
     assert export.export(config) == 0
-    ((path, name, device, precision, trusted), options), given = calls
-    assert (path, name, device.type, precision, list(trusted), options) == (
-        Path("a.ckpt"),
-        None,
-        "cpu",
-        "fp32",
-        [],
-        {"options": InferenceOptions(backend=Backend.torch)},
-    )
+    ((path,), arguments), given = calls
+    assert path == Path("a.ckpt")
+    assert arguments == {
+        "stage": None,
+        "device": torch.device("cpu"),
+        "precision": "fp32",
+        "trusted": [],
+        "options": InferenceOptions(backend=Backend.torch),
+    }
     assert given == (stage, Path("model.onnx"))
     said = capsys.readouterr().out
     assert words in said
@@ -487,7 +491,7 @@ def test_a_broken_pipe_is_a_defect_unless_nobody_reads_the_output(
 
     monkeypatch.setattr(entry, "_prepare_process", lambda schema: None)
     monkeypatch.setattr(entry, "_run_command_line", fail)
-    monkeypatch.setattr(entry, "_is_unread", lambda stream: is_unread)
+    monkeypatch.setattr(entry, "_drop_if_unread", lambda stream: is_unread)
     with pytest.raises(SystemExit if is_unread else BrokenPipeError) as end:
         entry.run("plan", lambda config: 0)
     assert getattr(end.value, "code", EXIT_UNREAD) == EXIT_UNREAD

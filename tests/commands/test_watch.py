@@ -85,6 +85,14 @@ def test_the_gpus_of_the_machine_are_shown(monkeypatch: pytest.MonkeyPatch) -> N
     assert app.machine()[2:] == [("GPU 0: memory", "1.0 of 8.0 GiB")]
 
 
+def test_the_use_of_the_processors_is_measured_at_the_first_view(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Without an interval psutil reports the use since its last call: 0 at the first.
+    monkeypatch.setattr(app.psutil, "cpu_percent", lambda interval=None: 37.0 if interval else 0.0)
+    assert app.machine()[1] == ("machine: processor", "37 %")
+
+
 def test_long_curves_keep_their_shape() -> None:
     line = app.curve([float(number) for number in range(1000)])
     assert len(line) <= app.WIDTH

@@ -37,6 +37,11 @@ def test_tuples_keep_their_length_and_type() -> None:
     assert config.spacing.target_spacing_mm == (1.0, 1.0, 1.0)
 
 
+def test_a_number_whose_name_ends_like_that_of_bounds_is_taken() -> None:
+    loss = ["loss._target_=monai.losses.SSIMLoss", "loss.spatial_dims=3", "loss.data_range=1.0"]
+    assert to_config(compose(*loss), TrainConfig).loss["data_range"] == 1.0
+
+
 def test_equal_groups_are_checked_once_and_not_shared() -> None:
     first = to_config(compose("stage=fine"), TrainConfig)
     second = to_config(compose("stage=fine"), TrainConfig)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import forked
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from medseg.config.overrides import expand_options, quote_paths
+from medseg.config.overrides import expand_options, quote, quote_paths
 from medseg.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,12 @@ def test_names_that_hydra_misreads_are_quoted() -> None:
         "input='Doe, John (1).nii'",
         "output='it\\'s'",
     ]
+
+
+@pytest.mark.parametrize("text", ["a\\", "a\\\\", "a\\'b", "a\\\\'b", "\\\\server\\it's\\\\\\"])
+def test_hydra_reads_a_quoted_text_unchanged(text: str) -> None:
+    override = OverridesParser.create().parse_override(f"input={quote(text)}")
+    assert str(override.value()) == text
 
 
 def test_other_commands_keep_their_arguments() -> None:

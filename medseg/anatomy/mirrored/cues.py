@@ -20,18 +20,19 @@ from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
-# The next values were chosen by the anatomy. Solid tissue has nothing light within this distance,
-# which is twice the spacing at which a scan is read.
+# The values up to `SCALES` were chosen by the anatomy. Solid tissue has nothing light, below
+# `LIGHT_HU`, within this distance, which is twice the spacing at which a scan is read.
 SOLID_MM = 5.0
 LIGHT_HU = -20.0
-# A column that is nowhere denser lies beyond a round field of view.
+# A column along z that is nowhere denser lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
-# Depth below a lung at which the liver is looked for. A scan that ends at the bases of the lungs
-# shows too little of it.
+# Depths below a lung at which the liver is looked for.
 BELOW_LUNG_MM = (8.0, 60.0)
+# Least volume at these depths that a scan must show, and least share of all that lies there. A scan
+# that ends at the bases of the lungs shows less.
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
-# Voxels below are air of the trachea.
+# Less dense voxels between the lungs are air of the trachea.
 TRACHEA_HU = -600.0
 # Least and largest area of the trachea, or of its fork, in a slice.
 TRACHEA_MM2 = (60.0, 700.0)
@@ -41,13 +42,16 @@ TRACHEA_MM = 20.0
 AORTA_REACH_MM = (10.0, 35.0)
 # Part of the height of the lungs, from below, in which the heart is looked for.
 HEART_SHARES = (0.1, 0.5)
-# Size of a cue that counts 1. Of 21 scans of whole chests the liver has 0.06 to 0.5, the arch -3 to
-# 33 mm (8 to 33 without two of much volume loss), the aorta -0.3 to 0.7, the heart -13 to 28 mm.
+# Measure of a cue that counts 1, in the unit of its function. Of 21 scans of whole chests the liver
+# has 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 without two of much volume loss), the aorta -0.3 to
+# 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
+# Largest size of a cue after the scaling: it bounds the weight of a single one in their sum.
 MAX_CUE = 2.0
 # A sum of the cues below minus this means a mirrored image. Of whole chests that are not mirrored,
 # the least sum is -0.1, the second least 0.6; the least cue of the liver is 0.64.
 MIRRORED_EVIDENCE = 0.8
+# Size from which a single cue says something.
 CLEAR_CUE = 0.5
 
 MEDIASTINUM = ("arch", "aorta", "heart")
@@ -83,7 +87,7 @@ class Gap(NamedTuple):
 
     Attributes:
         is_between: Whether the row meets both lungs.
-        start: First voxel beyond the right lung.
+        start: First voxel beyond the right lung, which lies at smaller x.
         stop: First voxel of the left lung.
         outer_middle: Middle between the outer borders of the lungs.
     """
@@ -142,16 +146,16 @@ def mirror_evidence(
     if lungs is None:
         return MirrorEvidence({})
     gap = gap_between(lungs)
-    sizes = {
+    measures = {
         "liver": liver_excess(lungs),
         "arch": arch_excess_mm(lungs, gap),
         "aorta": aorta_excess(lungs, gap),
         "heart": heart_offset_mm(lungs, gap),
     }
     cues = {}
-    for name, size in sizes.items():
-        if size is not None:
-            cues[name] = float(np.clip(size / SCALES[name], -MAX_CUE, MAX_CUE))
+    for name, measure in measures.items():
+        if measure is not None:
+            cues[name] = float(np.clip(measure / SCALES[name], -MAX_CUE, MAX_CUE))
     return MirrorEvidence(cues)
 
 
@@ -175,7 +179,7 @@ def find_lungs(
         if not mask.any():
             return None
         masks.append(mask)
-    # By their place, not by their labels, which may be exchanged; x increases to the left.
+    # x increases to the patient's left.
     left, right = sorted(masks, key=centre_x, reverse=True)
     return Lungs(left, right, coarse_hu, coarse_mm)
 
@@ -203,7 +207,8 @@ def gap_between(lungs: Lungs) -> Gap:
     """Find what lies between the lungs in each row."""
     right, left = lungs.right, lungs.left
     width = right.shape[2]
-    # `argmax` finds the first true voxel of a row; of the reversed row, the last one.
+    # `argmax` finds the first true voxel of a row; of the reversed row, the last one. The numbers
+    # of a row that meets no lung mean nothing, see `is_between`.
     right_start = right.argmax(axis=2)
     right_stop = width - right[:, :, ::-1].argmax(axis=2)
     left_start = left.argmax(axis=2)
@@ -217,7 +222,7 @@ def gap_between(lungs: Lungs) -> Gap:
 
 
 def _levels(lungs: Lungs, low_share: float, high_share: float) -> range:
-    """Slices between two shares of the height of the lungs."""
+    """Slices between two shares of the height of the lungs, counted from their lower end."""
     slices = np.flatnonzero((lungs.left | lungs.right).any(axis=(1, 2)))
     lowest = slices[0]
     height = slices[-1] + 1 - lowest
@@ -247,11 +252,14 @@ def liver_excess(lungs: Lungs) -> float | None:
             return None
         masks.append(below)
     below_right, below_left = masks
+    # Only a part of the image is filtered.
     part = part_around(below_right | below_left, spacing_mm)
     is_solid, is_light = solid_and_light(lungs.image_hu[part], spacing_mm)
+    below_right = below_right[part]
+    below_left = below_left[part]
     # The liver is solid; stomach and colon hold gas and fat.
-    solid_excess = is_solid[below_right[part]].mean() - is_solid[below_left[part]].mean()
-    light_excess = is_light[below_left[part]].mean() - is_light[below_right[part]].mean()
+    solid_excess = is_solid[below_right].mean() - is_solid[below_left].mean()
+    light_excess = is_light[below_left].mean() - is_light[below_right].mean()
     return float(solid_excess + light_excess) / 2
 
 
@@ -267,6 +275,7 @@ def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice,
 def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Masks (D, H, W) of solid tissue and of light tissue, as fat or gas, of a smoothed image."""
     reach = np.rint(SOLID_MM / spacing_mm).astype(int)
+    # Clipped, so that a few voxels of gas or metal do not decide about their neighbours.
     clipped_hu = np.clip(image_hu, -300, 300).astype(np.float32)
     smooth_hu = ndimage.uniform_filter(clipped_hu, np.maximum(1, reach).tolist())
     # Liver with contrast agent is less dense than bone.
@@ -277,31 +286,48 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
 
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Mask (H, W) of the columns of a lung but the outermost ones, below which lies its wall."""
+    # As far from the wall as the tissue that is looked at lies below the lung.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
     return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
 
 
 def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
-    """Mask (D, H, W) of what lies at some depth below a lung, in some of its columns."""
+    """Mask what lies at the depths `BELOW_LUNG_MM` below a lung.
+
+    Args:
+        lung: Mask (D, H, W) of the lung; z runs upwards.
+        columns: Mask (H, W) of the columns to look at, each of which meets the lung.
+        z_mm: Distance of slices.
+
+    Returns:
+        Mask (D, H, W).
+    """
     near_mm, far_mm = BELOW_LUNG_MM
     depths_mm = np.arange(len(lung)) * z_mm
-    depths = np.flatnonzero((depths_mm > near_mm) & (depths_mm <= far_mm))
+    depths = np.flatnonzero((depths_mm > near_mm) & (depths_mm <= far_mm))  # in slices
     if not len(depths):
         return np.zeros(lung.shape, dtype=bool)
     z = np.arange(len(lung), dtype=np.int16)[:, None, None]
-    # Depth of each voxel below the lowest one of the lung in its column, in slices; int16, since it
-    # is an array of the volume.
+    # Depth of each voxel below the lowest one of the lung in its column, in slices; int16, since
+    # the array is as large as the volume.
     depth = lung.argmax(axis=0).astype(np.int16) - z
     return np.asarray(columns & (depth >= depths[0]) & (depth <= depths[-1]))
 
 
 def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
-    """Whether a scan shows enough of what lies below a lung, see `tissue_below`."""
+    """Whether a scan shows enough of what lies below a lung.
+
+    Args:
+        below: From `tissue_below`, (D, H, W).
+        columns: Mask (H, W) of all columns that should show it.
+        spacing_mm: Spacing (z, y, x).
+    """
     near_mm, far_mm = BELOW_LUNG_MM
-    num_voxels = np.count_nonzero(below)
-    whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]
-    is_large = num_voxels * spacing_mm.prod() / 1000 >= MIN_BELOW_ML
-    return bool(is_large and num_voxels >= MIN_BELOW_SHARE * whole)
+    num_shown = np.count_nonzero(below)
+    # Voxels of a scan that goes on below all columns.
+    num_whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]
+    is_large = num_shown * spacing_mm.prod() / 1000 >= MIN_BELOW_ML
+    return bool(is_large and num_shown >= MIN_BELOW_SHARE * num_whole)
 
 
 def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
@@ -319,8 +345,11 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
             continue
         y, x = centre
         rows = np.flatnonzero(gap.is_between[z])
+        # Those beside the trachea.
         rows = rows[np.abs(rows - y) * y_mm <= TRACHEA_MM / 2]
         if len(rows):
+            # In voxels, to the first one of the left lung and to the last one of the right lung,
+            # which is the voxel before `gap.start`.
             to_left = gap.stop[z, rows].mean() - x
             to_right = x - gap.start[z, rows].mean() + 1
             differences_mm.append((to_left - to_right) * x_mm)
@@ -330,7 +359,10 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
 
 
 def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | None:
-    """Centre (y, x) of the trachea, or of both main bronchi where they are one, in a slice."""
+    """Find the centre (y, x) of the trachea, or of its fork, in a slice; None where it is not seen.
+
+    It is the largest piece of air between the lungs, if it has the area of a trachea.
+    """
     x = np.arange(lungs.image_hu.shape[2])
     starts = gap.start[z][:, None]
     stops = gap.stop[z][:, None]
@@ -342,10 +374,10 @@ def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | Non
     areas_mm2[0] = 0.0  # number 0 is what lies around the pieces
     largest = int(areas_mm2.argmax())
     low_mm2, high_mm2 = TRACHEA_MM2
-    if not low_mm2 <= areas_mm2[largest] <= high_mm2:
+    if areas_mm2[largest] < low_mm2 or areas_mm2[largest] > high_mm2:
         return None
-    y, x_centre = ndimage.center_of_mass(pieces == largest)
-    return float(y), float(x_centre)
+    centre_y, centre_x = ndimage.center_of_mass(pieces == largest)
+    return float(centre_y), float(centre_x)
 
 
 def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
@@ -366,14 +398,16 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
         y, x = front
         rows = np.flatnonzero(gap.is_between[z])
         # From a little behind the front of the spine to twice as far before it, where the aorta is.
-        distance_mm = (y - rows) * y_mm
-        rows = rows[(distance_mm >= -near_mm) & (distance_mm <= 2 * near_mm)]
+        before_mm = (y - rows) * y_mm
+        rows = rows[(before_mm >= -near_mm) & (before_mm <= 2 * near_mm)]
         if not len(rows):
             continue
-        beside_mm = (np.arange(is_lung.shape[2]) - x) * x_mm
+        # Of each column the distance to the left of the spine, and the share of these rows in which
+        # it is lung.
+        to_left_mm = (np.arange(is_lung.shape[2]) - x) * x_mm
         lung_share = is_lung[z, rows].mean(axis=0)
-        on_left = (beside_mm >= near_mm) & (beside_mm <= far_mm)
-        on_right = (beside_mm <= -near_mm) & (beside_mm >= -far_mm)
+        on_left = (to_left_mm >= near_mm) & (to_left_mm <= far_mm)
+        on_right = (to_left_mm <= -near_mm) & (to_left_mm >= -far_mm)
         if on_left.any() and on_right.any():
             excesses.append(lung_share[on_right].mean() - lung_share[on_left].mean())
     if len(excesses) < 4:
@@ -382,27 +416,32 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
 
 
 def _spine_front(lungs: Lungs, gap: Gap, z: int) -> tuple[int, float] | None:
-    """Row of the front of the spine, and its middle along x, in a slice."""
+    """Find the row of the front of the spine, and its middle along x, in a slice; None without it.
+
+    Voxels as dense as bone are looked for near the middle between the lungs.
+    """
     rows = np.flatnonzero(gap.is_between[z])
     if not len(rows):
         return None
-    # The spine lies in the back half of the slice's lungs and behind them.
-    in_slice = np.flatnonzero((lungs.left[z] | lungs.right[z]).any(axis=1))
-    half = int(in_slice[0] + in_slice[-1]) // 2
+    # The spine lies in the back half of the slice's lungs and behind them; y runs to the back.
+    lung_rows = np.flatnonzero((lungs.left[z] | lungs.right[z]).any(axis=1))
+    half = int(lung_rows[0] + lung_rows[-1]) // 2
     back_rows = rows[rows >= half]
     if not len(back_rows):
         return None
-    middle = float(np.median(gap.start[z, back_rows] + gap.stop[z, back_rows]) / 2)
+    middle_x = float(np.median(gap.start[z, back_rows] + gap.stop[z, back_rows]) / 2)
     reach = SPINE_REACH_MM / lungs.spacing_mm[2]
-    low = max(0, round(middle - reach))
-    bone = lungs.image_hu[z, half:, low : round(middle + reach)] > SPINE_HU
+    low_x = max(0, round(middle_x - reach))
+    bone = lungs.image_hu[z, half:, low_x : round(middle_x + reach)] > SPINE_HU
     if np.count_nonzero(bone) < 2:
         return None
-    columns = bone.sum(axis=0)
-    covered = np.cumsum(bone.sum(axis=1)) / columns.sum()
-    # A few dense voxels before it are vessels with contrast agent.
+    num_by_column = bone.sum(axis=0)
+    # Share of the bone up to each row, from the front. The first tenth may be vessels with contrast
+    # agent before the spine.
+    covered = np.cumsum(bone.sum(axis=1)) / num_by_column.sum()
     front = half + int(np.searchsorted(covered, 0.1))
-    return front, low + float(np.average(np.arange(len(columns)), weights=columns))
+    spine_x = low_x + float(np.average(np.arange(len(num_by_column)), weights=num_by_column))
+    return front, spine_x
 
 
 def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
@@ -414,14 +453,14 @@ def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
     """
     offsets = []
     for z in _levels(lungs, *HEART_SHARES):
-        in_slice = np.flatnonzero((lungs.left[z] | lungs.right[z]).any(axis=1))
+        lung_rows = np.flatnonzero((lungs.left[z] | lungs.right[z]).any(axis=1))
         rows = np.flatnonzero(gap.is_between[z])
         if not len(rows):
             continue
         # The front half: the aorta and the spine lie behind.
-        rows = rows[rows < (in_slice[0] + in_slice[-1]) / 2]
+        rows = rows[rows < (lung_rows[0] + lung_rows[-1]) / 2]
         middle = (gap.start[z, rows] + gap.stop[z, rows]) / 2
         offsets.extend((middle - gap.outer_middle[z, rows]).tolist())
-    if len(offsets) < 10:
+    if len(offsets) < 10:  # rows of all slices
         return None
     return float(np.mean(offsets)) * lungs.spacing_mm[2]

@@ -27,14 +27,15 @@ from medseg.anatomy.mirrored.cues import (
 from medseg.anatomy.rules import AIRY_HU
 from medseg.task import Task
 
-# Air of one lung that shows it.
+# Least air in the labels of a side that counts as a lung.
 MIN_AIR_ML = 100.0
-# From the middle between the outer borders of the lungs in which the trachea is looked for, and the
-# share of its rectangle that it fills in a slice: it is round.
+# Distance along x from the middle between the outer borders of the lungs in which the trachea is
+# looked for.
 TRACHEA_REACH_MM = 30.0
+# Least share of its bounding rectangle in a slice that the trachea fills, since it is round.
 TRACHEA_FILL = 0.5
-# Size of a cue that counts 1. In 22 whole chests the trachea has 36 to 128 mm, the liver 0.27 to
-# 0.72.
+# Measure of a cue that counts 1, in the unit of its function. In 22 whole chests the trachea has 36
+# to 128 mm, the liver 0.27 to 0.72.
 SCALES = {"trachea": 40.0, "liver": 0.3}
 
 SENTENCES = {
@@ -56,13 +57,13 @@ class HeadEvidence(NamedTuple):
 
     @property
     def is_upside_down(self) -> bool:
-        """Whether both cues say that the patient is upside down."""
+        """Whether both cues say that the patient is upside down; not where one is absent."""
         sizes = [self.cues.get(name, 0.0) for name in SCALES]
         return max(sizes) <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
-        """What is seen, a clause."""
+        """What is seen where `is_upside_down`, a clause."""
         return " and ".join(SENTENCES[name] for name in self.cues)
 
 
@@ -83,11 +84,11 @@ def head_evidence(
     lungs = find_air(image_hu, labels, spacing_mm, task)
     if lungs is None:
         return HeadEvidence({})
-    sizes = {"trachea": trachea_excess_mm(lungs), "liver": liver_excess(lungs)}
+    measures = {"trachea": trachea_excess_mm(lungs), "liver": liver_excess(lungs)}
     cues = {}
-    for name, size in sizes.items():
-        if size is not None:
-            cues[name] = float(np.clip(size / SCALES[name], -MAX_CUE, MAX_CUE))
+    for name, measure in measures.items():
+        if measure is not None:
+            cues[name] = float(np.clip(measure / SCALES[name], -MAX_CUE, MAX_CUE))
     return HeadEvidence(cues)
 
 
@@ -107,6 +108,7 @@ def find_air(
         if np.count_nonzero(mask) * voxel_ml < MIN_AIR_ML:
             return None
         masks.append(mask)
+    # By their place, as in `cues.find_lungs`.
     left, right = sorted(masks, key=centre_x, reverse=True)
     return Lungs(left, right, coarse_hu, coarse_mm)
 
@@ -115,34 +117,45 @@ def trachea_excess_mm(lungs: Lungs) -> float:
     """Measure by how much longer the trachea is in the upper half of the lungs than in the lower.
 
     It is a round piece of air in a slice, in the middle between the lungs; the bronchi in the lower
-    half are too thin. The image alone is asked: a label map may count the trachea as lung.
+    half are too thin. It is looked for in the image, since labels may count it as lung.
 
     Returns:
         Difference of the lengths, in mm.
     """
     is_lung = lungs.left | lungs.right
+    # Indices along z, y and x at which there is lung.
     levels = np.flatnonzero(is_lung.any(axis=(1, 2)))
     rows = np.flatnonzero(is_lung.any(axis=(0, 2)))
     columns = np.flatnonzero(is_lung.any(axis=(0, 1)))
     z_mm, _, x_mm = lungs.spacing_mm
     reach = TRACHEA_REACH_MM / x_mm
     middle_x = (columns[0] + columns[-1]) / 2
+    middle_z = (levels[0] + levels[-1]) / 2
+    # Slices that show the trachea, in the upper and the lower half.
     num_above = 0
     num_below = 0
     for z in levels:
         for y, x in _round_pieces_of_air(lungs.image_hu[z], lungs.spacing_mm):
-            if abs(x - middle_x) <= reach and rows[0] < y < rows[-1]:
-                is_above = z > (levels[0] + levels[-1]) / 2
-                num_above += is_above
-                num_below += not is_above
-                break
+            is_central = abs(x - middle_x) <= reach and rows[0] < y < rows[-1]
+            if not is_central:
+                continue
+            if z > middle_z:
+                num_above += 1
+            else:
+                num_below += 1
+            break  # a slice counts once
     return float(num_above - num_below) * z_mm
 
 
 def _round_pieces_of_air(
     plane_hu: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> list[tuple[float, float]]:
-    """List the centres (y, x) of round pieces of air of the size of the trachea in a slice."""
+    """List the centres (y, x) of the rectangles of round pieces of air as large as the trachea.
+
+    Args:
+        plane_hu: A slice (H, W).
+        spacing_mm: Spacing (z, y, x).
+    """
     pieces, _ = ndimage.label(plane_hu < TRACHEA_HU)
     pixel_mm2 = spacing_mm[1] * spacing_mm[2]
     low_mm2, high_mm2 = TRACHEA_MM2
@@ -157,7 +170,7 @@ def _round_pieces_of_air(
 
 
 def liver_excess(lungs: Lungs) -> float | None:
-    """Measure by how much the tissue below the lungs is more like the liver than that above them.
+    """Measure by how much more the tissue below the lungs is like the liver than that above them.
 
     Liver, spleen and heart are large and solid; around an apex lie fat, muscles and ribs.
 
@@ -165,16 +178,20 @@ def liver_excess(lungs: Lungs) -> float | None:
         Difference of the shares of solid tissue less light tissue, within ±2; None where the scan
         shows too little below or above the lungs.
     """
-    below = _solid_share(lungs)
+    below = _solid_excess(lungs)
+    # What lies above the lungs lies below them once the scan is turned over.
     upside_down = Lungs(lungs.left[::-1], lungs.right[::-1], lungs.image_hu[::-1], lungs.spacing_mm)
-    above = _solid_share(upside_down)
+    above = _solid_excess(upside_down)
     if below is None or above is None:
         return None
     return below - above
 
 
-def _solid_share(lungs: Lungs) -> float | None:
-    """Share of solid tissue below the lungs less that of light tissue; None without enough."""
+def _solid_excess(lungs: Lungs) -> float | None:
+    """Share of solid tissue below the lungs less that of light tissue, within ±1.
+
+    None where the scan shows too little below one of them.
+    """
     spacing_mm = np.array(lungs.spacing_mm)
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
     below = np.zeros(lungs.image_hu.shape, dtype=bool)
