@@ -172,7 +172,7 @@ def _read_qform(header: Nifti1Header) -> Form:
     # As in nifti_clib: what rounding leaves of a rotation by 180 degrees counts as zero.
     a = 0.0
     if a_squared >= 1e-7:
-        a = np.sqrt(a_squared)
+        a = float(np.sqrt(a_squared))
     affine[:3, :3] = quat2mat([a, *bcd]) * spacing
     # pixdim[0] is qfac, which mirrors the third axis if it is negative. Any other value counts as
     # 1, as in nifti_clib.

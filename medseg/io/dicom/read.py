@@ -183,9 +183,8 @@ def open_dicom(
     """
     slices = open_slices(path, series, modality, files)
     frames = slices.frames
-    dtype = np.dtype(np.float32)
-    if all(map(has_whole_hu, frames)):
-        dtype = np.dtype(np.int32)
+    is_whole = all(map(has_whole_hu, frames))
+    dtype = np.dtype(np.int32 if is_whole else np.float32)
 
     def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
