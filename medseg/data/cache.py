@@ -544,7 +544,7 @@ def _stamp(folder: Path) -> int:
 
 def _read_as(case: Case) -> dict[str, Any]:
     """Collect the values of the case table that change the arrays or the findings of a case."""
-    values = {
+    values: dict[str, Any] = {
         "hu": asdict(case.hu),
         "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT),
     }

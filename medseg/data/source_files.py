@@ -73,12 +73,24 @@ def _stamp(files: Sequence[Path]) -> list[list[int]]:
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
 
 
-def _content_hash(files: Sequence[Path]) -> str:
-    """Compute the SHA-256 of the SHA-256 digests of all files, in their order."""
+def _mask_names(path: Path, files: Sequence[Path]) -> list[str]:
+    """List the file names of a folder of masks, which name its structures.
+
+    Empty for other sources, whose content does not depend on their names.
+    """
+    if not path.is_dir() or any(volume_suffix(file) is None for file in files):
+        return []
+    return [file.name for file in files]
+
+
+def _content_hash(files: Sequence[Path], names: Sequence[str]) -> str:
+    """Compute the SHA-256 of the SHA-256 digests of all files, in their order, and of names."""
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
+    for name in names:
+        total.update(os.fsencode(name))
     return total.hexdigest()
 
 
@@ -90,7 +102,15 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
         files: Its files, where they are not those of `files_of`.
     """
     files = files or files_of(path)
-    return {"path": os.path.realpath(path), "stamp": _stamp(files), "sha256": _content_hash(files)}
+    names = _mask_names(path, files)
+    description = {
+        "path": os.path.realpath(path),
+        "stamp": _stamp(files),
+        "sha256": _content_hash(files, names),
+    }
+    if names:
+        description["names"] = names
+    return description
 
 
 def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] = ()) -> bool:
@@ -102,6 +122,10 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
         files: Its files, where they are not those of `files_of`.
     """
     files = files or files_of(path)
+    names = _mask_names(path, files)
+    # A file that is renamed keeps its size and time.
+    if names != recorded.get("names", []):
+        return False
     stamp = _stamp(files)
     if stamp == recorded["stamp"]:
         return True
@@ -110,7 +134,7 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
     if sizes != recorded_sizes:
         return False
     # A copied or touched file has another time and may have the same content.
-    return _content_hash(files) == recorded["sha256"]
+    return _content_hash(files, names) == recorded["sha256"]
 
 
 @functools.cache

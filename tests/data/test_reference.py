@@ -119,6 +119,16 @@ def test_a_change_of_any_mask_is_seen(tmp_path: Path) -> None:
     assert not is_same_source(folder, known)
 
 
+def test_another_name_of_a_mask_is_a_change(tmp_path: Path) -> None:
+    folder = make_totalsegmentator(tmp_path) / "s0000" / "segmentations"
+    known = fingerprint(folder)
+    masks = sorted(folder.iterdir())
+    # Still the first of the folder, with the same content and time.
+    masks[0].rename(masks[0].with_name(f"a_{masks[0].name}"))
+    assert not is_same_source(folder, known), "the name of a mask is that of its structure"
+    assert fingerprint(folder)["sha256"] != known["sha256"]
+
+
 def test_a_structure_that_the_task_does_not_keep_takes_no_voxel(tmp_path: Path) -> None:
     """A tumour inside the right lung, in each kind of file; the option `labels` leaves it out."""
     labels = blocks()[1]
