@@ -230,7 +230,7 @@ def count_forward(
         _assign_weights(network, tracker)
         image = torch.zeros(image_shape)
         tracker.assign(image, INPUT)
-        timeline.segments.clear()
+        timeline.segments.clear()  # making the image is no operation of the network
         tracker.now = Owner(FORWARD)
         with torch.no_grad(), torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             call(network.eval(), image)
@@ -296,6 +296,8 @@ def _fake_network(
     timeline: Timeline | None,
 ) -> Iterator[tuple[nn.Module, MemoryTracker, dict[str, None]]]:
     """Make a network of fake tensors; yield it with a running tracker and the parts that have run.
+
+    Arguments as in `count_step`.
 
     Raises:
         ValueError: If the network decides by computed values.
@@ -371,6 +373,7 @@ def _forward(
         # Operations of the micro-batch before; a timeline shows the last one.
         timeline.segments.clear()
         hooks = saved_tensors_hooks(tracker.save, _unchanged)
+    # The fake tensors are on the CPU, also where a GPU is counted.
     with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF), hooks:
         logits = network(image)
         with _RealRanges():

@@ -62,12 +62,13 @@ def check_objects(config: TrainConfig) -> bool:
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in network.modules())
     _check_switches(config, network, has_batch_norm)
     _check_sizes(config, network)
-    weights = config.loss.get("output_weights")
-    num_outputs = network.traits.num_outputs  # None where it is not known
-    if weights is not None and num_outputs is not None and num_outputs != len(weights):
+    output_weights = config.loss.get("output_weights")
+    num_outputs = network.traits.num_outputs
+    are_known = output_weights is not None and num_outputs is not None
+    if are_known and num_outputs != len(output_weights):
         raise UserError(
-            f"loss.output_weights={weights}: expected {num_outputs} numbers, one for each output "
-            "of the network; leave it out, or correct it"
+            f"loss.output_weights={output_weights}: expected {num_outputs} numbers, one for each "
+            "output of the network; leave it out, or correct it"
         )
     check_loss(config)
     make_transforms(config)

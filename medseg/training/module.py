@@ -194,7 +194,8 @@ class SegmentationModule(pl.LightningModule):
             labels = labels.masked_fill(is_ignored, 0)
             target = target.masked_fill(is_ignored, 0)
         classes = tuple(range(1, int(self.metadata["num_classes"])))
-        scores: dict[int | str, float] = dict(dice_per_label(labels, target, classes))
+        # The Dice by class; those of metrics are added by name.
+        scores: dict[Any, float] = dice_per_label(labels, target, classes)
         for name, metric in self.metrics.items():
             scores[name] = metric(labels, target, stack["spacing_mm"][0])
         case, region = stack["case"][0], int(stack["region"][0])
