@@ -248,8 +248,8 @@ def _normalised_planes(
         values = crop[mask]
         # The mask of a scan of zeros is empty, and has no mean.
         if len(values):
-            deviation = max(values.std(), EPSILON)
-            crop[mask] = (values - values.mean()) / deviation
+            centred = values - values.mean()
+            crop[mask] = centred / max(values.std(), EPSILON)
     else:
         deviation = max(crop.std(), EPSILON)
         crop -= crop.mean()
