@@ -571,6 +571,12 @@ def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
         "read_as": record["read_as"],
         "configuration": record["configuration"],
     }
+    # Only a folder of masks has names that count.
+    names = {
+        role: source["names"] for role, source in record["sources"].items() if "names" in source
+    }
+    if names:
+        content["names"] = names
     # Ignored findings come from the current table: they do not change the arrays.
     return CachedCase(
         name=case.name,

@@ -83,14 +83,12 @@ def _mask_names(path: Path, files: Sequence[Path]) -> list[str]:
     return [file.name for file in files]
 
 
-def _content_hash(files: Sequence[Path], names: Sequence[str]) -> str:
-    """Compute the SHA-256 of the SHA-256 digests of all files, in their order, and of names."""
+def _content_hash(files: Sequence[Path]) -> str:
+    """Compute the SHA-256 of the SHA-256 digests of all files, in their order."""
     total = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
-    for name in names:
-        total.update(os.fsencode(name))
     return total.hexdigest()
 
 
@@ -102,12 +100,12 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
         files: Its files, where they are not those of `files_of`.
     """
     files = files or files_of(path)
-    names = _mask_names(path, files)
     description = {
         "path": os.path.realpath(path),
         "stamp": _stamp(files),
-        "sha256": _content_hash(files, names),
+        "sha256": _content_hash(files),
     }
+    names = _mask_names(path, files)
     if names:
         description["names"] = names
     return description
@@ -122,9 +120,8 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
         files: Its files, where they are not those of `files_of`.
     """
     files = files or files_of(path)
-    names = _mask_names(path, files)
     # A file that is renamed keeps its size and time.
-    if names != recorded.get("names", []):
+    if _mask_names(path, files) != recorded.get("names", []):
         return False
     stamp = _stamp(files)
     if stamp == recorded["stamp"]:
@@ -134,7 +131,7 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
     if sizes != recorded_sizes:
         return False
     # A copied or touched file has another time and may have the same content.
-    return _content_hash(files, names) == recorded["sha256"]
+    return _content_hash(files) == recorded["sha256"]
 
 
 @functools.cache

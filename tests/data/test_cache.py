@@ -451,6 +451,24 @@ def test_another_series_of_a_folder_is_another_content(
     assert len(contents) == 3, "a run must not be resumed on another series"
 
 
+def test_another_name_of_a_mask_is_another_content(case: Case, tmp_path: Path, task: Task) -> None:
+    assert case.labels is not None
+    folder = tmp_path / "masks"
+    folder.mkdir()
+    shutil.copy(case.labels, folder / "left_lung.nii.gz")
+    source = read_source(case, task, NAMES)
+    case = replace(case, labels=folder)
+
+    def prepare() -> CachedCase:
+        sources = {"image": fingerprint(case.image), "labels": fingerprint(folder)}
+        built = replace(source, sources=sources)
+        return prepare_case(case, tmp_path / "cache", SPACING_MM, task, NAMES, read=lambda: built)
+
+    entry = prepare()
+    (folder / "left_lung.nii.gz").rename(folder / "right_lung.nii.gz")
+    assert prepare().content != entry.content, "a run must not be resumed on other labels"
+
+
 def test_a_copied_cache_does_not_stand_for_another_series(
     case: Case, tmp_path: Path, task: Task
 ) -> None:
