@@ -51,7 +51,7 @@ class Key(NamedTuple):
 
     @property
     def can_be_null(self) -> bool:
-        """Whether null is a value of it."""
+        """Whether null is a value of it: keys have one type, or one type and None."""
         return isinstance(self.kind, types.UnionType)
 
     def type_text(self) -> str:
@@ -115,7 +115,7 @@ def _entries(
     for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
         name = key_below(path, field_name)
         # Keys that the composed configuration lacks have a default in the schema, or must be given
-        # (`???`).
+        # (`???`). A default is an attribute of the class: what has a `default_factory` is composed.
         value = values.get(field_name, getattr(schema, field_name, "???"))
         choices = group_files(name) if name in groups else ()
         group = _group_schema(name, hint, value)
@@ -125,11 +125,13 @@ def _entries(
             yield Group(name, sentence, choices)
             yield from _entries(group, value, name, groups)
             continue
+        # A sum of losses has no class of its own.
         if field_name == TARGET and TERMS in values:
             continue
         kind, knob = typing.get_args(hint)  # of `Annotated[kind, knob]`
         yield Key(name, value, kind, knob, choices)
         yield from _item_entries(name, kind, groups)
+    # The class is not ours: its arguments are in no schema.
     if schema in POINT_SCHEMAS.values():
         yield from _arguments(schema, values, path)
 
@@ -158,7 +160,8 @@ def _item_entries(name: str, kind: Any, groups: Collection[str]) -> Iterator[Key
 def _group_schema(name: str, hint: Any, value: Any) -> type | None:
     """Find the schema of the keys below a key; None for a key without keys of its own.
 
-    The schema of an extension point depends on the class that its value names.
+    The schema of an extension point depends on the class that its value names: a class of ours has
+    a schema of all its keys, any other the schema of the point, with the keys that medseg adds.
     """
     if isinstance(value, dict):
         schema = CLASS_SCHEMAS.get(str(value.get(TARGET)), POINT_SCHEMAS.get(name))

@@ -203,6 +203,7 @@ def _has_air_only(image: Tensor, boxes: list[VoxelBox]) -> list[bool]:
     has_body = []
     for box in boxes:
         tile = image[(..., *box.slices())]
+        # No value of a normalised image is below that of air.
         has_body.append((tile > AIR).any())
     # All answers leave the GPU in one transfer: a transfer for each would wait for the GPU.
     return torch.stack(has_body).logical_not().tolist()
@@ -330,10 +331,11 @@ def plan_tiling(
     if pass_bytes <= budget_bytes:
         if not is_tiled:
             return TilingPlan(None)
-        # At least one byte: nothing divides by the 0 of a memory that is not known.
-        num_fitting = int(budget_bytes // max(1, pass_bytes))
-        # At least one tile: a budget below one byte has room for none.
-        return TilingPlan(size, max(1, min(max_batch, num_fitting)))
+        batch_size = max_batch
+        # A network of unknown memory (0 bytes a voxel) gets the largest batch.
+        if pass_bytes > 0:
+            batch_size = min(max_batch, int(budget_bytes // pass_bytes))
+        return TilingPlan(size, batch_size)
     if budget_bytes >= least_slab_bytes:
         return TilingPlan(size if is_tiled else None, slab_bytes=budget_bytes)
     gib = least_budget_gib(size, bytes_per_voxel, least_slab_bytes)

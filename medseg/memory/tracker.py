@@ -86,9 +86,9 @@ def _heap_bytes(num_bytes: int) -> int:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether an operation has no kernel of its own and is computed by other operations.
+    """Whether torch decomposes an operation into others, because it has no kernel of its own.
 
-    Only torch's own division counts ("CompositeImplicitAutograd"), not the decompositions in
+    Only the decompositions of the dispatcher count ("CompositeImplicitAutograd"), not those in
     Python, which are made for compilers.
     """
     return torch._C._dispatch_has_kernel_for_dispatch_key(
@@ -103,15 +103,15 @@ class Segment:
     Attributes:
         owner: Phase of the step, and part of the network.
         start_bytes: Live bytes before the first of them.
-        calls: For each operation: live bytes after it, bytes of its workspace that are known
-            without measuring it, and its key in `Timeline.calls`.
+        operations: For each operation (live bytes after it, bytes of its workspace that are known
+            without measuring it, its key in `Timeline.calls`).
         heap_bytes: For each operation: those of the live bytes after it that lie in the heap,
             because their storages are too small to be mapped, see `medseg.memory.heap`.
     """
 
     owner: Owner
     start_bytes: int
-    calls: list[tuple[int, int, str]] = field(default_factory=list)
+    operations: list[tuple[int, int, str]] = field(default_factory=list)
     heap_bytes: list[int] = field(default_factory=list)
 
 
@@ -210,8 +210,9 @@ class MemoryTracker(TorchDispatchMode):
             return func(*args)
         has_timeline = self._timeline is not None
         if has_timeline and torch.is_inference_mode_enabled() and _is_composite(func):
-            # Outside of inference mode torch divides this operation before it comes here. Divided
-            # here too, it has the parts that a training step has, whose measurements are used.
+            # In a training step torch decomposes this operation before its parts come here; in
+            # inference mode it does not. Decomposed here too, an evaluation has the same parts, so
+            # that each is measured once. `with self`: the tracker is off inside of this method.
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         owner = Owner(HOST) if is_copying_to_host() else self.now
@@ -234,7 +235,7 @@ class MemoryTracker(TorchDispatchMode):
         if self._workspace is not None:
             workspace_bytes = self._workspace(func, args, result)
         if records:
-            segment.calls.append((self._live_bytes, workspace_bytes, key))
+            segment.operations.append((self._live_bytes, workspace_bytes, key))
             segment.heap_bytes.append(self._live_heap_bytes)
         if self._live_bytes + workspace_bytes > self.peak_bytes:
             self.restart_peak()
@@ -252,8 +253,8 @@ class MemoryTracker(TorchDispatchMode):
         self._see(storage, owner)
         reference, former_owner, num_bytes = self._entries[storage._cdata]
         self._entries[storage._cdata] = (reference, owner, num_bytes)
-        self.live[former_owner] -= num_bytes
-        self.live[owner] += num_bytes
+        self._add(former_owner, -num_bytes)
+        self._add(owner, num_bytes)
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note that an operation of the present part saves a tensor.
@@ -343,7 +344,8 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes = storage.nbytes()
         entry = self._entries.get(key)
         if entry is None:
-            # Called as soon as nothing holds the storage any more.
+            # Called as soon as nothing holds the storage any more: torch keeps the Python object of
+            # a storage alive as long as the storage itself.
             reference: weakref.ref[Any] = weakref.ref(storage, lambda _: self._forget(key))
             former_bytes = 0
         else:

@@ -104,8 +104,8 @@ class _Upsampled:
             conv.weight,
             conv.bias,
             conv.stride,
-            (0, 0, 0),
-            self._deeper.depth,
+            padding=(0, 0, 0),
+            whole_depth=self._deeper.depth,
             transposed=True,
         )
         # A deeper plane at an end may give more planes than are asked for.
@@ -178,8 +178,8 @@ class _NnunetPass(SlabPass):
             shortcut = self._run_shortcut(module, shortcut)
         branch = self._run_unit(block.conv1.all_modules, source)
         branch = self._run_unit(block.conv2.all_modules, branch)
-        # The sum is written over the branch.
-        for start, stop in self.split(branch.depth, branch.plane_bytes, 0):
+        # In place: a third feature map of this level would take memory.
+        for start, stop in self.split(branch.depth, branch.plane_bytes, extra_bytes=0):
             planes = branch.read(start, stop).add_(shortcut.read(start, stop))
             branch.write(start, block.nonlin2(planes))
         return branch
@@ -191,7 +191,8 @@ class _NnunetPass(SlabPass):
         # The kernel of the pooling is as large as its stride.
         z_stride = cast(Shape, module.stride)[0]
         result = Features(source.depth // z_stride, self)
-        for start, stop in self.split(result.depth, z_stride * source.plane_bytes, 0):
+        bytes_per_plane = z_stride * source.plane_bytes
+        for start, stop in self.split(result.depth, bytes_per_plane, extra_bytes=0):
             # In one expression, so that the source planes are freed before the result is written.
             result.write(start, module(source.read(start * z_stride, stop * z_stride)))
         return result

@@ -254,7 +254,7 @@ def used_keys(timeline: Timeline) -> frozenset[str]:
     """Keys of the operations of a timeline."""
     keys: set[str] = set()
     for segment in timeline.segments:
-        keys.update(key for *_, key in segment.calls)
+        keys.update(key for *_, key in segment.operations)
     return frozenset(keys)
 
 
@@ -281,7 +281,7 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     # lie in the heap.
     points: list[tuple[int, int]] = []
     for segment in timeline.segments:
-        for call, tensor_bytes_in_heap in zip(segment.calls, segment.heap_bytes, strict=True):
+        for call, tensor_bytes_in_heap in zip(segment.operations, segment.heap_bytes, strict=True):
             live_bytes, workspace, key = call
             written = max(workspace, costs[key].written)
             bytes_in_heap = tensor_bytes_in_heap

@@ -351,7 +351,7 @@ def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
         is_resident: Whether only the part of a workspace counts that is written, and so resident.
     """
     peak = segment.start_bytes
-    for live_bytes, known_workspace, key in segment.calls:
+    for live_bytes, known_workspace, key in segment.operations:
         cost = costs[key]
         measured_workspace = cost.written if is_resident else cost.workspace
         peak = max(peak, live_bytes + max(known_workspace, measured_workspace))
@@ -360,4 +360,4 @@ def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
 
 def duration(segment: Segment, costs: KernelCosts) -> float:
     """Seconds of the operations of a segment."""
-    return sum(costs[key].seconds for _, _, key in segment.calls)
+    return sum(costs[key].seconds for _, _, key in segment.operations)

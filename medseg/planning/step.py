@@ -200,7 +200,7 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
     case_bytes, timeline = count_evaluation(config, shape)
     pass_bytes = 0
     for segment in timeline.segments:
-        for live_bytes, workspace_bytes, _ in segment.calls:
+        for live_bytes, workspace_bytes, _ in segment.operations:
             pass_bytes = max(pass_bytes, live_bytes + workspace_bytes)
     return case_bytes, pass_bytes
 

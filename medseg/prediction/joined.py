@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 
@@ -102,7 +103,7 @@ class JoinedModels(CombinedModel):
                 if len(self.parts) > 1:
                     finding = finding.within(name)
                 result.findings.append(finding)
-            self.note_part(number, part_result, result)
+            self.note_part(number, part_result, result)  # durations, tiling plans, distortions
             result.boxes |= part_result.boxes
             result.agreements |= part_result.agreements
         result.measure(volume.grid, self.task)
@@ -148,16 +149,14 @@ def join_values(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
-    # Enough values for all names, even if every value of a label map is stated: too many names are
-    # refused below.
-    candidates = set(range(1, len(names) + MAX_VALUE))
-    free_values = iter(sorted(candidates - stated_values))
+    free_values = (value for value in count(1) if value not in stated_values)
     values: dict[str, int] = {}
     for name in names:
         if name in label_values:
             values[name] = label_values[name]
         else:
             values[name] = next(free_values)
+    # Without a bound until here, so that the message has the number of all labels.
     if max(values.values()) > MAX_VALUE:
         raise UserError(
             f"weights: the models have {len(names)} labels, but a label map holds values up to "

@@ -167,6 +167,7 @@ def stages_of(
             getattr(config.stages, name),
             getattr(config.rows[row], name),
         )
+        # Any folder serves: it does not count in the signature, and is not created here.
         composed = compose_train([*arguments, "run_dir=none"], f"rows.{row}.{name}")
         # Named by the configuration, so that rows with the same one share the run.
         run_dir = runs / f"{name}-{signature(plain(composed))}"
@@ -265,6 +266,7 @@ def _predict(
     step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
+    # Empty where single cases failed: their messages are read from the summary below.
     failure = run_and_get_failure(step)
     reports = {}
     for case in cases:
@@ -385,9 +387,10 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     rule = make_grid_rule(config.spacing)
     divisor = find_divisor(config)
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
+    # A rule with a range of spacings chooses another one, by that of the scan.
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # A patch of one voxel leaves the size of the crop as it is; it grows to one that the network
-    # takes below. `predict_body` does the same.
+    # As in `predict_body`: with a least size of one voxel the box does not grow, and `network_size`
+    # adds what the network pads.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is not None:

@@ -164,7 +164,7 @@ def test_recomputed_norms_of_a_gpu_are_in_fp32_as_well() -> None:
     )
     formats: dict[str, list[torch.dtype]] = {"forward": [], "backward": []}
     for segment in timeline.segments:
-        for *_, key in segment.calls:
+        for *_, key in segment.operations:
             call = timeline.calls[key]
             if call.operation is torch.ops.aten.native_group_norm.default:
                 formats[segment.owner.kind].append(call.arguments[0].dtype)
@@ -180,7 +180,7 @@ def test_upsampling_on_a_gpu_is_in_fp32_and_its_sum_is_not() -> None:
     for segment in timeline.segments:
         if segment.owner != Owner("forward", "decoder.0.up"):
             continue
-        for *_, key in segment.calls:
+        for *_, key in segment.operations:
             call = timeline.calls[key]
             if call.operation is torch.ops.aten.upsample_nearest3d.default:
                 enlarged.add(call.arguments[0].dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from medseg.memory.tracker import MemoryTracker, Owner, Timeline
+from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 
 
 def total(tracker: MemoryTracker) -> int:
@@ -51,6 +51,17 @@ def test_what_an_operation_takes_and_frees_counts_in_the_peak_alone() -> None:
         assert (tracker.peak_bytes, tracker.peak_live[tracker.now]) == (1300, 1300)
         values.add_(1)
         assert tracker.peak_bytes == 1300
+
+
+def test_what_is_assigned_to_the_host_leaves_the_total_of_the_device() -> None:
+    with MemoryTracker() as tracker:
+        values = torch.zeros(1000)
+        tracker.assign(values, HOST)
+        tracker.restart_peak()
+        assert (tracker.peak_bytes, tracker.live_bytes(HOST)) == (0, 4000)
+        tracker.assign(values, "input")
+        tracker.restart_peak()
+        assert (tracker.peak_bytes, tracker.live_bytes(HOST)) == (4000, 0)
 
 
 def test_nothing_is_known_of_a_storage_once_it_is_gone() -> None:

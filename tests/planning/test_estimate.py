@@ -58,9 +58,10 @@ def test_small_storages_are_counted_apart() -> None:
         del small
         both = torch.zeros(2**19), large
     (segment,) = timeline.segments
-    kinds = dict(zip((total for total, _, _ in segment.calls), segment.heap_bytes, strict=True))
-    assert kinds[9 * MIB] == MIB
-    assert kinds[10 * MIB] == 2 * MIB
+    live_bytes = [total for total, _, _ in segment.operations]
+    heap_bytes = dict(zip(live_bytes, segment.heap_bytes, strict=True))
+    assert heap_bytes[9 * MIB] == MIB
+    assert heap_bytes[10 * MIB] == 2 * MIB
     assert len(both) == 2
 
 

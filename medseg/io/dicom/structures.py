@@ -61,8 +61,8 @@ KIND_NUMBERS = {"SEG": 1, "RTSTRUCT": 2}
 
 # Series numbers of results begin here, beyond those of scanners.
 FIRST_NUMBER = 90_000
-# Largest series number of a source from which one of a result is made: that has a digit more, and
-# numbers of DICOM have 32 bits.
+# Largest series number of a source from which the number of a result is made. That number is ten
+# times as large, and integers of DICOM (IS) have 32 bits.
 MAX_SOURCE_NUMBER = 10**8
 
 
@@ -72,8 +72,9 @@ class DerivedSeries(NamedTuple):
     Attributes:
         uid: Series Instance UID, derived from the source series, the kind of object and the names
             of labels.
-        instance_uid: SOP Instance UID, derived from these and the labels of all pixels: an archive
-            keeps one copy of a result that did not change, and takes a changed one as new.
+        instance_uid: SOP Instance UID, derived from these, the labels of all pixels and a version:
+            an archive keeps one copy of a result that did not change, and takes a changed one as
+            new.
         number: Series Number.
         description: Series Description.
     """
@@ -94,7 +95,8 @@ def derived_series(
         kind: Modality of the result: `SEG` or `RTSTRUCT`.
         numbers: Number of the structure at each pixel of each source slice.
         structures: The labels.
-        version: What else makes another instance, such as the version of the program.
+        version: Goes into the SOP Instance UID alone, so that a new version of the program makes a
+            new instance of the same series.
     """
     identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
     content = hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
@@ -168,7 +170,8 @@ def labels_on_slices(
     num_rows, num_columns = slices.frames[0].pixels.shape
     numbers = np.empty((len(slices.frames), num_rows, num_columns), number_of_value.dtype)
     for index, plane in enumerate(planes):
-        # Row y and column x of the grid at each pixel.
+        # Row y and column x of the grid at each pixel. All lie on the grid, which covers every
+        # slice: shifts count from its first voxel.
         y_shift_px, x_shift_px = slices.shifts_px[index]
         y = nearest(np.arange(num_rows) + y_shift_px)
         x = nearest(np.arange(num_columns) + x_shift_px)
@@ -190,8 +193,9 @@ def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray
     """
     labels = np.zeros(slices.grid.shape, slice_labels.dtype)
     num_rows, num_columns = slice_labels.shape[1:]
-    for plane, (below, weight) in enumerate(slices.planes):
-        index = below + round(weight)
+    # A plane between two slices has the weight of the upper one, in [0, 1].
+    for plane, (lower_index, upper_weight) in enumerate(slices.planes):
+        index = lower_index + round(upper_weight)
         # Row y and column x of the slice at each voxel of the plane.
         y_shift_px, x_shift_px = slices.shifts_px[index]
         y = nearest(np.arange(labels.shape[1]) - y_shift_px)
@@ -213,7 +217,7 @@ def source_headers(slices: SourceSlices) -> list[FileDataset]:
     """Read the headers that an object about a series refers to.
 
     There is one of each file, in the order of the slices. Fields of patient and study that are
-    missing, or that the standard forbids, become empty.
+    missing, or whose value the standard forbids, become empty.
 
     Raises:
         UserError: If a field by which the object would refer to its source is missing.
