@@ -26,8 +26,9 @@ from medseg.io.write import write_labels
 from medseg.preprocess.orient import orient
 from medseg.studies.pieces import oriented_image, oriented_labels
 
+# Values in the label maps: the class of the airway, and `task.ignore_label`.
 AIRWAY, IGNORED = 3, 255
-# Denser voxels are no air, whatever the slice thickness.
+# Denser voxels are no air. Thick slices blur the wall into the lumen, so the bound is high.
 MAX_AIR_HU = -400.0
 # Trachea and main bronchi lie within this distance of the middle of the lungs.
 HALF_WIDTH_MM = 50.0
@@ -42,6 +43,7 @@ def main() -> None:
     airways.mkdir(exist_ok=True)
     labelled = []
     for case in read_cases(Path(arguments["cases"])):
+        # Without a visible trachea there is nothing to add: the labels of the table stay.
         if case.name not in absent:
             case = label_airway(case, output, airways, is_sure=case.name not in unsure)
         labelled.append(case)
@@ -53,18 +55,20 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
     """Add the airway to the labels of a case.
 
     Args:
-        case: A CT with labels 1 (left lung) and 2 (right lung); without labels it stays.
+        case: A CT with labels 1 (left lung) and 2 (right lung); without labels it is returned
+            unchanged.
         folder: Folder of the new labels.
         airways: Folder of the masks of the airway; a missing one is tracked and written.
         is_sure: Whether the mask is right; otherwise the air between the lungs is ignored.
 
     Returns:
-        The case with the new labels; what the lungs have stays theirs.
+        The case with the new labels. Voxels that are labelled as lung keep that label.
     """
     if case.labels is None:
         return case
-    stored, grid = oriented_image(case)
-    image_hu = case.hu.apply(stored)
+    # Both are turned to the same axes: z to the head, y to the back, x to the left.
+    stored_values, grid = oriented_image(case)
+    image_hu = case.hu.apply(stored_values)
     labels, _ = oriented_labels(case)
     labels = labels.astype(np.uint8)
     if is_sure:
@@ -80,12 +84,16 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
 
 
 def read_airway(image_hu: np.ndarray, grid: VoxelGrid, file: Path) -> np.ndarray:
-    """Read the airway of an oriented scan, or track and write it, (D, H, W) bool."""
+    """Read the airway of an oriented scan, (D, H, W) bool; track and write it first if need be.
+
+    An airway that was not found is written as an empty mask, so that it is not tracked again.
+    """
     if not file.is_file():
         airway = track_airway(image_hu, grid)
         if airway.remark:
             print(f"{file.stem}: no airway is measured: {airway.remark}", flush=True)
         write_labels(file, airway.lumen.astype(np.uint8), grid)
+    # The mask may have been corrected by hand, in a program that stores other axes.
     volume = read_labels(file)
     return orient(volume.array, volume.grid)[0] > 0
 
@@ -93,14 +101,17 @@ def read_airway(image_hu: np.ndarray, grid: VoxelGrid, file: Path) -> np.ndarray
 def _middle_air(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> np.ndarray:
     """Find the air between the lungs and above them, (D, H, W) bool; none without lungs."""
     is_air = np.zeros(grid.shape, dtype=bool)
-    places = ndimage.find_objects((labels > 0).astype(np.uint8))
-    if not places:
+    # The bounding box of both lungs together: all voxels of the mask have the value 1.
+    lung_boxes = ndimage.find_objects((labels > 0).astype(np.uint8))
+    if not lung_boxes:
         return is_air
-    z, y, x = places[0]
+    z, y, x = lung_boxes[0]
     middle = (x.start + x.stop) // 2
-    half = round(HALF_WIDTH_MM / grid.spacing_mm[2])
-    part = (slice(z.start, None), y, slice(max(0, middle - half), middle + half))
-    is_air[part] = image_hu[part] < MAX_AIR_HU
+    half_width = round(HALF_WIDTH_MM / grid.spacing_mm[2])
+    columns = slice(max(0, middle - half_width), middle + half_width)
+    # From the base of the lungs up to the last slice: the trachea begins above the lungs.
+    region = (slice(z.start, None), y, columns)
+    is_air[region] = image_hu[region] < MAX_AIR_HU
     return is_air
 
 

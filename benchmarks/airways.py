@@ -1,9 +1,9 @@
 """Airway tracker: the lumen of trachea and main bronchi down to the hilum, found in the scan alone.
 
-It measures how much of the airway a segmentation calls lung, so it looks at no prediction. On a
-grid of 1 mm it finds the trachea, an upright tube of air, and follows the air downwards as far as a
-ball of `CORE_MM` fits through. Where a threshold lets the tube open into the lung, a lower one is
-tried.
+Its result shows how much of the airway a segmentation calls lung, so it may not depend on a
+prediction. On a grid of 1 mm it finds the trachea, an upright tube of air, and follows the air
+downwards as far as a ball of the radius `CORE_MM` fits through. If the air that lies below a
+threshold of HU connects the tube with the lung, the next lower threshold is tried.
 """
 
 from collections.abc import Iterator
@@ -18,28 +18,35 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import body_box
 from medseg.preprocess.resample import resample_image
 
+# Edge of a voxel of the tracker's grid. Counts of voxels are multiplied by its powers all through
+# the module, to make mm, mm² and mm³ of them.
 GRID_MM = 1.0
+# Values beyond these are clipped before resampling; the lower one, air, also fills what is outside.
 LIMITS_HU = (-1024.0, 600.0)
-# Half-way between air and wall first; walls that thick slices blur need less.
+# Half-way between air and wall first. Walls that thick slices blur are darker than half-way, and
+# close the tube only at a lower threshold.
 THRESHOLDS_HU = (-500.0, -600.0, -700.0, -800.0, -850.0, -900.0, -930.0)
-# Radius of the ball that must fit through. Lobar bronchi have 3 to 4 mm, gaps in a wall less.
+# Radius of the ball that must fit through. Lobar bronchi have radii of 3 to 4 mm, gaps in a wall
+# are smaller.
 CORE_MM = 3.0
 # The mediastinum lies within this distance of the middle of the body.
 HALF_WIDTH_MM = 90.0
 # Least and largest cross-section of the core of the trachea, the lumen without a layer of `CORE_MM`
 # at its wall. The lumen has 100 to 450 mm².
 TRACHEA_MM2 = (8.0, 450.0)
+# Sides of the bounding box of a cross-section; a trachea that is narrowed from the sides is long.
 MAX_LENGTH_TO_WIDTH = 3.0
 MIN_HEIGHT_MM = 20.0
-# A tube whose upper end lies lower than that of another one by more is not the trachea.
+# A tube that ends lower than the highest one by more than this is not the trachea.
 MAX_BELOW_MM = 30.0
 # Tubes with less than this share of the voxels of the largest one are not the trachea.
 MIN_SHARE_OF_LARGEST = 0.5
 # The tissue about a tube is looked at up to this distance, in voxels of 1 mm.
 RING = 7
+# Denser voxels are soft tissue; of the ring about the trachea at least this share is.
 TISSUE_HU = -500.0
 MIN_TISSUE_SHARE = 0.6
-# Lung beside the trachea, as seen in one slice.
+# Values of lung, and its least area on one side of the trachea in one slice.
 LUNG_HU = (-980.0, -500.0)
 MIN_LUNG_MM2 = 2000.0
 # A larger core reaches into the lung.
@@ -80,6 +87,7 @@ def track_airway(image_hu: np.ndarray, grid: VoxelGrid) -> Airway:
     remark = "no trachea is visible"
     for threshold_hu in THRESHOLDS_HU:
         is_air = hu < threshold_hu
+        # Erosion by a ball: what stays are the places where the centre of the ball can be.
         core = GRID_MM * ndimage.distance_transform_edt(is_air) > CORE_MM
         parts, _ = ndimage.label(core)
         for tube in upright_tubes(core, hu):
@@ -87,7 +95,10 @@ def track_airway(image_hu: np.ndarray, grid: VoxelGrid) -> Airway:
             if airway_core is None:
                 remark = "each upright tube of air opens into a lung"
                 continue
-            lumen = is_air & (GRID_MM * ndimage.distance_transform_edt(~airway_core) <= CORE_MM)
+            # Dilation by the same ball gives the lumen back its outer layer, within the air.
+            to_core_mm = GRID_MM * ndimage.distance_transform_edt(~airway_core)
+            lumen = is_air & (to_core_mm <= CORE_MM)
+            # Interpolation makes of the mask the share of lumen in each voxel of the scan.
             share = resample_image(lumen.astype(np.float32), fine, grid, outside=0.0).numpy()
             return Airway(share > 0.5, "", threshold_hu)
     return Airway(np.zeros(grid.shape, dtype=bool), remark)
@@ -99,44 +110,46 @@ def _mediastinum(image_hu: np.ndarray, grid: VoxelGrid) -> VoxelGrid:
     fine = grid.resampled((GRID_MM,) * 3)
     box = fine.box_from(grid, body).clipped(fine.shape)
     middle = (box.start[2] + box.stop[2]) // 2
-    half = round(HALF_WIDTH_MM / GRID_MM)
+    half_width = round(HALF_WIDTH_MM / GRID_MM)
     depth, height, _ = fine.shape
-    columns = VoxelBox((0, 0, middle - half), (depth, height, middle + half))
+    columns = VoxelBox((0, 0, middle - half_width), (depth, height, middle + half_width))
     return fine.crop(box.intersect(columns))
 
 
 def upright_tubes(core: np.ndarray, hu: np.ndarray) -> Iterator[np.ndarray]:
     """Find upright tubes of air in soft tissue with lung beside them.
 
-    The trachea is the largest that does not open into a lung.
+    A tube is a stack of connected discs: parts of axial slices that look like a cross-section of
+    the trachea. The trachea is the largest tube that does not open into a lung.
 
     Args:
-        core: Air at some distance from its border (D, H, W), on the grid of the tracker.
+        core: Air farther than `CORE_MM` from its border (D, H, W), on the grid of the tracker.
         hu: The scan on that grid.
 
     Yields:
         The voxels (D, H, W), bool, of each tube of `MIN_HEIGHT_MM` or more, the largest first.
     """
     discs = np.zeros_like(core)
-    for plane, plane_hu, disc in zip(core, hu, discs, strict=True):
+    # `plane_discs` is a view of one slice of `discs`, which is filled through it.
+    for plane, plane_hu, plane_discs in zip(core, hu, discs, strict=True):
         parts, count = ndimage.label(plane)
         areas_mm2 = GRID_MM**2 * np.bincount(parts.ravel(), minlength=1 + count)
-        places = ndimage.find_objects(parts)
+        boxes = ndimage.find_objects(parts)
         has_area = (areas_mm2 >= TRACHEA_MM2[0]) & (areas_mm2 <= TRACHEA_MM2[1])
-        has_area[0] = False  # part 0 is what is no air
+        has_area[0] = False  # part 0 is the background
         for number in np.flatnonzero(has_area).tolist():
-            rows, columns = places[number - 1]  # of part 1, 2, …
-            wide = (_widened(rows), _widened(columns))
-            part = parts[wide] == number
-            if _is_disc(part, plane_hu[wide]):
-                disc[wide] |= part
+            rows, columns = boxes[number - 1]  # the boxes begin with that of part 1
+            wide_box = (_widened(rows), _widened(columns))
+            part = parts[wide_box] == number
+            if _is_disc(part, plane_hu[wide_box]):
+                plane_discs[wide_box] |= part
     tubes, _ = ndimage.label(discs)
-    sizes = np.bincount(tubes.ravel())
-    highest = _highest_tubes(tubes, hu)
-    highest.sort(key=lambda number: -sizes[number])
-    for number in highest:
+    num_voxels = np.bincount(tubes.ravel())
+    candidates = _highest_tubes(tubes, hu)
+    candidates.sort(key=lambda number: -num_voxels[number])
+    for number in candidates:
         # An oesophagus with air is smaller.
-        if sizes[number] >= MIN_SHARE_OF_LARGEST * sizes[highest[0]]:
+        if num_voxels[number] >= MIN_SHARE_OF_LARGEST * num_voxels[candidates[0]]:
             yield tubes == number
 
 
@@ -145,18 +158,18 @@ def _highest_tubes(tubes: np.ndarray, hu: np.ndarray) -> list[int]:
 
     The trachea ends higher than the gas of the bowel.
     """
-    tops: dict[int, int] = {}
-    for number, place in enumerate(ndimage.find_objects(tubes), start=1):
-        height_mm = GRID_MM * (place[0].stop - place[0].start)
-        if height_mm >= MIN_HEIGHT_MM and _is_beside_lung(hu, place):
-            tops[number] = place[0].stop
+    tops: dict[int, int] = {}  # number of a tube to the slice above its upper end
+    for number, box in enumerate(ndimage.find_objects(tubes), start=1):
+        height_mm = GRID_MM * (box[0].stop - box[0].start)
+        if height_mm >= MIN_HEIGHT_MM and _is_beside_lung(hu, box):
+            tops[number] = box[0].stop
     least_top = max(tops.values(), default=0) - MAX_BELOW_MM / GRID_MM
     return [number for number, top in tops.items() if top >= least_top]
 
 
-def _widened(along: slice) -> slice:
-    """Add `RING` pixels at both ends of a range."""
-    return slice(max(0, along.start - RING), along.stop + RING)
+def _widened(extent: slice) -> slice:
+    """Add `RING` pixels at both ends of a range; a slice may reach beyond the end of an array."""
+    return slice(max(0, extent.start - RING), extent.stop + RING)
 
 
 def _is_disc(part: np.ndarray, hu: np.ndarray) -> bool:
@@ -164,75 +177,83 @@ def _is_disc(part: np.ndarray, hu: np.ndarray) -> bool:
 
     Args:
         part: Its pixels (H, W), bool, with a margin of `RING` pixels.
-        hu: The slice there.
+        hu: Values of the slice in the same pixels (H, W).
     """
     ys, xs = np.nonzero(part)
     width, length = sorted((np.ptp(ys) + 1, np.ptp(xs) + 1))
     if length > MAX_LENGTH_TO_WIDTH * width:
         return False
+    # The part is a core: its lumen reaches `CORE_MM` farther, and a pixel of blurred wall follows.
     away_mm = GRID_MM * ndimage.distance_transform_edt(~part)
     ring = (away_mm > CORE_MM + GRID_MM) & (away_mm <= GRID_MM * RING)
-    return float((hu[ring] > TISSUE_HU).mean()) >= MIN_TISSUE_SHARE
+    tissue_share = (hu[ring] > TISSUE_HU).mean()
+    return float(tissue_share) >= MIN_TISSUE_SHARE
 
 
-def _is_beside_lung(hu: np.ndarray, place: tuple[slice, slice, slice]) -> bool:
+def _is_beside_lung(hu: np.ndarray, tube_box: tuple[slice, slice, slice]) -> bool:
     """Whether the lowest slice of a tube shows lung on a side, and more lung than its highest one.
 
     The lungs narrow along the trachea towards the apices, and widen along the bowel below the
     diaphragm.
     """
-    low = place[0].start
-    high = place[0].stop - 1
+    lowest = tube_box[0].start
+    highest = tube_box[0].stop - 1
     # The middle of the tube parts the right side of the body from the left one.
-    x = (place[2].start + place[2].stop) // 2
-    ends_hu = hu[[low, high]]
+    x = (tube_box[2].start + tube_box[2].stop) // 2
+    ends_hu = hu[[lowest, highest]]  # (2, H, W)
     is_lung = (ends_hu > LUNG_HU[0]) & (ends_hu < LUNG_HU[1])
+    # Areas in the two slices, each (2,).
     right_mm2 = GRID_MM**2 * is_lung[:, :, :x].sum(axis=(1, 2))
     left_mm2 = GRID_MM**2 * is_lung[:, :, x:].sum(axis=(1, 2))
     lowest_mm2, highest_mm2 = right_mm2 + left_mm2
-    return bool(max(right_mm2[0], left_mm2[0]) >= MIN_LUNG_MM2 and lowest_mm2 > highest_mm2)
+    # One side is enough: the other lung may be collapsed or removed.
+    has_lung = max(right_mm2[0], left_mm2[0]) >= MIN_LUNG_MM2
+    return bool(has_lung and lowest_mm2 > highest_mm2)
 
 
 def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
     """Follow the trachea to the hilum.
 
     Args:
-        parts: Numbers of the connected parts of the core (D, H, W), see `upright_tubes`.
-        tube: Voxels of one of them, the trachea.
+        parts: Numbers of the connected parts of the core (D, H, W); 0 outside the core.
+        tube: Voxels (D, H, W), bool, of one of `upright_tubes`: the trachea, if the air that
+            begins there does not open into a lung.
 
     Returns:
-        The part of the core (D, H, W) that belongs to trachea and main bronchi; None if it opens
-        into the lung.
+        The part of the core (D, H, W), bool, that belongs to trachea and main bronchi; None if it
+        opens into the lung.
     """
     top = int(np.flatnonzero(tube.any(axis=(1, 2)))[-1])
-    # The tube lies in one part of the core.
+    # The tube lies in one part of the core, so any of its voxels has the number of that part.
     part_number = parts[top][tube[top]][0]
     connected = parts == part_number
-    if np.count_nonzero(connected) * GRID_MM**3 > 1000.0 * MAX_CORE_ML:
+    volume_ml = np.count_nonzero(connected) * GRID_MM**3 / 1000.0
+    if volume_ml > MAX_CORE_ML:
         return None
     # Shells of equal distance along the air are cross-sections: one piece in the trachea, two below
     # the carina.
     distance_mm = _distance_mm(connected, top)
     shells = np.full(parts.shape, -1)
     shells[connected] = distance_mm[connected] // SHELL_MM
-    areas_mm2 = []
+    areas_mm2 = []  # of each shell the cross-sections of its pieces
     for number in range(int(shells.max()) + 1):
         pieces, _ = ndimage.label(shells == number, np.ones((3, 3, 3)))
         volumes_mm3 = np.bincount(pieces.ravel())[1:] * GRID_MM**3
         areas_mm2.append(volumes_mm3 / SHELL_MM)
     widest_mm2 = [float(areas.max()) for areas in areas_mm2]
+    # The uppermost shells are surely trachea: a tube has at least this height.
     trachea_mm2 = np.median(widest_mm2[: round(MIN_HEIGHT_MM / SHELL_MM)])
     if max(widest_mm2) > MAX_WIDENING * trachea_mm2:
         return None
-    carina = _carina(areas_mm2)
+    carina = _carina_shell(areas_mm2)
     if carina is None:
         return connected
     return connected & (distance_mm <= carina * SHELL_MM + REACH_MM)
 
 
-def _carina(areas_mm2: list[np.ndarray]) -> int | None:
-    """Find the first of two shells in a row with two branches."""
-    num_branches = [np.count_nonzero(sizes >= MIN_BRANCH_MM2) for sizes in areas_mm2]
+def _carina_shell(areas_mm2: list[np.ndarray]) -> int | None:
+    """Find the first of two shells in a row with two branches; a single one may be noise."""
+    num_branches = [np.count_nonzero(areas >= MIN_BRANCH_MM2) for areas in areas_mm2]
     for shell, (num_here, num_below) in enumerate(pairwise(num_branches)):
         if min(num_here, num_below) >= 2:
             return shell
@@ -240,11 +261,14 @@ def _carina(areas_mm2: list[np.ndarray]) -> int | None:
 
 
 def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
-    """Measure the way inside a mask (D, H, W) from its voxels of the slice `top`."""
-    numbers = np.full(mask.shape, -1)
+    """Measure the shortest way inside a mask from its voxels of the slice `top`, (D, H, W) in mm.
+
+    It is infinite outside the mask.
+    """
+    numbers = np.full(mask.shape, -1)  # of the nodes of the graph; -1 outside the mask
     voxels = np.argwhere(mask)
     numbers[mask] = np.arange(len(voxels))
-    # The edges of the graph of neighbours.
+    # The edges of the graph of neighbours: both ends, and the length in mm.
     starts = []
     stops = []
     lengths = []
@@ -263,8 +287,9 @@ def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
     shape = (len(voxels), len(voxels))
     edges = (np.concatenate(starts), np.concatenate(stops))
     graph = sparse.coo_matrix((np.concatenate(lengths), edges), shape=shape)
-    first = numbers[top][mask[top]]
-    way_mm = dijkstra(graph.tocsr(), directed=False, indices=first, min_only=True)
-    result = np.full(mask.shape, np.inf)
-    result[mask] = way_mm
-    return result
+    first_nodes = numbers[top][mask[top]]
+    # `min_only`: the distance of each voxel to the nearest of the first ones.
+    way_mm = dijkstra(graph.tocsr(), directed=False, indices=first_nodes, min_only=True)
+    result_mm = np.full(mask.shape, np.inf)
+    result_mm[mask] = way_mm
+    return result_mm

@@ -15,18 +15,24 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SLOTS (1u << 16) /* 1 MiB: the table counts as resident memory of what is watched */
+/* Slots of 16 bytes, 1 MiB: the table counts as resident memory of the program that is watched. Tensors that live at the same time are
+ * far fewer. A power of two, so that `& (SLOTS - 1)` wraps a slot around. */
+#define SLOTS (1u << 16)
 
+/* Open addressing with linear probing. Address 0: the slot is empty; 1: its entry was removed, and a search goes on past it. */
 static struct { uintptr_t address; size_t size; } table[SLOTS];
-static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static size_t live, peak;
-static pid_t first;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of table, live and peak */
+static size_t live, peak; /* bytes */
+static pid_t first; /* the program itself; processes that it forks have other numbers */
 static int (*real_memalign)(void **, size_t, size_t);
 static void (*real_free)(void *);
 static uintptr_t c10_begin, c10_end; /* its code; 0 until it is loaded */
 
+/* Multiplicative hashing (Knuth): 2654435761 is 2^32 divided by the golden ratio. Torch aligns tensors to 64 bytes, so the
+ * lowest 6 bits are 0. */
 static uint32_t slot_of(uintptr_t address) { return (uint32_t)((address >> 6) * 2654435761u) & (SLOTS - 1); }
 
+/* Find the executable segment of libc10; called for each library that is loaded, until it returns 1. */
 static int find_c10(struct dl_phdr_info *info, size_t size, void *data) {
     (void)size;
     (void)data;
@@ -63,10 +69,10 @@ int posix_memalign(void **out, size_t alignment, size_t size) {
     uintptr_t caller = (uintptr_t)__builtin_return_address(0);
     if (!c10_end) dl_iterate_phdr(find_c10, NULL);
     if (caller < c10_begin || caller >= c10_end) return code;
-    /* The address 1 marks a slot whose entry was removed. */
     if (code == 0 && size) {
         pthread_mutex_lock(&lock);
         uint32_t slot = slot_of((uintptr_t)*out);
+        /* A slot that is empty or whose entry was removed can be taken. */
         while (table[slot].address > 1) slot = (slot + 1) & (SLOTS - 1);
         table[slot].address = (uintptr_t)*out;
         table[slot].size = size;
@@ -79,13 +85,15 @@ int posix_memalign(void **out, size_t alignment, size_t size) {
 
 void free(void *pointer) {
     if (!real_free) begin();
+    /* Only addresses aligned to 64 bytes can be in the table: the others need no lock. */
     if (pointer && !((uintptr_t)pointer & 63)) {
         pthread_mutex_lock(&lock);
         for (uint32_t slot = slot_of((uintptr_t)pointer); table[slot].address; slot = (slot + 1) & (SLOTS - 1))
             if (table[slot].address == (uintptr_t)pointer) {
                 live -= table[slot].size;
                 table[slot].address = 1;
-                /* Marks at the end of a chain are not needed: without this, the table would fill with them. */
+                /* Before an empty slot, a mark only prolongs searches: clear it and the marks before it. Otherwise the table would
+                 * fill with marks. */
                 if (!table[(slot + 1) & (SLOTS - 1)].address)
                     for (; table[slot].address == 1; slot = (slot - 1) & (SLOTS - 1)) table[slot].address = 0;
                 break;
@@ -98,8 +106,8 @@ void free(void *pointer) {
 /* Bytes at the peak since the last call, which begins a new one. */
 size_t allocations_peak(void) {
     pthread_mutex_lock(&lock);
-    size_t found = peak;
+    size_t last_peak = peak;
     peak = live;
     pthread_mutex_unlock(&lock);
-    return found;
+    return last_peak;
 }

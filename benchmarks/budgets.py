@@ -2,22 +2,25 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
-A network of many equal blocks, whose step takes more than three times as much memory without
+The network has many equal blocks: its step takes more than three times as much memory without
 recomputation as with all of it. A set of switches is channels-last or not, with any subset of the
-blocks recomputed. Of these sets, which are too many to measure, a random sample is compared: as
-many recomputed blocks as not, in all numbers. To it come, for each budget, the chosen set and its
-rivals, the sets of a larger sample that are predicted to be nearly as fast.
+blocks recomputed. There are too many sets to measure all of them. `NUM_PREDICTED` random ones, with
+all numbers of recomputed blocks, are predicted. Three kinds of these are measured: the first
+`sets`; for each budget the set that `plan` chooses; and its rivals, those that are predicted to be
+the fastest within the budget.
 
 Every set takes steps in rounds, in a new order in each round, with its allocations counted
 (`allocations.c`, preloaded). Its time in a round is divided by the median of the round, so that a
-temporary slowdown of the processor does not change the ranking. For each budget the chosen set is
-compared with the set of the larger sample that `plan` predicts to be the fastest of all that fit,
-and its measured seconds with those of the fastest set whose measured peak fits. In both comparisons
-a set fits if its peak plus the margin of `plan` is within the budget. The smallest of many noisy
-times is too optimistic: the sets that might be the fastest for a budget are measured again, and
-only the second measurement counts. Then `train` runs with each chosen set, in a process that is
-killed when its resident memory exceeds the budget. Seconds are processor time on one thread. Writes
-`budgets.csv`, `budgets.md` and all measured sets in `sets.csv`.
+temporary slowdown of the processor does not change the ranking. The smallest of many noisy times is
+too optimistic: the sets that might be the fastest for a budget are measured again, and only the
+second measurement counts.
+
+For each budget the chosen set is compared twice: its prediction with that of the fastest predicted
+set that fits, and its measured seconds with those of the fastest set whose measured peak fits. In
+both comparisons a set fits if its peak plus the margin of `plan` is within the budget. Then `train`
+runs with each chosen set, in a process that is killed when its resident memory exceeds the budget.
+Seconds are processor time on one thread. Writes `budgets.csv`, `budgets.md` and all measured sets
+in `sets.csv`.
 """
 
 import ctypes
@@ -68,6 +71,7 @@ from medseg.training.extensions import make_loss
 from medseg.training.network import make_network
 from medseg.training.optimisation import make_scheduled_optimizer
 
+# Arguments that `plan` and `train` share: a network with 24 equal blocks on its finest level.
 SETTINGS = [
     "stage=coarse",
     "spacing=isotropic_3mm",
@@ -86,7 +90,9 @@ SETTINGS = [
     "data.phantoms.num_val=1",
     "data.phantoms.num_test=0",
 ]
+# Further arguments of the short trainings whose resident memory is compared with the budget.
 TRAINING = ["steps=6", "stage.validate_every=6"]
+# Visits to each set in the first and in the second measurement, and steps in a visit.
 ROUNDS = 2
 FINAL_ROUNDS = 4
 STEPS = 5
@@ -118,7 +124,8 @@ class Measured(NamedTuple):
     """Measurement of a set of switches.
 
     Attributes:
-        step_bytes: Largest number of resident bytes of tensors and workspaces in a step.
+        step_bytes: Largest number of resident bytes of tensors and workspaces in a step, without
+            what lies outside the step (libraries, weights, data).
         seconds: Median processor time of a step.
     """
 
@@ -129,6 +136,7 @@ class Measured(NamedTuple):
 def main() -> None:
     """Predict, measure, choose, train and write the table."""
     output, arguments = given_arguments(["budgets", "sets"])
+    # The counter must be loaded before torch: this process starts again with it.
     begin_anew(LD_PRELOAD=str(allocation_counter(output)))
     places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
     torch.set_num_threads(1)
@@ -150,11 +158,15 @@ def main() -> None:
         finalists |= nearly_fastest(compared, budget, measured)
     final = [switches for switches in compared if line_of(switches) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
+    # The first measurement has selected them, so only the second one is unbiased.
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
-    trained: dict[str, int] = {}  # peaks of the runs that came to their end
+    # Peaks of the runs that came to their end, for larger budgets with the same choice. The peak
+    # of a run that was killed says only that it exceeded one limit.
+    trained: dict[str, int] = {}
     for index, (budget, choice) in enumerate(zip(budgets, choices, strict=True)):
         line = line_of(choice)
+        # `budget` is what the estimate may take; the user's budget has the margin on top.
         limit_bytes = int(budget * (1 + MARGIN))
         peak = trained.get(line)
         if peak is None:
@@ -169,7 +181,10 @@ def main() -> None:
 
 
 def compose(places: Sequence[str]) -> PlanConfig:
-    """Compose the configuration of `plan`; `places` are the folders of its data."""
+    """Compose the configuration of `plan`; `places` are the arguments that name its data folders.
+
+    Makes the phantoms, whose largest validation case is part of the estimate.
+    """
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(
             "plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]
@@ -181,13 +196,17 @@ def compose(places: Sequence[str]) -> PlanConfig:
 def sample_sets(candidates: Sequence[Candidate], number: int) -> list[SwitchSet]:
     """Draw different sets.
 
-    Of each candidate none and all blocks, then as many sets of each number of blocks.
+    The first are those of each candidate with none and with all blocks recomputed. For the others
+    every number of recomputed blocks is equally likely, not every subset: of all subsets, most
+    have about half of the blocks.
     """
     rng = random.Random(0)
+    # An ordered set: the number of a candidate with its recomputed blocks in network order.
     drawn: dict[tuple[int, tuple[str, ...]], None] = {}
     for index, candidate in enumerate(candidates):
         drawn[index, ()] = None
         drawn[index, tuple(candidate.model.blocks)] = None
+    # A small network has fewer sets than are asked for; then the loop ends with all of them.
     num_sets = sum(2 ** len(candidate.model.blocks) for candidate in candidates)
     while len(drawn) < min(number, num_sets):
         index = rng.randrange(len(candidates))
@@ -199,9 +218,10 @@ def sample_sets(candidates: Sequence[Candidate], number: int) -> list[SwitchSet]
 
 def list_budgets(sets: Sequence[SwitchSet], number: int) -> list[int]:
     """List budgets in bytes from the smallest to the largest peak of a set, at equal distances."""
-    peaks = sorted({option.peak for _, option in sets})
-    distance = peaks[-1] - peaks[0]
-    return [round(peaks[0] + index * distance / (number - 1)) for index in range(number)]
+    peaks = [option.peak for _, option in sets]
+    smallest = min(peaks)
+    distance = max(peaks) - smallest
+    return [round(smallest + index * distance / (number - 1)) for index in range(number)]
 
 
 def choose_sets(candidates: Sequence[Candidate], budgets: Sequence[int]) -> list[SwitchSet]:
@@ -220,11 +240,12 @@ def compared_sets(
     """List the sets that are measured, each once: the choices, their rivals, and a random sample.
 
     Args:
-        sets: All predicted sets.
+        sets: All predicted sets, in the random order of `sample_sets`.
         budgets: Bytes.
         choices: The choice for each budget.
         number: Size of the random sample.
     """
+    # Keyed by the arguments, which are equal where two sets are.
     compared = {line_of(choice): choice for choice in choices}
     for budget in budgets:
         fitting = [switches for switches in sets if switches[1].peak <= budget]
@@ -259,24 +280,34 @@ def unwritten_bytes(
 ) -> dict[str, int]:
     """Predict the bytes of workspaces at the peak of each set that no kernel writes.
 
-    The counter sees all of each workspace, written or not; `plan` counts what is written. Changes
-    the costs of the machine, so that nothing is predicted with it afterwards.
+    The counter sees all of each workspace, written or not; `plan` counts what is written. The
+    difference is predicted by a second model, in which kernels write all of their workspaces.
+
+    Changes the costs of the machine: do not predict with it afterwards.
+
+    Returns:
+        The arguments of the switches of each set to its bytes.
     """
     costs = machine.costs
     costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in costs.costs.items()}
-    with_all = make_candidates(config, shape, machine)
-    whole = {id(candidate): twin for candidate, twin in zip(candidates, with_all, strict=True)}
+    # The same candidates in the same order; by identity, since they cannot be hashed by value.
+    all_written = make_candidates(config, shape, machine)
+    twins = {id(candidate): twin for candidate, twin in zip(candidates, all_written, strict=True)}
     unwritten = {}
     for candidate, option in sets:
-        peak = step_peak(whole[id(candidate)], option)
-        unwritten[line_of((candidate, option))] = peak - step_peak(candidate, option)
+        allocated = step_peak(twins[id(candidate)], option)
+        unwritten[line_of((candidate, option))] = allocated - step_peak(candidate, option)
     return unwritten
 
 
 def nearly_fastest(
     sets: Sequence[SwitchSet], budget: int, measured: Mapping[str, Measured]
 ) -> set[str]:
-    """Name the sets that fit into a budget and might be the fastest for it."""
+    """Name the sets that fit into a budget and might be the fastest for it.
+
+    Returns:
+        The arguments of their switches; none if no set fits.
+    """
     seconds_of = {}
     for switches in sets:
         if does_fit(switches, budget, measured):
@@ -313,26 +344,28 @@ def measure(
     Returns:
         The arguments of the switches of each set to its measurement.
     """
-    relative: dict[str, list[float]] = {line_of(switches): [] for switches in sets}
-    peaks = dict.fromkeys(relative, 0)
+    # Durations of the steps of each set, as multiples of the median step of their round.
+    ratios_of: dict[str, list[float]] = {line_of(switches): [] for switches in sets}
+    peaks = dict.fromkeys(ratios_of, 0)
     medians_s = []
     for number in range(rounds):
         print(f"round {number + 1} of {rounds}", flush=True)
-        taken = {}
-        # In a new order in each round.
+        visits = {}
+        # A new order in each round, so that no set always follows the same one.
         for switches in random.Random(number).sample(sets, len(sets)):
-            taken[line_of(switches)] = take_steps(config_of(switches), shape)
+            visits[line_of(switches)] = take_steps(config_of(switches), shape)
         all_s: list[float] = []
-        for _, durations_s in taken.values():
+        for _, durations_s in visits.values():
             all_s += durations_s
         median_s = statistics.median(all_s)
         medians_s.append(median_s)
-        for line, (peak, durations_s) in taken.items():
+        for line, (peak, durations_s) in visits.items():
             peaks[line] = max(peaks[line], peak)
-            relative[line] += [duration_s / median_s for duration_s in durations_s]
+            ratios_of[line] += [duration_s / median_s for duration_s in durations_s]
+    # Multiples become seconds again by the median of all rounds.
     usual_s = statistics.median(medians_s)
     measured = {}
-    for line, ratios in relative.items():
+    for line, ratios in ratios_of.items():
         seconds = statistics.median(ratios) * usual_s
         measured[line] = Measured(peaks[line] - unwritten[line], seconds)
     return measured
@@ -347,33 +380,35 @@ def config_of(switches: SwitchSet) -> PlanConfig:
 
 
 def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
-    """Take some steps on random numbers.
+    """Take `STEPS` steps on random numbers.
 
     Returns:
-        The largest peak in bytes, and the seconds, of the steps after the warm-up.
+        The largest peak in bytes of the last `NUM_COUNTED` steps, and the seconds of each of them.
     """
-    counter = ctypes.CDLL(None).allocations_peak
-    counter.restype = ctypes.c_size_t
+    # `CDLL(None)` is the process itself, into which the counter was preloaded.
+    peak_since_last_call = ctypes.CDLL(None).allocations_peak
+    peak_since_last_call.restype = ctypes.c_size_t
     torch.manual_seed(0)
     network = switch_on(make_network(config), config.memory, "cpu").train()
     loss = make_loss(config)
     optimizer = make_scheduled_optimizer(config)(network.parameters())
     image = torch.randn(1, 1, *shape)
+    # Background and both lungs, as in the phantoms.
     target = torch.randint(0, 3, (1, *shape), dtype=torch.uint8)
     precision = config.memory.precision.value
     durations_s = []
     peaks = []
-    gc.collect()  # the network of the set before
+    gc.collect()  # frees the network of the set before
     for _ in range(STEPS):
-        counter()  # reading the peak sets it back
+        peak_since_last_call()  # what came before the step does not count
         start_s = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
-            value = mean_of_samples(sample_losses(loss, network(image), target))
-        value.backward()
+            mean_loss = mean_of_samples(sample_losses(loss, network(image), target))
+        mean_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         durations_s.append(time.process_time() - start_s)
-        peaks.append(counter())
+        peaks.append(peak_since_last_call())
     return max(peaks[-NUM_COUNTED:]), durations_s[-NUM_COUNTED:]
 
 
@@ -386,14 +421,16 @@ def predicted_seconds(candidate: Candidate, option: Option) -> float:
 
 
 def line_of(switches: SwitchSet) -> str:
-    """Arguments of the switches of a set."""
+    """Arguments of `train` that make the switches of a set; they also identify it."""
     return choose_line(switches[1], {})
 
 
 def does_fit(switches: SwitchSet, budget: int, measured: Mapping[str, Measured]) -> bool:
     """Whether a set fits into a budget: its measured step and the predicted memory beside it."""
     step_bytes = measured[line_of(switches)].step_bytes
-    cost = switches[0].beside.with_step(step_bytes, step_bytes, 0.0)
+    candidate, _ = switches
+    # Only the memory of the estimate is read, so its seconds may be 0.
+    cost = candidate.beside.with_step(step_bytes, step_bytes, 0.0)
     return cost.peak_resident <= budget
 
 
@@ -407,22 +444,28 @@ def compare(
     """Compare a choice with brute force in the model, and with the fastest of the measured sets.
 
     Args:
-        choice: The choice.
-        budget: Bytes.
+        choice: The set that `plan` chooses.
+        budget: Bytes, without the margin of `plan`.
         sets: All predicted sets; none that fits may be faster than the choice.
         final: Sets that might be the fastest by measurement.
         measured: Second measurements of these sets.
+
+    Returns:
+        The columns of `budgets.csv` that need no training.
     """
     option = choice[1]
     fitting = [(other.seconds, other.peak) for _, other in sets if other.peak <= budget]
-    fewest_s, peak = min(fitting)
-    is_optimum = (round(option.seconds, 9), option.peak) <= (round(fewest_s, 9), peak)
+    # The fastest, and of equally fast sets the smallest, as `plan` prefers them.
+    fewest_s, smallest_peak = min(fitting)
+    # Sums of the same seconds in another order differ in the last digits: ns are compared.
+    is_optimum = (round(option.seconds, 9), option.peak) <= (round(fewest_s, 9), smallest_peak)
     measured_s = measured[line_of(choice)].seconds
-    seconds = []
+    fitting_s = []
     for switches in final:
         if does_fit(switches, budget, measured):
-            seconds.append(measured[line_of(switches)].seconds)
-    best_s = min(seconds, default=math.nan)
+            fitting_s.append(measured[line_of(switches)].seconds)
+    # By measurement no set may fit into the smallest budget: nan in its row.
+    best_s = min(fitting_s, default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
         "chosen": choose_line(option, {}),
@@ -436,7 +479,7 @@ def compare(
 
 
 def describe(switches: SwitchSet, measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Predicted and measured numbers of a set of switches."""
+    """Row of `sets.csv`: predicted and measured numbers of a set of switches."""
     line = line_of(switches)
     return {
         "set": line,
@@ -455,15 +498,15 @@ def write(
 ) -> None:
     """Write `budgets.csv`, and `budgets.md` with a summary above its table."""
     write_csv(output / "budgets.csv", list(rows))
-    # The switches that all sets share are left out.
-    shared_words = set.intersection(*(set(line_of(switches).split()) for switches in sets))
+    # In the page, the arguments that all sets share are left out.
+    shared_arguments = set.intersection(*(set(line_of(switches).split()) for switches in sets))
     table = []
     for row in rows:
         texts = {}
         for key, value in row.items():
             texts[key] = f"{value:.3f}" if isinstance(value, float) else str(value)
-        words = [word for word in row["chosen"].split() if word not in shared_words]
-        texts["chosen"] = " ".join(word.removeprefix("memory.") for word in words)
+        arguments = [word for word in row["chosen"].split() if word not in shared_arguments]
+        texts["chosen"] = " ".join(word.removeprefix("memory.") for word in arguments)
         table.append(texts)
     summary = summarise(rows, sets, measured)
     replace_text(output / "budgets.md", f"{summary}\n\n{markdown_table(table, COLUMNS)}")
@@ -475,14 +518,14 @@ def summarise(
     """Summarise the comparisons and the predictions in a list."""
     num_optima = sum(row["is_optimum"] for row in rows)
     num_under = sum(row["is_under"] for row in rows)
-    to_best = [row["ratio"] for row in rows]
-    ratios = []
+    ratios_to_best = [row["ratio"] for row in rows]
+    ratios = []  # of predicted to measured seconds, by the first measurement
     for switches in sets:
         ratios.append(predicted_seconds(*switches) / measured[line_of(switches)].seconds)
     lines = [
         f"* optimum of the model: {num_optima} of {len(rows)}",
         "* measured seconds of the chosen set over the best measured one: "
-        f"median {statistics.median(to_best):.3f}, largest {max(to_best):.3f}",
+        f"median {statistics.median(ratios_to_best):.3f}, largest {max(ratios_to_best):.3f}",
         f"* under the budget: {num_under} of {len(rows)}",
         f"* predicted over measured seconds of all {len(ratios)} sets: "
         f"median {statistics.median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f}",

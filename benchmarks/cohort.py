@@ -3,14 +3,16 @@
     pip install -e ".[dev,ray]"
     python benchmarks/cohort.py 500 3       # scans, and nodes of one processor each
 
-The nodes are simulated on this machine. The throughput is compared with that of plain processes.
+The nodes are simulated on this machine. Each scan is the same 4 cm slab of a phantom with noise of
+its own, about a second of work; the weights are the included ones.
 
-Each scan is the same 4 cm slab of a phantom with noise of its own, about a second of work; the
-weights are the included ones. The disturbed run loses two actors, then its driver, then a node; the
-command is started again. Targets: every scan has a result, none is computed again once its
-`<case>.json` is there, and labels are those of `engine=local`. The throughput is counted from the
-moment a tenth of the results are there, so that start-up time does not count. Target: at least 0.9
-of the throughput of plain processes, one per node, with one thread each.
+The undisturbed run is compared with plain processes, one per node, with one thread each. Target: at
+least 0.9 of their throughput, which is counted from the moment a tenth of the results are there, so
+that start-up time does not count.
+
+The disturbed run loses two actors, then its driver, then a node; the command is started again.
+Targets: every scan has a result, none is computed again once its `<case>.json` is there, and labels
+are those of `engine=local`.
 """
 
 import os
@@ -33,8 +35,8 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec
 
 TIMEOUT_S = 3600.0
-# Slices of 2.5 mm in the middle of the lungs.
-FIRST = 54
+# The slab: 16 slices of 2.5 mm in the middle of the lungs.
+FIRST_SLICE = 54
 NUM_SLICES = 16
 PREDICT = [sys.executable, "-m", "medseg.commands.cli", "predict", "threads=1"]
 # Name of each `<case>.json` with its inode and time in ns, which change when it is rewritten.
@@ -42,44 +44,50 @@ Journal = dict[str, tuple[int, int]]
 
 
 def main() -> None:
-    """Run both parts and print their figures."""
+    """Run the three predictions and print their figures."""
     num_scans, num_nodes = map(int, sys.argv[1:])
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         scans = make_scans(folder / "scans", num_scans)
-        plain = run_plain(scans, folder / "local", num_nodes)
+        plain_per_minute = run_plain(scans, folder / "local", num_nodes)
         with SimulatedCluster(num_nodes) as cluster:
-            on_ray = run_undisturbed(cluster, scans, folder / "ray")
+            ray_per_minute = run_undisturbed(cluster, scans, folder / "ray")
+        # A new cluster, since it loses a node.
         with SimulatedCluster(num_nodes) as cluster:
-            journalled, recomputed = run_disturbed(
+            num_before, num_recomputed = run_disturbed(
                 cluster, [f"input={scans}"], folder / "disturbed", num_scans, num_kills=2
             )
-        wrong_on_ray = num_different(folder / "local", folder / "ray")
-        wrong_disturbed = num_different(folder / "local", folder / "disturbed")
+        num_wrong_on_ray = num_different(folder / "local", folder / "ray")
+        num_wrong_disturbed = num_different(folder / "local", folder / "disturbed")
     rows = [
-        {"run": f"{num_nodes} plain processes", "scans per minute": plain},
+        {"run": f"{num_nodes} plain processes", "scans per minute": plain_per_minute},
         {
             "run": f"engine=ray, {num_nodes} nodes",
-            "scans per minute": on_ray,
-            "of plain": on_ray / plain,
-            "other labels": wrong_on_ray,
+            "scans per minute": ray_per_minute,
+            "of plain": ray_per_minute / plain_per_minute,
+            "other labels": num_wrong_on_ray,
         },
         {
             "run": "disturbed",
-            "results before": journalled,
-            "computed again": recomputed,
-            "other labels": wrong_disturbed,
+            "results before": num_before,
+            "computed again": num_recomputed,
+            "other labels": num_wrong_disturbed,
         },
     ]
     print_table(rows, formats={"scans per minute": ".1f", "of plain": ".2f"})
 
 
 class SimulatedCluster:
-    """A head without processors and nodes of one processor each, on this machine."""
+    """A head without processors and nodes of one processor each, on this machine.
+
+    Ray counts the processors and the 4 GiB of a node when it places actors; it does not enforce
+    them.
+    """
 
     def __init__(self, num_nodes: int) -> None:
-        from ray.cluster_utils import Cluster
+        from ray.cluster_utils import Cluster  # an extra of the package
 
+        # Without processors the head gets no actors, so that removing a node removes its work.
         self.cluster: Any = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
         )
@@ -93,7 +101,7 @@ class SimulatedCluster:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of `predict`."""
+        """Arguments with which `predict` uses this cluster."""
         return ["engine=ray", f"ray.address={self.cluster.address}", "ray.memory_gib=2"]
 
     def remove_node(self) -> None:
@@ -102,14 +110,14 @@ class SimulatedCluster:
 
 
 def make_scans(folder: Path, num_scans: int) -> Path:
-    """Write scans that differ in their noise."""
+    """Write scans that differ in their noise; returns their folder."""
     phantom = make_phantom(draw_spec(0, 0))
-    slab = VoxelBox((FIRST, 0, 0), (FIRST + NUM_SLICES, *phantom.grid.shape[1:]))
+    slab = VoxelBox((FIRST_SLICE, 0, 0), (FIRST_SLICE + NUM_SLICES, *phantom.grid.shape[1:]))
     grid = phantom.grid.crop(slab)
-    image_hu = phantom.image_hu[FIRST : FIRST + NUM_SLICES]
+    image_hu = phantom.image_hu[slab.slices()]
     for number in range(num_scans):
-        noise = np.random.default_rng(number).normal(0, 10, grid.shape)
-        noisy_hu = np.rint(image_hu + noise).astype(np.int16)
+        noise_hu = np.random.default_rng(number).normal(0, 10, grid.shape)
+        noisy_hu = np.rint(image_hu + noise_hu).astype(np.int16)
         write_image(folder / f"case{number:04d}.nii.gz", noisy_hu, grid)
     return folder
 
@@ -125,23 +133,27 @@ def journal(output: Path) -> Journal:
 
 
 def per_minute(output: Path) -> float:
-    """Count the results per minute, without the first tenth of them."""
+    """Count the results per minute, without the first tenth of them.
+
+    The time of a result is that of its `<case>.json`, which is written last.
+    """
     ends_s = sorted(time_ns / 1e9 for _, time_ns in journal(output).values())
     counted_s = ends_s[len(ends_s) // 10 :]
+    # The clock starts with the first counted result, which is therefore no part of the work.
     return 60 * (len(counted_s) - 1) / (counted_s[-1] - counted_s[0])
 
 
 def run_plain(scans: Path, output: Path, num_processes: int) -> float:
     """Predict the scans in processes of equal shares; returns scans per minute."""
     paths = sorted(scans.iterdir())
-    running = []
+    processes = []
     for number in range(num_processes):
-        part = scans.parent / f"part{number}"
-        part.mkdir()
+        share = scans.parent / f"part{number}"
+        share.mkdir()
         for path in paths[number::num_processes]:
-            (part / path.name).symlink_to(path)
-        running.append(start([f"input={part}", f"output={output}"]))
-    for process in running:
+            (share / path.name).symlink_to(path)
+        processes.append(start([f"input={share}", f"output={output}"]))
+    for process in processes:
         if process.wait(TIMEOUT_S):
             raise RuntimeError(f"plain prediction ended with code {process.returncode}")
     return per_minute(output)
@@ -177,13 +189,15 @@ def run_disturbed(
     """
     command = [*arguments, f"output={output}", *cluster.arguments]
     driver = start(command)
+    # An actor dies after each eighth of the results, the driver after half of them.
     for number in range(1, 1 + num_kills):
         wait_for_results(driver, output, number * num_scans // 8)
         actors()[0].kill()
     wait_for_results(driver, output, num_scans // 2)
     driver.kill()
     driver.wait()
-    while actors():  # they write the results that they have begun
+    # Actors outlive their driver until they have written the results that they have begun.
+    while actors():
         time.sleep(0.1)
     before = journal(output)
     cluster.remove_node()
@@ -197,7 +211,7 @@ def run_disturbed(
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start `predict` with one thread."""
+    """Start `predict` with one thread, which does not wait busily."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     return subprocess.Popen(
         [*PREDICT, *arguments],
@@ -208,17 +222,22 @@ def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def actors() -> list[psutil.Process]:
-    """List the processes of actors on this machine."""
-    found_actors = []
+    """List the processes of actors on this machine, by the title that Ray gives them."""
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
+        # The command line of a process of another user may be hidden: None.
         command = " ".join(process.info["cmdline"] or [])
         if command.startswith("ray::CaseActor"):
-            found_actors.append(process)
-    return found_actors
+            processes.append(process)
+    return processes
 
 
 def wait_for_results(driver: subprocess.Popen[bytes], output: Path, number: int) -> None:
-    """Wait until a running prediction has a number of results."""
+    """Wait until a running prediction has a number of results.
+
+    Raises:
+        RuntimeError: If it ends before, since the disturbance would then hit nothing.
+    """
     while len(journal(output)) < number:
         if driver.poll() is not None:
             raise RuntimeError(

@@ -1,13 +1,15 @@
-"""Readers of others for our SEG and RTSTRUCT: dcmqi (3D Slicer), dcmjs (OHIF) and rt-utils.
+"""Check of our SEG and RTSTRUCT with readers of others: dcmqi (3D Slicer), dcmjs (OHIF), rt-utils.
 
     python -m venv /tmp/readers && /tmp/readers/bin/pip install dcmqi rt-utils
     npm install --prefix /tmp/readers dcmjs
     python benchmarks/dicom_readers.py /tmp/readers
 
-writes a series and two labels on it, reads both results back with each program, and compares names,
-colours and geometry with what was written. Exit code 1 where something differs. The series lies
-along the axes of the patient, as rt-utils reads no other, with square pixels and slices, as it
-turns others; dcmqi and dcmjs also read an oblique one.
+Writes a series and two labels on it, reads SEG and RTSTRUCT back with each program, and compares
+names, colours and geometry with what was written. Exit code 1 where something differs.
+
+All three read a series along the axes of the patient, with square pixels and slices. An oblique
+series is for dcmqi and dcmjs alone, since rt-utils cannot read it. Nor does rt-utils keep the axes
+of pixels or slices that are not square.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 import SimpleITK
 from scipy import ndimage
 
+# The series comes from a helper of the tests, which is no installed module.
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "io"))
 
 from dicom_sources import make_series  # type: ignore[import-not-found]
@@ -33,15 +36,19 @@ from medseg.io.dicom.segmentation import write_segmentation
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.label_table import Structure
 
+# One with a code of SNOMED CT, and one without; its name has a letter outside ASCII.
 STRUCTURES = (
     Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")),
     Structure("lésion", 2, "#ff8000"),
 )
-# Largest difference of a colour of SEG, which is stored in 16 bits of CIELab.
+# Largest difference of red, green or blue (0 to 255) of a SEG, which stores CIELab in 16 bits.
 MAX_COLOUR = 3
+# Coordinates are stored as decimal strings of 16 characters.
 MAX_MM = 1e-3
-SHAPE = (8, 64, 64)
+SHAPE = (8, 64, 64)  # slices, rows, columns
 
+# Runs in the environment of rt-utils. Prints, for each structure, the indices of its voxels along
+# the axes of rt-utils: rows, columns, slices.
 RT_UTILS = """
 import json, sys
 from rt_utils import RTStructBuilder
@@ -49,13 +56,13 @@ builder = RTStructBuilder.create_from(dicom_series_path=sys.argv[1], rt_struct_p
 masks = {name: builder.get_roi_mask_by_name(name) for name in builder.get_roi_names()}
 places = {}
 for name, mask in masks.items():
-    places[name] = [int(mask.sum()), *(list(map(int, axis)) for axis in mask.nonzero())]
+    places[name] = [list(map(int, axis)) for axis in mask.nonzero()]
 print(json.dumps(places))
 """
 
 
 def oblique() -> np.ndarray:
-    """A direction that is rotated about two axes."""
+    """Directions of the three axes (3, 3), rotated by 20° about z and about x."""
     angle = np.deg2rad(20)
     cos, sin = np.cos(angle), np.sin(angle)
     about_x = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
@@ -72,27 +79,27 @@ def make_pixels_square(series: Path) -> None:
 
 
 def make_labels(shape: tuple[int, int, int]) -> np.ndarray:
-    """Two labels without any symmetry."""
+    """Make two labels without any symmetry, so that an exchanged or flipped axis shows."""
     labels = np.zeros(shape, np.uint8)
     labels[1:6, 6:40, 12:50] = 1
-    labels[1, 6:12, 12:30] = 0
-    labels[3:5, 12:28, 20:38] = 2
+    labels[1, 6:12, 12:30] = 0  # a corner is missing
+    labels[3:5, 12:28, 20:38] = 2  # takes the place of a part of label 1
     return labels
 
 
 def rgb(structure: Structure) -> list[int]:
-    """Colour of a label: red, green, blue."""
+    """Colour of a label: red, green, blue, each 0 to 255."""
     assert structure.colour is not None
-    return list(bytes.fromhex(structure.colour[1:]))
+    return list(bytes.fromhex(structure.colour[1:]))  # without the "#"
 
 
 def centre_of(labels: np.ndarray, slices: SourceSlices, value: int) -> np.ndarray:
-    """Centre of a label in the patient, in mm."""
+    """Centre of a label in the patient, (x, y, z) in mm."""
     return slices.grid.index_to_world_xyz_mm(np.argwhere(labels == value)).mean(axis=0)
 
 
 def check(program: str, what: str, difference: float, limit: float) -> bool:
-    """Print a comparison, and say whether it holds."""
+    """Print a comparison, and say whether it holds; names that differ have the difference 1."""
     holds = difference <= limit
     print(
         f"{program:9s}{what:34s}{difference:.4g} (at most {limit:g}) {'ok' if holds else 'WRONG'}"
@@ -107,23 +114,25 @@ def by_dcmqi(readers: Path, seg: Path, slices: SourceSlices, labels: np.ndarray)
         program = readers / "bin" / "segimage2itkimage"
         arguments = ["--inputDICOM", str(seg), "--outputDirectory", folder, "-t", "nrrd", "-p", "s"]
         subprocess.run([program, *arguments], check=True, capture_output=True)
-        about = json.loads((Path(folder) / "s-meta.json").read_text(encoding="utf-8"))
-        segments = itertools.chain(*about["segmentAttributes"])
+        description = json.loads((Path(folder) / "s-meta.json").read_text(encoding="utf-8"))
+        # A list of lists: one for each image, since overlapping segments need several.
+        segments = itertools.chain(*description["segmentAttributes"])
         for structure, segment in zip(STRUCTURES, segments, strict=True):
             image = SimpleITK.ReadImage(str(Path(folder) / f"s-{segment['labelID']}.nrrd"))
             voxels = np.argwhere(SimpleITK.GetArrayFromImage(image))
-            points = [
-                image.TransformContinuousIndexToPhysicalPoint(voxel[::-1].astype(float).tolist())
-                for voxel in voxels
-            ]
-            away_mm = np.abs(np.mean(points, axis=0) - centre_of(labels, slices, structure.value))
+            points = []
+            for voxel in voxels:
+                index_xyz = voxel[::-1].astype(float).tolist()
+                points.append(image.TransformContinuousIndexToPhysicalPoint(index_xyz))
+            centre_xyz_mm = np.mean(points, axis=0)
+            away_mm = np.abs(centre_xyz_mm - centre_of(labels, slices, structure.value))
             colour = np.abs(np.subtract(segment["recommendedDisplayRGBValue"], rgb(structure)))
             name = segment["SegmentLabel"]
-            number = abs(len(voxels) - int((labels == structure.value).sum()))
+            miscount = abs(len(voxels) - int((labels == structure.value).sum()))
             results += [
                 check("dcmqi", f"{name}: name", float(name != structure.name), 0),
                 check("dcmqi", f"{name}: colour", float(colour.max()), MAX_COLOUR),
-                check("dcmqi", f"{name}: voxels", number, 0),
+                check("dcmqi", f"{name}: voxels", miscount, 0),
                 check("dcmqi", f"{name}: centre, mm", float(away_mm.max()), MAX_MM),
             ]
     return results
@@ -134,28 +143,31 @@ def by_dcmjs(
 ) -> list[bool]:
     """Read both as OHIF does."""
     script = Path(__file__).with_suffix(".mjs")
-    done = subprocess.run(
+    result = subprocess.run(
         ["node", script, readers, seg, rtstruct], check=True, capture_output=True, encoding="utf-8"
     )
-    content = json.loads(done.stdout.splitlines()[-1])
+    # The last line: dcmjs prints its own messages before.
+    content = json.loads(result.stdout.splitlines()[-1])
     results = []
     for structure, segment in zip(STRUCTURES, content["seg"], strict=True):
         away_mm = np.abs(segment["centre_xyz_mm"] - centre_of(labels, slices, structure.value))
-        number = abs(segment["voxels"] - int((labels == structure.value).sum()))
+        miscount = abs(segment["voxels"] - int((labels == structure.value).sum()))
         colour = np.abs(np.subtract(segment["colour"], rgb(structure)))
         name = segment["name"]
         results += [
             check("dcmjs", f"{name}: name", float(name != structure.name), 0),
             check("dcmjs", f"{name}: colour", float(colour.max()), MAX_COLOUR),
-            check("dcmjs", f"{name}: voxels", number, 0),
+            check("dcmjs", f"{name}: voxels", miscount, 0),
             check("dcmjs", f"{name}: centre, mm", float(away_mm.max()), MAX_MM),
         ]
     for structure, roi in zip(STRUCTURES, content["rtstruct"], strict=True):
-        planes = np.unique(np.argwhere(labels == structure.value)[:, 0])
-        # Outlines pass half-way between pixels: their box is the voxels' box or lies within it.
-        points = slices.grid.index_to_world_xyz_mm(np.argwhere(labels == structure.value))
+        voxels = np.argwhere(labels == structure.value)
+        planes = np.unique(voxels[:, 0])  # each has one contour
+        # Outlines pass half-way between pixels, so they lie less than a voxel beyond the centres of
+        # the outermost ones.
+        points = slices.grid.index_to_world_xyz_mm(voxels)
         reach_mm = max(slices.grid.spacing_mm)
-        beyond = np.maximum(
+        beyond_mm = np.maximum(
             points.min(axis=0) - reach_mm - roi["low_xyz_mm"],
             roi["high_xyz_mm"] - points.max(axis=0) - reach_mm,
         )
@@ -165,7 +177,7 @@ def by_dcmjs(
             check("dcmjs", f"{name}: name of contours", float(name != structure.name), 0),
             check("dcmjs", f"{name}: colour of contours", float(colour.max()), 0),
             check("dcmjs", f"{name}: contours", abs(roi["contours"] - len(planes)), 0),
-            check("dcmjs", f"{name}: contours beyond, mm", float(beyond.max()), 0),
+            check("dcmjs", f"{name}: contours beyond, mm", float(beyond_mm.max()), 0),
         ]
     return results
 
@@ -173,28 +185,37 @@ def by_dcmjs(
 def by_rt_utils(readers: Path, series: Path, rtstruct: Path, labels: np.ndarray) -> list[bool]:
     """Read the contours as masks; rt-utils rounds contours to pixels, which moves edges by one."""
     python = readers / "bin" / "python"
-    done = subprocess.run(
+    result = subprocess.run(
         [python, "-c", RT_UTILS, series, rtstruct],
         check=True,
         capture_output=True,
         encoding="utf-8",
     )
-    masks = json.loads(done.stdout.splitlines()[-1])
+    # The last line: the libraries print messages before.
+    places = json.loads(result.stdout.splitlines()[-1])
     results = []
     for structure in STRUCTURES:
-        _, y, x, z = masks[structure.name]
+        y, x, z = places[structure.name]
         mask = np.zeros(labels.shape, bool)
         mask[z, y, x] = True
         written = labels == structure.value
-        near = ndimage.binary_dilation(written, np.ones((1, 3, 3)))
+        # Within each slice, a pixel more and a pixel less than what was written.
+        outer = ndimage.binary_dilation(written, np.ones((1, 3, 3)))
         inner = ndimage.binary_erosion(written, np.ones((1, 3, 3)))
-        wrong = int((mask & ~near).sum() + (inner & ~mask).sum())
-        results.append(check("rt-utils", f"{structure.name}: voxels off the edge", wrong, 0))
+        num_wrong = int((mask & ~outer).sum() + (inner & ~mask).sum())
+        results.append(check("rt-utils", f"{structure.name}: voxels off the edge", num_wrong, 0))
     return results
 
 
 def main(readers: Path) -> int:
-    """Compare; returns the exit code."""
+    """Compare all programs on both series.
+
+    Args:
+        readers: Folder of the virtual environment and of `node_modules`.
+
+    Returns:
+        The exit code.
+    """
     results: list[bool] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -56,7 +56,7 @@ class Way(NamedTuple):
 
     Attributes:
         num_passes: Passes through the network that the whole scan takes.
-        passes: What a pass is, in the plural.
+        passes: What a pass is, in the plural, as in "3 of 60 slices".
         title: How the way differs from the others of the baseline; empty where there is one way.
     """
 
@@ -71,8 +71,8 @@ class Part(NamedTuple):
     Attributes:
         runs: Functions to time one by one.
         ways: Settings of the baseline, each of which gets a row from these times.
-        passes_a_run: Passes of `Way.num_passes` that one function makes.
-        run_name: What one function does, after its seconds.
+        passes_a_run: Passes that one function makes, counted as those of `Way.num_passes`.
+        run_name: What one function does, in words that follow its seconds.
         precision: Number format of the passes.
     """
 
@@ -83,6 +83,7 @@ class Part(NamedTuple):
     precision: str = "fp32"
 
 
+# Baseline to its title in the table.
 BASELINES = {
     "lungmask": "lungmask, network of R231",
     "nnunet": "nnU-Net, default network at 1 mm",
@@ -105,7 +106,7 @@ LUNGMASK_SLICES = 20  # lungmask's own batch size
 LUNGMASK_BATCHES = 3  # batches that are timed
 LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in each slice
 NNUNET_PATCH: Shape = (128, 128, 128)
-# Axes of (N, C, D, H, W) that are flipped in each pass of a tile.
+# Axes of (N, C, D, H, W) that are flipped in each pass of a tile: all subsets of the three.
 NNUNET_MIRRORS = ((), (2,), (3,), (4,), (2, 3), (2, 4), (3, 4), (2, 3, 4))
 # A program that starts the measured process. Started from here, it would begin with this process's
 # largest resident memory (Linux keeps it over `exec`), more than 1 GB once a phantom was made.
@@ -141,6 +142,7 @@ class Options:
 
 def main() -> None:
     """Read the command line and run the benchmark, or measure the baseline that it names."""
+    # The process of a baseline, see `run_benchmark`.
     if sys.argv[1:2] == ["measure"]:
         measure_baseline(*sys.argv[2:])
         return
@@ -169,7 +171,7 @@ def run_benchmark(options: Options) -> None:
         raise UserError(
             f"input={options.input}: this file or folder does not exist; check the path"
         )
-    # First of all: a failed installation must not cost the measurements.
+    # Before any measurement, which a failed installation would waste.
     packages = install_baselines(Path(options.peers_env).absolute()) if options.peers else None
     command = [
         "-m",
@@ -182,7 +184,7 @@ def run_benchmark(options: Options) -> None:
         "overwrite=true",
     ]
     ours, _ = measure("medseg, from file to file", command, options.threads)
-    # Told in the table, since ours may be bf16 where the baselines compute in fp32.
+    # The page shows the number format, since ours may be bf16 where the baselines compute in fp32.
     rows = [ours | {"precision": our_precision()}]
     if packages is not None:
         for name, title in BASELINES.items():
@@ -194,11 +196,11 @@ def run_benchmark(options: Options) -> None:
     for row in rows:
         row["wall_ratio"] = row["wall_s"] / ours["wall_s"]
         row["cpu_ratio"] = row["cpu_s"] / ours["cpu_s"]
-    text = markdown_table(rows, HEADINGS, FORMATS)
+    page = markdown_table(rows, HEADINGS, FORMATS)
     table = [{key: row[key] for key in COLUMNS} for row in rows]
     write_csv(output / "bench.csv", table, COLUMNS, FORMATS)
-    replace_text(output / "bench.md", text)
-    print(text, end="")
+    replace_text(output / "bench.md", page)
+    print(page, end="")
 
 
 def make_scan(folder: Path) -> Path:
@@ -226,6 +228,7 @@ def our_precision() -> str:
     for stage in ("coarse", "fine"):
         metadata, _ = read_weights(shipped_weights("lungs", stage), stage, stage)
         formats.append(inference_precision(Precision(metadata["precision"]).value, "cpu"))
+    # Both stages usually have the same, which is named once.
     return " and ".join(dict.fromkeys(formats))
 
 
@@ -249,15 +252,16 @@ def measure(
         UserError: If the process fails.
     """
     print(f"measuring {name}", flush=True)
-    paths = [
-        str(packages or ""),
-        str(Path(__file__).resolve().parents[1]),
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    paths = [str(Path(__file__).resolve().parents[1])]
+    if packages is not None:
+        paths.insert(0, str(packages))
+    # An empty entry of PYTHONPATH would be the working folder.
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "cost.json"
@@ -302,21 +306,24 @@ def scaled(
         row: Cost of the process.
         part_s: Seconds of the part.
         part_cpu_s: CPU seconds of the part.
-        share: Passes of the part in those of the whole work, above 0; above 1 where the whole work
-            is less than what was timed.
+        share: Passes of the part divided by those of the whole work, above 0; above 1 where the
+            whole work is less than what was timed.
         measured: The part in words, for the row.
         precision: Number format of the part.
         title: What distinguishes the row from others of the same baseline.
+
+    Returns:
+        The row with the costs of the whole work. Its memory stays that of the process.
     """
     contender = row["contender"]
     if title:
         contender += f", {title}"
-    # The rest of the work, in units of the part that was done; negative where it was too much.
-    rest = 1 / share - 1
+    # How many more parts of the same size the whole work has; negative where too much was done.
+    remaining_parts = 1 / share - 1
     return row | {
         "contender": contender,
-        "wall_s": row["wall_s"] + rest * part_s,
-        "cpu_s": row["cpu_s"] + rest * part_cpu_s,
+        "wall_s": row["wall_s"] + remaining_parts * part_s,
+        "cpu_s": row["cpu_s"] + remaining_parts * part_cpu_s,
         "measured": measured,
         "precision": precision,
     }
@@ -330,8 +337,9 @@ def measure_baseline(name: str, scan: str, threads: str) -> None:
     torch.set_num_threads(int(threads))
     volume = read_image(Path(scan))
     image_hu, grid, _ = orient(volume.array, volume.grid)
-    part = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name](image_hu, grid)
-    cpu_s = []
+    make_part = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name]
+    part = make_part(image_hu, grid)
+    cpu_s = []  # of each function
     part_start_s = time.perf_counter()
     with torch.inference_mode():
         for run in part.runs:
@@ -349,7 +357,8 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
         part: The passes that were timed.
         way: The setting that the row is of.
         part_s: Seconds of all functions of the part.
-        cpu_s: CPU seconds of each, which other programs of the machine disturb less.
+        cpu_s: CPU seconds of each function; other programs on the machine disturb them less than
+            wall seconds.
     """
     num_timed = len(part.runs) * part.passes_a_run
     measured = "all"
@@ -370,12 +379,13 @@ def describe_part(part: Part, way: Way, part_s: float, cpu_s: Sequence[float]) -
 def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     """The network of lungmask's R231, with random weights, on some of its batches of slices."""
     # Run as a file: importing the package would import image libraries that the network does not
-    # need.
+    # need. `find_spec` of a package finds its folder without importing it.
     (folder,) = find_spec("lungmask").submodule_search_locations  # type: ignore[union-attr, misc]
     unet = runpy.run_path(f"{folder}/resunet.py")["UNet"]
     network = unet(
         n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False
     ).eval()
+    # Of thin scans smaller or fewer batches; the values of the voxels do not change the time.
     num_slices = min(LUNGMASK_SLICES, grid.shape[0])
     num_batches = max(1, min(LUNGMASK_BATCHES, grid.shape[0] // num_slices))
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
@@ -390,9 +400,10 @@ def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
 def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
     """nnU-Net's default network, with random weights, on one tile of its predictor at 1 mm.
 
-    The tile takes eight passes, each mirrored in another way.
+    The tile takes eight passes, each mirrored in another way. From their times both ways are
+    scaled: with mirroring, and with one pass a tile.
     """
-    network = make_baseline("nnunet", 3).eval()
+    network = make_baseline("nnunet", 3).eval()  # three classes: background and both lungs
     num_all = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH)
     tile = torch.zeros(1, 1, *NNUNET_PATCH)
 
@@ -419,15 +430,16 @@ def num_tiles(shape: Shape, patch: Shape) -> int:
     """
     number = 1
     for size, side in zip(shape, patch, strict=True):
-        number *= math.ceil(max(0, size - side) / (side / 2)) + 1
+        # A first tile, and one more for each half tile that it leaves.
+        number *= 1 + math.ceil(max(0, size - side) / (side / 2))
     return number
 
 
 def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
     """MONAI's sliding window with our fine network and precision, over the whole volume at 1 mm.
 
-    The network also takes what a coarse stage thinks. MONAI has none: it gets "nowhere" (-1), which
-    costs as much time as any other value, and the coarse stage is not charged.
+    The network also takes the probabilities of a coarse stage as channels. MONAI has no coarse
+    stage: the channels are filled with -1, "nowhere", which costs as much time as any other value.
     """
     from monai.inferers import sliding_window_inference
 
@@ -446,6 +458,7 @@ def monai(image_hu: np.ndarray, grid: VoxelGrid) -> Part:
             image_hu, grid, grid.resampled(ONE_MM), stage.outside[0], limits=HU_LIMITS
         )
         image = normalise_hu(resampled, stage.task.window_hu)
+        # (N, C, D, H, W): the image, then the channels of the coarse stage.
         channels = image.new_full((1, stage.num_channels, *image.shape), -1.0)
         channels[0, 0] = image
         sliding_window_inference(channels, patch, 1, network, mode="gaussian")

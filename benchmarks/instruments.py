@@ -1,6 +1,7 @@
-"""Instruments of the memory benchmarks, none of which `plan` uses.
+"""Shared parts of the benchmarks: their arguments, and instruments that measure memory on Linux.
 
-Allocations are counted by a preloaded library, resident memory is read from /proc.
+Allocations are counted by a preloaded library, resident memory is read from /proc. `plan` uses
+neither, so that its predictions are compared with independent figures.
 """
 
 import math
@@ -20,17 +21,27 @@ from medseg.memory.heap import map_large_blocks
 from medseg.memory.instructions import train_without_amx
 
 ROOT = Path(__file__).resolve().parents[1]
+# Environment variable that marks the process which `begin_anew` has started.
 BEGUN_ANEW = "MEDSEG_BENCHMARK"
 
 
 def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
-    """Read the arguments of a benchmark.
+    """Read the arguments of a benchmark, each `key=value`, from the command line.
+
+    Exits with a message if `output` is missing or a key is unknown.
+
+    Args:
+        keys: The keys that may be given beside `output`.
 
     Returns:
-        Its output folder, which is made, and the values of the other keys.
+        Its output folder, which is made, and the values of the keys that were given.
     """
-    values = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-    if "output" not in values or values.keys() - {"output", *keys}:
+    values = {}
+    for argument in sys.argv[1:]:
+        key, _, value = argument.partition("=")
+        values[key] = value
+    unknown = values.keys() - {"output", *keys}
+    if "output" not in values or unknown:
         options = ", ".join(f"{key}=…" for key in keys)
         name = Path(sys.argv[0]).name
         say(f"{name}: expected output=<folder>, and optionally {options}")
@@ -49,7 +60,7 @@ def print_values(row: Mapping[str, Any], num_digits: int) -> None:
 
 
 def allocation_counter(output: Path) -> Path:
-    """Compile `allocations.c` into a folder."""
+    """Compile `allocations.c` into a folder; returns the library for `LD_PRELOAD`."""
     library = output / "allocations.so"
     source = ROOT / "benchmarks" / "allocations.c"
     compiler = ["cc", "-O2", "-shared", "-fPIC"]
@@ -60,12 +71,14 @@ def allocation_counter(output: Path) -> Path:
 def begin_anew(**variables: str) -> None:
     """Restart this process once, with the settings of `train` and further environment variables.
 
-    `train` sets the heap and the instructions of the processor.
+    `train` sets the heap and the instructions of the processor. The settings take effect only when
+    a process starts: when a benchmark runs, its libraries have already made tensors.
 
-    The settings take effect only when a process starts: when a benchmark runs, its libraries have
-    already made tensors.
+    Args:
+        variables: Environment variables of the new process, such as `LD_PRELOAD`.
     """
     if BEGUN_ANEW not in os.environ:
+        # Both change `os.environ`, which the new process inherits.
         map_large_blocks()
         train_without_amx()
         os.execve(sys.executable, sys.orig_argv, os.environ | variables | {BEGUN_ANEW: "1"})
@@ -83,10 +96,11 @@ def train(
         limit: Resident bytes; a run that exceeds them is killed.
 
     Returns:
-        The peak of its resident memory in bytes, read every 20 ms.
+        The peak of its resident memory in bytes, read every 20 ms; above `limit` if the run was
+        killed.
 
     Raises:
-        RuntimeError: If the run fails, with the end of its output.
+        RuntimeError: If the run fails for another reason, with the end of its output.
     """
     command = [sys.executable, "-m", "medseg.commands.cli", "train", *arguments]
     command.append(f"hydra.run.dir={run_dir}")
@@ -113,15 +127,17 @@ def resident_bytes(process: psutil.Process) -> int:
     share them. The kernel's proportional set size would divide them among all programs that map the
     files.
     """
-    total = 0
+    total_kib = 0
     try:
-        total += 1024 * _kib(process.pid, "status")["RssFile"]
+        total_kib += _sizes_kib(process.pid, "status")["RssFile"]
         for member in (process, *process.children(recursive=True)):
-            sizes = _kib(member.pid, "smaps_rollup")
-            total += 1024 * (sizes["Pss_Anon"] + sizes["Pss_Shmem"])
+            # Proportional set size: a page of n processes counts as 1/n for each of them.
+            sizes_kib = _sizes_kib(member.pid, "smaps_rollup")
+            total_kib += sizes_kib["Pss_Anon"] + sizes_kib["Pss_Shmem"]
     except (OSError, psutil.Error, KeyError):
-        return 0  # one of them has just ended
-    return total
+        # One of them has just ended. A reading of 0 does not change the peak that callers keep.
+        return 0
+    return 1024 * total_kib
 
 
 def largest_resident_bytes(process: psutil.Process) -> int:
@@ -130,16 +146,19 @@ def largest_resident_bytes(process: psutil.Process) -> int:
     It is 0 when the process has ended.
     """
     try:
-        return 1024 * _kib(process.pid, "status")["VmHWM"]
+        return 1024 * _sizes_kib(process.pid, "status")["VmHWM"]
     except (OSError, KeyError):
         return 0
 
 
-def _kib(pid: int, name: str) -> dict[str, int]:
-    """Sizes in KiB that a file of /proc lists, as in `VmHWM:  1234 kB`."""
-    sizes = {}
+def _sizes_kib(pid: int, name: str) -> dict[str, int]:
+    """Sizes in KiB that a file of /proc lists, as in `VmHWM:  1234 kB`.
+
+    Linux writes "kB" and means KiB. Lines without a size are skipped.
+    """
+    sizes_kib = {}
     for line in Path(f"/proc/{pid}/{name}").read_text(encoding="ascii").splitlines():
         words = line.split()
         if words[-1] == "kB":
-            sizes[words[0].rstrip(":")] = int(words[1])
-    return sizes
+            sizes_kib[words[0].rstrip(":")] = int(words[1])
+    return sizes_kib

@@ -18,10 +18,11 @@ def main() -> None:
 
     The file has wall and CPU seconds, largest resident bytes and exit code as JSON.
     """
-    report, program, *arguments = sys.argv[1:]
+    report_file, program, *arguments = sys.argv[1:]
     start_s = time.perf_counter()
-    process = os.posix_spawn(program, [program, *arguments], os.environ)
-    _, status, usage = os.wait4(process, 0)
+    pid = os.posix_spawn(program, [program, *arguments], os.environ)
+    # `wait4` also gives the costs of the children that the program has waited for.
+    _, status, usage = os.wait4(pid, 0)
     wall_s = time.perf_counter() - start_s
     # macOS counts bytes, Linux KiB.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
@@ -31,7 +32,7 @@ def main() -> None:
         "peak_bytes": usage.ru_maxrss * unit_bytes,
         "exit_code": os.waitstatus_to_exitcode(status),
     }
-    with open(report, "w", encoding="utf-8") as file:
+    with open(report_file, "w", encoding="utf-8") as file:
         json.dump(cost, file)
 
 

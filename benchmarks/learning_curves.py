@@ -49,13 +49,14 @@ from medseg.io.tables import markdown_table, read_csv, write_csv
 from medseg.report.plots import new_figure, write_png
 from medseg.studies.command_steps import MEDSEG
 
-MEDSEG_POINTS, FITTED, USUAL = "medseg", "nnunet_fit", "nnunet"
+OURS, NNUNET_FIT, NNUNET_USUAL = "medseg", "nnunet_fit", "nnunet"
 # Program to its title and colour in the plot.
 PROGRAMS = {
-    MEDSEG_POINTS: ("medseg", "#0369a1"),
-    FITTED: ("nnU-Net, planned for the same memory", "#c2410c"),
-    USUAL: ("nnU-Net as its planner comes", "#15803d"),
+    OURS: ("medseg", "#0369a1"),
+    NNUNET_FIT: ("nnU-Net, planned for the same memory", "#c2410c"),
+    NNUNET_USUAL: ("nnU-Net as its planner comes", "#15803d"),
 }
+# Values of the arguments that may be left out.
 DEFAULTS = {
     "minutes": "5,10,20,40",
     "programs": ",".join(PROGRAMS),
@@ -68,6 +69,7 @@ DEFAULTS = {
 # Arguments that all points of a folder share.
 SHARED = ("cases", "task", "threads", "fit_gib", "num_folds", "trainer", "configuration")
 KEYS = (*SHARED, "nnunet", "minutes", "programs")
+# Key of a row to its heading in the page; "taken" and "prediction" go on with the heading before.
 COLUMNS = {
     "task": "task",
     "program": "program",
@@ -98,12 +100,14 @@ FORMATS = {
 
 def main() -> None:
     """Run the points that are missing, and write the tables."""
-    output, given = given_arguments(KEYS)
-    arguments = {**DEFAULTS, **given}
-    # A stop also ends the program that runs, see `run_measured`.
+    output, of_command_line = given_arguments(KEYS)
+    arguments = {**DEFAULTS, **of_command_line}
+    # Without a handler SIGTERM would end this process at once, and leave the program that it has
+    # started running: an exception lets `run_measured` end it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         study = read_study(output, arguments)
+        # The short trainings first: each one adds a point to the tables.
         for minutes in sorted(map(float, arguments["minutes"].split(","))):
             for program in arguments["programs"].split(","):
                 row = add_point(study, program, minutes)
@@ -118,6 +122,10 @@ def main() -> None:
 def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
     """Check the arguments, and write the data of a new study.
 
+    Args:
+        output: Folder of the study.
+        arguments: All arguments of the command, with the defaults.
+
     Raises:
         UserError: If an argument is missing or wrong, or the folder has points of other arguments.
     """
@@ -127,18 +135,21 @@ def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
         raise UserError(f"programs={unknown[0]}: expected some of {', '.join(PROGRAMS)}")
     if "cases" not in arguments:
         raise UserError("cases=<table> is missing: the case table of the data set")
-    if "nnunet" not in arguments and programs != [MEDSEG_POINTS]:
+    if "nnunet" not in arguments and programs != [OURS]:
         raise UserError("nnunet=<python> is missing: the Python of an environment with nnU-Net")
     shared = {key: arguments[key] for key in SHARED if key in arguments}
-    noted = finished(output / "arguments.json", lambda: shared)
-    if noted != shared:
-        raise UserError(f"{output}: its points come from {noted}; give the same, or another folder")
-    of_train = [f"data.cases={arguments['cases']}"]
+    # The first command in a folder writes its arguments there; the others must have the same.
+    recorded = finished(output / "arguments.json", lambda: shared)
+    if recorded != shared:
+        raise UserError(
+            f"{output}: its points come from {recorded}; give the same, or another folder"
+        )
+    train_arguments = [f"data.cases={arguments['cases']}"]
     if "task" in arguments:
-        of_train.append(f"task={arguments['task']}")
+        train_arguments.append(f"task={arguments['task']}")
     data = finished(
         output / "data.json",
-        lambda: write_data(output / "data", of_train, int(arguments["num_folds"])),
+        lambda: write_data(output / "data", train_arguments, int(arguments["num_folds"])),
     )
     return Study(
         output,
@@ -146,6 +157,7 @@ def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
         data["held_out"],
         int(arguments["threads"]),
         float(arguments["fit_gib"]),
+        # Not resolved: the python of a virtual environment is a link, and known by its own path.
         os.path.abspath(arguments.get("nnunet", "")),
         arguments["trainer"],
         arguments["configuration"],
@@ -155,20 +167,25 @@ def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
 def add_point(study: Study, program: str, minutes: float) -> Row:
     """Train, predict and score one program for one budget, unless that is done.
 
+    Args:
+        study: The study.
+        program: Key of `PROGRAMS`.
+        minutes: CPU minutes of the training.
+
     Returns:
         The row of the table.
     """
     folder = study.output / program / f"{minutes:g}"
     folder.mkdir(parents=True, exist_ok=True)
     runs: MedsegRuns | NnunetRuns
-    if program == MEDSEG_POINTS:
+    if program == OURS:
         runs = MedsegRuns(study, folder, minutes)
     else:
-        target = study.fit_gib if program == FITTED else None
-        runs = NnunetRuns(study, folder, minutes, target)
+        gpu_memory_target = study.fit_gib if program == NNUNET_FIT else None
+        runs = NnunetRuns(study, folder, minutes, gpu_memory_target)
 
     def make() -> Row:
-        facts = runs.point()
+        facts = runs.point()  # settings and costs
         dices = held_out_dices(study, folder)
         scores = {"dice": fmean(dices), "least_dice": min(dices)}
         return {
@@ -208,6 +225,7 @@ def write_tables(output: Path) -> None:
     """Write the table and the curves of all points in a folder."""
     rows = []
     for program in PROGRAMS:
+        # Also those of other commands that work in the folder.
         files = (output / program).glob("*/point.json")
         points = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         rows += sorted(points, key=lambda row: row["minutes"])
@@ -229,6 +247,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
         points = [row for row in rows if row["program"] == program]
         if not points:
             continue
+        # The minutes that a training took, not its budget.
         minutes = [row["cpu_minutes"] for row in points]
         style = {"color": colour, "marker": "o", "markersize": 4, "linewidth": 1.5}
         dice_axes.plot(minutes, [row["dice"] for row in points], label=title, **style)

@@ -26,9 +26,11 @@ from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.training.options import TrainConfig
 
-# nnU-Net's rules: a number, then a name.
+# nnU-Net asks for such a name: `Dataset`, three digits, a name.
 DATASET = "Dataset001_curves"
+# nnU-Net's folder of data sets.
 RAW = "nnUNet_raw"
+# Case tables of medseg: all cases with their split, and the held-out ones without.
 CASES = "cases.csv"
 HELD_OUT = "held_out.csv"
 SUFFIX = ".nii.gz"
@@ -46,7 +48,7 @@ def write_data(folder: Path, arguments: Sequence[str], num_folds: int) -> dict[s
         num_folds: Number of folds.
 
     Returns:
-        `task`, its name, and `held_out`, for each held-out case the files of its channels.
+        `task`, the name of the task; `held_out`, for each held-out case the files of its channels.
 
     Raises:
         UserError: If the cases cannot be read, or the task ignores voxels.
@@ -57,7 +59,7 @@ def write_data(folder: Path, arguments: Sequence[str], num_folds: int) -> dict[s
         raise UserError(f"task {task.name}: ignored voxels are not compared with nnU-Net")
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     labelled = [case for case in all_cases if case.labels]
-    split = split_cases(labelled, num_folds=num_folds)
+    split = split_cases(labelled, num_folds=num_folds)  # fold 0, or the split of the table
     raw = folder / RAW / DATASET
     training = [write_case(raw, case, label_values, task, "train") for case in split.train]
     held_out = [write_case(raw, case, label_values, task, "val") for case in split.val]
@@ -65,26 +67,28 @@ def write_data(folder: Path, arguments: Sequence[str], num_folds: int) -> dict[s
     write_case_table(folder / HELD_OUT, [replace(case, split=None) for case in held_out])
     plain_task = {"task": plain(config.task)}
     replace_text(folder / TASK_FILE, yaml.safe_dump(plain_task, sort_keys=False))
+    # nnU-Net plans with the held-out cases too, as it does with those of a fold of its own.
     num_cases = len(training) + len(held_out)
     replace_text(raw / "dataset.json", json.dumps(dataset_json(task, num_cases)))
-    sides = {
+    fold = {
         "train": [case.name for case in training],
         "val": [case.name for case in held_out],
     }
-    replace_text(raw / "splits_final.json", json.dumps([sides]))
+    # A list of folds, of which only the first one is trained.
+    replace_text(raw / "splits_final.json", json.dumps([fold]))
     scans = [list(map(str, case.images(len(task.channels)))) for case in held_out]
     return {"task": task.name, "held_out": scans}
 
 
 def compose(arguments: Sequence[str]) -> TrainConfig:
     """Compose the configuration of a training of one stage, as the command does."""
-    # Regions are crops of a second stage, which neither program trains here.
-    every = with_task([*arguments, "stage=single", "run_dir=none"], TrainConfig)
+    all_arguments = with_task([*arguments, "stage=single", "run_dir=none"], TrainConfig)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return compose_train([*quote_paths(every), "task.regions=null"], "cases")
+        # Regions are crops of a second stage, which neither program trains here.
+        return compose_train([*quote_paths(all_arguments), "task.regions=null"], "cases")
 
 
-def write_case(raw: Path, case: Case, label_values: LabelValues, task: Task, side: str) -> Case:
+def write_case(raw: Path, case: Case, label_values: LabelValues, task: Task, split: str) -> Case:
     """Write the images and labels of a case; returns the case of these files.
 
     Args:
@@ -92,7 +96,7 @@ def write_case(raw: Path, case: Case, label_values: LabelValues, task: Task, sid
         case: Case with labels.
         label_values: Value in its label file to label.
         task: Labels and channels.
-        side: `train` or `val`.
+        split: `train` or `val`, for the case table.
     """
     modalities = [channel.modality for channel in task.channels]
     channels, volume = read_channels(
@@ -109,17 +113,21 @@ def write_case(raw: Path, case: Case, label_values: LabelValues, task: Task, sid
     labels = task_values(reference.array, case.labels, task, values)
     paths = []
     for number, image in enumerate(channels):
+        # nnU-Net finds the channels of a case by these four digits.
         path = raw / "imagesTr" / f"{case.name}_{number:04d}{SUFFIX}"
         write_image(path, image, volume.grid)
         paths.append(path)
     labels_path = raw / "labelsTr" / f"{case.name}{SUFFIX}"
     write_labels(labels_path, labels, reference.grid)
     first, *others = paths
-    return Case(case.name, first, labels_path, case.patient, split=side, more_images=tuple(others))
+    return Case(case.name, first, labels_path, case.patient, split=split, more_images=tuple(others))
 
 
 def dataset_json(task: Task, num_cases: int) -> dict[str, Any]:
-    """Describe the data set for nnU-Net, whose normalisation follows the names of the channels."""
+    """Describe the data set for nnU-Net, whose normalisation follows the names of the channels.
+
+    `CT` is clipped and scaled by statistics of the data set; any other name means a z-score.
+    """
     names = {}
     for number, channel in enumerate(task.channels):
         names[str(number)] = "CT" if channel.modality == "ct" else f"MR{number}"

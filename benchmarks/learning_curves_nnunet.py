@@ -2,9 +2,9 @@
 
     python benchmarks/learning_curves_nnunet.py plan|time|train|predict <job.json>
 
-The job names its folders by the environment variables of nnU-Net. Planner, trainer, augmentation
-and predictor are nnU-Net's own; only the number of epochs and iterations is set. Nothing of medseg
-is imported. The facts of a job are written as JSON to the file `facts` of the job.
+The environment variables of nnU-Net name the folders. Planner, trainer, augmentation and predictor
+are nnU-Net's own; only the number of epochs and iterations is set. Nothing of medseg is imported.
+What a job returns, its facts, is written as JSON to the file that the job names as `facts`.
 """
 
 import json
@@ -19,10 +19,10 @@ import torch
 Job = dict[str, Any]
 Facts = dict[str, Any]
 
-DATASET_ID = 1
+DATASET_ID = 1  # that of `learning_curves_data.DATASET`
 PLANS = "nnUNetPlans"
 FOLD = 0
-# Iterations are timed for so many seconds, but so many at least; one before them is not timed.
+# Iterations are timed until they have taken `TIMED_S` CPU seconds, and `LEAST_TIMED` at least.
 TIMED_S = 20.0
 LEAST_TIMED = 2
 
@@ -37,6 +37,9 @@ def plan(job: Job) -> Facts:
 
     Args:
         job: `dataset`, `configuration`, and `gpu_memory_target`, GB or None for the planner's own.
+
+    Returns:
+        `spacing` in mm and `patch_size` in voxels, both (z, y, x), and `batch_size`.
     """
     from nnunetv2.experiment_planning.plan_and_preprocess_api import (
         extract_fingerprints,
@@ -44,6 +47,7 @@ def plan(job: Job) -> Facts:
         preprocess,
     )
 
+    # One process, so that CPU seconds do not depend on the number of cores.
     extract_fingerprints([DATASET_ID], num_processes=1, show_progress_bar=False)
     plan_experiments([DATASET_ID], gpu_memory_target_in_gb=job["gpu_memory_target"])
     plans_file = nnunet_folder("preprocessed") / job["dataset"] / f"{PLANS}.json"
@@ -69,37 +73,40 @@ def time_training(job: Job) -> Facts:
     trainer = make_trainer(job)
     trainer.num_epochs = 1
     trainer.on_train_start()
+    # All CPU seconds of this process so far: imports, data and network.
     start_s = time.process_time()
-    # The loop of nnUNetTrainer.run_training.
+    # The order of calls is that of the loop in nnUNetTrainer.run_training.
     trainer.on_epoch_start()
     trainer.on_train_epoch_start()
-    # The first iteration allocates memory.
+    # The first iteration allocates memory, and is not timed.
     outputs = [trainer.train_step(next(trainer.dataloader_train))]
-    begin_s = time.process_time()
+    iterations_start_s = time.process_time()
     num_timed = 0
-    while num_timed < LEAST_TIMED or time.process_time() - begin_s < TIMED_S:
+    while num_timed < LEAST_TIMED or time.process_time() - iterations_start_s < TIMED_S:
         outputs.append(trainer.train_step(next(trainer.dataloader_train)))
         num_timed += 1
-    iteration_s = (time.process_time() - begin_s) / num_timed
+    iteration_s = (time.process_time() - iterations_start_s) / num_timed
     trainer.on_train_epoch_end(outputs)
     with torch.no_grad():
         trainer.on_validation_epoch_start()
-        begin_s = time.process_time()
+        validation_start_s = time.process_time()
         val_outputs = [trainer.validation_step(next(trainer.dataloader_val))]
-        validation_s = time.process_time() - begin_s
-        begin_s = time.process_time()
+        epoch_end_start_s = time.process_time()
         trainer.on_validation_epoch_end(val_outputs)
     trainer.on_epoch_end()
     return {
         "start_s": start_s,
         "iteration_s": iteration_s,
-        "validation_s": validation_s,
-        "epoch_s": time.process_time() - begin_s,
+        "validation_s": epoch_end_start_s - validation_start_s,
+        "epoch_s": time.process_time() - epoch_end_start_s,
     }
 
 
 def train(job: Job) -> Facts:
-    """Train with the numbers of epochs and iterations of the job."""
+    """Train with the numbers of epochs and iterations of the job.
+
+    The learning rate falls over `num_epochs`, so a shorter training has its whole schedule.
+    """
     trainer = make_trainer(job)
     trainer.num_epochs = job["epochs"]
     trainer.num_iterations_per_epoch = job["iterations"]
@@ -151,7 +158,7 @@ def main() -> None:
     """Run a job."""
     name, path = sys.argv[1:]
     job: Job = json.loads(Path(path).read_text(encoding="utf-8"))
-    # nnU-Net takes all cores.
+    # Otherwise torch takes all cores.
     torch.set_num_threads(job["threads"])
     facts = JOBS[name](job)
     Path(job["facts"]).write_text(json.dumps(facts), encoding="utf-8")

@@ -1,4 +1,8 @@
-"""Runs of `learning_curves.py`: one training, prediction and its costs, by medseg or nnU-Net."""
+"""Runs of `learning_curves.py`: one training, its prediction and its costs, by medseg or nnU-Net.
+
+Each part of a run is a program of its own. Its facts and costs are kept in a file, by which a
+command that was stopped knows that the part is done; see `finished`.
+"""
 
 import json
 import math
@@ -28,14 +32,14 @@ JOBS = ROOT / "benchmarks" / "learning_curves_nnunet.py"
 CONFIGURED_FOLDS = 2
 # In fewer hours `configure` finds no time for the starts of its folds.
 LEAST_HOURS = 0.15
-# Steps of medseg that are timed, and lines of their history.
+# Steps of medseg that are timed, and lines in the history of each training.
 TIMED_STEPS = 24
 NUM_LINES = 6
 # nnU-Net lowers its learning rate once an epoch; a short training has fewer of them.
 MOST_EPOCHS = 20
 # Iterations for each one of the validation, as in nnU-Net: 250 and 50.
 ITERATIONS_PER_VALIDATION = 5
-# Share of the possible iterations that is left when there are more epochs.
+# Least share of the iterations of one long epoch that may be left when there are more epochs.
 LEAST_SHARE = 0.95
 # Seconds between two readings of the memory.
 SAMPLED_S = 0.5
@@ -83,7 +87,10 @@ class Study:
 
 
 def finished(path: Path, make: Callable[[], Row]) -> Row:
-    """Return the facts of a part from its file; make the part first where there is none."""
+    """Return the facts of a part from its file; make the part first where there is none.
+
+    The file is written last: a part that was stopped has none, and is made again.
+    """
     if path.is_file():
         facts: Row = json.loads(path.read_text(encoding="utf-8"))
         return facts
@@ -93,7 +100,10 @@ def finished(path: Path, make: Callable[[], Row]) -> Row:
 
 
 def fresh(folder: Path) -> Path:
-    """Remove what a stopped command left: if it were continued, its time would be missing."""
+    """Remove a folder that a stopped command left, and return its path.
+
+    If the part were continued there, its costs would lack what was done before the stop.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     return folder
 
@@ -115,7 +125,7 @@ def run_measured(command: Sequence[str], log_file: Path, environment: Mapping[st
     """
     peak_bytes = 0
     with log_file.open("wb") as log:
-        # In a session of its own, which ends as a whole where this process is stopped.
+        # In a session of its own: the program and its children can be ended together.
         program = subprocess.Popen(
             command,
             env=environment,
@@ -126,20 +136,22 @@ def run_measured(command: Sequence[str], log_file: Path, environment: Mapping[st
         )
         process = psutil.Process(program.pid)
         try:
+            # `wait4` alone gives the costs of the program. WNOHANG: pid 0 as long as it runs.
             pid, status, usage = os.wait4(program.pid, os.WNOHANG)
             while pid == 0:
                 peak_bytes = max(peak_bytes, resident_bytes(process))
                 time.sleep(SAMPLED_S)
                 pid, status, usage = os.wait4(program.pid, os.WNOHANG)
         except BaseException:
+            # Also where this process is stopped: SIGTERM and Ctrl-C are no `Exception`.
             os.killpg(program.pid, signal.SIGKILL)
             program.wait()
             raise
-    # The process has been waited for.
+    # `Popen` does not know that the process has been waited for, and would wait again.
     program.returncode = os.waitstatus_to_exitcode(status)
     if program.returncode:
-        end = log_file.read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"{log_file} ends with exit code {program.returncode}:\n{end}")
+        log_end = log_file.read_text(encoding="utf-8", errors="replace")[-2000:]
+        raise RuntimeError(f"{log_file} ends with exit code {program.returncode}:\n{log_end}")
     return {"cpu_s": usage.ru_utime + usage.ru_stime, "peak_gib": peak_bytes / GIB}
 
 
@@ -166,7 +178,8 @@ class MedsegRuns:
             self.folder / "prepared.json", lambda: self.prepare(setting["spacing_mm"])
         )
         timed = finished(self.folder / "timed.json", lambda: self.train("timed", TIMED_STEPS))
-        steps = steps_within(self.minutes, *self.costs(timed["cpu_s"]))
+        fixed_s, step_s = self.costs(timed["cpu_s"])
+        steps = steps_within(self.minutes, fixed_s, step_s)
         trained = finished(self.folder / "trained.json", lambda: self.train("run", steps))
         predicted = finished(self.folder / "predicted.json", self.predict)
         return {
@@ -178,8 +191,13 @@ class MedsegRuns:
         }
 
     def configure(self) -> Row:
-        """Write the experiment for hours in which each training has its minutes."""
-        hours = max(LEAST_HOURS, self.minutes / 60 * CONFIGURED_FOLDS / TRAINING_SHARE)
+        """Write the experiment for hours in which each training has its minutes.
+
+        `configure` counts hours of a cross-validation, of which it plans `TRAINING_SHARE` for the
+        trainings of all folds. The steps that it chooses are replaced by timed ones.
+        """
+        training_hours = self.minutes / 60 * CONFIGURED_FOLDS
+        hours = max(LEAST_HOURS, training_hours / TRAINING_SHARE)
         return self._run(
             "configure",
             f"fit_gib={self.study.fit_gib:g}",
@@ -191,7 +209,9 @@ class MedsegRuns:
         )
 
     def prepare(self, spacing_mm: Sequence[float]) -> Row:
-        """Audit the cases and resample them to the spacing of the experiment."""
+        """Audit the cases and resample them to the spacing of the experiment, (z, y, x) in mm."""
+        # `prepare` fills the cache for both stages of a cascade; here the first one is dropped and
+        # the second gets the spacing.
         return self._run(
             "prepare",
             f"data.cases={self.study.data / CASES}",
@@ -202,7 +222,12 @@ class MedsegRuns:
         )
 
     def train(self, name: str, steps: int) -> Row:
-        """Train the experiment for so many steps, with one validation at the end."""
+        """Train the experiment for a number of steps, with one validation at the end.
+
+        Args:
+            name: Folder of the run inside that of the point.
+            steps: Number of steps.
+        """
         return self._run(
             "train",
             f"experiment={self.folder / 'plan' / 'experiment.yaml'}",
@@ -221,13 +246,15 @@ class MedsegRuns:
         Args:
             timed_cpu_s: CPU seconds of the training whose steps were timed.
         """
-        steps_s = []
+        step_cpu_s = []
         for line in read_csv(self.folder / "timed" / "history.csv"):
             if line["seconds_per_step"]:
+                # 100 % is one core that is busy all the time, with the workers of the data.
                 cores = float(line["cpu_percent"]) / 100
-                steps_s.append(float(line["seconds_per_step"]) * cores)
-        # The first steps load and compile.
-        step_s = median(steps_s[1:])
+                step_cpu_s.append(float(line["seconds_per_step"]) * cores)
+        # The first line is left out: its steps load and compile.
+        step_s = median(step_cpu_s[1:])
+        # The rest of the run: start and validation. Noise may make it negative.
         return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
 
     def predict(self) -> Row:
@@ -247,7 +274,7 @@ class MedsegRuns:
 
 @dataclass(frozen=True)
 class NnunetRuns:
-    """Jobs of nnU-Net for one point.
+    """Jobs of nnU-Net for one point; all points of a program share plan, cache and timed steps.
 
     Attributes:
         study: The study.
@@ -263,7 +290,7 @@ class NnunetRuns:
 
     def point(self) -> Row:
         """Plan and time once for all points, train and predict; see `MedsegRuns.point`."""
-        shared = self.folder.parent
+        shared = self.folder.parent  # folder of the program
         planned = finished(shared / "planned.json", self.plan)
         timed = finished(shared / "timed.json", lambda: self._run("time", shared / "timed"))
         length = epochs_within(self.minutes, timed)
@@ -284,7 +311,7 @@ class NnunetRuns:
         return self._run("plan", shared / "plan", gpu_memory_target=self.gpu_memory_target)
 
     def train(self, length: "Epochs") -> Row:
-        """Train for so many epochs."""
+        """Train for a number of epochs and iterations."""
         return self._run("train", fresh(self.folder / "results"), **length._asdict())
 
     def predict(self) -> Row:
@@ -300,15 +327,16 @@ class NnunetRuns:
         """Run a job in nnU-Net's environment.
 
         Args:
-            job: Its name.
-            results: nnU-Net's folder of trainings.
+            job: Its name: `plan`, `time`, `train` or `predict`.
+            results: nnU-Net's folder of trainings. The files of the job lie beside it.
             facts: What the job needs beside the data, the plan and the trainer.
 
         Returns:
             The facts that it returns, with its costs.
         """
         folder = results.parent
-        job_file, facts_file = folder / f"{job}_job.json", folder / f"{job}_facts.json"
+        job_file = folder / f"{job}_job.json"
+        facts_file = folder / f"{job}_facts.json"
         content = {
             "dataset": DATASET,
             "configuration": self.study.configuration,
@@ -370,8 +398,8 @@ def steps_within(minutes: float, fixed_s: float, step_s: float) -> int:
 def epochs_within(minutes: float, timed: Mapping[str, float]) -> Epochs:
     """Choose the length of a training of nnU-Net, so that its schedule ends with its minutes.
 
-    Among all numbers of epochs it is the largest that costs no more than a twentieth of the
-    iterations: each epoch validates and saves.
+    Each epoch validates and saves, so more epochs leave time for fewer iterations. The largest
+    number of epochs is taken that costs no more than a twentieth of the iterations.
 
     Args:
         minutes: CPU minutes of the training.
@@ -395,15 +423,21 @@ def epochs_within(minutes: float, timed: Mapping[str, float]) -> Epochs:
     if not lengths:
         raise UserError(f"minutes={minutes:g}: no iteration of nnU-Net fits; give more minutes")
     most = max(length.epochs * length.iterations for length in lengths)
-    enough = [
-        length for length in lengths if length.epochs * length.iterations >= LEAST_SHARE * most
-    ]
-    return enough[-1]
+    # In the order of epochs, so the last length that has enough iterations has the most epochs.
+    chosen = lengths[0]
+    for length in lengths:
+        if length.epochs * length.iterations >= LEAST_SHARE * most:
+            chosen = length
+    return chosen
 
 
 def iterations_within(epoch_s: float, timed: Mapping[str, float]) -> int:
-    """Count the iterations of an epoch of so many CPU seconds; 0 if none fits."""
+    """Count the iterations of an epoch of so many CPU seconds; 0 if none fits.
+
+    Each `ITERATIONS_PER_VALIDATION` iterations, also if they are begun, have one of the validation.
+    """
     iterations = 0
+    # The cost of an epoch with one iteration more than `iterations`.
     cost_s = timed["epoch_s"] + timed["validation_s"] + timed["iteration_s"]
     while cost_s <= epoch_s:
         iterations += 1

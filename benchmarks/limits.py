@@ -2,13 +2,14 @@
 
     python -m benchmarks.limits output=<folder> [scans=100] [cases=<table.csv>,…]
 
-The labels are compared with those of predictions without a limit.
-
 Phantoms of 1 to 3,000 slices are predicted together without a limit, then each by a process of its
-own under `inference.max_ram_gib=1`. The scans of the case tables are predicted with each of several
-`inference.budget_gib`, all scans of a table in one process. Peaks are the largest resident memory
-of the process by the system's own count. Labels are compared by the Dice of each region. Existing
-scans and predictions are kept. Writes `limits.csv` and `budgets.csv`, and `limits.md` with both.
+own under `inference.max_ram_gib=1`; the labels with and without the limit are compared. The scans
+of the case tables are predicted with each of several `inference.budget_gib`, all scans of a table
+in one process; their labels are compared with those of the largest budget.
+
+Peaks are the largest resident memory of the process by the system's own count. Labels are compared
+by the Dice of each region. Existing scans and predictions are kept. Writes `limits.csv` and
+`budgets.csv`, and `limits.md` with both.
 """
 
 import json
@@ -36,14 +37,19 @@ from medseg.phantom.spec import PhantomSpec
 MAX_SLICES = 3000
 LIMIT_GIB = 1.0
 BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # labels are compared with those of the largest
+# Labels with a lower Dice in a region count as different.
 EQUAL = 0.9995
-# Pixels of the phantoms' model, and their size; a scan repeats each of them.
+# Pixels per side of the model from which a phantom is drawn, and their size. A scan repeats them: a
+# phantom of 3,000 slices and 512² pixels of its own would take too long.
 MODEL_SIZE = 128
 MODEL_MM = 3.2
+# Pixels per side of the scans: multiples of `MODEL_SIZE`.
 MATRICES = (512, 256, 128)
+# Field of view along the body: a chest, or the trunk with the chest.
 LENGTH_MM = {"whole": 320.0, "trunk": 900.0}
 MAX_SLICE_MM = 5.0
 COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "accelerator=cpu"]
+# Headings of the two tables; "of" says in which scan the least Dice is.
 SCANS = {
     "scan": "scan",
     "slices": "slices",
@@ -69,7 +75,7 @@ def main() -> None:
     output, arguments = given_arguments(["scans", "cases"])
     texts = []
     num_scans = int(arguments.get("scans", 100))
-    if num_scans:
+    if num_scans:  # `scans=0` measures the budgets alone
         rows = limited_scans(output / "phantoms", num_scans)
         write_csv(output / "limits.csv", rows)
         formats = {"mib": ".1f", "peak_mib": ".0f", "dice": ".5f"}
@@ -86,6 +92,7 @@ def main() -> None:
 
 def summarise(rows: Sequence[dict[str, Any]]) -> str:
     """Say how many of the limited predictions ended badly, or gave other labels."""
+    # A refused scan ends with the exit code of a failed one; any other code is a crash.
     num_killed = sum(row["code"] not in (0, EXIT_FAILED) for row in rows)
     num_refused = sum(row["code"] == EXIT_FAILED for row in rows)
     largest_mib = max(row["peak_mib"] for row in rows)
@@ -99,17 +106,24 @@ def summarise(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
-    """Predict phantoms without and with the limit: one row per scan."""
+    """Predict phantoms without and with the limit: one row per scan.
+
+    Args:
+        folder: Receives the scans and the label maps of both predictions.
+        number: Number of scans.
+    """
     scans = folder / "scans"
-    free = folder / "free"
+    unlimited = folder / "free"
     limited = folder / "limited"
+    # Numbers of slices with equal ratios, so that there are as many thin scans as thick ones.
     sizes = [round(float(size)) for size in np.geomspace(1, MAX_SLICES, number)]
     paths = [make_scan(scans, index, size) for index, size in enumerate(sizes)]
-    code, peak = predict([f"input={scans}", f"output={free}"], folder / "free.log")
+    code, peak = predict([f"input={scans}", f"output={unlimited}"], folder / "free.log")
     print(f"without a limit: exit code {code}, {peak / 2**30:.2f} GiB", flush=True)
     rows = []
     for path in paths:
         name = path.name.removesuffix(".nii.gz")
+        # Exit code and peak bytes; written last, so that a stopped prediction is made again.
         measured_file = limited / f"{name}.measured"
         if not measured_file.is_file():
             arguments = [
@@ -118,19 +132,21 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
                 f"inference.max_ram_gib={LIMIT_GIB:g}",
                 "overwrite=true",
             ]
-            outcome = predict(arguments, measured_file.with_suffix(".log"))
-            replace_text(measured_file, json.dumps(outcome))
+            code_and_peak = predict(arguments, measured_file.with_suffix(".log"))
+            replace_text(measured_file, json.dumps(code_and_peak))
         code, peak = json.loads(measured_file.read_text(encoding="utf-8"))
+        # A scan without labels under the limit is counted by its exit code alone.
         dice = 1.0
         if code == 0:
-            dice = least_dice(free / path.name, limited / path.name)
-        shape = read_labels(free / path.name).array.shape
+            dice = least_dice(unlimited / path.name, limited / path.name)
+        # The label map has the shape of the scan, and is quicker to read.
+        shape = read_labels(unlimited / path.name).array.shape
         rows.append(
             {
                 "scan": name,
                 "slices": shape[0],
                 "matrix": shape[1],
-                "mib": 2 * np.prod(shape) / 2**20,  # of int16
+                "mib": 2 * np.prod(shape) / 2**20,  # the scan is int16
                 "code": code,
                 "peak_mib": peak / 2**20,
                 "dice": dice,
@@ -141,31 +157,45 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
 
 
 def make_scan(folder: Path, index: int, num_slices: int) -> Path:
-    """Make a phantom unless it exists; its small voxels repeat those of a coarser phantom."""
-    is_largest = num_slices >= MAX_SLICES
-    matrix = max(MATRICES) if is_largest else MATRICES[-1 - index % len(MATRICES)]
-    is_long = num_slices > MAX_SLICES // 3 or index % 2
+    """Make a phantom unless it exists; its small voxels repeat those of a coarser phantom.
+
+    Args:
+        folder: Folder of the scans.
+        index: Number of the scan; matrix and field of view change with it.
+        num_slices: About the number of slices; it becomes a multiple of the repeated ones.
+
+    Returns:
+        The file.
+    """
+    # The scan with the most slices also has the largest matrix.
+    matrix = MATRICES[-1 - index % len(MATRICES)]
+    if num_slices >= MAX_SLICES:
+        matrix = max(MATRICES)
+    # Each second scan shows the trunk, and all with many slices.
+    is_long = num_slices > MAX_SLICES // 3 or index % 2 == 1
     view = "trunk" if is_long else "whole"
     slice_mm = min(MAX_SLICE_MM, LENGTH_MM[view] / num_slices)
     # Slices and pixels of the scan for each of the model.
-    repeats = max(1, round(MODEL_MM / slice_mm))
-    pixels = matrix // MODEL_SIZE
-    num_model_slices = max(1, num_slices // repeats)
-    path = folder / f"{index:03d}_{view}_{num_model_slices * repeats}.nii.gz"
+    slice_repeats = max(1, round(MODEL_MM / slice_mm))
+    pixel_repeats = matrix // MODEL_SIZE
+    num_model_slices = max(1, num_slices // slice_repeats)
+    path = folder / f"{index:03d}_{view}_{num_model_slices * slice_repeats}.nii.gz"
     if path.is_file():
         return path
     spec = PhantomSpec(
         seed=17,
         index=index,
         view=view,
-        spacing_mm=(slice_mm * repeats, MODEL_MM, MODEL_MM),
+        spacing_mm=(slice_mm * slice_repeats, MODEL_MM, MODEL_MM),
         matrix=(MODEL_SIZE, MODEL_SIZE),
         num_slices=num_model_slices,
         model_spacing_mm=(4.0, 4.0, 4.0),
     )
     phantom = make_phantom(spec)
-    image_hu = phantom.image_hu.repeat(repeats, 0).repeat(pixels, 1).repeat(pixels, 2)
-    spacing_mm = (slice_mm, MODEL_MM / pixels, MODEL_MM / pixels)
+    image_hu = phantom.image_hu.repeat(slice_repeats, axis=0)
+    image_hu = image_hu.repeat(pixel_repeats, axis=1).repeat(pixel_repeats, axis=2)
+    pixel_mm = MODEL_MM / pixel_repeats
+    spacing_mm = (slice_mm, pixel_mm, pixel_mm)
     direction = np.asarray(phantom.grid.direction).tolist()
     grid = VoxelGrid(image_hu.shape, spacing_mm, phantom.grid.origin_xyz_mm, direction)
     write_image(path, image_hu, grid)
@@ -173,11 +203,17 @@ def make_scan(folder: Path, index: int, num_slices: int) -> Path:
 
 
 def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
-    """Predict the scans of case tables with each budget: one row per budget."""
+    """Predict the scans of case tables with each budget: one row per budget.
+
+    Args:
+        folder: Receives the label maps, in a folder for each budget.
+        tables: Case tables.
+    """
     rows = []
-    cases: list[str] = []
+    names: list[str] = []
     for table in tables:
-        cases += [case.name for case in read_cases(table)]
+        names += [case.name for case in read_cases(table)]
+    # The largest budget first: its labels are those with which the others are compared.
     for budget_gib in reversed(BUDGETS_GIB):
         output = folder / f"{budget_gib:g}"
         peak = 0
@@ -192,19 +228,20 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
             _, peak_of_table = predict(arguments, log)
             peak = max(peak, peak_of_table)
         seconds = time.perf_counter() - start_s
-        dice_of = {}
-        for name in cases:
-            best_file = folder / f"{max(BUDGETS_GIB):g}" / f"{name}.nii.gz"
+        dices: dict[str, float] = {}  # of the scans that were not refused
+        for name in names:
+            reference_file = folder / f"{max(BUDGETS_GIB):g}" / f"{name}.nii.gz"
             file = output / f"{name}.nii.gz"
-            if best_file.is_file() and file.is_file():
-                dice_of[name] = least_dice(best_file, file)
-        worst = min(dice_of, key=dice_of.__getitem__)
+            if reference_file.is_file() and file.is_file():
+                dices[name] = least_dice(reference_file, file)
+        # None where the budget is too small for all scans.
+        worst = min(dices, key=lambda name: dices[name], default=None)
         row = {
             "budget_gib": budget_gib,
-            "scans": len(cases),
-            "refused": len(cases) - len(dice_of),
+            "scans": len(names),
+            "refused": len(names) - len(dices),
             "peak_mib": peak / 2**20,
-            "dice": dice_of[worst],
+            "dice": None if worst is None else dices[worst],
             "worst": worst,
             "seconds": seconds,
         }
@@ -221,6 +258,7 @@ def predict(arguments: Iterable[str], log: Path) -> tuple[int, int]:
         process = psutil.Popen(
             [*COMMAND, *arguments], stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT
         )
+        # The system keeps the largest value, so only the last 20 ms may be missed.
         while process.poll() is None:
             peak = max(peak, largest_resident_bytes(process))
             time.sleep(0.02)

@@ -30,10 +30,12 @@ from medseg.studies.pieces import oriented_image
 
 SIDES = {"left_lung": 1, "right_lung": 2}
 EFFUSION = "effusion.nii.gz"
-# Healthy lung is lighter; vessels and partial volume make a tenth of a lung denser at most.
+# Healthy lung is less dense. Vessels and partial volume make a tenth of a lung denser at most, so a
+# side with more dense voxels than `DISEASED_SHARE` has disease.
 DENSE_HU = -500.0
 DISEASED_SHARE = 0.15
 Row = dict[str, Any]
+# Key of a summary to its heading.
 SUMMARY = {
     "kind": "sides", "number": "n", "dice": "Dice", "worst": "worst", "nsd_2mm": "NSD 2 mm",
     "hd95_mm": "HD95 mm", "volume_error": "volume error",
@@ -77,27 +79,28 @@ def side_rows(case: Case, prediction: Path, airway_file: Path) -> list[Row]:
         scan, and how much of them is called this side (`…_called_ml`, `…_share`). Values that do
         not exist are None.
     """
-    image, grid = oriented_image(case)
-    image_hu = case.hu.apply(image)
-    pred = _oriented(prediction)
-    others = {"airway": read_airway(image_hu, grid, airway_file)}
+    stored_values, grid = oriented_image(case)
+    image_hu = case.hu.apply(stored_values)
+    pred = _oriented_labels(prediction)
+    # Structures that are no lung, (D, H, W) bool.
+    structures = {"airway": read_airway(image_hu, grid, airway_file)}
     effusion_file = case.image.parent / EFFUSION
     if effusion_file.is_file():
-        others["effusion"] = _oriented(effusion_file) > 0
-    reference = _oriented(case.labels) if case.labels else None
+        structures["effusion"] = _oriented_labels(effusion_file) > 0
+    reference = _oriented_labels(case.labels) if case.labels else None
     rows = []
     for region, value in SIDES.items():
         row: Row = {"case": case.name, "region": region, "trust": case.trust.get(region, "")}
         if reference is not None:
             row |= _scores(pred == value, reference == value, image_hu, grid)
         for name in ("airway", "effusion"):
-            row |= _called(name, others.get(name), pred == value, grid)
+            row |= _called_lung(name, structures.get(name), pred == value, grid)
         rows.append(row)
     return rows
 
 
 def _scores(pred: np.ndarray, target: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid) -> Row:
-    """Score a side that the reference shows; without one, only its volumes are known."""
+    """Score a side, bool (D, H, W); where the reference does not show it, only give volumes."""
     scores: Row = score_region(pred, target, grid.spacing_mm)
     if not target.any():
         return {"volume_pred_ml": scores["volume_pred_ml"], "volume_ref_ml": 0.0}
@@ -107,8 +110,15 @@ def _scores(pred: np.ndarray, target: np.ndarray, image_hu: np.ndarray, grid: Vo
     return scores
 
 
-def _called(name: str, mask: np.ndarray | None, pred: np.ndarray, grid: VoxelGrid) -> Row:
-    """Measure how much of a structure is called lung."""
+def _called_lung(name: str, mask: np.ndarray | None, pred: np.ndarray, grid: VoxelGrid) -> Row:
+    """Measure how much of a structure is called lung.
+
+    Args:
+        name: Name of the structure, with which the columns begin.
+        mask: Its voxels (D, H, W), bool; None if it was not looked for.
+        pred: Voxels of the predicted side.
+        grid: Grid of both.
+    """
     if mask is None or not mask.any():
         return {f"{name}_ml": None, f"{name}_called_ml": None, f"{name}_share": None}
     whole_ml = volume_ml(mask, grid.spacing_mm)
@@ -120,21 +130,25 @@ def _called(name: str, mask: np.ndarray | None, pred: np.ndarray, grid: VoxelGri
     }
 
 
-def _oriented(file: Path) -> np.ndarray:
+def _oriented_labels(file: Path) -> np.ndarray:
+    """Read a label map with the axes of `oriented_image`."""
     volume = read_labels(file)
-    return orient(volume.array, volume.grid)[0]
+    labels, _, _ = orient(volume.array, volume.grid)
+    return labels
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """Average the scores over the sides of each trust, healthy and diseased ones apart."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        if row.get("dice") is not None:
-            health = "diseased" if row["is_diseased"] else "healthy"
-            groups.setdefault(f"{row['trust'] or 'all'}, {health}", []).append(row)
+        if row.get("dice") is None:
+            continue  # there is no reference of this side
+        health = "diseased" if row["is_diseased"] else "healthy"
+        # A table without the column of trust has one group of each health.
+        groups.setdefault(f"{row['trust'] or 'all'}, {health}", []).append(row)
     summaries = []
     for kind, sides in sorted(groups.items()):
-        # A side that was not found has no distance; the median is that of the others.
+        # A side that was not found has an infinite distance; the median is that of the others.
         finite_mm = [row["hd95_mm"] for row in sides if math.isfinite(row["hd95_mm"])]
         summaries.append(
             {

@@ -45,6 +45,7 @@ from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import input_shape
 from medseg.training.assemble import make_data_module
 
+# Properties of the rows, each a name with its arguments; `rows` combines them.
 NETWORKS = {
     "unet": ["model=unet"],
     "unet_lean": ["model=unet_lean"],
@@ -72,7 +73,8 @@ SHAPES = {
     "64×64×64": ["stage.patch_size=[64,64,64]"],
     "96×64×96": ["stage.patch_size=[96,64,96]"],
 }
-# It has no common divisor with the number of rows, so that steps of this length reach all of them.
+# Steps of this length, modulo the number of combinations (6 · 6 · 3 · 3 · 2 = 648), reach each of
+# them once, since 181 and 648 have no common divisor.
 STRIDE = 181
 # Batch, micro-batches, loader processes and averaged weights.
 LOADS = {
@@ -80,6 +82,7 @@ LOADS = {
     "2 samples": ["stage.batch_size=2", "data.num_workers=1"],
     "4 in 2": ["stage.batch_size=4", "memory.accumulate=2", "data.num_workers=2", "ema_decay=0.75"],
 }
+# Arguments of all rows: twelve steps, of which a line of the history holds two.
 COMMON = [
     "steps=12",
     "history_every=2",
@@ -111,10 +114,11 @@ COLUMNS = {
 def rows() -> list[tuple[str, list[str]]]:
     """List the name and the arguments of all rows.
 
-    The first ones already differ in network, switches, shape, load and stage.
+    The first ones already differ in network, switches, shape, load and stage, so that a few rows
+    show each of these.
     """
     combinations = list(itertools.product(NETWORKS, SWITCHES, SHAPES, LOADS, STAGES))
-    rows_by_place = {}
+    rows_by_place = {}  # place in the list to the row
     for number, names in enumerate(combinations):
         network, switches, shape, load, stage = names
         arguments = [
@@ -147,6 +151,7 @@ def validated_shape(config: PlanConfig) -> Shape:
     samples = data.val_samples()
     shapes: list[Shape] = []
     for number in range(len(samples)):
+        # As the validation pads it: to a multiple of the network's divisor.
         batch = collate([samples[number]], data.divisor)
         depth, height, width = batch[0]["target"].shape[1:]
         shapes.append((depth, height, width))
@@ -154,10 +159,10 @@ def validated_shape(config: PlanConfig) -> Shape:
 
 
 def predict(arguments: list[str]) -> dict[str, float]:
-    """Predict a row.
+    """Predict peaks in MiB and seconds of a step, by `plan`.
 
-    It runs in a process of its own: libraries make the code of an operation once, and the time that
-    this takes would be measured with it.
+    Runs in a process of its own. Libraries generate the code of an operation once in a process; a
+    process that had done it for another row would not spend that time again.
     """
     config = compose(arguments)
     machine = Machine(config)
@@ -175,24 +180,32 @@ def predict(arguments: list[str]) -> dict[str, float]:
 
 
 def measure(arguments: list[str], folder: Path, library: Path) -> dict[str, float]:
-    """Train a row in a process of its own and watch it."""
-    # The counter writes a file for each process.
+    """Train a row in a process of its own; returns its measured peaks in MiB and its seconds.
+
+    Args:
+        arguments: Arguments of `train`.
+        folder: Folder of the row, which is empty.
+        library: Counter of allocations.
+    """
+    # The counter writes a file for each process: `allocations.<process>`.
     counting = {"LD_PRELOAD": str(library), "ALLOCATIONS": str(folder / "allocations")}
-    # A row that was interrupted has been removed: all files here are of this training.
-    peak = train(arguments, folder / "run", os.environ | counting)
+    resident_bytes = train(arguments, folder / "run", os.environ | counting)
     allocated_bytes = []
     for file in folder.glob("allocations.*"):
         # A helper process that is ending still has an empty file.
         allocated_bytes.append(int(file.read_text(encoding="ascii") or 0))
-    busy_s = []
+    step_cpu_s = []
     for line in read_csv(folder / "run" / "history.csv"):
         if line["loss"]:
-            busy_s.append(float(line["seconds_per_step"]) * float(line["cpu_percent"]) / 100)
+            # 100 % is one core that is busy all the time.
+            cores = float(line["cpu_percent"]) / 100
+            step_cpu_s.append(float(line["seconds_per_step"]) * cores)
     return {
+        # The training itself holds more than its helpers.
         "measured_allocator_mib": max(allocated_bytes) / 2**20,
-        "measured_resident_mib": peak / 2**20,
-        # Without the first line, whose steps make the code of the operations.
-        "measured_seconds": statistics.median(busy_s[1:]),
+        "measured_resident_mib": resident_bytes / 2**20,
+        # Without the first line, whose steps generate the code of the operations.
+        "measured_seconds": statistics.median(step_cpu_s[1:]),
     }
 
 
@@ -220,7 +233,7 @@ def main() -> None:
                 with ProcessPoolExecutor(1, get_context("spawn")) as executor:
                     numbers = executor.submit(predict, [*arguments, *places]).result()
                 numbers |= measure([*arguments, *places], folder, library)
-            except Exception as error:  # the other rows go on
+            except Exception as error:  # a row that fails must not end the others
                 say(f"{name}: {type(error).__name__}: {error}")
                 continue
             replace_text(row_file, json.dumps({"row": name, **numbers}))
@@ -230,7 +243,7 @@ def main() -> None:
 
 
 def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
-    """Add predicted divided by measured."""
+    """Add the ratios of predicted to measured values."""
     return {
         **row,
         "allocator_ratio": row["allocator_mib"] / row["measured_allocator_mib"],
@@ -244,18 +257,19 @@ def write(table: list[dict[str, Any]], output: Path) -> None:
     write_csv(output / "memory.csv", table)
     lines = []
     for name in ("allocator", "resident", "seconds"):
+        # Relative errors with their sign, and without.
         errors = sorted(row[f"{name}_ratio"] - 1 for row in table)
-        sizes = sorted(map(abs, errors))
-        percentile_95 = sizes[int(0.95 * (len(sizes) - 1))]
+        absolute_errors = sorted(abs(error) for error in errors)
+        percentile_95 = absolute_errors[int(0.95 * (len(absolute_errors) - 1))]
         lines.append(
-            f"* {name}: error {100 * statistics.median(sizes):.1f} % (median), "
+            f"* {name}: error {100 * statistics.median(absolute_errors):.1f} % (median), "
             f"{100 * percentile_95:.1f} % (95th percentile), "
             f"lowest {100 * errors[0]:+.1f} %, highest {100 * errors[-1]:+.1f} %"
         )
-    numbers = [column for column in COLUMNS if column != "row"]
-    text = markdown_table(table, COLUMNS, dict.fromkeys(numbers, ".3f"))
+    number_columns = [column for column in COLUMNS if column != "row"]
+    table_text = markdown_table(table, COLUMNS, dict.fromkeys(number_columns, ".3f"))
     summary = "\n".join(lines)
-    replace_text(output / "memory.md", f"{len(table)} trainings\n\n{summary}\n\n{text}")
+    replace_text(output / "memory.md", f"{len(table)} trainings\n\n{summary}\n\n{table_text}")
 
 
 if __name__ == "__main__":

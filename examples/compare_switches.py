@@ -19,8 +19,8 @@ KEYS = {
     "data.cache": "cache",
     "logger": "none",
 }
-phantoms = "medseg phantom output=scans num_train=8 num_val=2 num_test=0"
-subprocess.run(phantoms.split(), check=True)
+phantom_command = "medseg phantom output=scans num_train=8 num_val=2 num_test=0"
+subprocess.run(phantom_command.split(), check=True)
 
 # %% [markdown]
 # ## Plan

@@ -17,8 +17,10 @@ import medseg
 from medseg.io.read import read_image
 
 STEPS = 200
-phantoms = "medseg phantom scene=organs task=heart num_train=5 num_val=1 num_test=0 output=scans"
-subprocess.run(phantoms.split(), check=True)
+phantom_command = (
+    "medseg phantom scene=organs task=heart num_train=5 num_val=1 num_test=0 output=scans"
+)
+subprocess.run(phantom_command.split(), check=True)
 keys = {
     "task": "heart",
     "stage": "single",
@@ -62,6 +64,7 @@ result = segmenter.segment(scan)
 print(result.volumes_ml, result.warnings)
 middle = scan.shape[2] // 2
 figure, axes = plt.subplots(figsize=(5, 5))
+# nibabel's arrays are (x, y, z); the transpose puts y on the vertical axis of the picture.
 axes.imshow(scan.get_fdata()[:, :, middle].T, cmap="gray", vmin=-200, vmax=300)
 axes.contour(result.labels.get_fdata()[:, :, middle].T, levels=[0.5], colors="tab:cyan")
 figure.savefig("heart.png")
@@ -75,10 +78,10 @@ figure.savefig("heart.png")
 # one did, and a card. `folds/pooled.md` has the scores.
 
 # %%
-del keys["data.cases"]
+# Cross-validation makes its own split: the validation scan of the table joins the others.
 cases = Path("scans/cases.csv")
-lines = Path("scans/table.csv").read_text(encoding="utf-8")
-cases.write_text(lines.replace(",val,", ",train,"), encoding="utf-8")
+table = Path("scans/table.csv").read_text(encoding="utf-8")
+cases.write_text(table.replace(",val,", ",train,"), encoding="utf-8")
 study = medseg.cross_validate(
     "folds", {**keys, "data.cases": str(cases), "num_folds": 2, "steps": STEPS}
 )

@@ -15,7 +15,8 @@ import tempfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "medseg"
-# Name to the folder, the file of licences, and each npm package with its script.
+# Name to the folder, the file of licences in it, and each npm package with its script. The versions
+# on the command line come in the order of the packages.
 BUNDLES = {
     "niivue": (
         PACKAGE / "report" / "viewer_page",
@@ -28,19 +29,28 @@ BUNDLES = {
         {name: f"build/{name}.min.js" for name in ("vega", "vega-lite", "vega-embed")},
     ),
 }
+# Between the parts of a file of licences.
 SEPARATOR = "\n\n" + 80 * "-" + "\n"
 
 
 def main(bundle: str, *versions: str) -> None:
-    """Install the versions with npm into a temporary folder and copy scripts and licences."""
+    """Install the versions with npm into a temporary folder and copy scripts and licences.
+
+    Args:
+        bundle: A name of `BUNDLES`.
+        versions: Version of each of its packages.
+
+    Raises:
+        ValueError: If there are more or fewer versions than packages.
+    """
     folder, licence_file, scripts = BUNDLES[bundle]
     requirements = []
     for package, version in zip(scripts, versions, strict=True):
         requirements.append(f"{package}@{version}")
     checksums = []
     with tempfile.TemporaryDirectory() as install_dir:
-        # The tarballs are checked by npm against the registry's checksums; no script of a package
-        # runs.
+        # npm checks the tarballs against the registry's checksums. `--ignore-scripts` keeps the
+        # installed packages from running code of their own.
         npm = ["npm", "install", "--ignore-scripts", "--omit=optional", "--prefix", install_dir]
         subprocess.run([*npm, *requirements], check=True)
         packages = Path(install_dir) / "node_modules"
@@ -48,21 +58,23 @@ def main(bundle: str, *versions: str) -> None:
             content = (packages / package / script).read_bytes()
             name = Path(script).name
             (folder / name).write_bytes(content)
+            # The format of sha256sum: `sha256sum -c SHA256SUMS` checks the folder.
             checksums.append(f"{hashlib.sha256(content).hexdigest()}  {name}\n")
         licences = read_licences(packages)
-    # A package without a licence file on npm (niivue) has that of its repository in the first part,
-    # which is kept: all after its first line.
-    first_part = (folder / licence_file).read_text(encoding="utf-8").split(SEPARATOR)[0]
-    kept_text = first_part.partition("\n")[2].rstrip()
+    # The first part names the versions in its first line. For a package without a licence file on
+    # npm (niivue), the licence of its repository follows; nothing here writes it, so it is kept.
+    licence_path = folder / licence_file
+    first_part = licence_path.read_text(encoding="utf-8").split(SEPARATOR)[0]
+    _, _, kept_text = first_part.partition("\n")
     parts = [f"{', '.join(requirements)} and the packages inside\n{kept_text}".rstrip()]
     for text, names in licences.items():
         parts.append(f"{', '.join(names)}\n\n{text}")
-    (folder / licence_file).write_text(SEPARATOR.join(parts) + "\n", encoding="utf-8")
+    licence_path.write_text(SEPARATOR.join(parts) + "\n", encoding="utf-8")
     (folder / "SHA256SUMS").write_text("".join(checksums), encoding="utf-8")
 
 
 def read_licences(packages: Path) -> dict[str, list[str]]:
-    """Text of each licence to the packages that have it; many share one."""
+    """Map the text of each licence to the packages that have it; many share one."""
     licences: dict[str, list[str]] = {}
     for path in sorted(packages.glob("**/*")):
         if path.stem.lower() == "license" and path.is_file():

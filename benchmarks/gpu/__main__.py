@@ -12,6 +12,7 @@ end.
 
 import platform
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from medseg.io.atomic import replace_text
 from medseg.io.tables import markdown_table
 from medseg.memory.kernels import processor_name
 
-# No check failed, but some could not be made: no proof of them, and no failure either.
+# No check failed, but some could not be made. pytest has the same code for "no test was collected".
 EXIT_INCOMPLETE = 5
 
 
@@ -54,19 +55,27 @@ def main() -> None:
 
 
 def exit_code(session: Session, endings: Mapping[str, Ending]) -> int:
-    """Exit code of the whole report."""
+    """Exit code of the whole report, see the module."""
     if any(ending.problem for ending in endings.values()):
         return EXIT_FAILED
     if session.is_rehearsal:
         return 0
-    results = [check.is_met for ending in endings.values() for check in ending.report.checks]
+    results: list[bool | None] = []  # None where a check was not made
+    for ending in endings.values():
+        results += [check.is_met for check in ending.report.checks]
     if False in results:
         return EXIT_FAILED
-    return EXIT_INCOMPLETE if None in results else 0
+    if None in results:
+        return EXIT_INCOMPLETE
+    return 0
 
 
 def page(session: Session, endings: Mapping[str, Ending]) -> str:
-    """Format the page from the parts that have ended so far."""
+    """Format the page from the parts that have ended so far.
+
+    Below a title, a summary and a table of the parts, each part has a section with its checks,
+    sentences and tables.
+    """
     rows = [_part_row(name, session, ending) for name, ending in endings.items()]
     sections = [f"# {title(session)}\n", f"{verdict(session, endings)}\n", markdown_table(rows)]
     for name, ending in endings.items():
@@ -98,8 +107,9 @@ def verdict(session: Session, endings: Mapping[str, Ending]) -> str:
     for ending in endings.values():
         for check in ending.report.checks:
             counts[outcome(check, session.is_rehearsal)] += 1
-    told = [f"{number} checks {name}" for name, number in counts.items() if number]
-    sentence = f"{len(endings)} parts, {problems} without an end; {', '.join(told) or 'no check'}."
+    count_texts = [f"{number} checks {name}" for name, number in counts.items() if number]
+    checks_text = ", ".join(count_texts) or "no check"
+    sentence = f"{len(endings)} parts, {problems} without an end; {checks_text}."
     if session.is_rehearsal:
         sentence += " All of it ran on the CPU with small shapes: no value says anything of a GPU."
     return sentence
@@ -107,10 +117,10 @@ def verdict(session: Session, endings: Mapping[str, Ending]) -> str:
 
 def _part_row(name: str, session: Session, ending: Ending) -> dict[str, str]:
     """Row of a part in the table at the top of the page."""
-    outcomes = [outcome(check, session.is_rehearsal) for check in ending.report.checks]
-    result = ending.problem or ", ".join(
-        f"{outcomes.count(name)} {name}" for name in dict.fromkeys(outcomes)
-    )
+    result = ending.problem
+    if not result:
+        outcomes = Counter(outcome(check, session.is_rehearsal) for check in ending.report.checks)
+        result = ", ".join(f"{number} {text}" for text, number in outcomes.items())
     limit = f"{session.limit_s(name):g}"
     return {"part": name, "result": result, "s": f"{ending.seconds:.1f}", "limit s": limit}
 

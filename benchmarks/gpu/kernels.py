@@ -1,4 +1,7 @@
-"""Convolutions in half precision against fp32, forward and backward, also of large inputs."""
+"""Numerics part of the GPU report: convolutions in half precision against fp32.
+
+Outputs and gradients are compared, and the output of an input with more than 2³¹ elements.
+"""
 
 import torch
 from torch import Tensor
@@ -11,10 +14,12 @@ from medseg.memory.precision import HALF, supported_precision, tf32_as
 # Channels and edge in voxels: levels of the networks from the finest to the deepest.
 LEVELS = ((16, 160), (32, 96), (64, 64), (256, 16))
 SMALL_LEVELS = ((4, 12), (8, 8))
-# More than 2**31 elements, beyond which indices of 32 bits end: wrong results were reported.
+# Channels and shape with more than 2**31 elements, where indices of 32 bits overflow: libraries had
+# kernels with wrong results there. Then the stand-in of a rehearsal.
 LARGE = (32, (450, 400, 400))
 SMALL_LARGE = (2, (12, 16, 16))
-# Largest relative error: a few roundings of 8 (bf16) or 11 (fp16) bits.
+# Largest relative error: a few roundings of 8 (bf16) or 11 (fp16) bits, each at most 2**-9 or
+# 2**-12 of the value.
 BOUNDS = {"bf16": 0.01, "fp16": 0.0025}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
 
@@ -23,6 +28,7 @@ def measure(session: Session) -> Report:
     """Compare each level, format and layout, and one large input."""
     report = Report()
     levels = SMALL_LEVELS if session.is_rehearsal else LEVELS
+    # The reference must be true fp32: TF32 has the 11 bits of fp16.
     with tf32_as("fp32"):
         for precision, dtype in HALF.items():
             if supported_precision(precision, session.device.type) != precision:
@@ -50,17 +56,22 @@ def errors_of_level(
 
     Args:
         channels: Channels of input and output.
-        edge: Voxels of an edge.
+        edge: Voxels along each axis of the image.
         dtype: Half precision.
         memory_format: Layout of image and weight.
         device: Where both are computed.
+
+    Returns:
+        `output`, `gradient of the image` and `gradient of the weight` to their errors.
     """
-    image, weight = made_operands(channels, (edge, edge, edge), dtype, device)
+    image, weight = random_operands(channels, (edge, edge, edge), dtype, device)
     image = image.contiguous(memory_format=memory_format)
     weight = weight.contiguous(memory_format=memory_format)
-    gradient = torch.randn_like(image)
-    halves = results_of(image, weight, gradient)
-    singles = results_of(image.float(), weight.float(), gradient.float())
+    # The output has the shape of the image, and so has its gradient.
+    output_gradient = torch.randn_like(image)
+    halves = results_of(image, weight, output_gradient)
+    # The rounded numbers in fp32, so that only the arithmetic differs.
+    singles = results_of(image.float(), weight.float(), output_gradient.float())
     names = ("output", "gradient of the image", "gradient of the weight")
     errors = {}
     for name, half, single in zip(names, halves, singles, strict=True):
@@ -68,44 +79,59 @@ def errors_of_level(
     return errors
 
 
-def made_operands(
+def random_operands(
     channels: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Make an image (1, C, D, H, W) and a weight (C, C, 3, 3, 3) whose output has variance 1."""
     torch.manual_seed(0)
     image = torch.randn(1, channels, *shape, device=device, dtype=dtype)
     weight = torch.randn(channels, channels, 3, 3, 3, device=device)
-    return image, (weight / (27 * channels) ** 0.5).to(dtype)
+    # Each output value sums 27 · C products of unit variance.
+    weight = weight / (27 * channels) ** 0.5
+    return image, weight.to(dtype)
 
 
-def results_of(image: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+def results_of(
+    image: Tensor, weight: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Output of a convolution and the gradients of its image and weight."""
     image = image.detach().requires_grad_()
     weight = weight.detach().requires_grad_()
     output = F.conv3d(image, weight, padding=1)
-    return (output.detach(), *torch.autograd.grad(output, (image, weight), gradient))
+    of_image, of_weight = torch.autograd.grad(output, (image, weight), output_gradient)
+    return output.detach(), of_image, of_weight
 
 
 def relative_error(half: Tensor, single: Tensor) -> float:
-    """Norm of the difference by the norm of the result in fp32."""
+    """Norm of the difference divided by the norm of the result in fp32."""
     return float((half.float() - single).norm() / single.norm())
 
 
 def check_large_input(report: Report, precision: str, dtype: torch.dtype, session: Session) -> None:
-    """Compare planes of a large output, the first, the middle and the last, with fp32."""
+    """Compare three planes of a large output, near its start, middle and end, with fp32.
+
+    A whole output in fp32 would not fit beside the one in half precision.
+    """
     channels, shape = SMALL_LARGE if session.is_rehearsal else LARGE
-    name = f"{precision}, {channels} channels, {'×'.join(map(str, shape))}: planes of the output"
+    shape_text = "×".join(map(str, shape))
+    name = f"{precision}, {channels} channels, {shape_text}: planes of the output"
     # Image and output, and as much again for what the library needs.
-    needed_bytes = 4 * channels * shape[0] * shape[1] * shape[2] * dtype.itemsize
-    if not session.is_rehearsal and torch.cuda.mem_get_info()[0] < needed_bytes:
-        report.not_run(name, f"needs {needed_bytes / 2**30:.0f} GiB of the GPU")
-        return
+    image_bytes = channels * shape[0] * shape[1] * shape[2] * dtype.itemsize
+    needed_bytes = 4 * image_bytes
+    if not session.is_rehearsal:
+        free_bytes, _ = torch.cuda.mem_get_info()
+        if free_bytes < needed_bytes:
+            report.not_run(name, f"needs {needed_bytes / 2**30:.0f} GiB of the GPU")
+            return
     with torch.no_grad():
-        image, weight = made_operands(channels, shape, dtype, session.device)
+        image, weight = random_operands(channels, shape, dtype, session.device)
         output = F.conv3d(image, weight, padding=1)
-        worst = 0.0
+        worst_error = 0.0
+        # The outermost planes see padding, so their neighbours are taken.
         for plane in (1, shape[0] // 2, shape[0] - 2):
-            around = image[:, :, plane - 1 : plane + 2].float()
-            expected = F.conv3d(around, weight.float(), padding=(0, 1, 1))
-            worst = max(worst, relative_error(output[:, :, plane : plane + 1], expected))
-    report.at_most(name, worst, BOUNDS[precision], ".5f")
+            # A plane of the output depends on three planes of the image.
+            slab = image[:, :, plane - 1 : plane + 2].float()
+            expected = F.conv3d(slab, weight.float(), padding=(0, 1, 1))
+            error = relative_error(output[:, :, plane : plane + 1], expected)
+            worst_error = max(worst_error, error)
+    report.at_most(name, worst_error, BOUNDS[precision], ".5f")

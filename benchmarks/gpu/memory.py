@@ -1,4 +1,4 @@
-"""Planned against allocated memory of 13 configurations, and what each switch saves."""
+"""Memory part of the GPU report: planned against allocated bytes, and what each switch saves."""
 
 import gc
 from typing import Any
@@ -34,7 +34,7 @@ CONFIGURATIONS = {
     "lean": ["experiment=fine_lean"],
     "adamw": ["memory.precision=bf16", "optimizer=adamw"],
 }
-# Configuration to the one whose memory it must not reach.
+# Configuration to the one with which it is compared: it must not take more memory.
 SAVES_AGAINST = {
     "bf16": "fp32",
     "fp16": "fp32",
@@ -43,7 +43,8 @@ SAVES_AGAINST = {
     "offload": "bf16",
     "lean": "wide",
 }
-# Differences that `plan` may have from torch's allocator, and from the card's own figure.
+# Relative differences that `plan` may have from torch's allocator, and from the figure of the card,
+# which also has the context of CUDA and the allocator's unused segments.
 ALLOCATOR_BOUND, CARD_BOUND = 0.05, 0.08
 TIMED_STEPS = 3
 SHAPE, SMALL_SHAPE = "[96,96,96]", "[32,32,32]"
@@ -100,9 +101,9 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
     machine = Machine(config)
     machine.measure(timeline)
     planned_bytes, _ = peaks(timeline, machine.costs)
-    planned_card = card_bytes({STEP: planned_bytes})[STEP]
+    planned_card_bytes = card_bytes({STEP: planned_bytes})[STEP]
     if not session.is_rehearsal:
-        # What the planner measured with is gone.
+        # The tensors with which the planner timed kernels must not count as those of the step.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -111,7 +112,7 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
         "configuration": name,
         "planned MiB": planned_bytes / MIB,
         "allocated MiB": None,
-        "planned of the card": planned_card / MIB,
+        "planned of the card": planned_card_bytes / MIB,
         "taken of the card": None,
         "s/step": measured["seconds_per_step"],
     }
@@ -124,7 +125,8 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
 def taken_of_card() -> int:
     """Most bytes of the card that were taken since the last reset, of whatever kind.
 
-    What the allocator reserves now is replaced by the most that it has reserved.
+    The card knows only what is taken now. Of this, what torch's allocator reserves now is replaced
+    by the most that it has reserved. What other programs take counts too: the card must be free.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     beside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()

@@ -27,7 +27,7 @@ LIMITS_S = {
     "prediction": 60,
     "speed": 100,
 }
-# A CPU needs longer even for small shapes, and may be busy with other things.
+# Limit of each part of a rehearsal: a CPU needs longer even for small shapes, and may be busy.
 REHEARSAL_LIMIT_S = 1500
 
 
@@ -83,15 +83,20 @@ class Ending:
 
 
 def run_part(name: str, session: Session) -> Ending:
-    """Run a part to its end, or to its time limit; what it prints goes to `<part>.log`."""
+    """Run a part to its end, or to its time limit; what it prints goes to `<part>.log`.
+
+    The new process reads the session from the environment that it inherits, see `session_of`.
+    """
     report_file = session.output / name / "report.json"
+    # A report of an earlier run must not stand for this one.
     report_file.unlink(missing_ok=True)
     log_file = session.output / f"{name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.parts", name, str(session.output)]
     start_s = time.perf_counter()
     with log_file.open("wb") as log:
-        # A session of its own: the part and all that it has started are ended together.
+        # A session of the operating system: the part and all that it has started can be ended
+        # together by the number of their group.
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -1,4 +1,4 @@
-"""Prediction of a scan on the GPU against the CPU, and what happens when its memory runs out."""
+"""Prediction part of the GPU report: labels and seconds against the CPU, and lack of memory."""
 
 import time
 from collections.abc import Iterator
@@ -20,11 +20,13 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-# Against fp32 on the CPU; and of a fallback against the same precision.
+# Least Dice of each label: against fp32 on the CPU; and of a prediction that ran out of memory
+# against one in the same precision that did not.
 DICE_BOUND, FALLBACK_BOUND = 0.999, 0.9995
-# Share of the memory of a prediction beyond its weights that it keeps in the test of the fallback.
+# In the test of the fallback: part of the memory beyond the weights that a prediction may have.
 SHARE_LEFT = 0.3
-SAID = "ran out of memory on the"
+# Part of the sentence with which a prediction says that it fell back.
+FALLBACK_SENTENCE = "ran out of memory on the"
 
 
 def measure(session: Session) -> Report:
@@ -45,7 +47,7 @@ def measure(session: Session) -> Report:
             report.not_run(precision, str(error))
             continue
         segmenter = LungSegmenter(accelerator=session.accelerator, precision=precision)
-        # The first one loads the libraries and chooses kernels.
+        # A first prediction, not counted, loads the libraries and chooses kernels.
         timed(segmenter, scan)
         result, seconds = timed(segmenter, scan)
         rows.append({"device": session.device.type, "precision": precision, "s": seconds})
@@ -76,7 +78,7 @@ def timed(segmenter: LungSegmenter, scan: Volume) -> tuple[Segmentation, float]:
 def compare(
     report: Report, name: str, result: Segmentation, reference: Segmentation, bound: float
 ) -> None:
-    """Check the Dice of each label of two results."""
+    """Check the Dice of each label of two results; fails where the reference has no label."""
     labels = torch.from_numpy(result.labels.array)
     expected = torch.from_numpy(reference.labels.array)
     values = sorted(set(expected.unique().tolist()) - {0})
@@ -91,21 +93,27 @@ def check_fallback(report: Report, scan: Volume, session: Session) -> None:
     expected, _ = timed(segmenter, scan)
     with too_little_memory(segmenter, scan, session):
         result, _ = timed(segmenter, scan)
-    said = [str(finding) for finding in result.findings if SAID in str(finding)]
+    sentences = [str(finding) for finding in result.findings]
+    warnings = [sentence for sentence in sentences if FALLBACK_SENTENCE in sentence]
     name = "out of memory"
-    report.holds(f"{name}: a warning", bool(said), "; ".join(said) or "none", "one or more")
+    warnings_text = "; ".join(warnings) or "none"
+    report.holds(f"{name}: a warning", bool(warnings), warnings_text, "one or more")
     compare(report, name, result, expected, FALLBACK_BOUND)
 
 
 @contextmanager
 def too_little_memory(segmenter: LungSegmenter, scan: Volume, session: Session) -> Iterator[None]:
-    """Let a prediction run out of memory: really on a GPU, by an error of its own on a CPU."""
+    """Let predictions within the block run out of memory.
+
+    On a GPU torch's allocator gets a limit; a rehearsal raises the error itself, once.
+    """
     if session.is_rehearsal:
         with mock.patch.object(TrainedStage, "_run", _failing_once(TrainedStage._run)):
             yield
         return
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    # The segmenter holds its weights already; a prediction shows how much it adds to them.
     start_bytes = torch.cuda.memory_reserved()
     segmenter.segment(scan)
     peak_bytes = torch.cuda.max_memory_reserved()

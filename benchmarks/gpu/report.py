@@ -16,8 +16,8 @@ class Check:
 
     Attributes:
         name: What was measured.
-        value: The value, or why there is none.
-        bound: The bound in words; empty where nothing was measured.
+        value: The formatted value, or why there is none.
+        bound: The bound as the page shows it; empty where nothing was measured.
         is_met: Whether the value keeps the bound; None where nothing was measured.
     """
 
@@ -55,11 +55,11 @@ class Report:
         self.checks.append(Check(name, f"{ratio:.3f}", text, abs(ratio - 1) <= bound))
 
     def holds(self, name: str, is_met: bool, value: str, bound: str) -> None:
-        """Add a check of something that is no number."""
+        """Add a check that the caller has judged, such as one of something that is no number."""
         self.checks.append(Check(name, value, bound, is_met))
 
     def not_run(self, name: str, why: str) -> None:
-        """Add a check that could not be made; it is no success."""
+        """Add a check that could not be made, with the reason; it counts as no success."""
         self.checks.append(Check(name, why, "", None))
 
     def table(self, rows: Sequence[dict[str, Any]], formats: dict[str, str] | None = None) -> None:

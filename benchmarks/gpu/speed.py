@@ -16,7 +16,8 @@ from medseg.planning.step import input_shape
 from medseg.studies.ladder import measure_row
 
 BF16 = "memory.precision=bf16"
-# Row to its arguments, and whether cuDNN searches kernels, which the trainer switches on otherwise.
+# Row to its arguments, and whether cuDNN searches for the fastest kernels. The search is set here,
+# by `kernel_search`: in a run the trainer does it, and no trainer takes these steps.
 ROWS = {
     "fp32": (["memory.precision=fp32"], False),
     "bf16": ([BF16], False),
@@ -24,11 +25,12 @@ ROWS = {
     "kernel search": ([BF16, "memory.channels_last=true"], True),
     "compiled": ([BF16, "memory.compile=true"], False),
 }
-# Row to the one that it must not be slower than, and by which part it may be.
+# Row to the one that it must not be slower than, within the tolerance: a ratio of seconds.
 FASTER_THAN = {"bf16": "fp32", "kernel search": "channels last", "compiled": "bf16"}
 TOLERANCE = 1.05
+# Timed steps of each row, and of the rehearsal.
 NUM_STEPS, NUM_SMALL_STEPS = 10, 1
-# A batch of four crops of 160³ in float32; a small one for the rehearsal.
+# 64 MiB, about four crops of 160³ in float32; a small batch for the rehearsal.
 BATCH_BYTES, SMALL_BATCH_BYTES = 2**26, 2**20
 NUM_COPIES = 9
 
@@ -38,11 +40,11 @@ def measure(session: Session) -> Report:
     report = Report()
     seconds: dict[str, float] = {}
     num_steps = NUM_SMALL_STEPS if session.is_rehearsal else NUM_STEPS
-    for name, (arguments, searches) in ROWS.items():
+    for name, (arguments, is_searched) in ROWS.items():
         print(name, flush=True)
         config = compose(arguments, session)
         try:
-            with kernel_search(searches):
+            with kernel_search(is_searched):
                 measured = measure_row(config, input_shape(config), num_steps)
         except UserError as error:
             report.not_run(name, first_line(error))
@@ -77,6 +79,7 @@ def check_copies(report: Report, session: Session) -> None:
     """Compare copies of a batch from pinned and from other host memory."""
     name = "copies from pinned memory: seconds by those from other memory"
     if session.is_rehearsal:
+        # Only to see that the function runs.
         copy_seconds(SMALL_BATCH_BYTES, is_pinned=False, device=session.device)
         report.not_run(name, "memory is pinned for a GPU only")
         return
@@ -88,12 +91,13 @@ def check_copies(report: Report, session: Session) -> None:
 
 
 def copy_seconds(num_bytes: int, *, is_pinned: bool, device: torch.device) -> float:
-    """Median seconds of a copy to the device."""
+    """Median seconds of a copy to the device, without the first one."""
     batch = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     durations_s = []
     for _ in range(NUM_COPIES):
         start_s = time.perf_counter()
         batch.to(device, non_blocking=True, copy=True)
+        # The call returns before the copy has ended.
         if device.type == "cuda":
             torch.cuda.synchronize()
         durations_s.append(time.perf_counter() - start_s)

@@ -1,4 +1,4 @@
-"""The tests that need a GPU; one that is skipped has not passed."""
+"""Tests part of the GPU report: the tests that need a GPU; one that is skipped has not passed."""
 
 import subprocess
 import sys
@@ -22,10 +22,12 @@ def measure(session: Session) -> Report:
     command += [f"--junitxml={results}", *map(str, files_with_gpu_tests(ROOT / "tests"))]
     if session.is_rehearsal:
         command.append("--collect-only")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
-    print(done.stdout, done.stderr, flush=True)
+    # Exit code 1 only means that a test failed, which the report says.
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
+    print(result.stdout, result.stderr, flush=True)
     if session.is_rehearsal:
-        number = sum("::" in line for line in done.stdout.splitlines())
+        # The lines of collected tests: `<file>::<test>`.
+        number = sum("::" in line for line in result.stdout.splitlines())
         report.holds("tests are collected", number > 0, f"{number} tests", "at least one")
         return report
     add_results(report, results)
@@ -36,6 +38,7 @@ def files_with_gpu_tests(folder: Path) -> list[Path]:
     """List the test files that have the mark, so that no other one is imported."""
     files = []
     for path in sorted(folder.rglob("test_*.py")):
+        # The tests of the benchmarks name the mark, and have none with it.
         if MARK in path.read_text(encoding="utf-8") and path.parent.name != "benchmarks":
             files.append(path)
     return files
@@ -48,6 +51,7 @@ def add_results(report: Report, results: Path) -> None:
         name = f"{case.get('classname')}::{case.get('name')}"
         skipped = case.find("skipped")
         failure = case.find("failure")
+        # An error comes from a fixture. Without `or`: an element without children is false.
         if failure is None:
             failure = case.find("error")
         if failure is not None:

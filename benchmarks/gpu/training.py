@@ -1,4 +1,4 @@
-"""Training of both demo stages in fp32, bf16 and fp16, and what their histories say of the GPU."""
+"""Training part of the GPU report: both demo stages in fp32, bf16 and fp16, and their histories."""
 
 import math
 import os
@@ -14,8 +14,10 @@ from medseg.memory.precision import check_precision
 
 STAGES = ("coarse", "fine")
 PRECISIONS = ("fp32", "bf16", "fp16")
+# Steps of a training, and of the rehearsal.
 NUM_STEPS, NUM_SMALL_STEPS = 40, 4
-# Loss at the end of a training in half precision by that in fp32: the samples are the same.
+# Largest relative difference of the last loss in half precision from that in fp32. The samples and
+# the initial weights are the same.
 LOSS_BOUND = 0.1
 
 
@@ -38,7 +40,9 @@ def measure(session: Session) -> Report:
             rows.append(row)
             losses[precision] = float(row["last loss"])
             check_training(report, name, row, history, session)
-        for precision in losses.keys() - {"fp32"}:
+        for precision in losses:
+            if precision == "fp32":
+                continue
             ratio = losses[precision] / losses["fp32"]
             report.near_one(f"{stage}, {precision}: loss by that of fp32", ratio, LOSS_BOUND)
     report.table(rows)
@@ -57,7 +61,7 @@ def train_stage(stage: str, precision: str, session: Session) -> list[dict[str, 
         f"trainer.accelerator={session.accelerator}",
         f"steps={num_steps}",
         f"stage.validate_every={num_steps}",
-        f"history_every={num_steps // 4}",
+        f"history_every={num_steps // 4}",  # four lines
         f"data.phantoms.num_train={num_cases}",
         "data.phantoms.num_val=1",
         "data.phantoms.num_test=0",
@@ -81,9 +85,10 @@ def unused(folder: Path) -> Path:
 
 
 def summary_row(name: str, history: list[dict[str, str]]) -> dict[str, str]:
-    """Sum a training up from its history."""
+    """Sum a training up from its history: a row of the table."""
+    # Lines of a validation have no loss.
     lines = [line for line in history if line["loss"]]
-    # The first line has the start of the loader and of the libraries.
+    # The first line contains the start of the loader and of the libraries.
     seconds = median(float(line["seconds_per_step"]) for line in lines[1:])
     row = {
         "training": name,
@@ -110,9 +115,10 @@ def check_training(
     if session.is_rehearsal:
         report.not_run(f"{name}: the history watches the GPU", "the run is on the CPU")
         return
-    amounts = [float(line["gpu_gib"] or 0) for line in history if line["loss"]]
-    value = f"{max(amounts):.2f} GiB"
-    report.holds(f"{name}: the history has its memory", max(amounts) > 0, value, "> 0")
+    peak_gib = max(float(line["gpu_gib"] or 0) for line in history if line["loss"])
+    value = f"{peak_gib:.2f} GiB"
+    report.holds(f"{name}: the history has its memory", peak_gib > 0, value, "> 0")
+    # The load comes from NVIDIA's library, an extra of the package.
     if find_spec("pynvml") is None:
         report.not_run(f"{name}: the history has its load", "medseg[gpu] is not installed")
         return

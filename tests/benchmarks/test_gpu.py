@@ -325,6 +325,8 @@ def test_each_precision_trains_and_the_gpu_is_watched(
     assert len(trained) == 6
     failed = {check.name for check in report.checks if not check.is_met}
     assert failed == {f"{stage}, fp16: loss by that of fp32" for stage in ("coarse", "fine")}
+    compared = [check.name[:12] for check in report.checks if "loss by that" in check.name]
+    assert compared == ["coarse, bf16", "coarse, fp16", "fine, bf16: ", "fine, fp16: "]
     assert "| coarse, fp32 | 1.5 | 0.9 | 2.00 |" in report.texts[0]
 
 

@@ -36,14 +36,17 @@ class SoftDiceLoss(nn.Module):
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         probs = logits.softmax(dim=1)
-        reference = F.one_hot(target, logits.shape[1]).movedim(-1, 1)
+        reference = F.one_hot(target, logits.shape[1]).movedim(-1, 1)  # (N, K, D, H, W)
         overlap = (probs * reference).sum(dim=(2, 3, 4))
         sizes = probs.sum(dim=(2, 3, 4)) + reference.sum(dim=(2, 3, 4))
         return 1 - ((2 * overlap + self.smooth) / (sizes + self.smooth)).mean()
 
 
 class Streak:
-    """Brightens one slice of `image` (C, D, H, W); the generator of each sample seeds `set_random_state`."""
+    """Brighten one random slice of `image` (C, D, H, W).
+
+    Training calls `set_random_state` with a seed of its own before each sample.
+    """
 
     def __init__(self, strength: float = 0.2) -> None:
         self.strength = strength
@@ -52,6 +55,7 @@ class Streak:
         self.generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, sample: dict[str, Tensor]) -> dict[str, Tensor]:
-        image = sample["image"].clone()
-        image[:, torch.randint(image.shape[1], (), generator=self.generator)] += self.strength
+        image = sample["image"].clone()  # the tensor belongs to the caller
+        plane = torch.randint(image.shape[1], (), generator=self.generator)
+        image[:, plane] += self.strength
         return {**sample, "image": image}
