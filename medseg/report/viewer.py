@@ -205,13 +205,13 @@ def _pack_labels(
     Returns:
         The box, and as NIfTI files the label map and the differences (None without a reference).
     """
-    # Plane by plane, without a mask of the volume.
-    is_labelled = (plane > 0 for plane in labels)
+    # Generators: the mask of each plane is made when it is needed, and none of the volume.
+    label_masks = (plane > 0 for plane in labels)
     if reference is not None:
-        is_labelled = (
+        label_masks = (
             (pred > 0) | (target > 0) for pred, target in zip(labels, reference, strict=True)
         )
-    bounds = VoxelBox.around(is_labelled)
+    bounds = VoxelBox.around(label_masks)
     if bounds is None:
         # A page without labels still has a label map, of one voxel.
         bounds = VoxelBox((0, 0, 0), (1, 1, 1))
