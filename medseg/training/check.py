@@ -64,8 +64,8 @@ def check_objects(config: TrainConfig) -> bool:
     _check_sizes(config, network)
     output_weights = config.loss.get("output_weights")
     num_outputs = network.traits.num_outputs
-    are_known = output_weights is not None and num_outputs is not None
-    if are_known and num_outputs != len(output_weights):
+    num_weights = num_outputs if output_weights is None else len(output_weights)
+    if num_outputs is not None and num_outputs != num_weights:
         raise UserError(
             f"loss.output_weights={output_weights}: expected {num_outputs} numbers, one for each "
             "output of the network; leave it out, or correct it"
