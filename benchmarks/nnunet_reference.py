@@ -441,8 +441,8 @@ def make_configuration(parent: Path, description: dict[str, Any], name: str) -> 
     return folder
 
 
-# Small toys whose random networks give a single label everywhere with the usual seed, their place in
-# the list, and the seeds that they have instead.
+# Small toys whose random networks give a single label everywhere with the usual seed (their place
+# in the list), and the seeds that they have instead.
 SEEDS = {"2d_regions": 22, "2d_transposed": 20, "cascade_regions": 20}
 
 

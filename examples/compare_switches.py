@@ -58,7 +58,6 @@ for memory in MEMORY:
 # %%
 for memory, run in runs.items():
     figures = run.summary
-    print(
-        f"{memory:15s} Dice {figures['val_dice_best']:.3f}  {figures['seconds_per_step']} s per step  {figures['peak_gib']} GiB"
-    )
+    costs = f"{figures['seconds_per_step']} s per step  {figures['peak_gib']} GiB"
+    print(f"{memory:15s} Dice {figures['val_dice_best']:.3f}  {costs}")
 subprocess.run(["medseg", "report", "runs=sweep"], check=True)
