@@ -36,8 +36,9 @@ for memory in MEMORY:
 print(planned_mib)
 assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 
-# %% [markdown] The peaks of live tensors are 129 MiB (fp32), 78 MiB (bf16) and 55 MiB (bf16, √n of
-# the blocks checkpointed), on any machine.
+# %% [markdown]
+# The peaks of live tensors are 129 MiB (fp32), 78 MiB (bf16) and 55 MiB (bf16, √n of the blocks
+# checkpointed), on any machine.
 #
 # ## Train
 #

@@ -19,8 +19,9 @@ subprocess.run(
 )
 scan = Path("scans/phantom_000/ct.nii.gz")
 
-# %% [markdown] The segmenter is loaded once and takes any number of scans: paths of files, folders
-# of DICOM series, or SimpleITK images.
+# %% [markdown]
+# The segmenter is loaded once and takes any number of scans: paths of files, folders of DICOM
+# series, or SimpleITK images.
 
 # %%
 segmenter = LungSegmenter()
