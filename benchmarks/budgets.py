@@ -124,8 +124,7 @@ class Measured(NamedTuple):
     """Measurement of a set of switches.
 
     Attributes:
-        step_bytes: Largest number of resident bytes of tensors and workspaces in a step, without
-            what lies outside the step (libraries, weights, data).
+        step_bytes: Largest number of resident bytes of tensors and workspaces in a step.
         seconds: Median processor time of a step.
     """
 

@@ -4,10 +4,13 @@
                                      [nnunet=<python>]
 
 Makes two models with nnU-Net's tools and random weights: the usual plain network with 25 classes,
-and an anisotropic residual one. Each prediction has a process of its own: the default of both
-programs on a card, which is half precision by torch's autocast; fp32, without autocast and TF32;
-nnU-Net a second time, which tells what its choice of kernels changes; and medseg with
-`inference.max_ram_gib`, half of what the default adds to its libraries and weights.
+and an anisotropic residual one. The predictions of each model, each in a process of its own, are:
+
+* both programs with their default on a card, half precision by torch's autocast;
+* both programs in fp32, without autocast and TF32;
+* nnU-Net a second time, which shows how far its choice of kernels changes labels;
+* medseg under `inference.max_ram_gib`: what its libraries and weights take, and half of what its
+  default prediction adds to them.
 
 Writes `nnunet_card.md` after each prediction. Without a card it rehearses on the CPU with small
 networks. `nnunet` is another Python that has nnU-Net, if this one has not.
@@ -55,6 +58,8 @@ class Run(NamedTuple):
     is_bounded: bool = False
 
 
+# In an order in which each run comes after those that it is compared with, and the bounded run
+# after the one that gives its bound.
 RUNS = (
     Run("nnU-Net", "nnunet", "fp16"),
     Run("medseg", "medseg", "fp16", ("nnU-Net",)),
@@ -77,8 +82,8 @@ def main() -> None:
     costs: list[Row] = []
     labels: list[Row] = []
     for name in arguments.get("models", "plain,residual").split(","):
-        (folder,) = (models / name).iterdir()
-        measured: dict[str, Row] = {}
+        (folder,) = (models / name).iterdir()  # nnU-Net's own folder, the only one
+        measured: dict[str, Row] = {}  # by the name of the run
         for run in RUNS:
             job: Row = {
                 "program": run.program,
@@ -105,9 +110,17 @@ def main() -> None:
 def start(python: str, *arguments: str) -> Row:
     """Run a command of the jobs in a process of its own, and return what it cost.
 
+    Args:
+        python: Python that runs it.
+        arguments: The command, a path, and further arguments.
+
+    Returns:
+        The report of `launch.py`.
+
     Raises:
         RuntimeError: If it fails, with the end of its output.
     """
+    # Beside the path of the command.
     cost_file = Path(arguments[1]).with_suffix(".cost.json")
     command = [sys.executable, str(LAUNCHER), str(cost_file), python, "-m", JOBS, *arguments]
     result = subprocess.run(
@@ -122,20 +135,23 @@ def start(python: str, *arguments: str) -> Row:
 
 def measured_job(python: str, job: Row, output: Path) -> Row:
     """Predict, and return what the job measured with its largest resident memory, `peak_gb`."""
-    job_file, measured = output / "job.json", output / "measured.json"
-    job_file.write_text(json.dumps({**job, "measured": str(measured)}), encoding="utf-8")
+    job_file = output / "job.json"
+    measured_file = output / "measured.json"
+    job_file.write_text(json.dumps({**job, "measured": str(measured_file)}), encoding="utf-8")
     cost = start(python, "predict", str(job_file))
-    found: Row = json.loads(measured.read_text(encoding="utf-8"))
-    return {**found, "peak_gb": cost["peak_bytes"] / 1e9}
+    measured: Row = json.loads(measured_file.read_text(encoding="utf-8"))
+    return {**measured, "peak_gb": cost["peak_bytes"] / 1e9}
 
 
 def limit_gib(cost: Row) -> float:
-    """Choose `inference.max_ram_gib`: half of what a run added to its libraries and weights.
+    """Choose `inference.max_ram_gib`: libraries and weights, and half of what a run added to them.
 
     Args:
         cost: Cost of the run without a limit.
     """
+    # GB of the cost are 10⁹ bytes, GiB of the key 2³⁰.
     added_bytes = (cost["expected_gb"] - cost["loaded_gb"]) * 1e9
+    # medseg refuses to run with a rest below `LEAST_BYTES`; twice as much surely passes.
     least_bytes = OVERHEAD_BYTES + 2 * LEAST_BYTES
     limit_bytes = cost["loaded_gb"] * 1e9 + max(added_bytes / 2, least_bytes)
     # Rounded up to a hundredth.
@@ -149,7 +165,7 @@ def label_file(output: Path, model: str, run: str) -> Path:
 
 def cost_row(model: str, run: Run, job: Row, cost: Row) -> Row:
     """Row of the table of runs."""
-    limit = job["max_ram_gib"]
+    limit_gib = job["max_ram_gib"]
     return {
         "model": model,
         "run": run.name,
@@ -158,28 +174,28 @@ def cost_row(model: str, run: Run, job: Row, cost: Row) -> Row:
         "host GB": cost["peak_gb"],
         "expected GB": cost.get("expected_gb"),
         "with weights GB": cost.get("loaded_gb"),
-        "limit GB": None if limit is None else limit * 2**30 / 1e9,
+        "limit GB": None if limit_gib is None else limit_gib * 2**30 / 1e9,
         "card GB": cost["card_gb"],
     }
 
 
 def label_row(output: Path, model: str, first: str, second: str) -> Row:
-    """Compare the labels of two runs."""
-    one = read_image(label_file(output, model, first)).array
-    other = read_image(label_file(output, model, second)).array
+    """Compare the label maps of two runs: a row of the second table."""
+    first_labels = read_image(label_file(output, model, first)).array
+    second_labels = read_image(label_file(output, model, second)).array
     return {
         "model": model,
         "labels of": first,
         "and of": second,
-        "labels": len(set(one.ravel().tolist())),
-        "voxels": one.size,
-        "voxels that differ": int((one != other).sum()),
-        "least Dice": least_dice(one, other),
+        "labels": len(set(first_labels.ravel().tolist())),  # values, with the background
+        "voxels": first_labels.size,
+        "voxels that differ": int((first_labels != second_labels).sum()),
+        "least Dice": least_dice(first_labels, second_labels),
     }
 
 
 def page(has_card: bool, costs: list[Row], labels: list[Row]) -> str:
-    """Format the page."""
+    """Format the page: a title with the machine, the costs of the runs, their labels compared."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     title = f"REHEARSAL on a CPU ({processor_name()}), small networks, {versions}"
     if has_card:

@@ -3,7 +3,8 @@
     python -m benchmarks.nnunet_card_jobs make <folder> card|rehearsal
     python -m benchmarks.nnunet_card_jobs predict <job.json>
 
-Imports medseg for a prediction by medseg alone, and nnU-Net for the others.
+Only a prediction by medseg imports medseg, everything else imports nnU-Net: the two may be in
+different environments.
 """
 
 import json
@@ -31,7 +32,7 @@ Job = dict[str, Any]
 NNUNET = "nnunetv2.inference.predict_from_raw_data"
 # Usual features of nnU-Net's six stages.
 FEATURES = [32, 64, 128, 256, 320, 320]
-# Convolutions and residual blocks of each stage.
+# Usual convolutions of each stage of a plain encoder, and blocks of each stage of a residual one.
 PLAIN, RESIDUAL = [2] * 6, [1, 3, 4, 6, 6, 6]
 
 
@@ -41,9 +42,12 @@ def deep_network(
     """Plan of nnU-Net's usual network of six stages.
 
     Args:
-        strides: Of each stage and axis.
-        kernels: Likewise.
+        strides: Stride of each stage, (z, y, x); the first one is 1.
+        kernels: Size of the kernels of each stage, (z, y, x).
         residual: Whether the encoder has residual blocks.
+
+    Returns:
+        The entry `architecture` of a configuration in nnU-Net's plans.
     """
     network = described_network(FEATURES[0], residual=residual)
     blocks = "n_blocks_per_stage" if residual else "n_conv_per_stage"
@@ -64,6 +68,9 @@ def models_of(kind: str) -> dict[str, dict[str, Any]]:
     Args:
         kind: `card`: networks of 31 and 102 million weights; `rehearsal`: small ones of the same
             two families.
+
+    Returns:
+        Name of each model to its description by `nnunet_reference.toy`.
     """
     if kind == "rehearsal":
         plain = described_network(4)
@@ -72,11 +79,14 @@ def models_of(kind: str) -> dict[str, dict[str, Any]]:
             "plain": toy(labels_of(5), [6.0, 5.0, 5.0], [16, 32, 32], network=plain),
             "residual": toy(labels_of(3), [8.0, 5.0, 5.0], [8, 32, 32], network=residual),
         }
-    cube = [[2, 2, 2]]
-    plain = deep_network([[1, 1, 1], *cube * 5], [[3, 3, 3]] * 6, residual=False)
-    # Planes that are far apart: the first stages see single ones, the last stride leaves them.
-    plane = [[1, 2, 2]]
-    strides = [[1, 1, 1], *plane, *cube * 3, *plane]
+    whole = [1, 1, 1]
+    halved = [2, 2, 2]
+    halved_in_plane = [1, 2, 2]
+    strides = [whole, halved, halved, halved, halved, halved]
+    plain = deep_network(strides, [[3, 3, 3]] * 6, residual=False)
+    # Planes that are far apart: the first stage convolves within planes, and two strides do not
+    # halve their number (40 planes become 5).
+    strides = [whole, halved_in_plane, halved, halved, halved, halved_in_plane]
     residual = deep_network(strides, [[1, 3, 3], *[[3, 3, 3]] * 5], residual=True)
     return {
         "plain": toy(labels_of(25), [1.5, 1.5, 1.5], [128, 128, 128], network=plain),
@@ -104,7 +114,8 @@ def predict(job: Job) -> dict[str, Any]:
     """
     is_medseg = job["program"] == "medseg"
     run = predict_by_medseg if is_medseg else predict_by_nnunet
-    # Not counted, and before autocast is replaced, which modules of torch know by name.
+    # Imported before the seconds are counted, and before `torch.autocast` is replaced: modules that
+    # are imported later would bind the replacement.
     import_module("medseg.prediction.predict" if is_medseg else NNUNET)
     precision = nullcontext() if is_medseg else nnunet_precision(job["precision"])
     with precision:
@@ -115,9 +126,9 @@ def predict(job: Job) -> dict[str, Any]:
 
 @contextmanager
 def nnunet_precision(precision: str) -> Iterator[None]:
-    """Leave nnU-Net its half precision on a card, or let it compute in fp32.
+    """Leave nnU-Net its half precision on a card (`fp16`), or let it compute in fp32 (`fp32`).
 
-    It asks torch for its autocast, and has no key for it.
+    nnU-Net has no option for it: it always enters `torch.autocast`, which is replaced here.
     """
     if precision == "fp16":
         yield
@@ -133,12 +144,16 @@ def predict_by_nnunet(job: Job) -> dict[str, Any]:
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     start_s = time.perf_counter()
-    types: list[str] = []
+    types: list[str] = []  # of the network's output, in each pass
     reader = PlansManager(str(Path(job["model"], "plans.json"))).image_reader_writer_class()
     image, properties = reader.read_images([job["scan"]])
     predictor = nnUNetPredictor(device=torch.device(job["device"]), allow_tqdm=False)
     predictor.initialize_from_trained_model_folder(job["model"], None)
-    predictor.network.register_forward_hook(lambda *call: types.append(str(call[2].dtype)))
+
+    def note_type(_module: Any, _inputs: Any, logits: torch.Tensor) -> None:
+        types.append(str(logits.dtype))
+
+    predictor.network.register_forward_hook(note_type)
     labels = predictor.predict_single_npy_array(image, properties)
     reader.write_seg(labels, job["labels"], properties)
     return {"s": time.perf_counter() - start_s, "computed": types[-1]}
@@ -154,18 +169,18 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
     from medseg.prediction.predict import predict_scans
 
     start_s = time.perf_counter()
-    types: list[str] = []
-    expected: list[tuple[int, int]] = []
+    types: list[str] = []  # of the network's output, in each pass
+    expected: list[tuple[int, int]] = []  # peak bytes, and bytes before the scan, of each forecast
     network_module: Any = medseg.nnunet.model
     batch_module: Any = medseg.prediction.batch
-    call, forecast = network_module.call_network, batch_module.forecast
+    call_network, forecast = network_module.call_network, batch_module.forecast
 
-    def called(*arguments: Any) -> Any:
-        logits = call(*arguments)
+    def call_and_note(*arguments: Any) -> Any:
+        logits = call_network(*arguments)
         types.append(str(logits.dtype))
         return logits
 
-    def noted(model: Any, grid: Any, loaded_bytes: int, *arguments: Any) -> Any:
+    def forecast_and_note(model: Any, grid: Any, loaded_bytes: int, *arguments: Any) -> Any:
         result = forecast(model, grid, loaded_bytes, *arguments)
         expected.append((result.peak_bytes, loaded_bytes))
         return result
@@ -180,8 +195,8 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
         overwrite=True,
     )
     with (
-        mock.patch.object(network_module, "call_network", called),
-        mock.patch.object(batch_module, "forecast", noted),
+        mock.patch.object(network_module, "call_network", call_and_note),
+        mock.patch.object(batch_module, "forecast", forecast_and_note),
     ):
         (case,) = predict_scans(config)
     if case.exit_code:
@@ -198,6 +213,7 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
 
 def main() -> None:
     """Run a command."""
+    # nnU-Net asks for these when it is imported, and uses them in training alone.
     for variable in FOLDERS:
         os.environ.setdefault(variable, "/nonexistent")
     command, path, *more = sys.argv[1:]

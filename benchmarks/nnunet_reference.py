@@ -32,11 +32,16 @@ import torch
 FOLDERS = ("nnUNet_raw", "nnUNet_preprocessed", "nnUNet_results")
 TRAINER = "nnUNetTrainer"
 PLANS = "nnUNetPlans"
+# Statistics of the foreground in HU, by which `CTNormalization` clips and scales.
 CT = {"mean": -150.0, "std": 320.0, "percentile_00_5": -990.0, "percentile_99_5": 420.0}
+# Module of nnU-Net's network classes.
 UNET = "dynamic_network_architectures.architectures.unet"
+# Arguments of resampling functions. `force_separate_z` None: where the spacing is anisotropic,
+# nnU-Net resamples within planes first, then across them with `order_z`.
 CUBIC = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
 LINEAR = {"is_seg": False, "order": 1, "order_z": 0, "force_separate_z": None}
-SLICES = {"is_seg": False, "force_separate_z": None}
+SEPARATE = {"is_seg": False, "force_separate_z": None}
+# nnU-Net's names of its resampling functions.
 SPLINE, TORCH, NONE = (
     "resample_data_or_seg_to_shape",
     "resample_torch_fornnunet",
@@ -47,13 +52,13 @@ STORED_MODEL = "torch"
 # Resampling function to its arguments for images, reference labels and logits.
 RESAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
     SPLINE: (CUBIC, LINEAR | {"is_seg": True}, LINEAR),
-    TORCH: (SLICES, SLICES, SLICES),
+    TORCH: (SEPARATE, SEPARATE, SEPARATE),
     NONE: ({}, {}, {}),
 }
 
 
 def labels_of(num_classes: int) -> dict[str, int]:
-    """Name the classes of a toy."""
+    """Name the classes of a toy, the background among them, as in `dataset.json`."""
     return {"background": 0} | {f"organ_{value}": value for value in range(1, num_classes)}
 
 
@@ -61,9 +66,12 @@ def described_network(base: int, *, residual: bool = False, axes: int = 3) -> di
     """Plan of a network of three levels, as nnU-Net 2.4 and newer write it.
 
     Args:
-        base: Features of the first level.
+        base: Features of the first level; each further level has twice as many.
         residual: Whether the encoder has residual blocks.
         axes: 3, or 2 for a network of planes.
+
+    Returns:
+        The entry `architecture` of a configuration.
     """
     name = "ResidualEncoderUNet" if residual else "PlainConvUNet"
     blocks = "n_blocks_per_stage" if residual else "n_conv_per_stage"
@@ -91,7 +99,10 @@ def described_network(base: int, *, residual: bool = False, axes: int = 3) -> di
 
 
 def older_network() -> dict[str, Any]:
-    """Plan of a small network with anisotropic strides, as nnU-Net before 2.4 wrote it."""
+    """Plan of a small network with anisotropic strides, as nnU-Net before 2.4 wrote it.
+
+    Its keys lie in the configuration itself.
+    """
     return {
         "UNet_class_name": "PlainConvUNet",
         "UNet_base_num_features": 8,
@@ -124,23 +135,27 @@ def toy(
     """Describe a toy: plans, data set, and what its checkpoints hold.
 
     Args:
-        labels: As in `dataset.json`.
-        spacing_mm: Of the configuration, transposed.
-        patch_size: In voxels, transposed.
+        labels: Name to value, or to a list of values for a region, as in `dataset.json`.
+        spacing_mm: Spacing of the configuration, in the order of axes that `transpose` gives.
+        patch_size: Voxels in the same order; two numbers make a 2D configuration.
         network: Part of the configuration that describes the network; None = the older form.
         transpose: `transpose_forward` of the plans.
         schemes: Normalisation of each channel.
         masked: Whether z-scores are computed inside the non-zero mask.
         resampling: Key of `RESAMPLING`.
-        mirror_axes: Axes that the checkpoint allows to mirror.
+        mirror_axes: Axes that the checkpoint allows to mirror; None = no mirroring.
         folds: Numbers of the folds.
         reader: `image_reader_writer` of the plans.
-        regions_class_order: Of `dataset.json`, for regions.
+        regions_class_order: Label value of each region, as in `dataset.json`; None = no regions.
         trainer: Name of the trainer.
-        previous: Toy of 3d_lowres that this one goes on from, as a cascade.
+        previous: Toy of the first stage of a cascade, whose second stage this one is.
+
+    Returns:
+        `plans` and `dataset`, the contents of the two JSON files; `folds`, `mirror_axes`,
+        `trainer` and `configuration`, the name of the configuration.
     """
     name = "2d" if len(patch_size) == 2 else "3d_fullres"
-    images, labels_of_reference, logits = RESAMPLING[resampling]
+    image_arguments, label_arguments, logit_arguments = RESAMPLING[resampling]
     configuration = {
         "data_identifier": "nnUNetPlans_3d_fullres",
         "preprocessor_name": "DefaultPreprocessor",
@@ -153,18 +168,19 @@ def toy(
         "resampling_fn_data": resampling,
         "resampling_fn_seg": resampling,
         "resampling_fn_probabilities": resampling,
-        "resampling_fn_data_kwargs": images,
-        "resampling_fn_seg_kwargs": labels_of_reference,
-        "resampling_fn_probabilities_kwargs": logits,
+        "resampling_fn_data_kwargs": image_arguments,
+        "resampling_fn_seg_kwargs": label_arguments,
+        "resampling_fn_probabilities_kwargs": logit_arguments,
         "batch_dice": False,
         **(older_network() if network is None else {"architecture": network}),
     }
     configurations = {"2d": {}, name: configuration}
     if previous is not None:
+        # The plans of a cascade hold both configurations, the first one under another name.
         name = "3d_cascade_fullres"
         configuration["previous_stage"] = "3d_lowres"
-        first = previous["plans"]["configurations"]["3d_fullres"]
-        configurations = {"3d_lowres": first, name: configuration}
+        first_configuration = previous["plans"]["configurations"]["3d_fullres"]
+        configurations = {"3d_lowres": first_configuration, name: configuration}
     plans = {
         "dataset_name": "Dataset999_Toy",
         "plans_name": PLANS,
@@ -172,6 +188,7 @@ def toy(
         "original_median_shape_after_transp": [100, 100, 100],
         "image_reader_writer": reader,
         "transpose_forward": list(transpose),
+        # The inverse of a permutation.
         "transpose_backward": [int(axis) for axis in np.argsort(transpose)],
         "configurations": configurations,
         "experiment_planner_used": "ExperimentPlanner",
@@ -199,7 +216,7 @@ def toy(
 
 
 def toys() -> dict[str, dict[str, Any]]:
-    """All toys by their names."""
+    """All toys by their names, each of which tests another property of nnU-Net's models."""
     regions = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "rim": 3}
     return {
         "plain2": toy(labels_of(2), [4.0, 3.0, 3.0], [16, 32, 32]),
@@ -353,6 +370,7 @@ def toys_of_stages(base: int) -> dict[str, dict[str, Any]]:
 
 def make_models(output: Path) -> None:
     """Write all toys below a folder, each as `<toy>/<trainer>__<plans>__<configuration>`."""
+    # By its place in the list: a new toy in the middle changes the weights of those after it.
     for seed, (name, description) in enumerate(toys().items()):
         torch.manual_seed(seed)
         make_model(output / name, description)
@@ -361,6 +379,7 @@ def make_models(output: Path) -> None:
 def make_model(parent: Path, description: dict[str, Any]) -> Path:
     """Write one toy, a cascade with its first stage; returns its folder."""
     name = description["configuration"]
+    # The random numbers of the first stage come first.
     if name == "3d_cascade_fullres":
         make_configuration(parent, description, "3d_lowres")
     return make_configuration(parent, description, name)
@@ -390,11 +409,13 @@ def make_configuration(parent: Path, description: dict[str, Any], name: str) -> 
             manager.get_label_manager(dataset).num_segmentation_heads,
             deep_supervision=True,
         )
-        # Random scales and shifts, so that a norm that is left out or applied twice shows.
+        # Random scales and shifts, so that a norm that is left out or applied twice shows. The
+        # parameters with one axis are those of norms, and the biases.
         with torch.no_grad():
             for parameter in network.parameters():
                 if parameter.ndim == 1:
                     parameter.add_(0.3 * torch.randn_like(parameter))
+        # What nnU-Net's trainer saves, with the types that a safe reader must accept.
         optimizer = torch.optim.SGD(network.parameters(), 0.01, momentum=0.99)
         checkpoint = {
             "network_weights": network.state_dict(),
@@ -420,7 +441,8 @@ def make_configuration(parent: Path, description: dict[str, Any], name: str) -> 
     return folder
 
 
-# Seeds of small toys whose random networks give one label with that of their place in the list.
+# Small toys whose random networks give a single label everywhere with the usual seed (their place
+# in the list), and the seeds that they have instead.
 SEEDS = {"2d_regions": 22, "2d_transposed": 20, "cascade_regions": 20}
 
 
@@ -468,12 +490,15 @@ def record(output: Path) -> None:
     for number, (name, description) in enumerate(small_toys().items()):
         seed = SEEDS.get(name, number)
         torch.manual_seed(seed)
-        numbers = np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
         spacing_mm = (4.5, 1.0, 1.2)
-        channels = len(description["dataset"]["channel_names"])
-        scan = numbers.normal(-300, 300, (channels, 13, 27, 25)).astype(np.float32).round()
+        num_channels = len(description["dataset"]["channel_names"])
+        # (C, D, H, W); whole numbers compress well.
+        scan = rng.normal(-300, 300, (num_channels, 13, 27, 25)).astype(np.float32).round()
         # Zeros around the object and in a hole, so that the crop and the mask count.
-        scan[:, :2] = scan[:, :, :, :3] = scan[:, 6, 10:13, 10:13] = 0
+        scan[:, :2] = 0
+        scan[:, :, :, :3] = 0
+        scan[:, 6, 10:13, 10:13] = 0
         with tempfile.TemporaryDirectory() as folder:
             model = make_model(Path(folder, "Dataset999_Toy"), description)
             labels = labels_of_nnunet(model, scan, {"spacing": list(spacing_mm)})
@@ -509,7 +534,8 @@ def record_ensembles(recorded: Path) -> None:
                 with zipfile.ZipFile(recorded / f"{member}.zip") as archive:
                     archive.extractall(Path(folder, member))
                 plans = sorted(Path(folder, member).rglob("plans.json"))
-                # The first stage of a cascade lies beside the second one.
+                # Of a cascade the second stage, which is first in the alphabet; the predictor finds
+                # the other one beside it.
                 models.append(plans[0].parent)
             labels = labels_of_ensemble(models, scan, {"spacing": spacing_mm.tolist()})
         np.savez_compressed(
@@ -523,7 +549,17 @@ def labels_of_ensemble(
     properties: dict[str, Any],
     watch: Callable[[torch.nn.Module], None] = lambda _: None,
 ) -> np.ndarray:
-    """Average the probabilities that nnU-Net's predictor gives, by its own function for files."""
+    """Average the probabilities that nnU-Net's predictor gives, by its own function for files.
+
+    Args:
+        folders: Model folders with one label set and one order of axes.
+        image: Channels (C, D, H, W).
+        properties: Properties of the scan, as nnU-Net's readers give them.
+        watch: Called with each network before it runs.
+
+    Returns:
+        Labels (D, H, W), uint8.
+    """
     from nnunetv2.ensembling.ensemble import average_probabilities
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
@@ -545,7 +581,10 @@ def labels_of_ensemble(
 
 
 def storages() -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
-    """All 48 ways to store a volume: the order of its axes, and which of them run backwards."""
+    """All 48 ways to store a volume: the order of its axes, and which of them run backwards.
+
+    Six orders with eight sets of directions each.
+    """
     orders = itertools.permutations(range(3))
     flips = list(itertools.product((False, True), repeat=3))
     return list(itertools.product(orders, flips))
@@ -566,15 +605,20 @@ def record_orientations(model: Path, output: Path) -> None:
 
     spacing_mm = np.array((3.0, 1.0, 1.2))
     scan = np.random.default_rng(7).normal(-300, 300, (11, 14, 12)).astype(np.int16)
-    # World directions (x, y, z to right, anterior, superior) of a step along each axis.
-    steps = spacing_mm[:, None] * np.array([[0, 0, 1], [0, -1, 0], [-1, 0, 0]])
+    # Step along each axis of `scan` in mm of the world, (3, 3): rows are the axes; x, y, z of the
+    # world run to right, anterior and superior.
+    steps_mm = spacing_mm[:, None] * np.array([[0, 0, 1], [0, -1, 0], [-1, 0, 0]])
     labels: dict[str, list[np.ndarray]] = {"stored": [], "reoriented": []}
     readers = {"stored": SimpleITKIO(), "reoriented": NibabelIOWithReorient()}
     for order, flips in storages():
-        sign = np.where(flips, -1, 1)
-        array = scan.transpose(order)[tuple(slice(None, None, step) for step in sign)]
+        signs = np.where(flips, -1, 1)
+        # A slice with the step -1 reverses an axis.
+        array = scan.transpose(order)[tuple(slice(None, None, int(sign)) for sign in signs)]
+        # The stored axes of a NIfTI file are (x, y, z), the reverse of the array's; the columns of
+        # its affine are their steps. The origin does not change labels.
+        stored_steps_mm = signs[:, None] * steps_mm[list(order)]
         affine = np.eye(4)
-        affine[:3, :3] = (sign[:, None] * steps[list(order)])[::-1].T
+        affine[:3, :3] = stored_steps_mm[::-1].T
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "scan.nii.gz")
             nibabel.save(nibabel.Nifti1Image(array.transpose(2, 1, 0), affine), path)
@@ -604,10 +648,17 @@ def results_of_nnunet(
     probabilities: bool = False,
     watch: Callable[[torch.nn.Module], None] = lambda _: None,
 ) -> Any:
-    """Labels of nnU-Net's own predictor; with `probabilities` a pair of labels and those.
+    """Run nnU-Net's own predictor on the CPU; a cascade with its first stage.
 
-    A cascade gets the labels of its first stage, in the type of nnU-Net's readers. `watch` is
-    called with each network before it runs.
+    Args:
+        folder: Model folder, of a cascade that of the second stage.
+        image: Channels (C, D, H, W).
+        properties: Properties of the scan, as nnU-Net's readers give them.
+        probabilities: Whether probabilities are returned too.
+        watch: Called with each network before it runs.
+
+    Returns:
+        Labels (D, H, W); with `probabilities` a pair: labels, and probabilities (K, D, H, W).
     """
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
@@ -615,14 +666,16 @@ def results_of_nnunet(
     if folder.name.endswith("__3d_cascade_fullres"):
         first = folder.with_name(f"{folder.name.rpartition('__')[0]}__3d_lowres")
         labels = results_of_nnunet(first, image, properties, watch=watch)
+        # With an axis of channels and in the type of nnU-Net's readers, as from a file.
         previous = labels[None].astype(np.float32)
     predictor = nnUNetPredictor(device=torch.device("cpu"), allow_tqdm=False)
     predictor.initialize_from_trained_model_folder(str(folder), None)
     watch(predictor.network)
+    # The standard output is for the answers of `measure`.
     with contextlib.redirect_stdout(sys.stderr):
         return predictor.predict_single_npy_array(
             image,
-            dict(properties),
+            dict(properties),  # a copy: the predictor adds to it
             segmentation_previous_stage=previous,
             save_or_return_probabilities=probabilities,
         )
@@ -641,7 +694,7 @@ def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> 
 
 
 class PassClock:
-    """CPU seconds of a process inside the passes of its networks.
+    """CPU seconds of a process inside the passes of its networks, which do not overlap.
 
     Attributes:
         seconds: Their sum so far.
@@ -652,11 +705,11 @@ class PassClock:
         self._start_s = 0.0
 
     def start(self, *_: Any) -> None:
-        """A pass begins."""
+        """A pass begins; takes the arguments of a hook of torch and ignores them."""
         self._start_s = time.process_time()
 
     def stop(self, *_: Any) -> None:
-        """The pass has ended."""
+        """The pass has ended; takes the arguments of a hook of torch and ignores them."""
         self.seconds += time.process_time() - self._start_s
 
     def watch(self, network: torch.nn.Module) -> None:
@@ -668,14 +721,20 @@ class PassClock:
 def measured_apart(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Run a function in a process of its own, which has all imports of this one.
 
+    Args:
+        run: The function; returns what can be pickled.
+        arguments: Its arguments.
+
     Returns:
-        What it returns, with `cpu_s` and `peak_gb` of the process; `error` alone if it ended
-        without a result.
+        What the function returns, with `cpu_s` and `peak_gb` of the process; `error` alone if the
+        process ended without a result.
     """
+    # A fork has the imports and the memory of this process, and takes none of its CPU seconds.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_measured, args=(sender, run, arguments))
     process.start()
+    # Only the child holds the sender now: its end closes the pipe, which raises EOFError here.
     sender.close()
     try:
         measured: dict[str, Any] = receiver.recv()
@@ -686,9 +745,11 @@ def measured_apart(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[
 
 
 def _send_measured(sender: Any, run: Callable[..., dict[str, Any]], arguments: Any) -> None:
+    """Run the function of `measured_apart` in its process, and send the result."""
     start_s = time.process_time()
     measured = run(*arguments)
     measured["cpu_s"] = time.process_time() - start_s
+    # The largest resident memory, as in `VmHWM:  1234 kB`; Linux means KiB.
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):
             measured["peak_gb"] = int(line.split()[1]) * 1024 / 1e9
@@ -712,6 +773,7 @@ def measure() -> None:
 
 
 def _predict_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Predict for a line of `measure`; returns the CPU seconds inside the networks."""
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     clock = PassClock()
@@ -753,6 +815,7 @@ def main() -> None:
         measure()
     else:
         folder = arguments.folder
+        # The folder of a toy holds its model folder.
         if not (folder / "plans.json").is_file():
             (folder,) = folder.iterdir()
         predict(folder, arguments.scans, arguments.output, arguments.threads)

@@ -5,10 +5,12 @@
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
 `nnunet_reference.py`, segments each scan and a phantom with both programs, one after the other on
-one thread, and writes `nnunet.csv` with a row for each model and scan. A model may also be a folder
-with one or the two of a cascade; `a+b` is an ensemble. The second channel of a model is the scan
-with its sign turned. `precision` is that of medseg alone.
-Each prediction has a process of its own, whose seconds and memory are counted after the imports.
+one thread, and writes `nnunet.csv` with a row for each model and scan.
+
+`models` has names of these models, or folders that hold a model folder of nnU-Net (or the two of a
+cascade); `a+b` is an ensemble. The second channel of a model is the scan with its sign turned.
+`precision` is that of medseg alone. Each prediction has a process of its own, whose seconds and
+memory are counted after the imports.
 
 The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
 model, as that of `predict`, but in CPU seconds, because other programs may share the machine.
@@ -61,9 +63,10 @@ MODELS = (
     "2d",
     "cascade",
 )
-# Part of a phantom, 4 × 6 × 13 cm with both lungs.
+# Part of a phantom in voxels (z, y, x): 4 × 6 × 13 cm with both lungs.
 PHANTOM_BOX = VoxelBox((28, 54, 42), (36, 74, 86))
-# With nnU-Net's predictor this module is imported before the seconds are counted.
+# Builds nnU-Net's networks. nnU-Net's predictor imports it before its seconds are counted, so it is
+# imported before those of medseg too.
 NETWORKS = "dynamic_network_architectures.architectures.unet"
 Row = dict[str, Any]
 
@@ -76,32 +79,34 @@ def main() -> None:
     precision = arguments.get("precision")
     models = output / "models"
     if not models.is_dir():
-        reference(arguments["nnunet"], "make", models).wait()
-    # Apart: what this process holds, the measured ones hold too.
+        start_reference(arguments["nnunet"], "make", models).wait()
+    # In a process of its own: the measured ones are forks of this one, and would begin with the
+    # memory that a phantom has left here.
     scans.append(Path(measured_apart(write_phantom, output)["path"]))
     torch.set_num_threads(1)
-    # As the command does.
+    # Imports that the measured processes inherit; `predict` too imports nibabel without pydicom.
     import_nibabel()
     import_module(NETWORKS)
     rows: list[Row] = []
-    with reference(arguments["nnunet"], "measure") as nnunet:
+    with start_reference(arguments["nnunet"], "measure") as nnunet:
         assert nnunet.stdin is not None
         assert nnunet.stdout is not None
         for job in list_jobs(names, scans, output, precision):
+            # A line for each prediction; the answer comes when it has ended.
             nnunet.stdin.write(json.dumps(job) + "\n")
             nnunet.stdin.flush()
             of_nnunet = json.loads(nnunet.stdout.readline())
             own = measured_apart(predict_job, job)
-            # The first scan of a model tells the seconds of the others.
+            # The rate of the first scan of a model predicts the seconds of the others.
             first = next((row for row in rows if row["model"] == job["name"]), None)
             rows.append(row_of(job, of_nnunet, own, first))
             print_values(rows[-1], 3)
             write_csv(output / "nnunet.csv", rows)
 
 
-def reference(python: str, *arguments: str | Path) -> "subprocess.Popen[str]":
+def start_reference(python: str, *arguments: str | Path) -> "subprocess.Popen[str]":
     """Start a command of `nnunet_reference.py` in the other environment."""
-    # The script's folder alone is on its path: no module of medseg.
+    # Without PYTHONPATH the script finds its own folder alone, and no module of medseg.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     for variable in FOLDERS:
         environment.setdefault(variable, "/nonexistent")
@@ -121,17 +126,19 @@ def list_jobs(
     """List the predictions, as `nnunet_reference.py measure` takes them."""
     jobs = []
     for name in names:
-        folders = [model_folder(part, output) for part in name.split("+")]
-        names_of_parts = [folder.parent.name for folder in folders]
+        folders = [model_folder(member, output) for member in name.split("+")]
+        # Without the path, where the user named a folder.
+        short_name = "+".join(folder.parent.name for folder in folders)
+        # The members of an ensemble have the same channels and labels.
         dataset = json.loads((folders[0] / "dataset.json").read_text(encoding="utf-8"))
         for number, scan in enumerate(scans):
-            stem = "+".join(names_of_parts) + f"_{number}"
+            stem = f"{short_name}_{number}"
             channels = [scan]
             if len(dataset["channel_names"]) == 2:
                 channels.append(write_second_channel(scan, output))
             jobs.append(
                 {
-                    "name": "+".join(names_of_parts),
+                    "name": short_name,
                     "models": list(map(str, folders)),
                     "scans": list(map(str, channels)),
                     "labels": str(output / f"{stem}_nnunet.nii.gz"),
@@ -144,11 +151,11 @@ def list_jobs(
 
 
 def model_folder(name: str, output: Path) -> Path:
-    """Find the folder of a toy, or the one in a folder of the user."""
+    """Find the model folder of a toy, or the one in a folder of the user."""
     parent = output / "models" / name
     if not parent.is_dir():
         parent = Path(name).absolute()
-    # Of a cascade, 3d_cascade_fullres comes before 3d_lowres.
+    # Of a cascade its second stage: 3d_cascade_fullres is before 3d_lowres in the alphabet.
     return min(parent.glob("*__*__*"))
 
 
@@ -169,22 +176,26 @@ def write_second_channel(scan: Path, output: Path) -> Path:
 
 
 def predict_job(job: Row) -> Row:
-    """Predict a scan as the command does; returns its CPU seconds and what was expected."""
+    """Predict a scan as the command does; returns its CPU seconds and what was expected.
+
+    Runs in a process of its own, see `measured_apart`, so the functions that it replaces in modules
+    stay replaced.
+    """
     map_large_blocks()
     clock = PassClock()
     watch_passes(clock)
     forecasts = []
-    # CPU seconds at each forecast, of all and inside passes.
-    ends_s = []
+    # CPU seconds of the process and inside passes, at the time of each forecast.
+    times_s = []
     module: Any = medseg.prediction.batch
     forecast = module.forecast
 
-    def noted(*arguments: Any) -> Any:
+    def forecast_and_note(*arguments: Any) -> Any:
         forecasts.append(forecast(*arguments))
-        ends_s.append((time.process_time(), clock.seconds))
+        times_s.append((time.process_time(), clock.seconds))
         return forecasts[-1]
 
-    module.forecast = noted
+    module.forecast = forecast_and_note
     channels: Any = job["scans"][0] if len(job["scans"]) == 1 else job["scans"]
     config = PredictConfig(
         input=channels,
@@ -201,11 +212,12 @@ def predict_job(job: Row) -> Row:
         sys.exit(f"{job['own_labels']}: {case.messages}")
     # The case lasts from the first forecast, before the scan is read, to the one in the report. A
     # pass while the model is loaded is no part of it.
-    (begin_s, pass_begin_s), (end_s, pass_end_s) = ends_s[0], ends_s[-1]
+    start_s, passes_start_s = times_s[0]
+    end_s, passes_end_s = times_s[-1]
     return {
         "network_cpu_s": clock.seconds,
-        "case_cpu_s": end_s - begin_s,
-        "case_network_cpu_s": pass_end_s - pass_begin_s,
+        "case_cpu_s": end_s - start_s,
+        "case_network_cpu_s": passes_end_s - passes_start_s,
         "expected_gb": forecasts[0].peak_bytes / 1e9,
         "expected_voxels": forecasts[0].time_units,
         "expected_operations": forecasts[0].operations,
@@ -215,26 +227,26 @@ def predict_job(job: Row) -> Row:
 def watch_passes(clock: PassClock) -> None:
     """Count the CPU seconds of all passes of nnU-Net's networks, whole or in slabs."""
     module: Any = medseg.nnunet.model
-    call, call_in_slabs = module.call_network, module.logits_in_slabs
+    call_network, logits_in_slabs = module.call_network, module.logits_in_slabs
 
-    def called(*arguments: Any) -> Any:
+    def timed_call(*arguments: Any) -> Any:
         clock.start()
-        logits = call(*arguments)
+        logits = call_network(*arguments)
         clock.stop()
         return logits
 
-    def called_in_slabs(network: Any, image: Any, budget_bytes: float, take: Any) -> None:
-        def taken(planes: Any) -> None:
-            # The sums are no part of the pass.
+    def timed_slabs(network: Any, image: Any, budget_bytes: float, take: Any) -> None:
+        def untimed_take(planes: Any) -> None:
+            # What the caller does with the logits, adding them up, is no part of the pass.
             clock.stop()
             take(planes)
             clock.start()
 
         clock.start()
-        call_in_slabs(network, image, budget_bytes, taken)
+        logits_in_slabs(network, image, budget_bytes, untimed_take)
         clock.stop()
 
-    module.call_network, module.logits_in_slabs = called, called_in_slabs
+    module.call_network, module.logits_in_slabs = timed_call, timed_slabs
 
 
 def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
@@ -268,7 +280,9 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
     if "error" in of_nnunet:
         return {**row, "nnunet_error": of_nnunet["error"]}
     expected = read_image(Path(job["labels"])).array
+    # CPU seconds outside the passes: reading, resampling, adding up, writing.
     outside_s = own["cpu_s"] - own["network_cpu_s"]
+    nnunet_outside_s = of_nnunet["cpu_s"] - of_nnunet["network_cpu_s"]
     return {
         **row,
         "nnunet_error": None,
@@ -278,25 +292,27 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
         "nnunet_cpu_s": of_nnunet["cpu_s"],
         "nnunet_network_cpu_s": of_nnunet["network_cpu_s"],
         "nnunet_peak_gb": of_nnunet["peak_gb"],
-        "ratio_outside": outside_s / (of_nnunet["cpu_s"] - of_nnunet["network_cpu_s"]),
+        "ratio_outside": outside_s / nnunet_outside_s,
         "ratio": own["cpu_s"] / of_nnunet["cpu_s"],
     }
 
 
 def forecast_in(row: Row) -> Forecast:
-    """Forecast of time that a row holds."""
+    """Forecast of time that a row holds; its bytes, which have no part in it, are left out."""
     return Forecast({}, row["expected_voxels"], row["expected_operations"])
 
 
 def least_dice(labels: np.ndarray, expected: np.ndarray) -> float:
-    """Smallest Dice of the labels that are there; 1 where there are none."""
-    values = np.union1d(np.unique(labels), np.unique(expected))
-    dice = [1.0]
+    """Smallest Dice of the labels that are in either map; 1 where there are none."""
+    values = np.union1d(labels, expected)
+    scores = [1.0]
     for value in values[values > 0]:
-        found, reference = labels == value, expected == value
-        overlap = np.count_nonzero(found & reference)
-        dice.append(2 * overlap / (np.count_nonzero(found) + np.count_nonzero(reference)))
-    return min(dice)
+        mask = labels == value
+        expected_mask = expected == value
+        overlap = np.count_nonzero(mask & expected_mask)
+        total = np.count_nonzero(mask) + np.count_nonzero(expected_mask)
+        scores.append(2 * overlap / total)
+    return min(scores)
 
 
 if __name__ == "__main__":

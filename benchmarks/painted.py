@@ -3,11 +3,12 @@
     python -m benchmarks.painted output=<folder> cases=<table.csv> [fold=0] [num_folds=5]
         [copies=2] [phantoms=0]
 
-A fine stage that sees the coarse probabilities (`stage.coarse_channel`) needs the disease in the
-files, since the coarse stage must see it too. Writes up to two copies of each training case of a
-fold, `<case>_ill<n>.nii.gz` with labels, then `phantoms` whole chests with one lung missing and the
-airway as a label, `missing_<n>.nii.gz`, and `cases.csv`: all cases of the table, then the copies
-and the phantoms. Existing files are kept.
+Augmentation can paint disease while a stage trains. A fine stage that sees the coarse probabilities
+(`stage.coarse_channel`) needs it in the files, since the coarse stage must see it too.
+
+Writes up to two copies of each training case of a fold, `<case>_ill<n>.nii.gz` with labels, then
+`phantoms` whole chests with one lung missing and the airway as a label, `missing_<n>.nii.gz`, and
+`cases.csv`: all cases of the table, then the copies and the phantoms. Existing files are kept.
 """
 
 import zlib
@@ -29,12 +30,13 @@ from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.scale import AS_STORED
 from medseg.studies.pieces import oriented_image, oriented_labels
 
-SIDES = (1, 2)
-# Probability of disease and of fluid for each lung, by copy.
+SIDES = (1, 2)  # label values of the left and the right lung
+# Number of a copy to the probabilities of disease and of fluid for each lung.
 COPIES = {1: (0.8, 0.5), 2: (0.35, 0.8)}
-# First stream of random numbers of a case; with stream 0 `cross_validate` paints its scans.
+# Copy n of a case has the stream of random numbers 10 + n; with stream 0 `cross_validate` paints
+# its scans.
 FIRST_STREAM = 10
-AIRWAY = 3
+AIRWAY = 3  # label value, as in `airway_labels.py`
 PHANTOM_SEED = 300  # no other phantoms of this repository have it
 
 
@@ -69,7 +71,7 @@ def read_fold(text: str) -> int | str:
 
 
 def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
-    """Paint a copy of a case; none if it shows no lung.
+    """Paint a copy of a case.
 
     Args:
         case: A CT with labels 1 (left lung) and 2 (right lung).
@@ -77,11 +79,12 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
         folder: Where the files are written.
 
     Returns:
-        The copy, in HU.
+        The copy, in HU, in a list; an empty one if the case has no labels or shows no lung.
     """
     name = f"{case.name}_ill{number}"
     image_path = folder / f"{name}.nii.gz"
     labels_path = folder / f"{name}_labels.nii.gz"
+    # The file of the copy holds HU, whatever that of the case holds.
     copy = replace(case, name=name, image=image_path, labels=labels_path, series=None, hu=AS_STORED)
     if image_path.is_file() and labels_path.is_file():
         return [copy]
@@ -92,11 +95,14 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
     present = [value for value in SIDES if bool((labels == value).any())]
     if not present:
         return []
-    stored, _ = oriented_image(case)
-    hu = torch.from_numpy(case.hu.apply(stored).astype(np.float32).clip(*HU_LIMITS))
-    # Each copy has its own disease, the same whenever it is painted.
+    stored_values, _ = oriented_image(case)
+    image_hu = case.hu.apply(stored_values).astype(np.float32).clip(*HU_LIMITS)
+    hu = torch.from_numpy(image_hu)
+    # Each copy has its own disease, the same whenever it is painted. `crc32`, since Python's `hash`
+    # of a text differs between processes.
     disease_probability, fluid_probability = COPIES[number]
     rng = sample_rng(zlib.crc32(case.name.encode()), FIRST_STREAM + number)
+    # Both paint into `hu` in place. First the disease of both lungs, then the fluid.
     for value in present:
         if rng.random() < disease_probability:
             paint_disease(hu, labels, value, list(KINDS), rng, grid.spacing_mm)
@@ -126,9 +132,10 @@ def make_missing(index: int, folder: Path) -> Case:
         return case
     spec = replace(draw_spec(PHANTOM_SEED, index), view="whole", missing_lung=side)
     phantom = make_phantom(spec)
-    (airway,) = (value for value, part in PHANTOM_LABELS.items() if part == "airway")
+    # In the map of organs the airway has a value of its own; the labels have lungs alone.
+    (airway_value,) = (value for value, part in PHANTOM_LABELS.items() if part == "airway")
     labels = phantom.labels.copy()
-    labels[phantom.organs == airway] = AIRWAY
+    labels[phantom.organs == airway_value] = AIRWAY
     write_image(image_path, phantom.image_hu, phantom.grid)
     write_labels(labels_path, labels, phantom.grid)
     return case

@@ -25,6 +25,7 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.io.tables import print_table
 from medseg.preprocess.resample import RESAMPLINGS, resample_image
 
+# A chest CT: shape and spacing in mm, (z, y, x).
 GRID = VoxelGrid((300, 512, 512), (1.25, 0.7, 0.7))
 THREADS = 2
 ROUNDS = 3
@@ -39,13 +40,13 @@ def main() -> None:
     SimpleITK.ProcessObject.SetGlobalDefaultNumberOfThreads(THREADS)
     image = np.random.default_rng(0).integers(-1000, 1000, GRID.shape).astype(np.int16)
     volume = SimpleITK.GetImageFromArray(image)
+    # SimpleITK orders sizes and spacings (x, y, z).
     volume.SetSpacing(GRID.spacing_mm[::-1])
     for spacing_mm in (1.0, 2.0):
         target = GRID.resampled((spacing_mm,) * 3)
-        filters: dict[str, Callable[[], Any]] = {
-            resampling: partial(resample_image, image, GRID, target, -1000.0, resampling=resampling)
-            for resampling in RESAMPLINGS
-        }
+        filters: dict[str, Callable[[], Any]] = {}
+        for name in RESAMPLINGS:
+            filters[name] = partial(resample_image, image, GRID, target, -1000.0, resampling=name)
         filters[SIMPLE_ITK] = partial(
             SimpleITK.Resample,
             volume,
@@ -54,28 +55,28 @@ def main() -> None:
             outputSpacing=target.spacing_mm[::-1],
             outputPixelType=SimpleITK.sitkFloat32,
         )
-        times = dict.fromkeys(filters, float("inf"))
+        fastest_s = dict.fromkeys(filters, float("inf"))
         for _ in range(ROUNDS):
             # In turn, so that other work on the machine affects all of them alike.
             for name, run in filters.items():
-                times[name] = min(times[name], timeit(run, number=1))
+                fastest_s[name] = min(fastest_s[name], timeit(run, number=1))
         if find_spec("skimage"):
-            times[SCIKIT_IMAGE] = time_scikit_image(image, target)
+            fastest_s[SCIKIT_IMAGE] = time_scikit_image(image, target)
         rows = []
-        for name, taken_s in times.items():
+        for name, seconds in fastest_s.items():
             rows.append(
                 {
                     f"to {spacing_mm:g} mm": name,
-                    "seconds": taken_s,
-                    "of antialiased": taken_s / times["antialiased"],
-                    "of SimpleITK": taken_s / times[SIMPLE_ITK],
+                    "seconds": seconds,
+                    "of antialiased": seconds / fastest_s["antialiased"],
+                    "of SimpleITK": seconds / fastest_s[SIMPLE_ITK],
                 }
             )
         print_table(rows, formats=FORMATS)
 
 
 def time_scikit_image(image: np.ndarray, target: VoxelGrid) -> float:
-    """Time scikit-image once, with the arguments of nnU-Net; seconds."""
+    """Time scikit-image once, with the arguments of nnU-Net; returns seconds."""
     from skimage.transform import resize
 
     options = {
@@ -85,6 +86,7 @@ def time_scikit_image(image: np.ndarray, target: VoxelGrid) -> float:
         "clip": True,
         "preserve_range": True,
     }
+    # The conversion to fp64 is no part of the time.
     run = partial(resize, image.astype(np.float64), target.shape, **options)
     return timeit(run, number=1)
 

@@ -44,7 +44,9 @@ from medseg.preprocess.orient import orient
 from medseg.task import Region, Task
 
 Row = dict[str, Any]
+# Name of the set of all rules.
 ALL = "all"
+# Key of a summary to its heading.
 SUMMARY = {
     "rule": "rule switched off", "scans": "scans changed", "regions": "regions changed",
     "changed_ml": "changed, ml", "false_ml": "of regions without reference, ml",
@@ -113,18 +115,25 @@ def read_rule_sets(together: str) -> dict[str, tuple[str, ...]]:
         UserError: If a name is unknown.
     """
     rule_sets: dict[str, tuple[str, ...]] = {rule: (rule,) for rule in RULES}
-    for text in filter(None, together.split(",")):
-        names = tuple(text.split("+"))
+    for set_name in together.split(","):
+        if not set_name:
+            continue  # splitting an empty text gives one empty name
+        names = tuple(set_name.split("+"))
         unknown = [name for name in names if name not in RULES]
         if unknown:
             raise UserError(f"together: there is no rule {unknown[0]}, but {', '.join(RULES)}")
-        rule_sets[text] = names
+        rule_sets[set_name] = names
     rule_sets[ALL] = tuple(RULES)
     return rule_sets
 
 
 def case_rows(case: Case, cascade: Cascade, rule_sets: Mapping[str, Sequence[str]]) -> list[Row]:
     """Measure what the rules change in the labels of a scan.
+
+    Args:
+        case: The scan, with or without a reference.
+        cascade: The networks and the rules.
+        rule_sets: Name of each set to its rules, see `read_rule_sets`.
 
     Returns:
         A row for each set of rules and region; see `region_row`.
@@ -153,7 +162,7 @@ def _read_scan(case: Case, task: Task) -> Volume:
     """Read a scan in LPS order, with air in place of padding."""
     volume, _ = read_scan([case.image], task, case.series, case.hu)
     modalities = [channel.modality for channel in task.channels]
-    # Owned: padding becomes air in place.
+    # `is_owned`: the array was read for this call, so padding may become air in place.
     (array,), _, _ = check_channels([volume.array], modalities, is_owned=True)
     oriented, grid, _ = orient(array, volume.grid)
     return Volume(oriented, grid)
@@ -164,7 +173,7 @@ def region_row(
     labels_without: np.ndarray,
     reference: np.ndarray | None,
     values: Sequence[int],
-    ml: float,
+    ml_per_voxel: float,
 ) -> Row:
     """Compare a region of two label maps (D, H, W), made with a rule and without it.
 
@@ -173,7 +182,7 @@ def region_row(
         labels_without: Made without the rule.
         reference: None where there is none.
         values: Label values of the region.
-        ml: Volume of a voxel.
+        ml_per_voxel: Volume of a voxel.
 
     Returns:
         Columns of the row; a value that does not exist is None:
@@ -187,10 +196,10 @@ def region_row(
     mask_without = np.isin(labels_without, values)
     num_changed = int(np.count_nonzero(mask != mask_without))
     row: Row = {
-        "volume_ml": ml * np.count_nonzero(mask),
-        "without_ml": ml * np.count_nonzero(mask_without),
+        "volume_ml": ml_per_voxel * np.count_nonzero(mask),
+        "without_ml": ml_per_voxel * np.count_nonzero(mask_without),
         "changed_voxels": num_changed,
-        "changed_ml": ml * num_changed,
+        "changed_ml": ml_per_voxel * num_changed,
         "false_ml": None,
         "dice": None,
         "dice_without": None,
@@ -200,6 +209,7 @@ def region_row(
         return row
     reference_mask = np.isin(reference, values)
     if not reference_mask.any():
+        # Without a region in the reference there is no Dice: what is left is wrong volume.
         row["false_ml"] = row["without_ml"] - row["volume_ml"]
         return row
     row["dice"] = dice(mask, reference_mask)
@@ -210,7 +220,7 @@ def region_row(
 
 @contextmanager
 def switched_off(names: Sequence[str]) -> Iterator[None]:
-    """Within the block, replace the name of each rule by its `off`."""
+    """Within the block, replace the threshold or function of each rule by its `off`."""
     with ExitStack() as patches:
         for name in names:
             switch = RULES[name]
@@ -226,15 +236,16 @@ def kept_outputs() -> Iterator[None]:
     is switched off may change the crop of a region: the fine network runs on each new crop. The
     network of a task of one stage runs every time; such a task has no regions to compare.
     """
+    # The originals, before their names are replaced.
     predict_body, refine = localise.predict_body, cascade_module.refine
-    bodies: list[Any] = []
+    body_predictions: list[Any] = []  # one, once it was computed
     refined: dict[tuple[str, Crop], Prediction] = {}
 
     def predict_body_once(*arguments: Any) -> Any:
         # The arguments are the same in every call.
-        if not bodies:
-            bodies.append(predict_body(*arguments))
-        return bodies[0]
+        if not body_predictions:
+            body_predictions.append(predict_body(*arguments))
+        return body_predictions[0]
 
     def refine_once(
         images: Sequence[np.ndarray], grid: VoxelGrid, crop: Crop, region: Region, *others: Any
@@ -253,20 +264,20 @@ def kept_outputs() -> Iterator[None]:
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
     """Add up what each rule changes; gains are those of the regions that it changes."""
-    changed_by_rule: dict[str, list[Row]] = {}
+    changed_by_set: dict[str, list[Row]] = {}
     for row in rows:
         # A rule that changes nothing has a line too.
-        changed_rows = changed_by_rule.setdefault(row["rule"], [])
+        changed_rows = changed_by_set.setdefault(row["rule"], [])
         if row["changed_voxels"]:
             changed_rows.append(row)
     summaries = []
-    for set_name, changed in changed_by_rule.items():
+    for set_name, changed in changed_by_set.items():
         # A region without a reference, or that the reference does not show, has no Dice.
         gains = [row["gain"] for row in changed if row["gain"] is not None]
         summaries.append(
             {
                 "rule": set_name,
-                "scans": len({row["case"] for row in changed}),
+                "scans": len({row["case"] for row in changed}),  # each counts once
                 "regions": len(changed),
                 "changed_ml": sum(row["changed_ml"] for row in changed),
                 "false_ml": sum(row["false_ml"] or 0.0 for row in changed),

@@ -36,8 +36,9 @@ for memory in MEMORY:
 print(planned_mib)
 assert planned_mib["plain"] > planned_mib["amp"] > planned_mib["amp_checkpoint"]
 
-# %% [markdown] The peaks of live tensors are 129 MiB (fp32), 78 MiB (bf16) and 55 MiB (bf16, √n of
-# the blocks checkpointed), on any machine.
+# %% [markdown]
+# The peaks of live tensors are 129 MiB (fp32), 78 MiB (bf16) and 55 MiB (bf16, √n of the blocks
+# checkpointed), on any machine.
 #
 # ## Train
 #
@@ -58,7 +59,6 @@ for memory in MEMORY:
 # %%
 for memory, run in runs.items():
     figures = run.summary
-    print(
-        f"{memory:15s} Dice {figures['val_dice_best']:.3f}  {figures['seconds_per_step']} s per step  {figures['peak_gib']} GiB"
-    )
+    costs = f"{figures['seconds_per_step']} s per step  {figures['peak_gib']} GiB"
+    print(f"{memory:15s} Dice {figures['val_dice_best']:.3f}  {costs}")
 subprocess.run(["medseg", "report", "runs=sweep"], check=True)

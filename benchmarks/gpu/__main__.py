@@ -27,7 +27,7 @@ from medseg.io.atomic import replace_text
 from medseg.io.tables import markdown_table
 from medseg.memory.kernels import processor_name
 
-# No check failed, but some could not be made. pytest has the same code for "no test was collected".
+# No check failed, but some could not be made: neither a success nor a failure.
 EXIT_INCOMPLETE = 5
 
 

@@ -63,9 +63,8 @@ def check_objects(config: TrainConfig) -> bool:
     _check_switches(config, network, has_batch_norm)
     _check_sizes(config, network)
     output_weights = config.loss.get("output_weights")
-    num_outputs = network.traits.num_outputs
-    are_known = output_weights is not None and num_outputs is not None
-    if are_known and num_outputs != len(output_weights):
+    num_outputs = network.traits.num_outputs  # None where it is not known
+    if output_weights is not None and num_outputs not in (None, len(output_weights)):
         raise UserError(
             f"loss.output_weights={output_weights}: expected {num_outputs} numbers, one for each "
             "output of the network; leave it out, or correct it"

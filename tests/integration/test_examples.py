@@ -25,6 +25,14 @@ def test_every_script_is_tried() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(SCRIPTS)
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_text_is_lost_on_the_marker_of_a_cell(name: str) -> None:
+    # jupytext takes what follows a marker for the title of the cell, which no page shows.
+    lines = (ROOT / "examples" / name).read_text(encoding="utf-8").splitlines()
+    markers = {line for line in lines if line.startswith("# %%")}
+    assert markers == {"# %%", "# %% [markdown]"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_script_runs(name: str, tmp_path: Path) -> None:

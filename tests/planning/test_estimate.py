@@ -89,7 +89,7 @@ def test_a_worker_holds_the_samples_of_the_batch_that_it_makes(
         ema_decay=None,
         stage=SimpleNamespace(batch_size=batch_size),
         memory=SimpleNamespace(accumulate=2),
-        trainer=SimpleNamespace(devices=1, num_nodes=1),
+        trainer=SimpleNamespace(num_ranks=1),
     )
     memory: Any = SimpleNamespace(input=8 * MIB, target=4 * MIB, parameters=100 * MIB)
     process = ProcessCost(main=400 * MIB, pictures=0, worker=10 * MIB, copies=20 * MIB, seconds=0.0)
@@ -155,7 +155,7 @@ def test_workers_keep_the_weights_and_the_average_that_they_were_forked_with(
         ema_decay=ema_decay,
         stage=SimpleNamespace(batch_size=1),
         memory=SimpleNamespace(accumulate=1),
-        trainer=SimpleNamespace(devices=1, num_nodes=1),
+        trainer=SimpleNamespace(num_ranks=1),
     )
     memory: Any = SimpleNamespace(input=8, target=4, parameters=1000)
     process = ProcessCost(main=0, pictures=0, worker=10, copies=20, seconds=0.0)

@@ -6,7 +6,10 @@ from torch.nn import functional as F
 
 
 class TwoScales(nn.Module):
-    """Convolutions at full and at half resolution, added; maps (N, in_channels, D, H, W) to (N, out_channels, D, H, W)."""
+    """Convolutions at full and at half resolution, whose features are added.
+
+    Maps (N, in_channels, D, H, W) to (N, out_channels, D, H, W).
+    """
 
     def __init__(self, in_channels: int, out_channels: int, width: int = 8) -> None:
         super().__init__()
@@ -28,7 +31,10 @@ class TwoScales(nn.Module):
 
 
 class SoftDiceLoss(nn.Module):
-    """One minus the mean Dice of all classes; logits are (N, K, D, H, W), the target holds class indices (N, D, H, W)."""
+    """One minus the mean Dice of all classes.
+
+    Logits are (N, K, D, H, W), the target holds class indices (N, D, H, W).
+    """
 
     def __init__(self, smooth: float = 1.0) -> None:
         super().__init__()
