@@ -310,10 +310,13 @@ def test_other_starts_have_no_plan(arguments: list[str], make_folder: MakeFolder
     assert with_plan(overrides, TrainConfig, refuse) == overrides
 
 
-# A run that kills itself when it has made three steps.
+# A run that kills itself when it has made three steps. Like the command it trains without AMX,
+# which rounds otherwise.
 KILLED_RUN = """
 import os, signal, sys
 from pathlib import Path
+from medseg.memory.instructions import train_without_amx
+train_without_amx()
 from medseg.runs.folder import load_config
 from medseg.runs.train_run import train_run
 from medseg.training.module import SegmentationModule
