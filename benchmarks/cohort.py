@@ -35,9 +35,9 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import draw_spec
 
 TIMEOUT_S = 3600.0
-# The slab: 16 slices of 2.5 mm in the middle of the lungs.
-FIRST_SLICE = 54
-NUM_SLICES = 16
+# The slab: 8 slices of 5 mm in the middle of the lungs, which are slices 6 to 53 of the phantom.
+FIRST_SLICE = 26
+NUM_SLICES = 8
 PREDICT = [sys.executable, "-m", "medseg.commands.cli", "predict", "threads=1"]
 # Name of each `<case>.json` with its inode and time in ns, which change when it is rewritten.
 Journal = dict[str, tuple[int, int]]
