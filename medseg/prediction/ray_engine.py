@@ -90,8 +90,8 @@ class CaseActor:
                 f"engine=ray: {os.uname().nodename} has no folder {folder}; "
                 "the nodes must share their files"
             ) from error
-        # Imported here, in one thread, before two threads may import it at once to read a scan. Its
-        # memory then counts as taken when `make_batch` measures what is left.
+        # The import hides pydicom while it runs, so it comes before the threads that read scans.
+        # Its memory then counts as taken when `make_batch` measures what is left.
         import_nibabel()
         range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
