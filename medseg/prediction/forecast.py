@@ -280,7 +280,8 @@ def _forecast_nnunet(
                 # Pages of files are in memory for a moment after they were used.
                 touched_bytes += min(array.num_bytes, array.touched_bytes)
         if step in model.pass_steps:
-            # From the first pass on: the memory that it brings stays in all later steps.
+            # The first pass brings memory that stays in all later steps: from here on `PASS_BYTES`
+            # takes the place of `READING_BYTES`.
             fixed_bytes = loaded_bytes + PASS_BYTES + scan_bytes
             # The memory of a pass is never a file; on a GPU it is not that of the process.
             if model.device.type == "cpu":
@@ -406,7 +407,8 @@ def _crop_shape(
         extent_mm: Extent of the box, (z, y, x).
         patch_size: Smallest size of the crop in voxels, (z, y, x); None = that of the box.
     """
-    # The grid of the stage, unless its rule takes the spacing of the scan; None changes no grid.
+    # A rule may take the spacing of the scan, within bounds, in place of that of the stage. Without
+    # such a rule the spacing is None, and `resampled(None)` returns the grid as it is.
     spacing_mm = stage.rule.spacing_mm(grid.spacing_mm)
     stage_grid = grid.resampled(stage.spacing_mm).resampled(spacing_mm)
     box_shape = []
@@ -466,8 +468,8 @@ def _pass_bytes(
             usual_share = USUAL_WORKSPACE / WORKSPACE
             pass_bytes += usual_share * stage.bytes_per_voxel * num_in_network
         if plan.tile_size is not None:
-            # The sums of a layer of tiles: twice, since planes that still grow are copied when the
-            # sums move on to the next layer. And the probabilities of one tile.
+            # One tile, and the sums of a layer of tiles. These count twice, since most of their
+            # planes are copied when the sums move on to the next layer.
             num_in_layer = network_shape[0] * math.prod(padded_shape[1:])
             layer_bytes = _held(SUM_BYTES * num_classes * num_in_layer, array_bytes)
             tile_bytes = SUM_BYTES * num_classes * num_in_network

@@ -95,8 +95,8 @@ class CaseActor:
         import_nibabel()
         range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
-        # A batch of one case raises a defect of the program, which would end the actor. As one of
-        # at least two cases it fails with a message.
+        # In a batch of one case a defect of the program is raised, which would end the actor. In a
+        # larger batch only the case fails, with a message.
         num_cases_of_batch = max(2, num_cases)
         # Nobody watches the steps in this process: `_Cohort` tells the user's observer.
         self.batch = make_batch(range_models, config, num_cases_of_batch, Observer())
@@ -487,8 +487,9 @@ def predict_bytes(
 ) -> int:
     """Predict the memory of an actor.
 
-    With `max_ram_gib` it is that bound. Otherwise it is the largest over the first scans of the
-    forecast plus a second scan of the same size, which is read or written meanwhile.
+    With `max_ram_gib` it is that bound. Otherwise the forecast of each of the first scans is made,
+    and a second scan of the same size is added, which is read or written meanwhile. The largest of
+    these sums counts.
 
     Args:
         model: The model as loaded by this process.

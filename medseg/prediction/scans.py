@@ -285,10 +285,10 @@ def divide_studies(
     Returns:
         The cases, sorted by name. Scans that are no DICOM stay as they are.
     """
-    holders = [scan for scan in scans if may_hold_studies(scan)]
-    if not holders:
+    dicom_scans = [scan for scan in scans if may_hold_studies(scan)]
+    if not dicom_scans:
         return list(scans)
-    parts, lone_empty = _find_parts(holders, modality, on_file, on_empty, on_loose)
+    parts, lone_empty = _find_parts(dicom_scans, modality, on_file, on_empty, on_loose)
     paths_with_study = {part.scan.path for part in parts}
     result = []
     for scan in scans:
@@ -302,7 +302,7 @@ def divide_studies(
 
 
 def _find_parts(
-    holders: Sequence[Scan],
+    dicom_scans: Sequence[Scan],
     modality: str,
     on_file: Callable[[], None],
     on_empty: Callable[[Study], None],
@@ -318,14 +318,14 @@ def _find_parts(
     from medseg.io.dicom.studies import find_studies
 
     folders = []
-    for scan in holders:
+    for scan in dicom_scans:
         # A scan on a DICOM medium, such as a CD, has the path of the file DICOMDIR, which lies
         # beside the images.
         folders.append(scan.path if scan.path.is_dir() else scan.path.parent)
     parts: list[FolderStudy] = []
     lone_empty: dict[Path, Study] = {}
     studies_by_folder = find_studies(folders, modality, on_file, on_loose)
-    for scan, studies in zip(holders, studies_by_folder, strict=True):
+    for scan, studies in zip(dicom_scans, studies_by_folder, strict=True):
         with_volume = [study for study in studies if study.has_volume]
         parts += [FolderStudy(scan, study, len(with_volume)) for study in with_volume]
         empty = [study for study in studies if not study.has_volume]
