@@ -238,7 +238,7 @@ class _UnetPass(SlabPass):
         return result
 
     def _block(self, block: ConvNormAct | ResidualBlock, features: Features) -> Features:
-        """Run a unit, or a residual block: its branch, to which its input is added in place."""
+        """Run a unit, or a residual block, whose input is added in place to its branch."""
         if isinstance(block, ConvNormAct):
             return self._unit(block, features)
         branch = features
