@@ -85,11 +85,13 @@ class Runs:
             Number of voxels by the number of the component, int64.
         """
         if where is None:
-            # The weights of `bincount` make its sums float64, which are exact up to 2**53.
-            num_voxels = np.bincount(self.component, self.stop - self.start, self.num_components)
+            lengths = self.stop - self.start
+            # With weights `bincount` sums in float64, which is exact up to 2**53.
+            num_voxels = np.bincount(self.component, lengths, minlength=self.num_components)
             return num_voxels.astype(np.int64)
         voxels = np.flatnonzero(where & self.mask)
-        # Each row of positions before a voxel is one longer than a row of voxels.
+        # A row has one position more than voxels: the position of a voxel is its index plus the
+        # number of rows before it.
         positions = voxels + voxels // self.mask.shape[2]
         # The run of a voxel is the last one that starts at or before it.
         runs = np.searchsorted(self.start, positions, side="right") - 1
@@ -123,7 +125,8 @@ class Runs:
         """
         chosen_runs = np.flatnonzero(is_chosen[self.component])
         _, positions = _ranges(self.start[chosen_runs], self.stop[chosen_runs])
-        # As in `count`, the other way: rows of voxels are one shorter.
+        # The opposite of `count`: the index of a voxel is its position minus the number of rows
+        # before it.
         voxels = positions - positions // self.row
         drawn = np.zeros(self.mask.shape, dtype=bool)
         drawn.reshape(-1)[voxels] = True
@@ -155,7 +158,7 @@ class Components:
         self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
         # A piece is a component of one slab. Pieces are numbered through all slabs: offset of the
         # slab plus number in the slab.
-        self._offsets = [0]  # of each slab, and at last the number of all pieces
+        self._offsets = [0]  # of each slab; the last entry becomes the number of all pieces
         piece_counts: list[list[np.ndarray]] = [[] for _ in counted]
         open_pieces: list[np.ndarray] = []
         touching_pieces = [np.zeros((2, 0), np.int64)]
@@ -180,7 +183,9 @@ class Components:
         )
         self.counts = []
         for counts in piece_counts:
-            sums = np.bincount(self._component_of, np.concatenate(counts), num_components)
+            counts_of_pieces = np.concatenate(counts)
+            # In float64, see `Runs.count`.
+            sums = np.bincount(self._component_of, counts_of_pieces, minlength=num_components)
             self.counts.append(sums.astype(np.int64))
         self.is_open = np.zeros(num_components, dtype=bool)
         self.is_open[self._component_of[np.concatenate(open_pieces)]] = True
@@ -249,9 +254,10 @@ def remove_components(
         num_rejected.append(int(sizes[is_rejected].sum()))
         kept_sizes[is_rejected] = 0
     largest = kept_sizes.max()
-    # At least one voxel, so that the rejected components are removed too.
-    min_size = max(1.0, min_fraction * largest, min(min_voxels, largest))
-    is_removed = kept_sizes < min_size
+    # The largest component is kept even if it is smaller than `min_voxels`.
+    min_size = max(min_fraction * largest, min(min_voxels, largest))
+    # Rejected components have size 0, so they are below a bound of 1 in any case.
+    is_removed = kept_sizes < max(1.0, min_size)
     for planes, is_removed_voxel in components.where(is_removed):
         inner[planes][is_removed_voxel] = 0
     return num_rejected
@@ -329,11 +335,11 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
     """
     starts = runs.start[chosen] + offset
     stops = runs.stop[chosen] + offset
-    # The neighbours of a run end after its start and start before its end. As runs are sorted and
-    # disjoint, they follow each other in `others`.
+    # Others touch a shifted run if they end after its start and start before its end. Since runs
+    # are sorted and disjoint, these are consecutive: `first` … `end` - 1.
     first = np.asarray(np.searchsorted(others.stop, starts, side="right"))
     end = np.asarray(np.searchsorted(others.start, stops, side="left"))
-    # Where a run has no neighbour, `end` may be smaller than `first`.
+    # Without such a run `end` may be smaller than `first`; the maximum makes the range empty.
     chosen_places, neighbours = _ranges(first, np.maximum(first, end))
     return np.stack([chosen[chosen_places], neighbours])
 

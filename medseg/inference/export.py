@@ -121,24 +121,25 @@ def export_network(
     _check_libraries(form)
     depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
     other_size = (depth, height, width)
-    # First for any size. That fails for a network that reads its input size in Python: then for the
-    # fixed size alone.
+    # The first trial is for any size. It fails for a network that reads its input size in Python,
+    # and is left out where the small size is the fixed one. The second is for the fixed size.
     trials: list[_Trial] = []
     if small_size != fixed_size:
-        trials.append(_Trial(small_size, None, [small_size, other_size]))
+        trials.append(_Trial(small_size, only_size=None, compared_sizes=[small_size, other_size]))
     if fixed_size is not None:
-        trials.append(_Trial(fixed_size, fixed_size, [fixed_size]))
+        trials.append(_Trial(fixed_size, only_size=fixed_size, compared_sizes=[fixed_size]))
     reasons = []  # why each trial failed
     for trial in trials:
         try:
             example = torch.zeros(1, in_channels, *trial.example_size)
-            converted = form.convert(network, example, trial.only_size is None)
+            is_dynamic = trial.only_size is None
+            converted = form.convert(network, example, is_dynamic)
             run = form.load(converted)
             differences = [
                 _difference(network, run, in_channels, size) for size in trial.compared_sizes
             ]
         except Exception as error:  # converters and runtimes raise errors of many classes
-            # No fault of the network: another size or format would not help.
+            # This says nothing about the network: another size or format would not help.
             if is_out_of_memory(error):
                 raise
             reasons.append(first_line(error) or type(error).__name__)
@@ -150,7 +151,8 @@ def export_network(
         reasons.append(
             f"its logits differ from those of torch by {difference:.2g} of the largest logit"
         )
-    # Only the first reason is told: that of the second trial is seldom another one.
+    # Only the first reason is told, since that of the second trial is mostly the same. It may be
+    # very long, so it is cut.
     name = type(network.network).__name__
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(

@@ -391,11 +391,17 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     Raises:
         UserError: If OpenVINO cannot convert the network.
     """
-    small_size = network.traits.small_size
-    depth, height, width = (2 * size for size in small_size)
+    traits = network.traits
+    small_size = traits.small_size
+    size = small_size
+    # Eight times the voxels, if the network takes them: in a pass of a few voxels the fixed cost
+    # of its calls would decide.
+    if traits.fixed_size is None:
+        depth, height, width = small_size
+        size = (2 * depth, 2 * height, 2 * width)
     in_torch = network.network
     channels = network.in_channels
-    image = torch.zeros(1, channels, depth, height, width)
+    image = torch.zeros(1, channels, *size)
     in_openvino = _Compiled(in_torch, channels, small_size, "f32")
 
     def measure() -> PassSeconds:

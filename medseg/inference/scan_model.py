@@ -99,8 +99,10 @@ class CombinedModel:
 
     parts: tuple[ScanModel, ...]
 
-    # Parts may differ, so `segment` of the subclass replaces padding for each part that needs it.
+    # Only some parts may need air instead of padding: `segment` of the subclass replaces it for
+    # these, so the voxels come as stored.
     keeps_values = True
+    # No map of disagreement is made, not even from parts that have views.
     has_views = False
 
     @property

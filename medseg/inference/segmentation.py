@@ -107,9 +107,9 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box on the fine grid of the oriented scan; may reach outside. A crop of fixed size
-            has a grid of its own, on which its box starts at zero. Readers need not tell the two
-            apart: the shape of the box is that of the crop, and `grid` says where it lies.
+        voxels: Box of the crop. It counts voxels of the fine grid of the oriented scan and may
+            reach outside of it; that of a crop of fixed size counts its own voxels from zero. Its
+            shape is that of the crop in both cases, and `grid` says where the crop lies.
         grid: Grid of the crop in the world.
     """
 
@@ -141,7 +141,7 @@ class Segmentation:
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
             by step.
-        pass_s: Seconds inside the passes of networks; models of nnU-Net alone count them.
+        pass_s: Seconds inside the passes of networks; only models of nnU-Net count them.
         distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
             where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see
@@ -152,8 +152,8 @@ class Segmentation:
             not HU and the labels are doubtful.
         most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
             where they do not.
-        statistics: Label name to volume and figures in HU, see `scan_statistics`; a cascade alone
-            leaves it empty.
+        statistics: Label name to volume and figures in HU, see `scan_statistics`. `segment_scan`
+            adds them; a model itself leaves them empty.
         total_statistics: The same figures of all labels together.
         probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
             the clean-up; only if asked for.
@@ -232,5 +232,5 @@ def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[st
 def rounded_down(value: float, digits: int) -> float:
     """Round down to a number of decimal digits."""
     scale = 10**digits
-    # 100 * 0.57 is 56.99…: without the rounding 0.57 would become 0.56.
+    # In floating point 100 * 0.57 is 56.99…, which without the rounding would give 0.56.
     return math.floor(round(scale * value, 6)) / scale

@@ -63,8 +63,8 @@ def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
     # The statistics of a norm that follows take a copy of the output in fp32.
     statistics_bytes = output_bytes
     bytes_per_plane = WORKSPACE * (stride * input_bytes + output_bytes) + statistics_bytes
-    # d planes of output read (d - 1) * stride + kernel planes of input: beside the stride for each
-    # of them, kernel - stride planes once.
+    # d planes of output need (d - 1) * stride + kernel planes of input. That is
+    # d * stride + (kernel - stride): the second term is the same for a slab of any depth.
     extra_bytes = WORKSPACE * (kernel - stride) * input_bytes
     return bytes_per_plane, extra_bytes
 
@@ -128,8 +128,8 @@ class Features:
             planes = self.finish(planes)
         if (low, high) == (start, stop):
             return planes
-        # After the norm, since the zeros are the padding of the next convolution, which no norm
-        # changes. `pad` takes the last axis first: x, y, then the planes before and after.
+        # After the norm: the zeros are the padding of the next convolution, which must stay zero.
+        # `pad` takes two numbers for each axis, the last axis first: x, y, then z.
         return F.pad(planes, (0, 0, 0, 0, low - start, stop - high))
 
     def write(self, start: int, planes: Tensor) -> None:
@@ -248,7 +248,7 @@ class SlabPass:
         """
         max_planes = self._num_fitting(depth, bytes_per_plane, extra_bytes, step)
         num_slabs = math.ceil(depth / max_planes)
-        # Equal slabs: a short last one would take almost as long as a full one.
+        # Of about equal depth: a short last slab would take almost as long as a full one.
         steps_per_slab = math.ceil(depth / step / num_slabs)
         planes_per_slab = steps_per_slab * step
         for start in range(0, depth, planes_per_slab):
@@ -289,7 +289,7 @@ class SlabPass:
         Raises:
             ValueError: If `step` of them do not fit.
         """
-        # The whole budget, of which a layer has half.
+        # Twice, since a layer has half of the budget.
         least_bytes = 2 * (extra_bytes + step * bytes_each)
         self.least_bytes = max(self.least_bytes, least_bytes)
         if least_bytes > 2 * self._half_budget_bytes:

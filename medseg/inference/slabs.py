@@ -71,14 +71,14 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
         width: Voxels along x, likewise.
     """
     area = height * width
-    # A layer needs least for one plane of output with the planes that its kernel reaches: the sum
-    # of the two numbers of `layer_bytes`.
+    # The smallest slab of a layer is one plane of output, with the planes that the kernel reaches.
+    # Its memory is the sum of the two numbers that `layer_bytes` returns.
     _, cell_height, cell_width = network.stem.cell
     stem_conv = cast(nn.Conv3d, network.stem.unit[0])
     stem_bytes = layer_bytes(stem_conv, area // (cell_height * cell_width))
     least_bytes = [sum(stem_bytes)]
-    # Of encoder and decoder the finest level is enough: a plane of a deeper level has twice the
-    # channels and a quarter of the voxels.
+    # Only the finest level of encoder and decoder is looked at: a plane of a deeper level has twice
+    # the channels but a quarter of the voxels, so it needs less.
     parts: list[nn.Module] = [network.encoder[0], network.decoder[0]]
     if isinstance(network.head, Head):
         parts.append(network.head)
@@ -91,7 +91,7 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
         for module in part.modules():
             if isinstance(module, nn.Conv3d):
                 least_bytes.append(sum(layer_bytes(module, level_area)))
-    # Feature maps share the other half of the budget.
+    # Twice, since layers have half of the budget; feature maps have the other half.
     return 2 * max(least_bytes)
 
 
@@ -238,18 +238,19 @@ class _UnetPass(SlabPass):
         return result
 
     def _block(self, block: ConvNormAct | ResidualBlock, features: Features) -> Features:
-        """Run a unit or a residual block; the sum of the latter takes the place of its branch."""
+        """Run a unit, or a residual block, whose input is added in place to its branch."""
         if isinstance(block, ConvNormAct):
             return self._unit(block, features)
         branch = features
         for unit in block.branch:
             branch = self._unit(cast(ConvNormAct, unit), branch)
-        for start, stop in self.split(branch.depth, branch.plane_bytes, 0):
+        for start, stop in self.split(branch.depth, branch.plane_bytes, extra_bytes=0):
             # The planes get no name: it would keep those of this slab while the next one is read.
             branch.write(
                 start, block.activation(branch.read(start, stop).add_(features.read(start, stop)))
             )
-        # The norm of the branch was applied as it was read, and must not be applied again.
+        # `read` has applied the norm of the branch before its sum was written, so the next reader
+        # must not apply it again.
         branch.finish = None
         return branch
 
@@ -258,11 +259,11 @@ class _UnetPass(SlabPass):
     ) -> Features:
         """Upsample the deeper features by factors (z, y, x) and add them to the skip, in place."""
         step = int(factors[0])  # planes of the skip for each one of the deeper features
-        for start, stop in self.split(skip.depth, skip.plane_bytes, 0, step):
+        for start, stop in self.split(skip.depth, skip.plane_bytes, extra_bytes=0, step=step):
             planes = deeper.read(start // step, stop // step)
             planes = F.interpolate(planes, scale_factor=factors, mode="nearest")
             skip.write(start, planes.add_(skip.read(start, stop)))
-        # As in `_block`: the norm of the skip has been applied.
+        # As in `_block`, `read` has applied the norm of the skip.
         skip.finish = None
         return skip
 
@@ -283,16 +284,17 @@ class _UnetPass(SlabPass):
         reach, padding_y, padding_x = map(int, head.conv.padding)
         _, area = image.plane
         bytes_per_plane = _refining_bytes(head, area)
-        # Beside the planes of a slab one more on each side.
+        # Beside its own planes of cells, a slab has one more on each side.
         extra_bytes = 2 * bytes_per_plane
         for start, stop in self.split(features.depth, bytes_per_plane, extra_bytes):
-            # `reach` planes of cells hold at least `reach` planes of voxels.
+            # The last convolution needs `reach` more planes of voxels on each side. As many planes
+            # of cells hold at least these.
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
             voxels.add_(self.convolve(head.detail, image, low * cell_depth, high * cell_depth))
             voxels = head.activation(voxels)
-            # Planes of `voxels` that the convolution needs. At the ends of the volume these lie
-            # partly outside, where zeros are added as in the convolution of the whole.
+            # Planes of `voxels` that the convolution needs, counted from its first plane. At the
+            # ends of the volume some lie outside, where the whole convolution would pad zeros.
             needed_start = (start - low) * cell_depth - reach
             needed_stop = (stop - low) * cell_depth + reach
             num_before = max(-needed_start, 0)

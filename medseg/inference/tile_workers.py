@@ -42,6 +42,7 @@ def process_group() -> Iterator[None]:
 
     Torch finds them by the environment variables that torchrun sets.
     """
+    # `rendezvous` is a generator, which yields once for each start of the group.
     store, rank, size = next(dist.rendezvous("env://", timeout=IDLE_LIMIT))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         # Torchrun on one machine restarts the processes with the same store, which still holds the

@@ -165,13 +165,14 @@ def _blend_tiles(
     probs = new_tensor((num_classes, *shape), PROBS_DTYPE, image.device)
     sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
     sums.zero_()
-    sums_start = 0  # z of the first plane of `sums`
+    sums_start = 0  # z in the crop of the first plane of `sums`
     for box, skips in zip(boxes, is_skipped, strict=True):
         z, y, x = box.start
         num_final = z - sums_start
         if num_final > 0:
             probs[:, sums_start:z] = sums[:, :num_final]
-            # The planes that still grow move to the start; a copy, since source and target overlap.
+            # The planes to which this tile may add move to the start: none where z is a whole tile
+            # further. They are cloned, since source and target overlap.
             sums[:, :-num_final] = sums[:, num_final:].clone()
             sums[:, -num_final:] = 0
             sums_start = z
@@ -185,7 +186,7 @@ def _blend_tiles(
             tile_sums[0].add_(weight)
         else:
             tile_sums.addcmul_(next(tiles), weight)
-    # The planes of the last layer of tiles.
+    # The planes of the last layer of tiles; if the crop is one tile deep, all of them.
     probs[:, sums_start:] = sums[:, : depth - sums_start]
     return probs
 
@@ -199,11 +200,14 @@ def _axis_weights_on(
 
 
 def _has_air_only(image: Tensor, boxes: list[VoxelBox]) -> list[bool]:
-    """Tell for each box of an image whether it holds nothing but `AIR`."""
+    """Tell for each box of an image whether it holds nothing but `AIR`.
+
+    `AIR` is the least value of a normalised image where tiles are skipped.
+    """
     has_body = []
     for box in boxes:
-        tile = image[(..., *box.slices())]
-        # No value of a normalised image is below that of air.
+        z, y, x = box.slices()
+        tile = image[..., z, y, x]
         has_body.append((tile > AIR).any())
     # All answers leave the GPU in one transfer: a transfer for each would wait for the GPU.
     return torch.stack(has_body).logical_not().tolist()
@@ -232,7 +236,10 @@ def _tile_probs(
 
 def _cut_batch(image: Tensor, boxes: list[VoxelBox]) -> Tensor:
     """Cut tiles out of an image (1, C, D, H, W) and join them, (N, C, d, h, w)."""
-    tiles = [image[(..., *box.slices())] for box in boxes]
+    tiles = []
+    for box in boxes:
+        z, y, x = box.slices()
+        tiles.append(image[..., z, y, x])
     # A single tile stays a view: nothing is copied.
     if len(tiles) == 1:
         return tiles[0]
@@ -326,11 +333,12 @@ def plan_tiling(
         ValueError: If the budget allows neither; the message names the smallest one that does.
     """
     is_tiled = tile_size is not None
+    # Input size of one pass: a tile, or the whole crop.
     size = network_size(shape if tile_size is None else tile_size, divisor)
     pass_bytes = math.prod(size) * bytes_per_voxel
     if pass_bytes <= budget_bytes:
         if not is_tiled:
-            return TilingPlan(None)
+            return TilingPlan(tile_size=None)
         batch_size = max_batch
         # A network of unknown memory (0 bytes a voxel) gets the largest batch.
         if pass_bytes > 0:
@@ -364,7 +372,7 @@ def _tile_starts(size: int, tile: int, overlap: float) -> list[int]:
     last_start = size - tile
     if last_start <= 0:
         return [0]
-    # At least one voxel: an overlap near one would repeat a tile.
+    # At least one voxel: with an overlap near one, two tiles would have the same start.
     largest_step = max(1.0, tile * (1.0 - overlap))
     num_steps = math.ceil(last_start / largest_step)
     return [round(step * last_start / num_steps) for step in range(num_steps + 1)]

@@ -54,10 +54,11 @@ from medseg.prediction.scans import Scan, scan_grid
 
 # Takes the place of the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
-# From this budget on our UNet runs in slabs on any scanner's field of view. Only below it must the
-# header of a scan be read once more, to check the budget.
+# A budget of this size is enough for our UNet, run in slabs, on the field of view of any scanner.
+# Only with a smaller one is the header of a scan read once more, to check the budget.
 SURE_BUDGET_GIB = 0.9
-# Largest number of headers that are read for the forecast of a batch, about.
+# From twice this number of cases on, only every second, third, … header is read for the forecast of
+# a batch.
 MAX_FORECASTS = 50
 
 
@@ -67,10 +68,10 @@ class BatchCase:
 
     Attributes:
         scan: The scan.
-        output: Path of its label map, whether or not `save` has it.
+        output: Path of its label map, which names the report too; written only if `save` has it.
         result_paths: Files that are written beside the report.
-        chosen: The model that segments it, set when it is read.
-        earlier_report: Report that was there when it was read; empty without one.
+        chosen: The model that segments it, set by `Batch.read`.
+        earlier_report: Report that was there at `Batch.read`; empty without one.
         messages: Sentences for the error stream.
         exit_code: Exit code that the case would have alone; 0 if it has a result.
         report: Content of `<case>.json`; None where nothing was written.
@@ -147,7 +148,7 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
                 "save=probabilities: only one model folder of medseg keeps probabilities, which "
                 "would fill the memory otherwise; leave it out"
             )
-        # `label_values` may give the labels of a folder other values.
+        # `label_values` may give the labels other values, which makes another result.
         settings = {**result_settings(model, precision), "labels": model.task.labels}
         return [RangeModel(model, settings)]
     range_models = []
@@ -169,10 +170,10 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
 def make_batch(
     range_models: Sequence[RangeModel], config: PredictConfig, num_cases: int, observer: Observer
 ) -> "Batch":
-    """Make a batch that keeps `max_ram_gib`, once the weights are loaded.
+    """Make a batch that stays within `max_ram_gib`, once the weights are loaded.
 
-    What the weights leave of it is divided between the networks and the arrays of a scan, see
-    `share_memory`.
+    The memory that is left beside the weights is divided between the networks and the arrays of a
+    scan, see `share_memory`.
 
     Args:
         range_models: The loaded models.
@@ -185,8 +186,8 @@ def make_batch(
     """
     device = pick_device(config.accelerator, "accelerator")
     if device.type == "cuda":
-        # The libraries of a GPU take memory of the host. They start before it is measured, so that
-        # it counts like that of the loaded weights.
+        # The libraries of a GPU take memory of the host. They start before `share_memory` measures
+        # what the process holds, so that it includes them.
         start_libraries(device)
     backend_bytes = sum(range_model.model.backend_bytes for range_model in range_models)
     shares = share_memory(config.inference.max_ram_gib, backend_bytes)
@@ -231,7 +232,8 @@ class Batch:
             if self.config.overwrite or not read_report(case.output):
                 new_cases.append(case)
         forecasts: dict[str, Forecast] = {}
-        # Expected seconds of each case; None for a model that has no rate on this machine yet.
+        # Expected seconds of each of these cases; None for a model that has no rate on this machine
+        # yet.
         durations_s: list[float | None] = []
         step = max(1, len(new_cases) // MAX_FORECASTS)
         for case in new_cases[::step]:
@@ -246,24 +248,26 @@ class Batch:
         if not forecasts:
             return None
         known_s = [duration_s for duration_s in durations_s if duration_s is not None]
+        # No time is stated where that of some cases is unknown.
         mean_s = None
         if len(known_s) == len(durations_s):
             mean_s = mean(known_s)
         return forecast_text(forecasts, mean_s, len(new_cases))
 
     def _forecast(self, model: ScanModel, grid: VoxelGrid) -> Forecast:
+        """Forecast a case of this batch."""
         return forecast(model, grid, self.loaded_bytes, self.array_bytes)
 
     def read(self, case: BatchCase, is_ahead: bool) -> CaseData | str | Exception | None:
         """Read a case unless its results are up to date.
 
         Args:
-            case: The case; its model, its messages and its earlier report are set.
-            is_ahead: Whether other cases are still in work.
+            case: The case; its model, its messages and its earlier report are set here.
+            is_ahead: Whether the case is read ahead of its turn, while another one is segmented.
 
         Returns:
             The data, `UP_TO_DATE` or an exception. None if the case is ahead of its turn and too
-            large to be read beside another: it is then read again in its turn.
+            large to be read beside another: `read` must then be called again in its turn.
         """
         try:
             if case.scan.refusal:
@@ -278,12 +282,13 @@ class Batch:
                 return None
             if model.options.budget_gib < SURE_BUDGET_GIB:
                 model.check_budget(scan_grid(case.scan, model.task))
-            # The step that is shown is that of the case whose turn it is.
+            # The observer follows the case whose turn it is, not one that is read ahead.
             if not is_ahead:
                 self._begin(case, "read")
             with scratch_above(self.array_bytes, model.waiting_bytes):
                 return read_case(case.scan, model.task)
         except Exception as error:
+            # Alone, in its turn, the case may find enough memory.
             if is_ahead and is_out_of_memory(error):
                 return None
             return self._without_frames(error)
@@ -291,7 +296,7 @@ class Batch:
     def compute(
         self, case: BatchCase, data: CaseData | str | Exception
     ) -> CaseData | str | Exception:
-        """Segment a case that was read; what is no data is passed on.
+        """Segment a case that was read; `UP_TO_DATE` and exceptions are passed on.
 
         Returns:
             The data with its result, `UP_TO_DATE` or an exception.
@@ -317,13 +322,13 @@ class Batch:
         Raises:
             Exception: A defect of the program, in a batch of one case.
         """
-        case.is_skipped = data is UP_TO_DATE  # the constant itself, which no step copies
+        case.is_skipped = data is UP_TO_DATE
         try:
             # Raised here, so that it is described like an exception of the writers.
             if isinstance(data, Exception):
                 raise data
             if isinstance(data, CaseData):
-                # In a batch the steps of the next case are shown, which is segmented meanwhile.
+                # In a batch the next case is segmented meanwhile, and the observer follows that.
                 if self.num_cases == 1:
                     self._begin(case, "write")
                 with scratch_above(self.array_bytes):
@@ -419,16 +424,17 @@ def run_overlapped(
             single cases as values.
     """
     answers: list[Answer] = []
-    # The names of a case are deleted as early as possible: each would keep its scan in memory.
+    # Each variable that refers to a case keeps its scan in memory, so they are cleared early.
     ahead: Future[Any] | None = None
     finishing: Future[Answer] | None = None
     try:
         for index, case in enumerate(cases):
             loaded = None if ahead is None else ahead.result()
             ahead = None  # a future keeps its result
+            # The case is the first one, or it could not be read ahead of its turn.
             if loaded is None:
                 loaded = read(case, False)
-            # A daemon thread: reading leaves nothing behind, so an interrupt need not wait for it.
+            # A daemon thread, since reading leaves no file behind: no interrupt waits for it.
             if index + 1 < len(cases):
                 ahead = _start(read, cases[index + 1], True, daemon=True)
             computed = compute(case, loaded)
@@ -448,9 +454,9 @@ def run_overlapped(
 
 
 def _start(call: Callable[..., Answer], *arguments: Any, daemon: bool) -> Future[Answer]:
-    """Run a call in a thread of its own, which at exit is awaited unless it is a daemon.
+    """Run a call in a new thread. At exit Python waits for it, unless it is a daemon.
 
-    The threads of an executor would all be awaited.
+    A `ThreadPoolExecutor` has no daemons: Python would wait for all of its threads.
     """
     future: Future[Answer] = Future()
 

@@ -157,7 +157,8 @@ def segment_case(
             keep_probabilities=Save.probabilities in config.save,
         )
         case.views = take_views(scan, case.volume, case.result, model.task, config)
-    # Another case is segmented while this one is written: the voxels of both would be in memory.
+    # The next case is segmented while this one is written. The voxels are dropped, so that memory
+    # holds those of one scan; the writers need only grid, header and labels.
     case.volume = replace(case.volume, array=case.result.labels)
     case.more_channels = []
 
@@ -194,12 +195,13 @@ def segment_scan(
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in task.channels]
     audit_findings: list[Finding] = []
-    # The model refuses another number of channels.
+    # With another number of channels there is no audit: the model refuses them below.
     if len(arrays) == len(modalities):
         if model.keeps_values:
             facts = [measure_image(array) for array in arrays]
             audit_findings = audit_channels(facts, modalities)
         else:
+            # Also replaces padding by air in the arrays.
             arrays, _, audit_findings = check_channels(arrays, modalities, is_owned=is_owned)
         volume = replace(volume, array=arrays[0])
     result = model.segment(volume, arrays[1:], **options)
@@ -208,7 +210,7 @@ def segment_scan(
     result.statistics, result.total_statistics = statistics
     has_errors = any(finding.severity is Severity.error for finding in audit_findings)
     is_turned = any(finding.code == "body_position" for finding in result.findings)
-    # The check reads organs of air in HU, in a patient who lies as the header says.
+    # The check needs the HU of organs full of air, and a patient who lies as the header says.
     can_check_sides = task.is_ct and not has_errors and not is_turned
     if can_check_sides:
         result.findings += mirrored_findings(volume, result.labels, task)

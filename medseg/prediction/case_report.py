@@ -64,12 +64,12 @@ def write_case(
     """
     paths = result_paths(output, chosen.model, config.save)
     with locked_folder(output.parent):
-        # Read again under the lock: another process may have written since the case was read. A
-        # report of the same scan may be replaced.
+        # Read again under the lock: another process may have written a report since the case was
+        # read, or deleted it. A new report of the same scan may be replaced.
         present_report = read_report(output)
-        has_changed = present_report != earlier_report
+        is_new = bool(present_report) and present_report != earlier_report
         other_input = present_report.get("input")
-        if has_changed and other_input != scan.place:
+        if is_new and other_input != scan.place:
             raise UserError(
                 f"{output}: another prediction, of {other_input}, has written it while "
                 "this one ran; give another output"
@@ -109,16 +109,16 @@ def _write_report(
     volume = case.volume
     total_s = sum(case.durations_s.values())
     expected_cost = None
-    # A forecast may fail although the case did not: it counts with crops of usual size, which may
-    # exceed a budget that the crops of this case keep.
+    # A forecast may fail although the case did not: it assumes crops of usual size, which may be
+    # too large for the budget while those of this case were not.
     with suppress(UserError):
         forecast = expect(chosen.model, volume.grid)
         expected_cost = record_cost(forecast, chosen.model, total_s, result.pass_s)
     by_spacing = None
     if chosen.name:
         by_spacing = {"name": chosen.name, "range_mm": chosen.range_mm}
-    # Only scans of several channels have this key, so that reports of older versions, which knew
-    # one channel, stay valid.
+    # Older versions knew only one channel, and their reports lack this key. A scan of one channel
+    # still has none, so that these reports stay valid.
     more_sources = {}
     if len(case.sources) > 1:
         more_sources = {"more_sources": case.sources[1:]}
@@ -163,22 +163,24 @@ def _write_report(
 def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictConfig) -> bool:
     """Tell whether a new prediction of the case would give the results that are there.
 
-    The report must be there, which is written last. The result files must be those that it was
-    written with. The content of the scan and of the checkpoints, and all settings that decide the
-    result, must be unchanged.
+    The report is written last of all files, so it must be there. The result files must have the
+    checksums that it lists. The content of the scan and of the checkpoints, and all settings that
+    decide the result, must be unchanged.
     """
     try:
         report = read_report(output)
         if report["version"] != __version__:
             return False
+        # The summary takes these two from the report of a skipped case.
         if not isinstance(report["volume_ml"], dict) or not isinstance(report["warnings"], list):
             return False
-        # To JSON and back, as the settings of the report: tuples become lists.
+        # To JSON and back, as the settings of the report were: tuples become lists.
         settings = json.loads(json.dumps({**chosen.settings, **scan.reading()}))
         if report["settings"] != settings:
             return False
         paths = list(result_paths(output, chosen.model, config.save).values())
-        # The report may name more files than this prediction would write.
+        # The report may list more files than this prediction would write, but not other ones: `<=`
+        # tells whether one is a subset of the other.
         has_same_results = checksums(paths).items() <= report["results"].items()
         if not has_same_results:
             return False

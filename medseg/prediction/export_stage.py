@@ -43,11 +43,11 @@ def export_stage(stage: TrainedStage, output: Path) -> Exported:
     exported = export_network(
         Logits(network.network),
         network.in_channels,
-        stage.divisor,
-        network.traits.small_size,
-        _tile_size(stage),
-        suffix,
-        partial(describe_stage, stage),
+        divisor=stage.divisor,
+        small_size=network.traits.small_size,
+        fixed_size=_tile_size(stage),
+        suffix=suffix,
+        describe=partial(describe_stage, stage),
     )
     # Sorted, `.bin` comes before `.xml`: the weights are there before the file that needs them.
     for file_suffix, content in sorted(exported.files.items()):
@@ -120,7 +120,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
         },
         "tile_size": _tile_size(stage),
         "least_size": least_size,
-        "overlap": InferenceOptions.overlap,
+        "overlap": InferenceOptions.overlap,  # the default
         "coarse_channel": stage.has_coarse_channel,
         "clean_up": [asdict(clean_up) for clean_up in stage.clean_up],
     }

@@ -39,24 +39,23 @@ from medseg.prediction.totalsegmentator import (
 from medseg.preprocess.orient import oriented_grid
 from medseg.preprocess.resample import MAX_THREADS, SLAB_VOXELS
 
-# Bytes of a voxel: of a scan (int16), of its labels (uint8), of an image at the spacing of a stage
-# (float32), of a stored probability (float16), and of one that is summed up over tiles (float32).
-SCAN_BYTES = 2
-LABEL_BYTES = 1
-IMAGE_BYTES = 4
-PROBABILITY_BYTES = 2
-SUM_BYTES = 4
-# Memory of a pass with the workspaces of its kernels, as a multiple of its live tensors, which are
-# counted on a small image. It is below 1, because the head predicts a few planes at a time, which
-# saves more of a large image. Measured on phantoms of 1 to 520 slices in bf16. The budget counts
-# with the larger `WORKSPACE`.
+# Bytes of a voxel.
+SCAN_BYTES = 2  # of a scan, int16
+LABEL_BYTES = 1  # of its labels, uint8
+IMAGE_BYTES = 4  # of an image at the spacing of a stage, float32
+PROBABILITY_BYTES = 2  # of a stored probability, float16
+SUM_BYTES = 4  # of a probability that is summed up over tiles, float32
+# Memory of a pass with the workspaces of its kernels, as a multiple of its live tensors. These are
+# counted on a small image; of a large one fewer bytes a voxel are live, since the head predicts a
+# few planes at a time. So the factor is below 1. Measured on phantoms of 1 to 520 slices in bf16.
+# Budgets are checked with the larger factor `WORKSPACE`, to be on the safe side.
 USUAL_WORKSPACE = 0.75
-# Box of the body with the table, (z, y, x): its share of the axes of a scan, and its largest size
-# in a wide field of view. Medians of 33 scans.
+# Box of the body with the table, (z, y, x): the share of the scan that it takes of each axis, and
+# its largest extent where the field of view is wide. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
 BODY_MM = (math.inf, 360.0, 480.0)
-# Bytes of resampling for each voxel of the scan on which the threads work at the time. The heap
-# keeps them until the step of the crop ends, unless large blocks are mapped.
+# Bytes that resampling needs for each voxel in the slabs at hand, one slab for each thread. The
+# heap keeps them until the step ends, unless large blocks are mapped.
 RESAMPLING_BYTES = 24
 # Freed memory that each thread but the first keeps for itself, unless large blocks are mapped:
 # glibc gives each thread heaps of 64 MiB.
@@ -107,7 +106,8 @@ class ArrayLimits(NamedTuple):
 
     Attributes:
         array_bytes: Size for most arrays.
-        waiting_bytes: Size for arrays that wait.
+        waiting_bytes: Size for arrays that wait: they are written once and read a few times, plane
+            by plane, so that a file hardly slows them. It is at most `array_bytes`.
     """
 
     array_bytes: float
@@ -126,8 +126,8 @@ class ArrayLimits(NamedTuple):
     def held_of_scan(self, itemsize: int, grid: VoxelGrid) -> int:
         """Count the bytes in memory of an array (D, H, W) of a scan.
 
-        It counts as one that waits if the stored planes are axial: then models of nnU-Net write and
-        read it plane by plane.
+        If the stored planes are axial, the array is one that waits: models of nnU-Net then write
+        and read it plane by plane.
 
         Args:
             itemsize: Bytes of a voxel.
@@ -182,7 +182,8 @@ def forecast(
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
             `medseg.prediction.memory_limit`.
-        waiting_bytes: The same for arrays that wait; None = as the model says.
+        waiting_bytes: The same for arrays that wait; None = `model.waiting_bytes`. A part of
+            another model gets the size of that model.
 
     Raises:
         UserError: If a stage cannot keep its budget.
@@ -196,7 +197,7 @@ def forecast(
         return _forecast_resampled(model, grid, loaded_bytes, limits)
     if isinstance(model, (NnunetModel, NnunetEnsemble)):
         return _forecast_nnunet(model, grid, loaded_bytes, limits)
-    # A cascade reads crops in any order: none of its arrays waits.
+    # The other models are cascades. They read crops in any order, so none of their arrays waits.
     return _forecast_cascade(cast(Cascade, model), grid, loaded_bytes, array_bytes)
 
 
@@ -208,10 +209,16 @@ def _forecast_resampled(
     num_channels = len(model.task.channels)
     scan_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, grid)
     resampled_bytes = num_channels * limits.held_of_scan(VALUE_BYTES, resampled_grid)
-    # The forecast of the inner model takes the resampled scan for one that was read from a file. In
-    # its place there are the resampled scan, whose voxels are larger, and the scan itself.
+    # The forecast of the inner model assumes a scan of int16 on the resampled grid. Instead of that
+    # there are the original scan and the resampled one, which is int32.
     counted_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, resampled_grid)
-    inner = forecast(model.parts[0], resampled_grid, loaded_bytes, *limits)
+    inner = forecast(
+        model.parts[0],
+        resampled_grid,
+        loaded_bytes,
+        limits.array_bytes,
+        limits.waiting_bytes,
+    )
     more_bytes = scan_bytes + resampled_bytes - counted_bytes
     read_bytes = inner.memory["read"] - counted_bytes + scan_bytes
     memory = {"read": read_bytes, RESAMPLE: read_bytes + resampled_bytes}
@@ -235,10 +242,11 @@ def _forecast_joined(
     time_units = 0
     operations = 0.0
     for number, part in enumerate(model.parts, start=1):
-        expected = forecast(part, grid, loaded_bytes, *limits)
-        # There are no joined labels beside those of the first model, which become the joined ones.
+        expected = forecast(part, grid, loaded_bytes, limits.array_bytes, limits.waiting_bytes)
+        # The labels of the first model become the joined ones, so it needs no array for these.
         held_bytes = 0 if number == 1 else joined_bytes
         for step, num_bytes in expected.memory.items():
+            # The scan is read once for all models.
             name = step if step == "read" else model.step_name(number, step)
             memory[name] = num_bytes + held_bytes
         time_units += expected.time_units
@@ -249,7 +257,10 @@ def _forecast_joined(
 def _forecast_nnunet(
     model: NnunetModel | NnunetEnsemble, grid: VoxelGrid, loaded_bytes: int, limits: ArrayLimits
 ) -> Forecast:
-    """Forecast a case of nnU-Net's models, which make no crop whose size would be unknown yet."""
+    """Forecast a case of nnU-Net's models.
+
+    They segment the whole scan, so all sizes follow from its grid.
+    """
     scan_bytes = len(model.task.channels) * limits.held_of_scan(SCAN_BYTES, grid)
     fixed_bytes = loaded_bytes + READING_BYTES + scan_bytes
     expected = model.expected(grid)
@@ -269,7 +280,8 @@ def _forecast_nnunet(
                 # Pages of files are in memory for a moment after they were used.
                 touched_bytes += min(array.num_bytes, array.touched_bytes)
         if step in model.pass_steps:
-            # What the first pass has brought stays for all later steps.
+            # The first pass brings memory that stays in all later steps: from here on `PASS_BYTES`
+            # takes the place of `READING_BYTES`.
             fixed_bytes = loaded_bytes + PASS_BYTES + scan_bytes
             # The memory of a pass is never a file; on a GPU it is not that of the process.
             if model.device.type == "cpu":
@@ -313,7 +325,7 @@ def _forecast_cascade(
     body_mm = []
     for length_mm, share, max_mm in zip(scan_mm, BODY_SHARE, BODY_MM, strict=True):
         body_mm.append(min(length_mm * share, max_mm))
-    body_shape = _crop_shape(coarse, grid, body_mm, None)
+    body_shape = _crop_shape(coarse, grid, body_mm, patch_size=None)
     resampled_shape = grid.resampled(coarse.spacing_mm).shape
     resampled_bytes = num_channels * _held(IMAGE_BYTES * math.prod(resampled_shape), array_bytes)
     pass_bytes, stored_bytes = _pass_bytes(
@@ -331,7 +343,9 @@ def _forecast_cascade(
         stored_bytes = 0
         region_mm = [min(pair) for pair in zip(REGION_MM, scan_mm, strict=True)]
         labelled_mm = region_mm
-        region_shape = _crop_shape(fine, grid, region_mm, fine.tile_size or fine.least_size)
+        # A crop of a region has at least one tile, or without tiles the size of the training.
+        patch_size = fine.tile_size or fine.least_size
+        region_shape = _crop_shape(fine, grid, region_mm, patch_size)
         num_in_region = min(math.prod(region_mm) / math.prod(grid.spacing_mm), num_voxels)
         num_classes = fine.task.num_region_classes
         pass_bytes, probs_bytes = _pass_bytes(fine, num_classes, region_shape, options, array_bytes)
@@ -340,11 +354,12 @@ def _forecast_cascade(
         for region, step in zip(task.regions, cascade.steps[1:-1], strict=True):
             # The probabilities of earlier regions stay until all regions are joined.
             memory[step] = fixed_bytes + stored_bytes + pass_bytes
-            # Of the classes of the network only the labels of the region are stored.
+            # Of all classes of the network only the labels of this region are stored.
             stored_bytes += round(probs_bytes * len(region.labels) / num_classes)
             time_units += NETWORK_TIME * _pass_voxels(fine, region_shape, options)
 
-    # The system gives no memory to planes without a label: nothing is written into their zeros.
+    # The label map is made of zeros, to which the system gives no memory until they are written.
+    # So it takes memory only in the share of the planes (axis 0, z) that have labels.
     label_bytes = _held(LABEL_BYTES * num_voxels, array_bytes) * labelled_mm[0] / scan_mm[0]
     memory["join"] = fixed_bytes + stored_bytes + round(label_bytes + JOINING_BYTES)
     return Forecast(memory, time_units)
@@ -371,7 +386,7 @@ def _resampling_bytes(num_voxels: float) -> int:
     if maps_large_blocks():
         return 0
     num_threads = min(torch.get_num_threads(), MAX_THREADS)
-    # Each thread works on one slab at a time.
+    # Each thread works on one slab at a time; a small scan has fewer voxels than these slabs.
     num_in_work = min(num_threads * SLAB_VOXELS, num_voxels)
     return round(RESAMPLING_BYTES * num_in_work)
 
@@ -392,6 +407,8 @@ def _crop_shape(
         extent_mm: Extent of the box, (z, y, x).
         patch_size: Smallest size of the crop in voxels, (z, y, x); None = that of the box.
     """
+    # A rule may take the spacing of the scan, within bounds, in place of that of the stage. Without
+    # such a rule the spacing is None, and `resampled(None)` returns the grid as it is.
     spacing_mm = stage.rule.spacing_mm(grid.spacing_mm)
     stage_grid = grid.resampled(stage.spacing_mm).resampled(spacing_mm)
     box_shape = []
@@ -431,16 +448,17 @@ def _pass_bytes(
     pass_bytes: float = _held(input_bytes * num_voxels, array_bytes)
     if padded_shape != shape:
         pass_bytes += _held(input_bytes * num_padded, array_bytes)
-    # Tiles and slabs fill an array that is there from the start. The result of a single pass is
-    # made when the features of the network are free.
-    is_single_pass = plan == TilingPlan(None)
+    # Tiles and slabs fill a result that exists from the start. The result of a single pass adds
+    # nothing to the peak, as it is made when the features of the network are freed.
+    is_single_pass = plan == TilingPlan(tile_size=None)
     if not is_single_pass:
         pass_bytes += _held(PROBABILITY_BYTES * num_classes * num_padded, array_bytes)
     if stage.has_views(options):
-        # Sums over the views: of the probabilities by class, and of their squares.
+        # Sums over the views: of the probabilities, by class, and of their squares, over all
+        # classes together.
         pass_bytes += _held(IMAGE_BYTES * num_classes * num_voxels, array_bytes)
         pass_bytes += _held(IMAGE_BYTES * num_voxels, array_bytes)
-    # On a GPU the rest is not in the memory of the process.
+    # What follows is in the memory of the device, which on a GPU is not that of the process.
     if stage.device.type == "cpu":
         num_in_network = math.prod(network_shape)
         if plan.slab_bytes:
@@ -450,7 +468,8 @@ def _pass_bytes(
             usual_share = USUAL_WORKSPACE / WORKSPACE
             pass_bytes += usual_share * stage.bytes_per_voxel * num_in_network
         if plan.tile_size is not None:
-            # The sums of a layer of tiles and their copy while they move, and one tile.
+            # One tile, and the sums of a layer of tiles. These count twice, since most of their
+            # planes are copied when the sums move on to the next layer.
             num_in_layer = network_shape[0] * math.prod(padded_shape[1:])
             layer_bytes = _held(SUM_BYTES * num_classes * num_in_layer, array_bytes)
             tile_bytes = SUM_BYTES * num_classes * num_in_network
@@ -568,7 +587,7 @@ def _read_rates() -> dict[str, list[Rate]]:
         content = json.loads(_rates_path().read_text(encoding="utf-8"))
         for key, pairs in content.items():
             rates_by_key[key] = [Rate(*map(float, pair)) for pair in pairs]
-    # There is none yet, or it is damaged, or of an older version.
+    # The file does not exist yet, is damaged, or is of an older version.
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     return rates_by_key

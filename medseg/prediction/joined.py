@@ -30,7 +30,7 @@ class JoinedModels(CombinedModel):
             class.
 
     Raises:
-        UserError: If the parts take different channels, or see `join_values`.
+        UserError: If the parts take different channels, or as for `join_values`.
     """
 
     names: tuple[str, ...]
@@ -143,12 +143,13 @@ def join_values(
         )
     stated_values = set(label_values.values())
     is_repeated = len(stated_values) < len(label_values)
-    are_in_range = stated_values <= set(range(1, MAX_VALUE + 1))
+    are_in_range = stated_values.issubset(range(1, MAX_VALUE + 1))
     if is_repeated or not are_in_range:
         raise UserError(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
+    # These may go beyond `MAX_VALUE`: the check below then refuses the number of labels.
     free_values = (value for value in count(1) if value not in stated_values)
     values: dict[str, int] = {}
     for name in names:

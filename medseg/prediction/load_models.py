@@ -98,14 +98,15 @@ def load_cascade(
         stages_to_load = [("single", single)]
     stages = _load_in_order(stages_to_load, device, precision, trusted, options)
     if options.tile_size is not None:
-        # The warning says what was measured with the included weights alone.
+        # The warning states what was measured with the included weights, so only they have it.
         checkpoints_of_last = fine if len(stages) > 1 else coarse
         is_included = not single and not checkpoints_of_last
         warning = TILE_WARNING if is_included else ""
         stages[-1].use_tiles(options.tile_size, warning)
     for stage in stages:
         if stage.tile_size is not None:
-            # Only for its refusal of a tile that exceeds the budget, before a scan is read.
+            # The plan is not used: planning refuses a tile that exceeds the budget, here before a
+            # scan is read.
             stage.plan(stage.tile_size, options)
     fine_stage = stages[1] if len(stages) > 1 else None
     return Cascade(stages[0], fine_stage, options)
@@ -219,7 +220,7 @@ def load_model_folders(
         parts = (_ensemble_of(names, models),)
         names = ("ensemble",)
     model = parts[0]
-    # A single model is joined too if its labels have other values: the join replaces them.
+    # `JoinedModels` also replaces label values, so a single model is joined for that.
     if len(parts) > 1 or label_values:
         model = JoinedModels(parts, names, label_values or {})
     if options.around is None:

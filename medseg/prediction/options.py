@@ -286,8 +286,8 @@ class PredictConfig:
     def _range_clashes(self, expected: str) -> Iterator[str]:
         """Yield a sentence for each fault of a range of spacings.
 
-        Its bounds may not increase, or it may overlap another range; its checkpoints may not be
-        valid, or exclude each other.
+        A fault is a lower bound that is not below the upper one, an overlap with another range, or
+        checkpoints that are not valid or exclude each other.
 
         Args:
             expected: What checkpoints must be, for the sentences.

@@ -123,8 +123,10 @@ def _predict_source(
         archive: Archive that the input was unpacked from.
     """
     is_on_ray = config.engine is Engine.ray
-    is_folder = isinstance(source, Path) and source.suffix.lower() != ".csv"
-    if config.series_pick is not None and not is_folder:
+    # A folder, a DICOM medium or a single file; the other inputs are case tables and lists of
+    # channels.
+    is_scan_path = isinstance(source, Path) and source.suffix.lower() != ".csv"
+    if config.series_pick is not None and not is_scan_path:
         raise UserError(
             f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
             f"{config.input}; fill in the column series of a case table, or leave it out"
@@ -133,15 +135,14 @@ def _predict_source(
         source, config.split, config.series, config.hu, config.data.labels_column
     )
     scans = [scan._replace(archive=archive) for scan in scans]
-    # For one scan an output with an unknown suffix is a mistyped file, for several a folder. A
-    # folder that itself holds the slices is one scan.
+    # `output_paths` takes an output with an unknown suffix for a mistyped file if there is one
+    # scan, for a folder if there are several. A folder that itself holds the slices is one scan.
     may_be_several = _may_hold_several(source)
     is_one_scan = not may_be_several or (len(scans) == 1 and scans[0].path == source)
     output = Path(config.output)
-    # Which DICOM files are one case depends on the task, which is in the checkpoints: the outputs
-    # of such an input are checked only below. Those of others are checked before weights are
-    # loaded.
-    has_studies = is_folder and any(map(may_hold_studies, scans))
+    # Outputs are checked before the weights are loaded, if the cases are known by now. Which DICOM
+    # files make a case depends on the task, which is in the checkpoints.
+    has_studies = is_scan_path and any(map(may_hold_studies, scans))
     if not has_studies:
         check_outputs(_outputs(output, scans, is_one_scan), protected)
     loading_config = _for_the_task_alone(config) if is_on_ray else config
@@ -150,8 +151,8 @@ def _predict_source(
     scans = _complete_scans(source, scans, task, config, observer)
     outputs = _outputs(output, scans, is_one_scan)
     check_outputs(outputs, protected)
-    # A batch has a summary in the folder of its outputs. Whether an input is one does not depend on
-    # how many scans are found; an output that is a file has no place for a summary.
+    # A batch has a summary in the folder of its outputs. A folder or table is a batch even if it
+    # holds one scan; but an output that is a file leaves no place for a summary.
     is_batch = may_be_several and output not in outputs
     if is_batch:
         refuse_table(
@@ -198,7 +199,7 @@ def _place_results(
         all_paths += paths
         cases.append(BatchCase(scan, output, paths))
     check_outputs(all_paths, protected)
-    # The viewer of a case called `index`.
+    # The viewer of a case called `index` would have the name of the page.
     if page is not None and page in all_paths:
         raise UserError(
             f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "
@@ -256,7 +257,12 @@ def _scans_of_folder(
     empty_studies: list[Study] = []
     loose_files: list[NoSlice] = []
     scans_by_study = divide_studies(
-        folder, scans, modality, observer.header_read, empty_studies.append, loose_files.append
+        folder,
+        scans,
+        modality,
+        on_file=observer.header_read,
+        on_empty=empty_studies.append,
+        on_loose=loose_files.append,
     )
     sentences = (
         describe_studies(scans_by_study),

@@ -37,12 +37,12 @@ from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan, scan_grid
 
-# Cases that an actor holds: one is computed while another one is read or written.
+# Cases that an actor holds at a time: one is computed while another one is read or written.
 CASES_PER_ACTOR = 2
-# Number of scans whose headers are read to predict the memory of an actor. The scans of a cohort
-# are alike.
+# Number of scans whose headers are read to predict the memory of an actor. A few are enough, since
+# the scans of a cohort are alike.
 NUM_MEASURED = 20
-# Longest wait for an outcome. Then the cluster is asked whether it still holds this node.
+# Longest wait for an outcome, before the next check that the cluster still holds this node.
 WAIT_S = 30.0
 
 
@@ -90,12 +90,15 @@ class CaseActor:
                 f"engine=ray: {os.uname().nodename} has no folder {folder}; "
                 "the nodes must share their files"
             ) from error
-        # Imported before there are threads that read, and before `make_batch` measures the memory.
+        # The import hides pydicom while it runs, so it comes before the threads that read scans.
+        # Its memory then counts as taken when `make_batch` measures what is left.
         import_nibabel()
         range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
-        # At least two: in a batch of one case, a defect would be raised and end the actor.
+        # In a batch of one case a defect of the program is raised, which would end the actor. In a
+        # larger batch only the case fails, with a message.
         num_cases_of_batch = max(2, num_cases)
+        # Nobody watches the steps in this process: `_Cohort` tells the user's observer.
         self.batch = make_batch(range_models, config, num_cases_of_batch, Observer())
         return os.uname().nodename
 
@@ -105,24 +108,25 @@ class CaseActor:
         Args:
             scan: The scan.
             output: Path of its label map.
-            is_retry: Whether an actor that died had the case: results that it finished are not
-                computed again, even with `overwrite`.
+            is_retry: Whether an earlier actor died with the case. It may have finished the results
+                before: then they are not computed again, even with `overwrite`.
         """
-        # The number of threads is a setting of each thread of Python.
+        # Torch keeps the number for each thread of Python, and Ray calls this in another thread
+        # than `load`.
         torch.set_num_threads(self.threads)
         case = BatchCase(scan, output)
         batch = self.batch
         if is_retry:
             retry_config = replace(batch.config, overwrite=False)
             batch = replace(batch, config=retry_config)
-        # Another thread may compute a case meanwhile. If that needs the memory, the answer is None
-        # and the case is read when that is done.
-        data = batch.read(case, True)
+        # Another thread may compute a case meanwhile. The answer is None if this scan is too large
+        # to be in memory beside that case; it is then read when that is done.
+        data = batch.read(case, is_ahead=True)
         with self.lock:
             if data is None:
-                data = batch.read(case, False)
+                data = batch.read(case, is_ahead=False)
             computed = batch.compute(case, data)  # type: ignore[arg-type]
-        # If the case failed, `computed` is the error, and nothing holds the voxels any more.
+        # Frees the voxels of a case that failed, whose `computed` is only the error.
         del data
         batch.finish(case, computed)
         return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
@@ -137,7 +141,8 @@ def predict_on_ray(
         cases: The cases; their paths must mean the same on every node.
         model: The model as loaded by this process, to predict the memory of an actor.
         config: Configuration of the prediction.
-        observer: Is told which case begins and ends, the latter in any order.
+        observer: Is told which case begins and ends; cases may end in another order than they
+            begin.
 
     Raises:
         UserError: If Ray is not installed, no node has the resources, or actors cannot load the
@@ -175,10 +180,7 @@ def predict_on_ray(
         own_node = ray.get_runtime_context().get_node_id()
 
         def is_lost() -> bool:
-            """Tell whether Ray has declared the node of this process dead.
-
-            Then no actor would start any more.
-            """
+            """Tell whether Ray has declared this node dead, so that no actor would start again."""
             alive_nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
             return own_node not in alive_nodes
 
@@ -199,16 +201,16 @@ def _connect(address: str | None) -> None:
     """
     import ray
 
-    # A new cluster would report its use to the makers of Ray. It works on patient data: nothing
-    # leaves the machine.
+    # By default a new cluster reports its use to the makers of Ray. Here it works on patient data,
+    # so nothing may leave the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Each process of the cluster, on other machines too, maps large blocks of memory.
     environment = {"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"}
-    # None lets Ray decide; a new cluster needs no dashboard.
+    # A new cluster needs no dashboard. One that exists already has one or not: None accepts both.
     include_dashboard = None if address else False
     try:
         if address is not None and ":" in address:
-            # Ray would try to reach a wrong address for minutes.
+            # Fails within seconds if the address is wrong; `ray.init` would try for minutes.
             host, _, port = address.removeprefix("ray://").rpartition(":")
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(
@@ -267,7 +269,7 @@ class _Cohort:
         self.retries = retries
         self.observer = observer
         self.is_lost = is_lost
-        self.num_cases = 0
+        self.num_cases = 0  # set by `run`
         # Actors that have loaded the weights.
         self.actors: list[Any] = []
         # Reference of a call of `load` to its actor.
@@ -278,7 +280,7 @@ class _Cohort:
         self.waiting: deque[BatchCase] = deque()
         # Name of a case to the number of actors that died with it.
         self.num_deaths: Counter[str] = Counter()
-        # Actors that have died in `load` since the last one that did not.
+        # Number of actors in a row that died in `load`; one that loads the weights resets it.
         self.num_failed_starts = 0
 
     def run(self, cases: Sequence[BatchCase], num_actors: int) -> None:
@@ -294,8 +296,8 @@ class _Cohort:
         while self.waiting or self.running:
             calls = [*self.running, *self.starting]
             ended_calls, _ = self.ray.wait(calls, num_returns=1, timeout=WAIT_S)
-            # Asked before the outcomes are looked at. Without a cluster they would count as deaths
-            # of actors, and further actors would be asked for.
+            # This check comes before the outcomes: when the cluster is lost, all calls end as if
+            # their actors had died, and `started` and `ended` would ask it for new actors.
             if self.is_lost():
                 self.give_up()
                 return
@@ -304,13 +306,14 @@ class _Cohort:
             for reference in ended_calls:
                 if reference in self.starting:
                     self.started(reference)
-                # Otherwise it belonged to an actor whose death another reference has told.
+                # A reference in neither dictionary belongs to an actor whose death another call has
+                # reported: `lose` has put its case back to the queue.
                 elif reference in self.running:
                     self.ended(reference)
             self.fill()
 
     def give_up(self) -> None:
-        """Let each case without an outcome fail with a sentence, since the cluster is gone."""
+        """Mark each case without an outcome as failed, since the cluster is lost."""
         running_cases = [case for _, case in self.running.values()]
         unfinished = [*running_cases, *self.waiting]
         self.running.clear()
@@ -333,13 +336,16 @@ class _Cohort:
     def started(self, reference: Any) -> None:
         """Take an actor that has loaded the weights, or ask for another if it died.
 
+        Args:
+            reference: Reference of its call of `load`, which has ended.
+
         Raises:
-            UserError: If the actor cannot load the weights, or too many have died meanwhile.
+            UserError: If the actor cannot load the weights, or too many in a row have died.
         """
         actor = self.starting.pop(reference)
         try:
             self.ray.get(reference)
-        # An exception of `load`: it would come again in each actor.
+        # `load` itself raised an exception, as it would in any other actor: all of the run ends.
         except self.ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from error
@@ -358,15 +364,15 @@ class _Cohort:
             self.actors.append(actor)
 
     def fill(self) -> None:
-        """Give waiting cases to the actors until these are busy, to the one with the fewest first.
+        """Give waiting cases to the actor with the fewest cases, until no actor has room.
 
         A case that an actor died with is alone in its next actor: it may need all of the memory.
         """
         while self.waiting:
             case = self.waiting[0]
             is_retry = self.num_deaths[case.scan.name] > 0
-            num_cases_of = Counter(actor for actor, _ in self.running.values())
-            # Actors that have such a case already take no other.
+            num_cases_by_actor = Counter(actor for actor, _ in self.running.values())
+            # Actors with a case that is tried again take no other.
             reserved = set()
             for actor, running_case in self.running.values():
                 if self.num_deaths[running_case.scan.name] > 0:
@@ -374,10 +380,11 @@ class _Cohort:
             candidates = [actor for actor in self.actors if actor not in reserved]
             if not candidates:
                 return
-            actor = min(candidates, key=num_cases_of.__getitem__)
+            actor = min(candidates, key=lambda actor: num_cases_by_actor[actor])
             max_cases = 1 if is_retry else CASES_PER_ACTOR
-            # If the actor with the fewest cases has no room, no other has.
-            if num_cases_of[actor] >= max_cases:
+            # If the actor with the fewest cases has no room, no other has. The cases behind this
+            # one wait too, so that it does not starve.
+            if num_cases_by_actor[actor] >= max_cases:
                 return
             self.waiting.popleft()
             self.observer.case_begins(case.scan.name, self.num_cases)
@@ -385,11 +392,16 @@ class _Cohort:
             self.running[reference] = (actor, case)
 
     def ended(self, reference: Any) -> None:
-        """Note the outcome of a case, or put the cases of a dead actor back to the queue."""
+        """Note the outcome of a case, or put the cases of a dead actor back to the queue.
+
+        Args:
+            reference: Reference of the call of `predict`, which has ended.
+        """
         actor, case = self.running.pop(reference)
         try:
             outcome: Outcome = self.ray.get(reference)
-        # An exception of `predict`: a defect outside of the steps of a batch.
+        # `predict` itself raised an exception: a defect of the program, since the steps of a batch
+        # return the errors of a case.
         except self.ray.exceptions.RayTaskError as error:
             case.exit_code = EXIT_FAILED
             case.messages = [f"{type(error.cause).__name__}: {error.cause}"]
@@ -409,7 +421,7 @@ class _Cohort:
 
         Args:
             actor: The dead actor.
-            case: The case whose call told of the death.
+            case: The case whose call reported the death; it is no longer in `running`.
             error: How it died.
         """
         self.actors.remove(actor)
@@ -475,8 +487,9 @@ def predict_bytes(
 ) -> int:
     """Predict the memory of an actor.
 
-    With `max_ram_gib` it is that bound. Otherwise it is the largest forecast of the first scans,
-    plus a second scan of that size, which is read or written meanwhile.
+    With `max_ram_gib` it is that bound. Otherwise the forecast of each of the first scans is made,
+    and a second scan of the same size is added, which is read or written meanwhile. The largest of
+    these sums counts.
 
     Args:
         model: The model as loaded by this process.
@@ -492,18 +505,20 @@ def predict_bytes(
     task = model.task
     loaded_bytes = resident_bytes()
     network_bytes = round(model.options.budget_gib * 2**30)
-    # A forecast leaves the network out if its model is on a GPU. An actor without a GPU holds it.
+    # If this process has a GPU, the forecast does not count the passes of the network. An actor
+    # without one runs them in its memory.
     missing_bytes = 0
     if num_gpus == 0 and model.device.type != "cpu":
         missing_bytes = network_bytes
     bytes_per_voxel = SCAN_BYTES * len(task.channels) + LABEL_BYTES
     predictions = []
     for case in cases[:NUM_MEASURED]:
-        # Any reader may fail, or crops of usual size exceed a budget. The actor reports it.
+        # The header may be unreadable, or the budget too small; the actor then reports it. Readers
+        # raise exceptions of many kinds.
         with suppress(Exception):
             grid = scan_grid(case.scan, task)
             case_bytes = forecast(model, grid, loaded_bytes).peak_bytes
             other_bytes = (CASES_PER_ACTOR - 1) * bytes_per_voxel * math.prod(grid.shape)
             predictions.append(case_bytes + other_bytes + missing_bytes)
-    # If no header can be read, a guess without the scans.
+    # The default, where no header can be read, has no part for the scans.
     return max(predictions, default=loaded_bytes + OVERHEAD_BYTES + network_bytes)

@@ -58,8 +58,8 @@ class Views:
     """What the pictures of a case keep of its voxels, which are dropped once it is segmented.
 
     Attributes:
-        slices: Slices of the preview; empty if `save` has none.
-        packed: Volumes of the viewer; None if `save` has none.
+        slices: Slices of the preview; empty if none is written.
+        packed: Volumes of the viewer; None if none is written.
     """
 
     slices: Sequence[PreviewSlice] = ()
@@ -171,6 +171,7 @@ def _read_reference(
     if not label_values:
         label_values = {value: name for name, value in task.values.items()}
     modality = task.channels[0].modality
+    # Structures of labels that the task lacks are not read.
     reference, values = read_reference(
         path, label_values, scan.path, scan.series, modality, kept=task.values
     )
@@ -213,7 +214,7 @@ def write_results(
         if kind == "labels":
             write_labels(path, result.labels, grid, header, structures)
         elif kind == "uncertainty":
-            assert result.disagreement is not None, "averaged views have one"
+            assert result.disagreement is not None, "models with several views return it"
             write_labels(path, result.disagreement, grid, header)
         elif kind == "masks":
             structure = next(structure for structure in structures if structure.name == label)
@@ -226,7 +227,7 @@ def write_results(
         elif kind == "preview":
             _write_preview(path, result, views, task, structures)
         elif kind == "viewer":
-            assert views.packed is not None, "a viewer takes one"
+            assert views.packed is not None, "`take_views` has made it for the viewer"
             identity = scan.identity_with(volume)
             _write_viewer(path, views.packed, result, identity, task)
         else:  # one of `DICOM_KINDS`
@@ -317,8 +318,8 @@ def _write_preview(
         path,
         title,
         structures,
-        text_by_value,
-        result.warnings,
-        task.channels[0].window_hu,
-        bounds,
+        figures=text_by_value,
+        warnings=result.warnings,
+        window=task.channels[0].window_hu,
+        notes=bounds,
     )

@@ -58,9 +58,9 @@ class Scan(NamedTuple):
         hu: Scale that turns its values into HU.
         more_paths: Files of the channels after the first; None where a case table leaves one empty.
         labels: Reference labels, from a case table; None where there are none.
-        files: The DICOM files of its study; empty where these are all files at the path.
-        identity: Patient and date as far as they are known before it is read: of a study by its
-            headers, of a row of a case table by its columns.
+        files: The DICOM files of its study; empty if every file at the path belongs to it.
+        identity: Patient and date as far as they are known before the scan is read: from the DICOM
+            headers of a study, or from the columns of a case table.
         refusal: Message that says why it cannot be predicted; "" if it can.
         archive: Archive that it was unpacked from; None for a scan that lies where it was.
     """
@@ -93,7 +93,7 @@ class Scan(NamedTuple):
         return volume.identity if has_own else self.identity
 
     def reading(self) -> dict[str, Any]:
-        """List the settings with which this scan is read, in plain types."""
+        """List the settings with which this scan is read, for its JSON report."""
         return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
 
     def paths(self, num_channels: int) -> list[Path | None]:
@@ -101,7 +101,7 @@ class Scan(NamedTuple):
         return list_channels(self.path, self.more_paths, num_channels)
 
     def files_by_channel(self, num_channels: int) -> list[tuple[Path, ...]]:
-        """List the DICOM files of each channel; empty where they are all files at its path."""
+        """List the DICOM files of each channel; empty if every file at its path belongs to it."""
         # Only the first channel may be one of several studies at its path.
         files_of_others = [()] * (num_channels - 1)
         return [self.files, *files_of_others]
@@ -152,6 +152,7 @@ def find_scans(
         scan = Scan(case_name(source[0]), source[0], series, hu, tuple(source[1:]))
         return [scan], dict.fromkeys(source, f"a channel of the case {scan.name}")
     if not is_table:
+        # `series=` asks for DICOM, so volume files beside DICOM files are no reason to refuse.
         paths = list_inputs(source, is_dicom=series is not None)
         scans = [Scan(name, path, series, hu) for name, path in paths]
         return scans, {scan.path: f"the scan of the case {scan.name}" for scan in scans}
@@ -173,8 +174,8 @@ def _scans_of_table(
         raise UserError(
             f"input={path}: no case of the table is marked split={split}; give a split of the table"
         )
-    # Of all cases, since files of the other splits must not be overwritten either. A scan is also a
-    # file of its case: the description as a scan replaces the other one.
+    # Files of the other splits must not be overwritten either, so all cases are described. A scan
+    # is also one of the named files: its description as a scan replaces that as a file.
     protected = {file: f"a file of the case {name}" for name, file in named_files(path)}
     for case in table:
         protected[case.image] = f"the scan of the case {case.name}"
@@ -210,11 +211,13 @@ class FolderStudy(NamedTuple):
     num_studies: int
 
 
+# `eq=False` keeps equality and hash by identity, so that cases can be members of a set.
 @dataclass(frozen=True, eq=False)
 class StudyCase:
-    """A study that makes a case.
+    """A study, or the part of one, that makes a case.
 
-    Its parts in different folders are one case only where they share a series.
+    A study in several folders is one case only if the slices of a series are spread over them;
+    otherwise each folder makes a case.
 
     Attributes:
         parts: The parts of the study, one for each folder.
@@ -229,12 +232,12 @@ class StudyCase:
 
     @property
     def study(self) -> Study:
-        """The study as it is in the first folder: patient and date are the same in all."""
+        """The part of the study in the first folder; patient and date are the same in all."""
         return self.parts[0].study
 
     @property
     def series(self) -> list[Series]:
-        """Series of all parts; one that is spread over folders is there several times."""
+        """Series of all parts; a series that is spread over folders is listed once for each."""
         series: list[Series] = []
         for part in self.parts:
             series += part.study.series
@@ -242,13 +245,13 @@ class StudyCase:
 
     @property
     def is_divided(self) -> bool:
-        """Whether it is not just all files of one folder."""
+        """Whether the case differs from a whole folder: it has several, or shares its only one."""
         has_several_folders = len(self.parts) > 1
         shares_its_folder = self.parts[0].num_studies > 1
         return has_several_folders or shares_its_folder
 
     def goes_on_in(self, part: FolderStudy) -> bool:
-        """Tell whether one of its series has slices in a further folder."""
+        """Tell whether one of the case's series has further slices in the folder of `part`."""
         return any(part.study.shares_series(earlier.study) for earlier in self.parts)
 
 
@@ -276,29 +279,30 @@ def divide_studies(
         modality: Modality of the first channel, as a task names it.
         on_file: Called after each DICOM file whose header was read.
         on_empty: Called with each study that makes no case.
-        on_loose: Called with each file that cannot be read and tells no series, and lies beside the
-            slices of several series: it belongs to no case.
+        on_loose: Called with each unreadable file that belongs to no case: its header names no
+            series, and the files beside it are of several series.
 
     Returns:
         The cases, sorted by name. Scans that are no DICOM stay as they are.
     """
-    holders = [scan for scan in scans if may_hold_studies(scan)]
-    if not holders:
+    dicom_scans = [scan for scan in scans if may_hold_studies(scan)]
+    if not dicom_scans:
         return list(scans)
-    parts, lone_empty = _find_parts(holders, modality, on_file, on_empty, on_loose)
+    parts, lone_empty = _find_parts(dicom_scans, modality, on_file, on_empty, on_loose)
     paths_with_study = {part.scan.path for part in parts}
     result = []
     for scan in scans:
         if scan.path in lone_empty:
             result.append(scan._replace(identity=lone_empty[scan.path].identity))
         elif scan.path not in paths_with_study:
+            # No DICOM, or a folder in which no study has a volume: its reader says what is there.
             result.append(scan)
     result += _scans_of_cases(_join_parts(parts), source, scans)
     return sorted(result, key=lambda scan: scan.name)
 
 
 def _find_parts(
-    holders: Sequence[Scan],
+    dicom_scans: Sequence[Scan],
     modality: str,
     on_file: Callable[[], None],
     on_empty: Callable[[Study], None],
@@ -314,13 +318,14 @@ def _find_parts(
     from medseg.io.dicom.studies import find_studies
 
     folders = []
-    for scan in holders:
-        # The path of a medium is that of its file DICOMDIR.
+    for scan in dicom_scans:
+        # A scan on a DICOM medium, such as a CD, has the path of the file DICOMDIR, which lies
+        # beside the images.
         folders.append(scan.path if scan.path.is_dir() else scan.path.parent)
     parts: list[FolderStudy] = []
     lone_empty: dict[Path, Study] = {}
     studies_by_folder = find_studies(folders, modality, on_file, on_loose)
-    for scan, studies in zip(holders, studies_by_folder, strict=True):
+    for scan, studies in zip(dicom_scans, studies_by_folder, strict=True):
         with_volume = [study for study in studies if study.has_volume]
         parts += [FolderStudy(scan, study, len(with_volume)) for study in with_volume]
         empty = [study for study in studies if not study.has_volume]
@@ -362,10 +367,10 @@ def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Sc
 
 
 def _join_parts(parts: Sequence[FolderStudy]) -> list[StudyCase]:
-    """Join the parts of a study that share a series to one case; every other part is a case."""
+    """Join the parts of a study that share a series; every other part is a case of its own."""
     cases: list[StudyCase] = []
     for part in parts:
-        # A part may share series with several cases, which it then joins to one.
+        # A part may share series with several cases so far: all of them become one case.
         unrelated = []
         joined_parts: list[FolderStudy] = []
         for case in cases:
@@ -380,9 +385,10 @@ def _join_parts(parts: Sequence[FolderStudy]) -> list[StudyCase]:
 def _cases_with_series(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     """Leave out the cases that cannot hold what `series=` names, if others may hold it.
 
-    A UID is that of one study. A Series Number is searched in every study of its scope, and in all
-    folders of each of these studies. If no study has what is named, all cases stay, and their
-    readers list what there is.
+    `series=` names a series by its UID, or by a Series Number, which many studies may use, with an
+    optional scope: the patient, the study or both. A UID keeps only the cases that hold it. A
+    number keeps the cases in its scope, except those whose study has the series in another folder.
+    If no case is left, all stay, and their readers list the series that there are.
     """
     if not cases:
         return cases
@@ -395,8 +401,9 @@ def _cases_with_series(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
         return with_uid
     in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
     with_series = {case for case in in_scope if any(map(choice.selects, case.series))}
-    # A study whose series are in several folders makes several cases. If one of them holds the
-    # series, the others cannot. Without a UID, folders of one patient may be different studies.
+    # A study whose series are in several folders may make several cases. If one of them holds the
+    # series, the others are left out. Cases in scope of other studies stay: their readers report
+    # that the series is missing. Only the UID of a study tells that two folders are of one study.
     studies_with_series = {case.study.scope for case in with_series if case.study.uid}
     candidates = []
     for case in in_scope:
@@ -410,7 +417,7 @@ def _scan_of_divided(case: StudyCase, source: Path, taken_names: set[str]) -> Sc
     from medseg.io.dicom.choice import parse_series
 
     is_joined = len(case.parts) > 1
-    # Of several folders no single one holds all files; the input does.
+    # No single folder of a joined case holds all of its files; the input does.
     path = source if is_joined else case.scan.path
     # The name of a study in a folder within the input begins with that folder.
     folder_name = "" if path == source else case.scan.name
@@ -420,6 +427,7 @@ def _scan_of_divided(case: StudyCase, source: Path, taken_names: set[str]) -> Sc
     files: list[Path] = []
     for part in case.parts:
         files += part.study.files
+    # The path holds other studies too, so `series` and `files` are restricted to this one.
     return case.scan._replace(
         name=name,
         path=path,
@@ -489,16 +497,16 @@ def join_channels(scans: Sequence[Scan], num_channels: int) -> list[Scan]:
         scans: Scans of a folder, or one scan.
         num_channels: Channels of the task.
     """
-    # A study that is one of several in its folder is no file of a channel.
+    # Scans with `files` are studies that were divided by their headers, not files of channels.
     by_name = {scan.name: scan for scan in scans if not scan.files}
     numbers = [f"{index:04d}" for index in range(num_channels)]
-    # By name: each channel of a case finds all of them, and sets the same entry.
+    # By name, since the loop meets a joined case once for each of its channels.
     joined: dict[str, Scan] = {}
     for scan in scans:
         case, _, number = scan.name.rpartition("_")
         is_numbered = case != "" and number in numbers
         paths = []
-        # A scan that has the name of the case already must not be replaced.
+        # The joined case must not take the name of another scan.
         if is_numbered and case not in by_name:
             paths = _paths_of_channels(case, numbers, by_name)
         if paths:

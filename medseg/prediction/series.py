@@ -47,8 +47,8 @@ def pick_series(
         on_file: Called after each DICOM file whose header was read.
 
     Returns:
-        A scan for each study, with its series; sorted by name. A scan whose study cannot be chosen
-        from has a refusal. Scans without a volume of DICOM stay as they are.
+        A scan for each study, with its series; sorted by name. The scan of a study without a series
+        that can be chosen has a refusal. Scans without a DICOM volume stay as they are.
     """
     candidates_by_study: dict[str, list[Candidate]] = {}
     picked: list[Scan] = []
@@ -82,7 +82,7 @@ def _list_all(scan: Scan, modality: str, on_file: Callable[[], None]) -> list[Li
     # pydicom is imported only for DICOM.
     from medseg.io.dicom.listing import list_series
 
-    # The path of a medium is that of its file DICOMDIR.
+    # A scan on a DICOM medium, such as a CD, has the path of the file DICOMDIR.
     folder = scan.path.parent if is_dicomdir(scan.path) else scan.path
     try:
         return list_series(folder, modality, scan.files, on_file)
@@ -103,12 +103,13 @@ def _pick_one(candidates: Sequence[Candidate], rule: str) -> Scan:
 
 
 def _refused(candidates: Sequence[Candidate], readable: Sequence[Candidate], rule: str) -> Scan:
-    """Make the scan of a study without a readable series, or without one that has a text.
+    """Make a scan that says why no series of a study can be chosen.
 
     Args:
         candidates: All series of the study.
-        readable: Those that can be read.
-        rule: The text, if there are readable ones.
+        readable: Those that can be read, none of which fits the rule.
+        rule: Value of `series_pick`. If there are readable series, it is a text to look for: the
+            other rules always choose one of them.
     """
     scan = candidates[0].scan
     if readable:

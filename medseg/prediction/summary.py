@@ -79,32 +79,40 @@ class Figure(NamedTuple):
     factor: float = 1
 
 
-VOLUME = Figure("ml", "ml", "volume", "ml", "Volume of {part}")
+VOLUME = Figure(key="ml", ending="ml", heading="volume", unit="ml", meaning="Volume of {part}")
 EMPHYSEMA_TEXT = f"−{-EMPHYSEMA_HU} HU"  # with a minus sign, which is longer than a hyphen
+# Doubled braces leave `{part}` in a formatted meaning.
 FIGURES_IN_HU = (
-    Figure("mean_hu", "mean_hu", "mean", "HU", "Mean of the voxels of {part}"),
+    Figure(
+        key="mean_hu",
+        ending="mean_hu",
+        heading="mean",
+        unit="HU",
+        meaning="Mean of the voxels of {part}",
+    ),
     *(
         Figure(
-            f"p{percent}_hu",
-            f"p{percent}_hu",
-            f"{percent}th percentile",
-            "HU",
-            f"Value at or below which {percent} % of the voxels of {{part}} lie",
+            key=f"p{percent}_hu",
+            ending=f"p{percent}_hu",
+            heading=f"{percent}th percentile",
+            unit="HU",
+            meaning=f"Value at or below which {percent} % of the voxels of {{part}} lie",
         )
         for percent in PERCENTILES
     ),
     Figure(
-        f"share_below_minus_{-EMPHYSEMA_HU}_hu",
-        f"below_minus_{-EMPHYSEMA_HU}_percent",
-        f"below {EMPHYSEMA_TEXT}",
-        "%",
-        f"Share of the voxels of {{part}} below {EMPHYSEMA_TEXT}, which counts as emphysema in an "
-        "organ of air",
+        key=f"share_below_minus_{-EMPHYSEMA_HU}_hu",
+        ending=f"below_minus_{-EMPHYSEMA_HU}_percent",
+        heading=f"below {EMPHYSEMA_TEXT}",
+        unit="%",
+        meaning=f"Share of the voxels of {{part}} below {EMPHYSEMA_TEXT}, which counts as "
+        "emphysema in an organ of air",
         number_format="0.0",
         factor=100,  # from a share to percent
     ),
 )
 
+# Arguments: key, heading, unit (none: these are texts), meaning, width.
 COLUMNS_BEFORE_FIGURES = (
     Column("case", "case", "", "Name of the scan, with which the names of its files begin", 24.0),
     Column("status", "status", "", STATUS_MEANING),
@@ -125,7 +133,7 @@ COLUMNS_AFTER_FIGURES = (
     Column("information", "information", "", "What asks for nothing", 50.0, is_wrapped=True),
     Column("result", "result", "", "File of the result, beside this table", 28.0),
 )
-# Keys of the columns of texts: all but the figures.
+# Keys of all columns but those of figures: their cells are texts.
 TEXT_KEYS = tuple(column.key for column in (*COLUMNS_BEFORE_FIGURES, *COLUMNS_AFTER_FIGURES))
 
 
@@ -134,8 +142,8 @@ class SummaryEntry:
     """A scan of the summary.
 
     Attributes:
-        row: Key of a column to the cell, for all columns except `warnings` and `information`;
-            numbers as numbers.
+        row: Key of a column to the cell, for all columns except `warnings` and `information`.
+            Figures are numbers, not texts.
         warnings: Sentences of the column `warnings`.
         information: Sentences of the column `information`.
         report: Content of its `<case>.json`; empty if there is none, as for a failed case.
@@ -181,7 +189,8 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         task: Its labels have columns, whether or not a case has a result.
 
     Raises:
-        UserError: If a file cannot be written and no case has failed.
+        UserError: If a file of the summary cannot be written; not if a case has failed too, whose
+            error is reported instead.
     """
     total = total_name(task.labels)
     new_entries = [_entry_of(case, total) for case in cases]
@@ -192,8 +201,8 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         try:
             _write_files(folder, entries, task, total)
         except UserError:
-            # If cases failed, for example on a full disk, they are the error to report. This one
-            # must not hide them.
+            # Cases may have failed for the same reason, such as a full disk. This error must not
+            # hide theirs.
             has_failed_case = any(case.exit_code for case in cases)
             if not has_failed_case:
                 raise
@@ -231,16 +240,16 @@ def total_name(labels: Mapping[str, int]) -> str:
 def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> list[Column]:
     """List the columns: texts, and figures of all labels.
 
-    The labels are those of the task, and those of other tasks whose cases are in the folder. The
-    figures in HU of a label are left out if the task is no CT and no scan has one.
+    The labels are those of the task, and those of other tasks whose cases are in the folder. A
+    label has its figures in HU if the images of the task are CT, or if a scan has such a figure.
 
     Args:
         entries: All scans.
         task: See `write_summary`.
         total: From `total_name`.
     """
-    # Dictionaries serve as sets in the order of the rows: the order of a set of texts would differ
-    # from process to process.
+    # Dictionaries without values serve as sets that keep the order of the rows: the order of a set
+    # of texts would differ from process to process.
     numeric_keys: dict[str, None] = {}
     for entry in entries:
         for key in entry.row:
@@ -285,10 +294,10 @@ def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
             "patient": identity.patient or None,
             "date": identity.study_date or None,
         }
-        return SummaryEntry(row, case.messages, (), {})
+        return SummaryEntry(row, warnings=case.messages, information=(), report={})
     report = case.report
     if report is None:
-        # Its results were up to date, so it wrote none: the earlier report counts.
+        # The case was skipped, since its results are up to date: the earlier report counts.
         report = read_report(case.output)
     return _entry_of_report(case.scan.name, report, total)
 
@@ -338,7 +347,7 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
         else:
             warnings = _sentences(row.get("warnings"))
             information = _sentences(row.get("information"))
-            entries[name] = SummaryEntry(_earlier_row(row), warnings, information, {})
+            entries[name] = SummaryEntry(_earlier_row(row), warnings, information, report={})
     return list(entries.values())
 
 
@@ -371,12 +380,12 @@ def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
     identity = report.get("identity") or {}
     volumes_ml = report.get("volume_ml") or {}
     statistics = report.get("statistics", {})
-    # The sum stands in for the volume that reports of older versions lack.
+    # Reports of older versions lack the volume of all labels together: the sum stands in for it.
     total_figures = {"ml": sum(volumes_ml.values()), **report.get("total_statistics", {})}
     figures_by_label = dict(statistics)
     for label, volume_ml in volumes_ml.items():
         figures_by_label[label] = {**statistics.get(label, {}), "ml": volume_ml}
-    # Last: a label of another task may have the name of the total, and gives way to it.
+    # Set last, so that it replaces a label of another task that has the name of the total.
     figures_by_label[total] = total_figures
     row: dict[str, Any] = {
         "case": name,
@@ -423,7 +432,7 @@ def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[
         file_name = cells["result"]
         if file_name:
             cells["result"] = Link(file_name, file_name)
-        with suppress(TypeError, ValueError):  # none, or not written as a date
+        with suppress(TypeError, ValueError):  # stays as it is if empty, or not written as a date
             cells["date"] = date.fromisoformat(cells["date"])
         scan_rows.append(cells)
     explanation_columns = (

@@ -176,7 +176,7 @@ def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
                 weighted_in_xy = weighted_in_x[:, rows] * row_weights[:, None]  # (2, H', W')
                 for plane, plane_weight in zip(weighted_in_xy, taps_z.weight[z], strict=True):
                     total += plane * plane_weight
-        values[z] = total
+        values[z] = total  # int32: decimals are cut off
     return values
 
 

@@ -367,6 +367,26 @@ def test_a_choice_expires(
     assert quickest_backend(make()) == "openvino"
 
 
+@pytest.mark.parametrize("fixed_size", [None, (8, 16, 8)])
+def test_a_network_is_measured_at_a_size_that_it_takes(
+    fixed_size: tuple[int, int, int] | None,
+    timings: list[tuple[float, float]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = make()
+    network.traits = network.traits._replace(fixed_size=fixed_size)
+    small_size = network.traits.small_size
+    sizes = set()
+
+    def seconds(call: Any, image: torch.Tensor) -> float:
+        sizes.add(tuple(image.shape[2:]))
+        return 1.0
+
+    monkeypatch.setattr(backend, "_seconds", seconds)
+    quickest_backend(network)
+    assert sizes == {fixed_size or tuple(2 * length for length in small_size)}
+
+
 SIGNAL_AFTER_THE_LAST_NETWORK = """
 import gc, signal, threading
 import torch

@@ -241,6 +241,20 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
     )
 
 
+def test_a_report_that_is_deleted_meanwhile_does_not_count_as_another_prediction(
+    folder: Path, predicted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment_case = batch.segment_case
+
+    def busy(scan: Scan, *arguments: Any) -> None:
+        (folder / "out" / f"{scan.name}.json").unlink()
+        segment_case(scan, *arguments)
+
+    monkeypatch.setattr(batch, "segment_case", busy)
+    assert predict(folder, "overwrite=true") == 0
+    assert predicted == ["a", "b"]
+
+
 def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
