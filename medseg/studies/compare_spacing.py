@@ -100,7 +100,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     Writes `comparison.csv`, `comparison.md` and `comparison.png` after each row.
 
     Returns:
-        0, or 1 if a row failed; the rows after it still run.
+        0, or 1 if a row failed or a case has no scores in some row; the other rows still run.
     """
     output = Path(config.output).absolute()
     arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
@@ -131,7 +131,15 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         folder = output / folder_name(name)
         try:
-            strategy = run_row(name, stages, folder, table, grids, reference_arguments, failed_runs)
+            strategy = run_row(
+                name,
+                stages,
+                folder=folder,
+                table=table,
+                grids=grids,
+                reference_arguments=reference_arguments,
+                failed_runs=failed_runs,
+            )
         except UserError as error:
             say(f"{name}: {error}")
             strategy = Strategy(name, costs={}, scores=[], missing={}, failure=str(error))
@@ -220,7 +228,8 @@ def run_row(
         missing[case] = predict_failures.get(case, "no prediction")
     missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
-    # Largest inputs of each stage: of the coarse one a whole scan, of the fine one a crop.
+    # Costs are counted on the largest input that these cases give a stage: a whole scan for the
+    # coarse stage, a crop for the fine one.
     scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
     crop_shapes = []
     for report in reports.values():
@@ -272,6 +281,7 @@ def _predict(
         if path.is_file():
             reports[case] = json.loads(path.read_text(encoding="utf-8"))
     messages = failed_predictions(folder)
+    # `failure` is empty if only single cases failed: `run_row` then reports these as missing.
     if failure or not reports:
         case_failures = [f"{case}: {message}" for case, message in messages.items()]
         raise UserError(f"no case could be predicted: {'; '.join(case_failures) or failure}")
@@ -386,9 +396,9 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     divisor = find_divisor(config)
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # A patch of one voxel leaves the size of the crop as it is; it grows to one that the network
-    # takes below. `predict_body` does the same.
-    crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
+    # As `predict_body` does: with a patch of one voxel, `crop` leaves the size as it is. Only then
+    # does `network_size` enlarge it to one that the network takes.
+    crop = rule.crop(VoxelBox.full(lattice.shape), lattice, patch_size=(1, 1, 1), divisor=divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is not None:
         depth = bounded_depth((depth, height, width), config.stage.max_voxels, divisor[0])
@@ -477,7 +487,7 @@ def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
 def _draw(strategies: Sequence[Strategy], path: Path) -> None:
     """Draw scores and costs of the strategies, one panel each."""
     names = [strategy.name for strategy in strategies]
-    # Of each strategy: thickness of the slices to the mean of each metric.
+    # One dictionary per strategy: thickness of the slices to metric to its mean.
     means = [means_of(strategy) for strategy in strategies]
     fine_costs = [strategy.costs.get("fine", {}) for strategy in strategies]
     durations_s: list[float | None] = []

@@ -121,6 +121,7 @@ def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
     Raises:
         UserError: If the patients are too few for the folds, or the table has other folds.
     """
+    # The second group are synthetic scans that are added to the table; they only train.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
     patients = {case.patient for case, _ in cases}
