@@ -249,8 +249,8 @@ def measure(
         UserError: If the row cannot be measured.
     """
     path = folder / "measured.json"
-    # The whole configuration, not its signature: that leaves out memory switches, which do not
-    # change the result of a run, but are what is measured here.
+    # The whole configuration, not its signature: a signature leaves out memory switches, since they
+    # do not change the result of a run, but they change what is measured here.
     request = {
         "shape": list(shape),
         "timed_steps": timed_steps,
@@ -314,7 +314,7 @@ def measure_row(
         if baseline is None:
             # The text begins with the name of the key: `precision`.
             raise UserError(f"memory.{error}") from error
-        # Its bytes can be counted all the same: that takes no values, so any device does.
+        # Its bytes can be counted all the same, because they are counted on tensors without values.
         is_timed = False
     make_baseline_network: Callable[[], nn.Module] | None = None
     if baseline:

@@ -157,6 +157,7 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
             # Made only to check the arguments of optimiser and schedule.
             make_scheduled_optimizer(config)
         except (HydraException, OmegaConfBaseException) as error:
+            # The configuration without the space has all keys, for a hint at a similar one.
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:
             raise UserError(f"sweep.space: {error}") from error
@@ -396,8 +397,8 @@ class SearchJournal:
         # Held while values are drawn too, because they depend on the trials that have begun.
         with locked(self.folder / STUDY_LOCK_FILE):
             trials = self.study.get_trials(deepcopy=False)
-            # Trials are numbered in the order in which they begin. The first one may be waiting,
-            # see `begin_with`.
+            # Trials are numbered from 0 in the order in which they begin, so the number of those
+            # that have begun is the next one. The trial of `begin_with` may still be waiting.
             next_number = sum(trial.state is not TrialState.WAITING for trial in trials)
             numbers = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
             if next_number < self.sweep.num_trials:

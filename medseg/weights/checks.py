@@ -217,7 +217,8 @@ def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
         has_size_word = any(word in key for word in SIZE_WORDS)
         if not has_count_word or has_size_word:
             continue
-        # A list counts the blocks of each level.
+        # A list counts the blocks of each level. Absolute values, so that a negative number does
+        # not make up for a large one.
         if sum(map(abs, _numbers(value))) > num_tensors:
             raise ValueError(
                 f"{key}={value}: a network of that many parts has more tensors than the "

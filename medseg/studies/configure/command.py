@@ -100,6 +100,7 @@ def configure(config: ConfigureConfig) -> int:
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
+    # Of a step of one patch, like `costs`: `with_steps` chooses the batch size only afterwards.
     prediction = planner.predict(setting)
     steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
     setting = with_steps(setting, steps)
