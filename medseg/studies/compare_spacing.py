@@ -47,6 +47,7 @@ from medseg.studies.train_arguments import (
     check_names,
     compose_train,
     folder_name,
+    key_of,
     label_values_argument,
     merge_arguments,
 )
@@ -121,9 +122,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    # `evaluate` reads no checkpoint, so the task and the meaning of the labels are arguments.
-    reference_arguments = [label_values_argument(config.data.label_values or {})]
-    reference_arguments += [argument for argument in arguments if argument.startswith("task")]
+    reference_arguments = arguments_for_evaluate(config, arguments)
     # Rows may share runs: a run that failed in one row is not tried again in the next.
     failed_runs: dict[Path, str] = {}
     strategies = []
@@ -151,6 +150,24 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         if strategy.failure or strategy.missing:
             return EXIT_FAILED
     return 0
+
+
+def arguments_for_evaluate(config: CompareSpacingConfig, arguments: Sequence[str]) -> list[str]:
+    """List the arguments of `evaluate` that give the task and the values of the reference labels.
+
+    They cannot come from a checkpoint, because `evaluate` reads none.
+
+    Args:
+        config: Has the values of the labels in the reference files.
+        arguments: Arguments of `train` that all rows share.
+    """
+    task_arguments = []
+    for argument in arguments:
+        # Without the `+` or `~` of `+task.labels.trachea=5`.
+        group = key_of(argument).split(".")[0]
+        if group == "task":
+            task_arguments.append(argument)
+    return [label_values_argument(config.data.label_values or {}), *task_arguments]
 
 
 def stages_of(
