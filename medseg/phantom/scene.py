@@ -262,11 +262,13 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         # the organ and the body.
         needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
         # As large as all organs may be, or as this one must be, but with a gap to its neighbours.
-        wanted = max(largest, needed)
-        radii = min(wanted, 0.9 * room) * rng.uniform(0.65, 1.0, 3)
+        radius = min(max(largest, needed), 0.9 * room)
+        radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
         # The value 0 stands until the labels of the organ are known, below.
-        organs[name] = Organ(0, sign, centre, radii, contrast_of[name])
+        organs[name] = Organ(
+            value=0, sign=sign, centre_xyz=centre, radii_xyz=radii, contrast=contrast_of[name]
+        )
     placed_organs = []
     for label, value in spec.labels.items():
         organ = organs[name_of[label]]
