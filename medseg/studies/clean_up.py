@@ -148,16 +148,18 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     if clean_ups:
         dices, lowered = _check_together(held_out, clean_ups)
     if lowered:
+        # Nothing is taken.
+        clean_ups = []
+        dices = {}
         rows = [{**row, "taken": ""} for row in rows]
-        return Choice(
-            clean_ups=(),
-            rows=rows,
-            num_tests=num_tests,
-            num_patients=num_patients,
-            dices={},
-            lowered=tuple(lowered),
-        )
-    return Choice(tuple(clean_ups), rows, num_tests, num_patients, dices)
+    return Choice(
+        clean_ups=tuple(clean_ups),
+        rows=rows,
+        num_tests=num_tests,
+        num_patients=num_patients,
+        dices=dices,
+        lowered=tuple(lowered),
+    )
 
 
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
