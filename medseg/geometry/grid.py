@@ -43,9 +43,6 @@ def _triple(values: Iterable[Any], name: str, kind: type = float) -> tuple[Any, 
 class VoxelBox:
     """A box of voxels on some grid; it may reach outside that grid.
 
-    Growth is symmetric about the centre. Where the growth of an axis is odd, the spare voxel goes
-    to the high end (`stop`).
-
     Attributes:
         start: First voxel per axis, (z, y, x).
         stop: One past the last voxel per axis, (z, y, x), never below `start`.
@@ -177,6 +174,8 @@ class VoxelBox:
 
     def at_least(self, min_shape: Sequence[int]) -> VoxelBox:
         """Grow about the centre to at least this shape (D, H, W); longer axes stay.
+
+        If an axis grows by an odd number of voxels, the spare one goes to the high end (`stop`).
 
         Example:
             >>> VoxelBox((0, 10, 0), (4, 13, 9)).at_least((6, 6, 6))
@@ -341,7 +340,7 @@ class VoxelGrid:
     def resized(self, shape: tuple[int, int, int]) -> VoxelGrid:
         """Make the grid of another shape (D, H, W) over exactly the same field of view.
 
-        The spacing becomes what this takes.
+        The spacing of each axis becomes its extent divided by its new number of voxels.
         """
         # Old voxels per new voxel.
         ratio = np.array(self.shape) / np.array(shape)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid import INDEX_TOLERANCE, VoxelBox, VoxelGrid
 from medseg.geometry.sizes import network_size
 
 
@@ -80,19 +80,20 @@ class GridRule:
         Args:
             box: Region with its margin, in voxels of the lattice.
             lattice: The stage's lattice for this case.
-            patch_size: The crop grows to at least this size (z, y, x), and not to a size that the
-                network takes: patches are cut from it. None: the crop goes to the network whole and
-                grows to a size that it takes (`network_size`).
+            patch_size: Size (z, y, x) of the patches that are cut from the crop, which grows to at
+                least this size; the network never sees the crop whole, so no multiple is needed.
+                None: the crop goes to the network whole, and grows to a size that the network takes
+                (`network_size`).
             divisor: Required multiple of the size of a whole crop, (z, y, x).
             least_size: A whole crop grows to at least this size before it grows to multiples.
 
         Returns:
             Crop that contains the box; a crop of fixed size (`size`) covers exactly the box.
         """
-        # The box does not grow, and becomes a lattice of its own that the crop fills.
+        # A fixed size: the box does not grow, but is resampled to a lattice of its own.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
-        # The box before it grows: beyond it, a padded crop shows air.
+        # The box as it is before it grows; where it grows, a padded crop shows air.
         content = box if self.is_padded else None
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)
@@ -148,8 +149,10 @@ def region_crop(
         least_size: See `GridRule.crop`.
     """
     box = lattice.box_from(from_grid, tight_box)
-    # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
-    margin_voxels = [math.ceil(margin_mm / spacing - 1e-6) for spacing in lattice.spacing_mm]
+    # A margin of exactly n voxels must not become n + 1 by rounding noise.
+    margin_voxels = []
+    for spacing_mm in lattice.spacing_mm:
+        margin_voxels.append(math.ceil(margin_mm / spacing_mm - INDEX_TOLERANCE))
     return rule.crop(box.expanded(margin_voxels), lattice, patch_size, divisor, least_size)
 
 

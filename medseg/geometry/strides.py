@@ -8,8 +8,8 @@ Strides = tuple[tuple[int, int, int], ...]
 def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int) -> Strides:
     """Choose the stride of each level per axis, the finest level first.
 
-    An axis at least twice as coarse as the finest one is not downsampled until the others are about
-    as coarse (nnU-Net's rule).
+    An axis that is at least twice as coarse as the finest one is not downsampled (nnU-Net's rule).
+    Downsampling makes the other axes coarser, until all are about alike.
 
     Args:
         spacing_mm: Spacing of the input, (z, y, x); None: all axes alike.

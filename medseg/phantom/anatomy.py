@@ -180,6 +180,7 @@ def draw_patient(spec: PhantomSpec) -> Patient:
     # A full breath moves the diaphragm by 52 mm; the mean heights below belong to a breath of 0.8.
     expiration_mm = 52 * (0.8 - spec.breath)
     left_rise_mm, right_rise_mm = spec.high_dome_mm
+    # By the keys of `SIDES`: 1 is left, -1 is right.
     dome_z_mm = {
         1: draw(-116, 12) + expiration_mm + left_rise_mm,
         -1: draw(-104, 12) + expiration_mm + right_rise_mm,
@@ -216,9 +217,10 @@ def by_level(table: Table, z_mm: Field) -> list[Field]:
 
 
 def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> Field:
-    """Measure vessels or airways; distances above 20 mm become 20 mm.
+    """Measure vessels or airways; `tube` limits the distances to 20 mm.
 
-    They move with a shifted mediastinum, less the higher they are and the closer to the spine.
+    A missing lung shifts them with the mediastinum: less the higher they are, and less the closer
+    they are to the spine.
     """
     distances = []
     for path_xyz_mm, (first_mm, last_mm) in tubes:
@@ -256,7 +258,8 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     body["cage"] = either(halves[1].cage, halves[-1].cage)
     # `SIDES` and `effusion_mm` both begin with the left.
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
-        # Negative on this side of the middle.
+        # Negative on this side, from 0.5 `gap_mm` beside the middle on: the lungs stay apart also
+        # where the mediastinum is thinnest.
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
         cavity = within(
             halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm

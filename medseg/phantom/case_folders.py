@@ -188,7 +188,7 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
     # Labels lie on the grid of the first channel.
     _, grid = images[0]
     for file, labels in zip(label_files, label_maps, strict=True):
-        write_labels(file, labels, grid, None)
+        write_labels(file, labels, grid)
     contents = {"hash": fingerprint, "present": presence, "spec": asdict(spec)}
     replace_text(finished_mark, json.dumps(contents, indent=1))
     return presence

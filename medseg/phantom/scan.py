@@ -87,7 +87,8 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
             array[:, is_outside] = value
     # After the padding, which may cut a lung into pieces.
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
-    # Where a lung and another organ both have the voxel, it is the lung's.
+    # Both maps have the same values for the lungs. A voxel of a lung and of another organ becomes
+    # the lung's.
     np.copyto(organs, labels, where=labels > 0)
     flipped_axes = tuple(np.flatnonzero(spec.flips).tolist())
     return Phantom(

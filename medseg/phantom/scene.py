@@ -47,8 +47,8 @@ class SceneSpec(CaseSeed):
     Attributes:
         labels: Label name to value; labels whose names differ only by the word `left` or `right`
             are mirror images of one another.
-        sides: Label name to `left` or `right`, for labels that lie on one side; it goes before the
-            word in the name.
+        sides: Label name to `left` or `right`, for labels that lie on one side; takes precedence
+            over the word in the name.
         modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units,
             with a bias field.
         ignore_label: Value of a region of ignored voxels; None makes no such region.
@@ -220,8 +220,9 @@ def _ellipsoid_ml(radii_mm: Array) -> float:
 def place_organs(spec: SceneSpec) -> list[Organ]:
     """Place the organs of a data set, each where most room is left.
 
-    Labels that are mirror images share one organ, which is placed in the left half. The organs with
-    the largest plausible volume are placed first, while there is most room.
+    Labels that are mirror images share one organ, which is placed in the left half. Organs that
+    must be large (those whose smallest plausible volume is large) are placed first, while there is
+    most room.
 
     Returns:
         One organ per label, in the order of the labels; they do not overlap.
@@ -260,10 +261,14 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
         # the organ and the body.
         needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
-        radii = min(0.9 * room, max(largest, needed)) * rng.uniform(0.65, 1.0, 3)
+        # As large as all organs may be, or as this one must be, but with a gap to its neighbours.
+        radius = min(max(largest, needed), 0.9 * room)
+        radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
         # The value 0 stands until the labels of the organ are known, below.
-        organs[name] = Organ(0, sign, centre, radii, contrast_of[name])
+        organs[name] = Organ(
+            value=0, sign=sign, centre_xyz=centre, radii_xyz=radii, contrast=contrast_of[name]
+        )
     placed_organs = []
     for label, value in spec.labels.items():
         organ = organs[name_of[label]]

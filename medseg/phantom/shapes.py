@@ -16,7 +16,8 @@ Field = NDArray[np.floating[Any]]
 Fields = dict[str, Field]
 """Fields on one lattice by name, (D, H, W) or broadcast to it."""
 
-# Box in which there is noise, in mm around the carina, (z, y, x); it fades out beyond.
+# Box of the coarse lattices of `SmoothNoise`, in mm around the carina, (z, y, x). Far outside the
+# box the noise is 0.
 _NOISE_LOW_MM = np.array([-480.0, -300.0, -340.0])
 _NOISE_HIGH_MM = np.array([360.0, 300.0, 340.0])
 
@@ -229,8 +230,8 @@ class Slab(NamedTuple):
     Attributes:
         points: The lattice, of (D, H, W) points.
         wave: Smooth noise of unit standard deviation that roughens surfaces, (D, H, W).
-        tissue: The same that varies the density of tissue, (D, H, W).
-        grain: The same, finer than `tissue`, (D, H, W).
+        tissue: Another such noise, which varies the density of tissue, (D, H, W).
+        grain: A third one, finer than `tissue`, (D, H, W).
         hu: The image, changed in place by `paint`, (D, H, W).
         edge_mm: Width of the edge of a tissue, see `cover`.
     """

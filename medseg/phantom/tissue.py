@@ -152,7 +152,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
             elbow = (side * 222.0, 40, -210)
             if spec.arms == "up":
                 elbow = (side * 165.0, -30, 330)
-            muscle = union(muscle, tube(points, [shoulder, elbow], (44, 33), 60), 16)
+            arm = tube(points, [shoulder, elbow], (44, 33), reach_mm=60)
+            muscle = union(muscle, arm, blend_mm=16)
             humerus = tube(points, [shoulder, elbow], (15, 10))
             bones.append(humerus)
     # The fat under the skin is thicker towards the front and the feet.
@@ -166,6 +167,7 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     # of skin over the fat, 1.9 mm of dense bone over the marrow.
     slab.paint(15, skin)
     slab.paint(-104 + 7 * slab.tissue + 4 * slab.grain, skin + 2.2)
+    # Streaks of fat run through the muscle where the noise is near 0.
     slab.paint(54 - 60 * np.clip(0.5 - np.abs(slab.tissue), 0, 1), muscle)
     bone = either(*bones)
     slab.paint(620 + 60 * slab.tissue, bone)
@@ -229,7 +231,7 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     for organ in ORGANS:
         distance = within(measure_organ(patient, points, organ), inside)
         slab.paint(organ.hu + organ.uptake * spec.contrast_hu + 3 * tissue, distance)
-    stomach = measure_organ(patient, points, STOMACH, 0.85 + 0.45 * spec.stomach_gas)
+    stomach = measure_organ(patient, points, STOMACH, size=0.85 + 0.45 * spec.stomach_gas)
     stomach = within(stomach, inside)
     slab.paint(STOMACH.hu + 3 * tissue, stomach)
     # Gas lies above a level surface, which is the lower the more gas there is.

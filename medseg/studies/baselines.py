@@ -50,7 +50,7 @@ def install_baselines(folder: Path) -> Path:
     """
     python_folder = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages_folder = folder / "lib" / python_folder / "site-packages"
-    # Lists what is installed. Named after the keys `peers` and `peers_env` of the user.
+    # File that lists what is installed. The keys `peers` and `peers_env` call baselines peers.
     marker = folder / "medseg-peers"
     installed_packages = []
     if marker.is_file():

@@ -25,8 +25,8 @@ from medseg.studies.held_out import HeldOut
 from medseg.studies.reference_volumes import ReferenceVolume
 from medseg.task import CleanUp, Task
 
-# Significance level of all tests together; each is made at this divided by their number
-# (Bonferroni).
+# Significance level of all tests together. The level of each test is this divided by the number of
+# tests (Bonferroni).
 LEVEL = 0.05
 # Candidates for the volume below which a component is removed, as shares of the median volume of
 # the part in the references.
@@ -61,16 +61,16 @@ class Choice:
     Attributes:
         clean_ups: What is done to each part; a part that stays as it is has no entry.
         rows: One for each candidate that was tested, with the keys of `COLUMNS`.
-        num_candidates: Number of tests, over all parts.
+        num_tests: Number of tests, over all parts.
         num_patients: Number of patients of the scans.
         dices: Dice coefficients after the whole clean-up; empty if nothing was chosen.
-        lowered: Parts whose mean Dice all chosen steps together would lower; if there are any,
-            nothing was taken.
+        lowered: Parts whose mean Dice would fall if all chosen steps were applied together. If
+            there are any, no step was taken.
     """
 
     clean_ups: tuple[CleanUp, ...]
     rows: Sequence[dict[str, Any]]
-    num_candidates: int
+    num_tests: int
     num_patients: int
     dices: Dices
     lowered: tuple[str, ...] = ()
@@ -80,13 +80,13 @@ class Choice:
         if not self.rows:
             return "No clean-up: no trusted reference shows anything.\n"
         chosen = [f"{clean_up.part}: {clean_up}" for clean_up in self.clean_ups]
-        level = LEVEL / self.num_candidates
+        level = LEVEL / self.num_tests
         num_needed = least_patients(level)
         lines = [
             f"Clean-up of the model: {'; '.join(chosen) or 'none'}.",
             "",
             f"A step is taken where the mean Dice over patients rises and Wilcoxon's signed-rank "
-            f"test over them gives p ≤ {level:.3g} ({LEVEL:.0%} divided by {self.num_candidates} "
+            f"test over them gives p ≤ {level:.3g} ({LEVEL:.0%} divided by {self.num_tests} "
             f"candidates). That takes at least {num_needed} patients whose Dice changes; there are "
             f"{self.num_patients}.",
         ]
@@ -96,7 +96,9 @@ class Choice:
             names = ", ".join(self.lowered)
             lines.append(f"All chosen steps together lower the Dice of {names}: none was taken.")
         if chosen:
-            lines.append("The scores of what was taken are a little too kind: they chose it.")
+            lines.append(
+                "The scores of what was taken are a little too high: it was chosen by them."
+            )
         lines += ["", markdown_table(self.rows, COLUMNS, FORMATS)]
         return "\n".join(lines)
 
@@ -130,12 +132,12 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     parts = list(dict.fromkeys(volume.part for volume in volumes))
     candidates = {part: candidates_of(part, held_out.task, volumes) for part in parts}
     scores = score_candidates(held_out, candidates)
-    num_candidates = sum(map(_count_tests, candidates.values()))
+    num_tests = sum(map(_count_tests, candidates.values()))
     clean_ups: list[CleanUp] = []
     rows: list[dict[str, Any]] = []
     for part, scores_by_clean_up in scores.items():
-        # Bonferroni: the level is divided by the number of tests of all parts.
-        level = LEVEL / num_candidates
+        # Here, not before the loop: without parts there are no tests to divide by.
+        level = LEVEL / num_tests
         chosen, part_rows = _choose_for_part(part, scores_by_clean_up, held_out.patients, level)
         rows += part_rows
         if chosen != CleanUp(part):
@@ -146,9 +148,18 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     if clean_ups:
         dices, lowered = _check_together(held_out, clean_ups)
     if lowered:
+        # Nothing is taken.
+        clean_ups = []
+        dices = {}
         rows = [{**row, "taken": ""} for row in rows]
-        return Choice((), rows, num_candidates, num_patients, {}, tuple(lowered))
-    return Choice(tuple(clean_ups), rows, num_candidates, num_patients, dices)
+    return Choice(
+        clean_ups=tuple(clean_ups),
+        rows=rows,
+        num_tests=num_tests,
+        num_patients=num_patients,
+        dices=dices,
+        lowered=tuple(lowered),
+    )
 
 
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
@@ -304,10 +315,11 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
     """Score all chosen steps together, as the model applies them.
 
     Steps that help by themselves may do harm together, as where a label fills a hole in another
-    one. The references of each trust have a mean of their own; a fall of any of them counts.
+    one. References of different trust are not averaged together: a part has one mean for each
+    trust.
 
     Returns:
-        The Dice coefficients, and the parts of which a mean over the patients falls.
+        The Dice coefficients, and the parts of which any of these means over the patients falls.
     """
     # Part and trust in its references to the scores.
     before: dict[tuple[str, str], Scores] = {}
@@ -331,7 +343,8 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
     lowered: dict[str, None] = {}
     for group, scores_before in before.items():
         difference = paired_difference(after[group], scores_before, patients=held_out.patients)
-        # Rounding: means of equal numbers may differ in their last digit.
+        # None if no case has a finite Dice. The bound is not 0, because rounding may change the
+        # last digit of means of equal numbers.
         if difference is not None and difference.difference < -1e-9:
             part, _ = group
             lowered[part] = None

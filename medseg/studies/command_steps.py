@@ -74,8 +74,8 @@ def run_and_get_failure(step: Step) -> str:
 def has_failed(step: Step, exit_code: int) -> bool:
     """Whether a command failed as a whole.
 
-    A prediction or an evaluation in which only single cases failed has not: it has named them, and
-    the study goes on with the others.
+    With `EXIT_FAILED`, `predict` and `evaluate` say that single cases failed, possibly all. They
+    have named these cases, and the study goes on with the others.
     """
     if exit_code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
         return False

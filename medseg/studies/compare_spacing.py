@@ -47,6 +47,7 @@ from medseg.studies.train_arguments import (
     check_names,
     compose_train,
     folder_name,
+    key_of,
     label_values_argument,
     merge_arguments,
 )
@@ -100,7 +101,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     Writes `comparison.csv`, `comparison.md` and `comparison.png` after each row.
 
     Returns:
-        0, or 1 if a row failed; the rows after it still run.
+        0, or 1 if a row failed or a case has no scores in some row; the other rows still run.
     """
     output = Path(config.output).absolute()
     arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
@@ -121,9 +122,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    # `evaluate` reads no checkpoint, so the task and the meaning of the labels are arguments.
-    reference_arguments = [label_values_argument(config.data.label_values or {})]
-    reference_arguments += [argument for argument in arguments if argument.startswith("task")]
+    reference_arguments = arguments_for_evaluate(config, arguments)
     # Rows may share runs: a run that failed in one row is not tried again in the next.
     failed_runs: dict[Path, str] = {}
     strategies = []
@@ -131,7 +130,15 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         print(f"\nrow {number} of {len(rows)}: {name}", flush=True)
         folder = output / folder_name(name)
         try:
-            strategy = run_row(name, stages, folder, table, grids, reference_arguments, failed_runs)
+            strategy = run_row(
+                name,
+                stages,
+                folder=folder,
+                table=table,
+                grids=grids,
+                reference_arguments=reference_arguments,
+                failed_runs=failed_runs,
+            )
         except UserError as error:
             say(f"{name}: {error}")
             strategy = Strategy(name, costs={}, scores=[], missing={}, failure=str(error))
@@ -143,6 +150,24 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         if strategy.failure or strategy.missing:
             return EXIT_FAILED
     return 0
+
+
+def arguments_for_evaluate(config: CompareSpacingConfig, arguments: Sequence[str]) -> list[str]:
+    """List the arguments of `evaluate` that give the task and the values of the reference labels.
+
+    They cannot come from a checkpoint, because `evaluate` reads none.
+
+    Args:
+        config: Has the values of the labels in the reference files.
+        arguments: Arguments of `train` that all rows share.
+    """
+    task_arguments = []
+    for argument in arguments:
+        # Without the `+` or `~` of `+task.labels.trachea=5`.
+        group = key_of(argument).split(".")[0]
+        if group == "task":
+            task_arguments.append(argument)
+    return [label_values_argument(config.data.label_values or {}), *task_arguments]
 
 
 def stages_of(
@@ -221,7 +246,8 @@ def run_row(
         missing[case] = predict_failures.get(case, "no prediction")
     missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
-    # Largest inputs of each stage: of the coarse one a whole scan, of the fine one a crop.
+    # Costs are counted on the largest input that these cases give a stage: a whole scan for the
+    # coarse stage, a crop for the fine one.
     scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
     crop_shapes = []
     for report in reports.values():
@@ -274,6 +300,7 @@ def _predict(
         if path.is_file():
             reports[case] = json.loads(path.read_text(encoding="utf-8"))
     messages = failed_predictions(folder)
+    # `failure` is empty if only single cases failed: `run_row` then reports these as missing.
     if failure or not reports:
         case_failures = [f"{case}: {message}" for case, message in messages.items()]
         raise UserError(f"no case could be predicted: {'; '.join(case_failures) or failure}")
@@ -389,9 +416,9 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     # A rule with a range of spacings chooses another one, by that of the scan.
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # As in `predict_body`: with a least size of one voxel the box does not grow, and `network_size`
-    # adds what the network pads.
-    crop = rule.crop(VoxelBox.full(lattice.shape), lattice, (1, 1, 1), divisor)
+    # As `predict_body` does: with a patch of one voxel, `crop` leaves the size as it is. Only then
+    # does `network_size` enlarge it to one that the network takes.
+    crop = rule.crop(VoxelBox.full(lattice.shape), lattice, patch_size=(1, 1, 1), divisor=divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is not None:
         depth = bounded_depth((depth, height, width), config.stage.max_voxels, divisor[0])
@@ -480,7 +507,7 @@ def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
 def _draw(strategies: Sequence[Strategy], path: Path) -> None:
     """Draw scores and costs of the strategies, one panel each."""
     names = [strategy.name for strategy in strategies]
-    # Of each strategy: thickness of the slices to the mean of each metric.
+    # One dictionary per strategy: thickness of the slices to metric to its mean.
     means = [means_of(strategy) for strategy in strategies]
     fine_costs = [strategy.costs.get("fine", {}) for strategy in strategies]
     durations_s: list[float | None] = []

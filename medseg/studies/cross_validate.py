@@ -89,8 +89,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
     budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
     run_steps(_prediction_steps(config, folds, stages, budget))
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
-    stated_values = config.data.label_values or {}
-    run_steps([evaluate_step(output, reference, plain(config.task), stated_values)])
+    # As the user gave them, label to value: `label_values` above is the inverse.
+    given_values = config.data.label_values or {}
+    run_steps([evaluate_step(output, reference, plain(config.task), given_values)])
     whole_rows = _write_tables(folds, output, organs, is_cascade)
     model = write_model(config, task, label_values, folds, whole_rows, stages, budget)
     for table in ("folds.md", POOLED_MD):
@@ -143,6 +144,8 @@ def _cascade_trainings(
 ) -> list[Step]:
     """Make the commands that train both stages of each fold, all coarse stages first.
 
+    It also writes the recipe of each fold into its folder, or compares it with the earlier one.
+
     A fine stage may take the probabilities of the coarse stage as input. For each training case
     they come from the fold that has not trained on this case, so all coarse stages are needed.
     """
@@ -166,7 +169,10 @@ def _single_trainings(
     cases: Sequence[Case],
     folds: Folds,
 ) -> list[Step]:
-    """Make the commands that train the one stage of each fold."""
+    """Make the commands that train the one stage of each fold.
+
+    It also writes the recipe of each fold into its folder, or compares it with the earlier one.
+    """
     output = Path(config.output)
     cache = f"data.cache={output / 'cache'}"
     steps: list[Step] = []

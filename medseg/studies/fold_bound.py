@@ -33,7 +33,7 @@ def write_bound(
     `folds.md`. With too few patients for a bound, it writes neither.
 
     Args:
-        rows: From `fold_rows`, of whole scans. Those count whose region was found and whose
+        rows: From `fold_rows`, of whole scans. A row counts only if its region was found and its
             reference is trusted.
         cases: Name to case.
         config: Names the folder, and the experiments, which are stored with the bound.

@@ -65,7 +65,8 @@ def write_model(
     held_out = HeldOut(scored_cases, output / "predictions", model_task, values)
     volumes = measure_references(held_out)
     choice = choose_clean_up(held_out, volumes)
-    # After the clean-up: a prediction states the bound for labels that are cleaned up.
+    # The bound is calibrated on the Dice after the clean-up, since a prediction states it for
+    # labels that were cleaned up.
     if is_cascade:
         write_bound(_with_clean_up(rows, choice), folds.cases, config)
     study_metadata = {
@@ -123,7 +124,7 @@ def _read_networks(
             task = metadata["task"]
             task = {**task, "volume_ml": {**ranges_ml, **task.get("volume_ml", {})}}
             metadata = without_folders({**metadata, **study_metadata, "task": task})
-            networks.append(StageWeights(metadata, weights, str(fold)))
+            networks.append(StageWeights(metadata, weights, fold=str(fold)))
     return networks
 
 

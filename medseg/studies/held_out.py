@@ -11,8 +11,8 @@ from medseg.evaluation.matching import Prediction, Reference, read_pair
 from medseg.geometry.grid import VoxelGrid
 from medseg.task import LabelValues, Task
 
-# Values of the trust in a reference (`Case.trust`) with which it may decide something. References
-# of any other trust are known to be doubtful; an empty one says nothing.
+# Values of `Case.trust` of references that may decide something. The empty text means that the
+# table states no trust; references with any other value are known to be doubtful.
 TRUSTED = ("", "reference")
 
 

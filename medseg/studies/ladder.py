@@ -1,9 +1,9 @@
 """The `ladder` command: memory, time and Dice of a training as switches are added one at a time.
 
-Baseline networks of other programs have a row in fp32, to compare networks in the same precision,
-and one in the precision in which their own program trains them, if that is another; both without
-checkpointing. Bytes are counted on tensors without values, so that those of fp16 are known on a
-CPU, which cannot compute in it.
+Baseline networks of other programs have a row in fp32, to compare networks in the same precision.
+If their own program trains them in another precision, they have a second row in that one. Both are
+without checkpointing. Bytes are counted on tensors without values. So they are known in fp16 on a
+CPU too, although it cannot compute in fp16.
 """
 
 import json
@@ -140,7 +140,14 @@ def ladder(config: LadderConfig) -> int:
     for row, row_config in zip(rows, configs, strict=True):
         folder = output / row.folder
         row_config = with_precision(row_config, row.precision)
-        measured = measure(folder, row_config, shape, config.timed_steps, row.baseline, packages)
+        measured = measure(
+            folder,
+            row_config,
+            shape,
+            timed_steps=config.timed_steps,
+            baseline=row.baseline,
+            packages=packages,
+        )
         # Baselines are measured, never trained.
         if config.train and row.baseline is None:
             run_steps(train_steps(folder / "run", *row.arguments))
@@ -161,7 +168,7 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
     """Yield the rows from top to bottom: `networks`, baselines, and the switches of `rows`.
 
     Each of `rows` adds its arguments to those of the one above. Baselines have the arguments of the
-    first of them.
+    first of `rows`.
 
     Args:
         config: Has the arguments that each row adds.
@@ -211,6 +218,7 @@ def compose(row: Row) -> TrainConfig:
     Raises:
         UserError: If `train` would refuse the arguments.
     """
+    # `run_dir` must have some value; nothing is written there.
     return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], row.key)
 
 
@@ -228,7 +236,7 @@ def measure(
 
     Args:
         folder: Folder of the row.
-        config: See `measure_row`, as the others.
+        config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         timed_steps: Number of timed steps.
         baseline: Key of `BASELINES`, or None.
@@ -241,8 +249,8 @@ def measure(
         UserError: If the row cannot be measured.
     """
     path = folder / "measured.json"
-    # The whole configuration, not its signature: that leaves out memory switches, which do not
-    # change the result of a run, but are what is measured here.
+    # The whole configuration, not its signature: a signature leaves out memory switches, since they
+    # do not change the result of a run, but they change what is measured here.
     request = {
         "shape": list(shape),
         "timed_steps": timed_steps,
@@ -304,8 +312,9 @@ def measure_row(
         check_precision(precision, device.type)
     except ValueError as error:
         if baseline is None:
+            # The text begins with the name of the key: `precision`.
             raise UserError(f"memory.{error}") from error
-        # Its bytes can be counted all the same: that takes no values, so any device does.
+        # Its bytes can be counted all the same, because they are counted on tensors without values.
         is_timed = False
     make_baseline_network: Callable[[], nn.Module] | None = None
     if baseline:
@@ -400,7 +409,7 @@ def table_row(
     """
     # Of the switches, only the precision is applied to a baseline.
     checkpointing = "none" if row.baseline else memory.checkpointing
-    # Names of blocks in place of a word.
+    # It is a word such as `none`, or a list of names of blocks.
     if not isinstance(checkpointing, str):
         checkpointing = " ".join(checkpointing)
 

@@ -198,7 +198,7 @@ def _calibrated_bound(
     weights = folder / "weights"
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
-    _write_weights(Path(config.runs), weights, None, budget)
+    _write_weights(Path(config.runs), weights, bound=None, budget=budget)
     table = Path(str(config.held_out)).absolute()
     predictions, scores = folder / "predictions", folder / "scores"
     run_steps(

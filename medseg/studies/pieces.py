@@ -24,7 +24,7 @@ from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import AS_STORED
 
-# How much of the organ's height is in a part with one of its ends, and in the middle part.
+# Share of the organ's height that is in view: in `bases` and in `apices`, and in `middle`.
 SHARE_OF_END = 0.25
 SHARE_OF_MIDDLE = 0.35
 # An organ of less height is not cut.

@@ -98,10 +98,11 @@ def search(config: SearchConfig) -> int:
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
     open_folder(folder, config)
-    # A stop signal so far was only recorded. Once a trial runs, it is passed on to its process.
+    # A stop signal so far has only set a flag, which is checked here. While a trial runs, signals
+    # are passed on to its process.
     exit_if_asked()
     journal = SearchJournal(folder, config.sweep)
-    # The choice of each group, and the value of each key, of the configuration without the space.
+    # A space may name groups and keys: both, as the user set them for the search.
     journal.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
     for trial, overrides in journal.trials():
         status = run_trial(journal, trial, overrides, compose)
@@ -156,6 +157,7 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
             # Made only to check the arguments of optimiser and schedule.
             make_scheduled_optimizer(config)
         except (HydraException, OmegaConfBaseException) as error:
+            # The configuration without the space has all keys, for a hint at a similar one.
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:
             raise UserError(f"sweep.space: {error}") from error
@@ -214,7 +216,8 @@ def run_trial(
     )
     texts = [f"{key}={value}" for key, value in overrides.items()]
     say(f"trial {trial.number}: {' '.join(texts)}")
-    # What is recorded if an exception other than a `UserError` ends the trial, as SystemExit.
+    # Recorded in `finally` if another exception than `UserError` ends the trial, such as
+    # SystemExit after a stop signal.
     status, message = Status.interrupted, ""
     try:
         config = to_config(compose({**overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
@@ -227,13 +230,14 @@ def run_trial(
         status, message = Status.refused, str(error)
     finally:
         replace(job, status=status, message=message).write(job_dir)
-    values: list[float] = []
+    result = message
+    values: list[float] | None = None
     if status is Status.finished:
         values = objective_values(journal.sweep.objectives, job_dir)
+        result = ", ".join(f"{value:.4g}" for value in values)
     # In the journal, an interrupted trial stays marked as running, so that it is resumed.
     if status is not Status.interrupted:
-        journal.close(trial.number, values or None, is_defect=status is Status.failed)
-    result = message or ", ".join(f"{value:.4g}" for value in values)
+        journal.close(trial.number, values, is_defect=status is Status.failed)
     say(f"trial {trial.number} {status.value.replace('_', ' ')}: {result}")
     return status
 
@@ -263,7 +267,8 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
     exit_code = run_in_process(config, is_behind)
     # A training that has finished is not pruned, even if it was asked to stop at its last step.
     if exit_code == 0:
-        # Those since the last call: later trials are compared with them too.
+        # Adds the validations since the last call of `is_behind`, since the pruner compares later
+        # trials with them too.
         report_validations(trial, run_dir / HISTORY_FILE)
     elif prune_reason:
         write_end(run_dir, Status.pruned, prune_reason)
@@ -275,8 +280,8 @@ def report_validations(trial: Trial, history: Path) -> str:
     """Add the validations of a run to the journal that it does not have yet.
 
     Returns:
-        Why the trial should end now; "" if it should continue, and always with two objectives,
-        since Optuna prunes by a single one.
+        Why the trial should end now; "" if it should continue. With two objectives always "", and
+        nothing is added: Optuna prunes by a single objective.
     """
     if len(trial.study.directions) > 1:
         return ""
@@ -348,7 +353,8 @@ class SearchJournal:
     def begin_with(self, values: Mapping[str, Any]) -> None:
         """Make the configuration as the user gave it the first trial.
 
-        The sampler draws those of its values that are not in the space.
+        If the user's value of a searched key lies outside its range or choices, the sampler draws
+        one.
 
         Args:
             values: Key or group to its value in this configuration.
@@ -391,8 +397,8 @@ class SearchJournal:
         # Held while values are drawn too, because they depend on the trials that have begun.
         with locked(self.folder / STUDY_LOCK_FILE):
             trials = self.study.get_trials(deepcopy=False)
-            # Trials are numbered in the order in which they begin. The first one may be waiting,
-            # see `begin_with`.
+            # Trials are numbered from 0 in the order in which they begin, so the number of those
+            # that have begun is the next one. The trial of `begin_with` may still be waiting.
             next_number = sum(trial.state is not TrialState.WAITING for trial in trials)
             numbers = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
             if next_number < self.sweep.num_trials:

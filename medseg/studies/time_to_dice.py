@@ -140,7 +140,7 @@ class _Progress:
     """
 
     def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
-        # CPU time of the rows before this one.
+        # CPU time that this row is not charged for: that of earlier rows and of the cache.
         self._begin_s = cpu_s()
         self._history = run_dir / HISTORY_FILE
         self._path = run_dir.parent / "points.csv"
@@ -169,7 +169,10 @@ class _Progress:
         metric = self._study.metric
         last_step = max((point.get("step", 0.0) for point in self.points), default=0.0)
         for line in read_history(self._history):
-            if not line.keys() >= set(SCORES) or line["step"] <= last_step:
+            # Lines of losses alone are no validations.
+            if not line.keys() >= set(SCORES):
+                continue
+            if line["step"] <= last_step:
                 continue
             self._add({key: line[key] for key in SCORES} | {"cpu_minutes": minutes})
             print(

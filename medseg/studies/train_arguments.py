@@ -35,8 +35,8 @@ def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str
 
     Args:
         arguments: Arguments of the study.
-        schema: Schema of the study. Arguments of keys that it has, and `train` has not, are left
-            out.
+        schema: Schema of the study. Keys that it has and `train` lacks are the study's own; their
+            arguments are left out.
     """
     train_keys = {field.name for field in fields(TrainConfig)}
     study_keys = {field.name for field in fields(schema)} - train_keys

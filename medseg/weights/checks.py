@@ -27,7 +27,7 @@ DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 })  # fmt: skip
-# Key in the metadata to the smallest and the largest number that it may hold.
+# Key in the metadata, at any depth, to the smallest and the largest number that it may hold.
 RANGES = {
     "spacing_mm": (MIN_SPACING_MM, 100.0),
     "region_margin_mm": (0.0, 1000.0),
@@ -121,6 +121,7 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
         if is_dense:
             # A tensor that repeats its memory (`Tensor.expand`) counts as if it were written out.
             total_bytes += value.numel() * value.element_size()
+        # More bytes than the file has: memory that is repeated, or shared by too many names.
         if not is_dense or total_bytes > MAX_NAMES * num_bytes:
             raise UserError(
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
@@ -154,13 +155,14 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     Raises:
         ValueError: With the key and the value.
     """
-    # Nothing is built from `config`, a record; `model` has bounds of its own, below.
+    # `config` is only a record, from which nothing is built. `model` is checked below: a key such
+    # as `size` has another meaning there.
     checked = {key: value for key, value in metadata.items() if key not in ("config", "model")}
     for key, value in _pairs(checked):
         is_native = key == "spacing_mm" and value == NATIVE
         if value is not None and not is_native:
             _check_range(key, value)
-    # Older checkpoints have no rule.
+    # Older checkpoints have no `grid_rule` (see `GridRule`).
     rule = metadata.get("grid_rule", {})
     size = rule.get("size")
     if size is not None and not (isinstance(size, (list, tuple)) and len(size) == 3):
@@ -215,7 +217,8 @@ def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
         has_size_word = any(word in key for word in SIZE_WORDS)
         if not has_count_word or has_size_word:
             continue
-        # A list counts the blocks of each level.
+        # A list counts the blocks of each level. Absolute values, so that a negative number does
+        # not make up for a large one.
         if sum(map(abs, _numbers(value))) > num_tensors:
             raise ValueError(
                 f"{key}={value}: a network of that many parts has more tensors than the "

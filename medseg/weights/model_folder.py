@@ -190,8 +190,9 @@ def model_card(
         arguments: See `write_model_folder`.
     """
     command = ["medseg predict -i <scan> -o labels.nii.gz weights=<this folder>", *arguments]
-    # The task is the same in all. The last stage makes the final labels, so its metadata hold the
-    # clean-up and the bound on Dice. Metadata of older versions lack some keys, hence `get`.
+    # All networks have the same task. The last stage makes the final labels, so the clean-up and
+    # the bound on Dice in its metadata are those that apply. Metadata of older versions lack some
+    # keys, hence `get`.
     last_metadata = networks[-1].metadata
     task = last_metadata["task"]
     modalities = [channel["modality"] for channel in task.get("channels", [])]
@@ -243,7 +244,7 @@ def _label_rows(task: Mapping[str, Any]) -> list[str]:
 def _network_row(network: StageWeights, sha256: str) -> str:
     """Write the row of a network in the table of files."""
     spacing_mm = network.metadata.get("spacing_mm", "not stated")
-    # Text where it is not stated, and `native` for a stage that does not resample.
+    # It may also be the text `not stated`, or `native` for a stage that does not resample.
     if not isinstance(spacing_mm, str):
         spacing_mm = "×".join(f"{mm:g}" for mm in spacing_mm)
     num_weights = sum(tensor.numel() for tensor in network.weights.values())

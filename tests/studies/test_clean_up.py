@@ -98,7 +98,7 @@ def test_planted_specks_are_removed_and_only_they(tmp_path: Path) -> None:
     taken = [row for row in rows if row["taken"] == "yes"]
     assert [(row["part"], row["clean_up"]) for row in taken] == [("spleen", str(clean_up))]
     assert float(taken[0]["dice"]) > float(taken[0]["dice_before"])
-    assert len(rows) == choice.num_candidates == 8
+    assert len(rows) == choice.num_tests == 8
     text = (tmp_path / "clean_up.md").read_text(encoding="utf-8")
     assert text.startswith(f"Clean-up of the model: spleen: {clean_up}.")
     assert "at least 9 patients" in text
@@ -151,7 +151,7 @@ def test_a_region_of_several_labels_loses_specks_and_keeps_holes(tmp_path: Path)
     choice = choose(make_held_out(tmp_path, 10, plant_specks, task))
     (clean_up,) = choice.clean_ups
     assert (clean_up.part, clean_up.fill_holes) == ("trunk", False)
-    assert choice.num_candidates == 3
+    assert choice.num_tests == 3
 
 
 def test_steps_that_lower_a_mean_together_are_dropped(

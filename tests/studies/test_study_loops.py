@@ -273,7 +273,7 @@ def test_a_failed_spacing_does_not_end_the_others(
     )
 
     def run_row(
-        name: str, stages: Any, folder: Path, table: Path, grids: Any, reference: Any, failed: Any
+        name: str, stages: Any, folder: Path, table: Path, grids: Any, **others: Any
     ) -> Strategy:
         asked.append((name, stages, folder.name, table.name, grids))
         if name == "thin":

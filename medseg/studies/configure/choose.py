@@ -182,8 +182,8 @@ def affordable_spacing(fingerprint: Fingerprint, seen_voxels: float) -> Triple:
 def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape) -> Shape:
     """Make a patch with about the voxels of a cube, about equally long in mm along all axes.
 
-    No axis is longer than the scan, rounded up to a multiple of the divisor, or shorter than two
-    multiples.
+    No axis is shorter than two multiples of the divisor. Otherwise none is longer than the scan,
+    whose length is rounded up to a multiple.
 
     Args:
         cube: Length of the cube, voxels.

@@ -100,6 +100,7 @@ def configure(config: ConfigureConfig) -> int:
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
+    # Of a step of one patch, like `costs`: `with_steps` chooses the batch size only afterwards.
     prediction = planner.predict(setting)
     steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
     setting = with_steps(setting, steps)
@@ -121,6 +122,7 @@ def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
     Raises:
         UserError: If the patients are too few for the folds, or the table has other folds.
     """
+    # The second group are synthetic scans that are added to the table; they only train.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
     patients = {case.patient for case, _ in cases}

@@ -104,8 +104,9 @@ class Pilot:
         step_s = median_of(run_dir, "seconds_per_step")
         if self.is_on_processor:
             _warn_if_busy(median_of(run_dir, "cpu_percent"))
-        # Start and end of a command, without the work on its case.
-        start_s = max(0.0, predict_s - largest_case_s)
+        # Start and end of a command, without the work on its case; taken to be the same for
+        # `predict` and `evaluate`.
+        overhead_s = max(0.0, predict_s - largest_case_s)
         # From the largest case to a mean one: time is proportional to the number of tiles, and they
         # cover the field of view.
         mean_share = self._mean_share()
@@ -115,9 +116,9 @@ class Pilot:
             step_s=step_s,
             prepare_s=prepare_s,
             train_start_s=max(0.0, train_s - steps * step_s),
-            predict_start_s=start_s,
+            predict_start_s=overhead_s,
             case_s=mean_share * largest_case_s,
-            score_s=mean_share * max(0.0, score_s - start_s),
+            score_s=mean_share * max(0.0, score_s - overhead_s),
             peak_gib=max(train_peak_gib, predict_peak_gib),
         )
 
@@ -154,7 +155,7 @@ class Pilot:
 
     def _train_step(self, run_dir: Path) -> Step:
         """Make the command of the timed training."""
-        # Those of the pilot replace those of the user.
+        # They replace the user's arguments with the same keys.
         pilot_arguments = [
             f"experiment={self.folder / 'experiment.yaml'}",
             f"data.cases={self.folder / 'cases.csv'}",

@@ -64,7 +64,7 @@ class MachinePlanner:
         replace_text(self.file, experiment_text(setting, self.task, {}))
         experiment = f"experiment={text_of(str(self.file))}"
         register_experiments([experiment])
-        # Of the largest case at the spacing of the setting.
+        # Size of the largest case at the spacing of the setting: its validation takes most memory.
         shape = [
             math.ceil(length_mm / voxel_mm)
             for length_mm, voxel_mm in zip(self.largest.extent_mm, setting.spacing_mm, strict=True)

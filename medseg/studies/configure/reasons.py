@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from medseg.studies.configure.choose import (
     BATCH_STEPS,
+    LEAST_VOXELS_ACROSS,
     MANY_STEPS,
     VOXELS_ACROSS,
     WANTED_PASSES,
@@ -69,7 +70,8 @@ def passes_line() -> str:
     """Say how the spacing follows from the time."""
     return (
         f"The spacing is the finest at which a training sees {WANTED_PASSES} times the voxels of "
-        "a scan, between what the smallest label wants and what it bears."
+        f"a scan, among those that give the smallest label about {VOXELS_ACROSS} down to "
+        f"{LEAST_VOXELS_ACROSS} voxels across."
     )
 
 

@@ -81,7 +81,7 @@ class Schedule:
             UserError: If there is time for fewer than `least_steps`, with the hours that would do.
         """
         planned_s = PLANNED_SHARE * hours * 3600
-        time_for_steps_s = planned_s - self.total_s(0)
+        time_for_steps_s = planned_s - self.total_s(steps=0)
         steps = math.floor(time_for_steps_s / (self.num_folds * self.costs.step_s))
         if steps >= least_steps:
             return steps
