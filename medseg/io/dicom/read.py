@@ -104,18 +104,20 @@ def open_slices(
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
     # How much larger than a slice the grid is. Rounding noise must not add a pixel.
     num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
-    if (num_more_px > first.pixels.shape).any():
+    slice_shape = np.array(first.pixels.shape)
+    if (num_more_px > slice_shape).any():
         raise UserError(
             f"{path}: expected slices stacked above each other, but they are offset sideways by up "
             f"to {np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder."
         )
-    shape = (len(planes), *(first.pixels.shape + num_more_px))
+    height, width = slice_shape + num_more_px
+    shape = (len(planes), height, width)
     # LPS unit vectors. A step along a row leads to the next column, one along a column to the next
     # row.
     along_row, along_column = first.axes
     row_distance_mm, column_distance_mm = first.spacing_mm
-    # Of a stack that is straight but for the rounding of decimals, the grid leans as its slices do:
-    # upright, its far corners would be off.
+    # Rounded decimals in the headers make a straight stack lean a little. Its slices are not
+    # shifted, so the grid leans with them: else its last plane would lie beside the last slice.
     along_stack = normal_of(first) + slant[0] * along_column + slant[1] * along_row
     steps_mm = [
         along_row * column_distance_mm,
@@ -188,7 +190,8 @@ def open_dicom(
 
     def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
-            # Interpolated planes are rounded where the slices hold whole numbers.
+            # Interpolated planes are float32; they are rounded where all slices hold whole HU.
+            # Where only some do, this leaves the whole numbers of the others as they are.
             if image_hu.dtype != dtype:
                 image_hu = np.rint(image_hu)
             yield image_hu.astype(dtype).ravel()
@@ -285,6 +288,7 @@ def _without_duplicates(
                 f"{path}: expected one slice at each position, but {previous} and {frame} share a "
                 "position and differ; remove one of them."
             )
+        # By number; an acquisition without one counts as the later.
         if natural(acquisition)[0] < natural(previous_acquisition)[0]:
             frames[-1] = frame
             heights_mm[-1] = height_mm
