@@ -191,6 +191,7 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """
     values = _with_sign(stored, frame)
     if has_whole_hu(frame):
+        # "unsafe" only permits the type: 32 bits hold the result, see `has_whole_hu`.
         hu = np.multiply(values, int(frame.slope), dtype=np.int32, casting="unsafe")
         hu += int(frame.intercept)
     else:
@@ -232,11 +233,14 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     if not frame.is_hu:
         return stored & used_bits
     # Values from this one on are meant as negative.
-    first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     if has_unused_bits:
         # A negative number of few bits has ones in all unused bits.
         first_negative = num_type_values - num_used_values
+    else:
+        # Only padding; of 8 bits, with fewer values than `MAX_PADDING`, the upper half.
+        first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     highest = int(stored.max())
+    # Neither an overlay in unused bits nor a negative value.
     if highest < min(num_used_values, first_negative):
         return stored
     # Large values that are possible HU are meant as they are.
@@ -251,7 +255,7 @@ def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
 
     Such values use fewer bits than their type: of 12 bits, -1 was written as 4095.
     """
-    # With an intercept near that of air, values of CT need no sign.
+    # With an intercept such as -1024, which makes 0 air, no stored value of a CT is negative.
     if not frame.is_hu or frame.intercept <= AIR_HU / 2:
         return stored
     num_used_values = 2**frame.pixels.bits_stored
