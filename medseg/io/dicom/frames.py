@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread, uid
@@ -87,19 +87,33 @@ PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 # Length that the element of compressed pixels gives; a mark ends it instead.
 UNDEFINED_LENGTH = 2**32 - 1
 
-# What may distinguish the volumes of one series, tried in this order: name for messages, field of a
-# file, field of a frame in an enhanced file.
+
+class Phase(NamedTuple):
+    """A property that may distinguish the volumes of one series.
+
+    Attributes:
+        name: Name for messages.
+        file_field: Field of a file that gives it.
+        frame_field: Field of a frame in an enhanced file that gives it.
+    """
+
+    name: str
+    file_field: str
+    frame_field: str
+
+
+# What may distinguish the volumes of one series, in the order in which it is tried.
 PHASES = (
-    ("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
-    ("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
-    ("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
-    ("stack", "StackID", "StackID"),
-    ("kernel", "ConvolutionKernel", "ConvolutionKernel"),
-    ("kVp", "KVP", "KVP"),
-    ("echo time", "EchoTime", "EffectiveEchoTime"),
-    ("b value", "DiffusionBValue", "DiffusionBValue"),
-    ("image type", "ImageType", "FrameType"),
-    ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
+    Phase("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
+    Phase("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
+    Phase("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
+    Phase("stack", "StackID", "StackID"),
+    Phase("kernel", "ConvolutionKernel", "ConvolutionKernel"),
+    Phase("kVp", "KVP", "KVP"),
+    Phase("echo time", "EchoTime", "EffectiveEchoTime"),
+    Phase("b value", "DiffusionBValue", "DiffusionBValue"),
+    Phase("image type", "ImageType", "FrameType"),
+    Phase("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
 
 # The fields that pydicom reads of a header; it skips all others.
@@ -111,7 +125,7 @@ _KEYWORDS = [
     "PixelRepresentation", "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
     "ModalityLUTSequence", *MACROS,
 ]  # fmt: skip
-_KEYWORDS += [keyword for _, keyword, _ in PHASES]
+_KEYWORDS += [phase.file_field for phase in PHASES]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
@@ -338,7 +352,8 @@ def read_numbers(places: Places, keyword: str, count: int) -> tuple[float, ...] 
         return None
     values = _values(value)
     numbers = tuple(map(float, values))
-    # Python takes 1_000 and digits of other scripts for numbers; other programs do not.
+    # Python takes 1_000 and digits of other scripts for numbers; other programs do not. pydicom's
+    # numbers keep the text of the file.
     texts = map(str, values)
     are_plain = all(text.isascii() and "_" not in text for text in texts)
     are_finite = all(map(math.isfinite, numbers))
@@ -651,11 +666,11 @@ def _make_slice(
 def _read_phases(places: Places) -> tuple[str, ...]:
     """Read what distinguishes the volume of a slice from others: the value of each of `PHASES`."""
     header = places[-1]
-    phases = []
-    for _, keyword, frame_keyword in PHASES:
-        value_of_file = _text(header.get(keyword))
-        phases.append(value_of_file or _text(field_of(places, frame_keyword)))
-    return tuple(phases)
+    values = []
+    for phase in PHASES:
+        value_of_file = _text(header.get(phase.file_field))
+        values.append(value_of_file or _text(field_of(places, phase.frame_field)))
+    return tuple(values)
 
 
 def _read_thickness(places: Places) -> float | None:

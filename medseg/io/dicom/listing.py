@@ -12,7 +12,7 @@ from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, sli
 from medseg.wording import first_few
 
 # Index of the kernel in `PHASES`, and so in `Frame.phases`.
-KERNEL = [name for name, *_ in PHASES].index("kernel")
+KERNEL = [phase.name for phase in PHASES].index("kernel")
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,7 @@ def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, S
         return _divide_by_phase(frames, key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural):
-        phase = f"{PHASES[key][0]} {plain(value) or 'unknown'}"
+        phase = f"{PHASES[key].name} {plain(value) or 'unknown'}"
         for further_phase, slices in _divide_by_phase(groups[value], key + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))

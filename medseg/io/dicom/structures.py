@@ -182,7 +182,7 @@ def labels_on_slices(
 def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray:
     """Move labels from the slices of a series onto its grid.
 
-    A plane between two slices takes the labels of the nearer one, of the lower one in the middle.
+    A plane between two slices takes the labels of the nearer one; halfway, of the lower one.
 
     Args:
         slice_labels: Label values (slices, rows, columns).
@@ -193,7 +193,6 @@ def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray
     """
     labels = np.zeros(slices.grid.shape, slice_labels.dtype)
     num_rows, num_columns = slice_labels.shape[1:]
-    # A plane between two slices has the weight of the upper one, in [0, 1].
     for plane, (lower_index, upper_weight) in enumerate(slices.planes):
         index = lower_index
         if upper_weight > 0.5:
