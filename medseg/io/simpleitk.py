@@ -60,8 +60,8 @@ class Rule(NamedTuple):
     power: int | None = None
 
 
-# Patterns of one word. The limits on the digits keep numbers in the range of a C double, since
-# SimpleITK reads them in C++ and other fields are read by Python.
+# Patterns of one word. The limits on the digits keep numbers within the range of a double, so that
+# SimpleITK (in C++) and Python read the same.
 UNSIGNED_NUMBER = r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
 NUMBER = rf"[-+]?{UNSIGNED_NUMBER}"
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
@@ -72,8 +72,8 @@ SIZES = Rule(r"[1-9]\d{0,8}", "a whole number for each axis", 1)
 NUMBERS = Rule(NUMBER, "a number for each axis", 1)
 POSITIVE_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
 NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
-# A text that names no unit but mm. Some programs heed another unit and others ignore it, so that a
-# length in it is ambiguous.
+# A text that names no unit but mm. A length in another unit would be ambiguous, since other programs
+# ignore units.
 LENGTHS = Rule(rf"(?!.*{OTHER_UNIT}).*", "lengths in mm")
 
 NRRD_TYPES = (
@@ -206,6 +206,7 @@ def read_header(path: Path) -> TextHeader:
         lines_after = b""
         if fields.get(data_key, "").upper().startswith("LIST"):
             lines_after = file.read(MAX_HEADER_BYTES)
+    # A longer header was read only in part.
     if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
         raise UserError(
             f"{path}: expected a {_format_name(path)} file, but its header does not say where the "

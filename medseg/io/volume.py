@@ -574,7 +574,7 @@ def _load(
                 values = _whole_labels(values, volume)
         fitting_dtypes = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting_dtypes:
-            # Only integers beyond int64 get here, so the largest of them does not fit.
+            # Only whole numbers beyond int64 get here, so the largest of them does not fit.
             raise _no_label_map(volume.path, values[np.argmax(np.abs(values))])
         if array.dtype not in fitting_dtypes:
             # This chunk needs a wider type, to which the values read so far are copied. It must

@@ -304,9 +304,9 @@ def _read_segments(
     first_frames = order[begins_plane]  # one frame of each plane
     plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
     slice_step_mm = slices.grid.spacing_mm[0]
-    # The distance of neighbouring planes is the smallest step between them, or less where planes
-    # without any segment were not stored: then it is declared, else assumed to be that of the
-    # slices.
+    # Planes without any segment may not be stored, so that even the smallest step between stored
+    # planes may be too large for their distance. The declared distance counts as well or, without
+    # one, that of the slices.
     plane_steps_mm = np.diff(heights_mm[first_frames]).tolist()
     declared_mm = read_numbers(frame_places[0], "SpacingBetweenSlices", 1)
     if declared_mm is None:
@@ -510,12 +510,12 @@ def _at_slice(
         parallel to the planes, and the arrays stay small.
         """
         rows, columns = (np.arange(size) for size in frame.pixels.shape)
-        # A step along a row leads to the next column, and one along a column to the next row. Only
-        # its share in the direction counts.
+        # A step along a row leads to the next column, and one along a column to the next row. Its
+        # part in the direction is its length times the cosine of the angle between them.
         between_rows_mm, between_columns_mm = frame.spacing_mm
-        along_row_share, along_column_share = frame.axes @ direction
-        column_step_mm = along_row_share * between_columns_mm
-        row_step_mm = along_column_share * between_rows_mm
+        row_axis_cosine, column_axis_cosine = frame.axes @ direction
+        column_step_mm = row_axis_cosine * between_columns_mm
+        row_step_mm = column_axis_cosine * between_rows_mm
         projected_mm = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
         if abs(row_step_mm) * rows.size > SAME_POSITION_MM:
             projected_mm = projected_mm + row_step_mm * rows[:, None]
@@ -541,7 +541,9 @@ def _at_slice(
     is_near = np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm
     has_y = (y >= 0) & (y < height)
     has_x = (x >= 0) & (x < width)
-    # Clipped, so that all positions can be looked up; those outside are dropped below.
+    # `planes`, y and x have one entry along axes of the slice on which they do not depend; together
+    # they broadcast to (rows, columns) of the slice. Clipped, so that all positions can be looked
+    # up; those outside are dropped below.
     nearest_labels = plane_labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)]
     return np.where(is_near & has_y & has_x, nearest_labels, 0)
 

@@ -170,7 +170,8 @@ def _decode_by_pydicom(dataset: Dataset, syntax: uid.UID, index: int) -> np.ndar
 
 def has_whole_hu(frame: Frame) -> bool:
     """Whether the HU of a slice are whole numbers of 32 bits."""
-    # The product of a pixel and a slope of 16 bits each has 32.
+    # Pixels of more than 16 bits may give HU beyond 32 bits. Others do not, with the largest slope
+    # and intercept that are accepted below: 65535 * 32767 + 32767 < 2^31.
     if frame.pixels.dtype.itemsize > 2:
         return False
     scale = (frame.slope, frame.intercept)

@@ -131,9 +131,10 @@ def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Fol
 def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     """Add a slice, or a file without one, to the series of a folder."""
     series = image.series
-    # A file that was cut off lacks its patient and study; its series may be known from others.
-    has_no_study = series.scope == Series().scope and series.uid not in folder.series
-    if isinstance(image, NoSlice) and image.is_unreadable and has_no_study:
+    # A file that was cut off lacks its patient and study. Those of its series are known where
+    # another file of the series was read before.
+    lacks_study = series.scope == Series().scope and series.uid not in folder.series
+    if isinstance(image, NoSlice) and image.is_unreadable and lacks_study:
         folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
