@@ -72,8 +72,8 @@ SIZES = Rule(r"[1-9]\d{0,8}", "a whole number for each axis", 1)
 NUMBERS = Rule(NUMBER, "a number for each axis", 1)
 POSITIVE_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
 NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
-# A text that names no unit but mm. A length in another unit would be ambiguous, since other programs
-# ignore units.
+# A text that names no unit but mm. A length in another unit would be ambiguous, since other
+# programs ignore units.
 LENGTHS = Rule(rf"(?!.*{OTHER_UNIT}).*", "lengths in mm")
 
 NRRD_TYPES = (
