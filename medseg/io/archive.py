@@ -71,7 +71,8 @@ def _unpack(path: Path, folder: Path) -> None:
         for member in members:
             file = archive.extract(member, folder)
             # `extract` sets the present time. The time of the member decides whether an earlier
-            # result is up to date; some members have no valid one (ValueError).
+            # result is up to date; some members have no valid one (ValueError). It names no time
+            # zone and counts as UTC. Three zeros fill up the tuple: `timegm` does not use them.
             with suppress(ValueError):
                 time_s = calendar.timegm((*member.date_time, 0, 0, 0))
                 os.utime(file, (time_s, time_s))

@@ -201,7 +201,7 @@ def case_name(path: Path) -> str:
 def with_case_name(name: str, message: str, files: Iterable[Path | None]) -> str:
     """Put the name of a case before a message that does not name the case yet.
 
-    It does where it begins with a file or folder of that case name.
+    A message that begins with a path whose case name is this one names the case already.
 
     Args:
         name: Name of the case.

@@ -300,8 +300,8 @@ def _distance_voxels(
     corners = np.array(list(np.ndindex(2, 2, 2))) * last_index  # (8, 3), index (i, j, k)
     # Homogeneous coordinates (8, 4), which an affine also shifts.
     corners = np.column_stack([corners, np.ones(8)])
-    offsets = corners @ (affine - other_affine)[:3].T
-    offsets_voxels = offsets @ np.linalg.inv(affine[:3, :3]).T
+    offsets = corners @ (affine - other_affine)[:3].T  # (8, 3), RAS in the header's unit
+    offsets_voxels = offsets @ np.linalg.inv(affine[:3, :3]).T  # (8, 3), along i, j and k
     return float(np.abs(offsets_voxels).max())
 
 
@@ -374,7 +374,8 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
     dtype = _read_dtype(path, header)
     offset = _read_offset(path, header)
     slope, intercept = _read_scale(path, header)
-    # The volumes of a 4D file follow one another.
+    # The volumes of a 4D file follow one another. All positions are decoded bytes, as gzip packs
+    # the header together with the voxels.
     volume_bytes = math.prod(grid.shape) * dtype.itemsize
     num_volumes_after = num_channels - 1 - channel
     return lazy_volume(
@@ -528,7 +529,9 @@ def write_nifti(
         stream: Any = nullcontext(file)
         if path.name.lower().endswith(".gz"):
             # Without a name and a time in the stream, equal labels give equal files.
-            stream = igzip.IGzipFile("", "wb", GZIP_LEVEL, file, mtime=0)
+            stream = igzip.IGzipFile(
+                filename="", mode="wb", compresslevel=GZIP_LEVEL, fileobj=file, mtime=0
+            )
         with stream as target:
             header.write_to(target)
             # Plane by plane: a change of byte order needs no second copy of the volume.

@@ -125,7 +125,14 @@ def read_image(
     air = AIR_HU if modality == "ct" else 0
 
     def read(file: Path) -> Volume:
-        volume = _open(file, series, modality, channel, num_channels, files)
+        volume = _open(
+            file,
+            series,
+            modality,
+            channel=channel,
+            num_channels=num_channels,
+            files=files,
+        )
         return load_image(volume, air)
 
     return _explained(path, read)

@@ -60,7 +60,8 @@ class Rule(NamedTuple):
     power: int | None = None
 
 
-# Patterns of one word. Numbers are so short that a C program reads them as Python does.
+# Patterns of one word. The limits on the digits keep numbers within the range of a double, so that
+# SimpleITK (in C++) and Python read the same.
 UNSIGNED_NUMBER = r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
 NUMBER = rf"[-+]?{UNSIGNED_NUMBER}"
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
@@ -71,7 +72,8 @@ SIZES = Rule(r"[1-9]\d{0,8}", "a whole number for each axis", 1)
 NUMBERS = Rule(NUMBER, "a number for each axis", 1)
 POSITIVE_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
 NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
-# A text without another unit. Other programs ignore units, so such a length is ambiguous.
+# A text that names no unit but mm. A length in another unit would be ambiguous, since other
+# programs ignore units.
 LENGTHS = Rule(rf"(?!.*{OTHER_UNIT}).*", "lengths in mm")
 
 NRRD_TYPES = (
@@ -204,6 +206,7 @@ def read_header(path: Path) -> TextHeader:
         lines_after = b""
         if fields.get(data_key, "").upper().startswith("LIST"):
             lines_after = file.read(MAX_HEADER_BYTES)
+    # A longer header was read only in part.
     if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
         raise UserError(
             f"{path}: expected a {_format_name(path)} file, but its header does not say where the "
@@ -342,8 +345,7 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
     """Check the values of the fields that are used.
 
     Returns:
-        The values of all fields with single blanks between their words, of which `(1, 2, 3)` is
-        one.
+        The values of all fields as `_with_single_blanks` writes them.
 
     Raises:
         UserError: If a field is missing or has another value than its format allows.
@@ -362,7 +364,7 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
                 "check the file."
             )
     values = {key: _with_single_blanks(value) for key, value in fields.items()}
-    # In the order of the rules: the number of axes comes first, and is a digit after that.
+    # The rule of the number of axes is the first, so `int` below gets a digit that was checked.
     for key, rule in rules.items():
         if key not in values:
             continue
@@ -383,6 +385,8 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
 
 def _with_single_blanks(value: str) -> str:
     """Write a value with single blanks between its words, and none within parentheses.
+
+    So `str.split` divides it into words, and a vector such as `(1, 2, 3)` is one word.
 
     Example:
         >>> _with_single_blanks("( 1 , 2 )  3"), _with_single_blanks("(1)(2)")
@@ -494,11 +498,11 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
     grid, type_code = _geometry(path, values, num_layers)
     depth, height, width = grid.shape
     stored_grid = replace(grid, shape=(depth, height, width * num_layers))
-    true_keys = {key for key, value in values.items() if value.lower() in ("true", "1")}
     if is_nrrd(path):
         is_big_endian = values.get("endian", "").lower() == "big"
         encoding = NRRD_ENCODINGS[values["encoding"].lower()]
     else:
+        true_keys = {key for key, value in values.items() if value.lower() in ("true", "1")}
         is_big_endian = not true_keys.isdisjoint(META_ORDERS)
         # A header without `BinaryData` has binary voxels too.
         encoding = "raw"
@@ -760,7 +764,7 @@ def _save(
     image = SimpleITK.GetImageFromArray(array)
     for key, value in (fields or {}).items():
         image.SetMetaData(key, value)
-    image.SetSpacing(grid.spacing_mm[::-1])
+    image.SetSpacing(grid.spacing_mm[::-1])  # (z, y, x) to (x, y, z)
     image.SetOrigin(grid.origin_xyz_mm)
     image.SetDirection(np.ravel(grid.direction).tolist())
     try:
@@ -820,7 +824,8 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)
-        # After the voxels, so that a header never points to a file that does not exist.
+        # After the voxels, so that a header never points to a file that does not exist. The name
+        # of that file takes the place of LOCAL.
         replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
     except BaseException:  # an interrupt as well
         with suppress(OSError):

@@ -364,7 +364,7 @@ class _Layout:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             stream.seek(offset)
-            # A header may give any number of lines; this ends with the file.
+            # Skip the lines. The number in a damaged header may be huge, but the file ends.
             for _ in islice(stream, num_lines):
                 pass
             start = stream.tell()
@@ -375,6 +375,8 @@ class _Layout:
             if self.num_skipped >= 0:
                 start += self.num_skipped
             else:
+                # The voxels are the last bytes; those of a file that is too short are counted from
+                # the end of the header, and refused below.
                 start = max(start, size - self.num_bytes)
         num_stored = max(0, stop - start)
         ratio = MAX_RATIOS[self.encoding]
@@ -548,13 +550,14 @@ def _load(
     num_bytes = num_voxels * volume.dtype.itemsize
     packed_bytes = volume.packed_bytes
     if packed_bytes is not None and num_bytes > max(SURE_BYTES, SURE_RATIO * packed_bytes):
-        # A damaged header is refused here, before the memory that it asks for is taken.
+        # Decode all once and keep nothing: this raises for a damaged header before the memory that
+        # it asks for is taken.
         for _ in volume.read_chunks():
             pass
     # Later steps go through axial planes. In an array of sagittal or coronal slices, each axial
     # plane has voxels in all pages, so that a temporary file would be read once for each plane.
     waits = volume.grid.is_axial
-    is_image = np.float32 in dtypes
+    is_image = np.float32 in dtypes  # label maps are stored in integers only
     array = new_array((num_voxels,), dtypes[0], waits=waits)
     num_read = 0
     num_gaps = 0
@@ -571,10 +574,11 @@ def _load(
                 values = _whole_labels(values, volume)
         fitting_dtypes = [dtype for dtype in dtypes if _is_exact(values, dtype)]
         if not fitting_dtypes:
+            # Only whole numbers beyond int64 get here, so the largest of them does not fit.
             raise _no_label_map(volume.path, values[np.argmax(np.abs(values))])
         if array.dtype not in fitting_dtypes:
-            # This chunk needs a wider type: copy what has been read to a new array. The type must
-            # hold that too: int16 and uint16 together need int32.
+            # This chunk needs a wider type, to which the values read so far are copied. It must
+            # hold both: int16 so far and uint16 now need int32.
             wider_dtype = np.promote_types(array.dtype, fitting_dtypes[0])
             wider_array = new_array((num_voxels,), wider_dtype, waits=waits)
             wider_array[:num_read] = array[:num_read]

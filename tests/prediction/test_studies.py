@@ -12,7 +12,7 @@ from pathlib import Path
 import hydra
 import numpy as np
 import pytest
-from dicom_files import save_stack
+from dicom_files import enhanced, save, save_stack
 from oracle import CoarseOracle, FineOracle, stage
 from pydicom import dcmread
 from rich.progress import Progress
@@ -364,6 +364,21 @@ def test_an_unreadable_file_is_one_of_the_study_whose_volume_alone_lies_beside_i
         "bert": set((tmp_path / "bert").iterdir()),
     }
     assert broken in files["bert"]
+
+
+def test_an_unreadable_file_is_one_of_the_study_of_a_multi_frame_file_beside_it(
+    tmp_path: Path,
+) -> None:
+    """One file of several frames is a volume too; `read_image` refuses it for the other file."""
+    positions_xyz_mm = [(0.0, 0.0, 2.5 * index) for index in range(3)]
+    stored = np.zeros((3, 8, 9), np.int16)
+    scan = save(enhanced(stored, positions_xyz_mm, [(1.0, 0.0)] * 3), tmp_path / "1.dcm")
+    broken = tmp_path / "99.dcm"
+    broken.write_bytes(b"")
+    ((study,),) = find_studies([tmp_path], "ct", on_loose=lambda file: pytest.fail(str(file)))
+    assert study.files == (scan, broken)
+    with pytest.raises(UserError, match=r"99\.dcm"):
+        read_image(tmp_path)
 
 
 def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(

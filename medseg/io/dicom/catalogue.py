@@ -81,7 +81,7 @@ def read_catalogue(folder: Path) -> Catalogue:
     # By Series Instance UID.
     series_files: dict[str, list[Path]] = {}
     modality_and_patient: dict[str, tuple[str, str]] = {}
-    catalogue = Catalogue({}, [], {}, {})
+    catalogue = Catalogue(series={}, labels=[], unreadable={}, others={})
     for path in dicom_files(folder):
         try:
             with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
@@ -93,7 +93,7 @@ def read_catalogue(folder: Path) -> Catalogue:
                 catalogue.labels.append(_label_entry(path, patient))
             elif uid and modality not in NO_IMAGES:
                 series_files.setdefault(uid, []).append(path)
-                # Those of the last file count.
+                # Where the files of a series disagree, the last one counts.
                 modality_and_patient[uid] = (modality, patient)
             else:
                 catalogue.others[path] = modality or "unknown modality"

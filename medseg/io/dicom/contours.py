@@ -139,7 +139,7 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     # First and last point of each edge.
     starts = np.concatenate(polygons)
     stops = np.concatenate([np.roll(polygon, -1, axis=0) for polygon in polygons])
-    # Only the part of the slice around the polygons.
+    # Only the part of the slice around the polygons, which is empty where they lie beside it.
     low = np.floor(starts.min(axis=0)).clip(0, shape).astype(int)
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)

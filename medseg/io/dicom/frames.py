@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from pydicom import Dataset, FileDataset, config, dcmread, uid
@@ -87,19 +87,33 @@ PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 # Length that the element of compressed pixels gives; a mark ends it instead.
 UNDEFINED_LENGTH = 2**32 - 1
 
-# What may distinguish the volumes of one series, tried in this order: name for messages, field of a
-# file, field of a frame in an enhanced file.
+
+class Phase(NamedTuple):
+    """A property that may distinguish the volumes of one series.
+
+    Attributes:
+        name: Name for messages.
+        file_field: Field of a file that gives it.
+        frame_field: Field of a frame in an enhanced file that gives it.
+    """
+
+    name: str
+    file_field: str
+    frame_field: str
+
+
+# What may distinguish the volumes of one series, in the order in which it is tried.
 PHASES = (
-    ("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
-    ("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
-    ("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
-    ("stack", "StackID", "StackID"),
-    ("kernel", "ConvolutionKernel", "ConvolutionKernel"),
-    ("kVp", "KVP", "KVP"),
-    ("echo time", "EchoTime", "EffectiveEchoTime"),
-    ("b value", "DiffusionBValue", "DiffusionBValue"),
-    ("image type", "ImageType", "FrameType"),
-    ("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
+    Phase("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
+    Phase("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
+    Phase("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
+    Phase("stack", "StackID", "StackID"),
+    Phase("kernel", "ConvolutionKernel", "ConvolutionKernel"),
+    Phase("kVp", "KVP", "KVP"),
+    Phase("echo time", "EchoTime", "EffectiveEchoTime"),
+    Phase("b value", "DiffusionBValue", "DiffusionBValue"),
+    Phase("image type", "ImageType", "FrameType"),
+    Phase("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
 
 # The fields that pydicom reads of a header; it skips all others.
@@ -111,7 +125,7 @@ _KEYWORDS = [
     "PixelRepresentation", "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
     "ModalityLUTSequence", *MACROS,
 ]  # fmt: skip
-_KEYWORDS += [keyword for _, keyword, _ in PHASES]
+_KEYWORDS += [phase.file_field for phase in PHASES]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
@@ -160,10 +174,13 @@ class Series:
 
         Scopes are `<patient>`, `<study UID>`, `<patient>:<study UID>` and `<patient>:<date>`.
         """
+        # Patient and study may be "", which is not the name of any series.
+        if scope == "":
+            return False
         names = {self.patient, self.study, self.scope}
         if self.date:
             names.add(f"{self.patient}:{self.date}")
-        return scope in names and scope != ""
+        return scope in names
 
     def __str__(self) -> str:
         name = "unknown series"
@@ -335,7 +352,8 @@ def read_numbers(places: Places, keyword: str, count: int) -> tuple[float, ...] 
         return None
     values = _values(value)
     numbers = tuple(map(float, values))
-    # Python takes 1_000 and digits of other scripts for numbers; other programs do not.
+    # Python takes 1_000 and digits of other scripts for numbers; other programs do not. pydicom's
+    # numbers keep the text of the file.
     texts = map(str, values)
     are_plain = all(text.isascii() and "_" not in text for text in texts)
     are_finite = all(map(math.isfinite, numbers))
@@ -373,9 +391,9 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             warnings.catch_warnings(action="ignore"),
         ):
             _check_inflated(file)
-            # Forced, because `is_dicom_file` also finds files without preamble.
+            # Forced: pydicom would refuse a file without the DICOM preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-            # First of all, since pydicom replaces the raw bytes of a value that is looked at.
+            # Before any value is read: reading one replaces its raw bytes, which this check counts.
             is_cut = _ends_within(header)
             media_class = header.file_meta.get("MediaStorageSOPClassUID")
             if media_class == uid.MediaStorageDirectoryStorage:
@@ -468,7 +486,7 @@ def _read_slices(
 def _why_unreadable(error: Exception) -> str:
     """Say in a message without the path why a file cannot be read."""
     one_line = " ".join(str(error).split())
-    # An error of the system without the path, which its text contains.
+    # The text of an `OSError` has the path; its `strerror`, such as "Permission denied", has not.
     reason = getattr(error, "strerror", None) or one_line or type(error).__name__
     if isinstance(error, UserError):
         return reason
@@ -648,11 +666,11 @@ def _make_slice(
 def _read_phases(places: Places) -> tuple[str, ...]:
     """Read what distinguishes the volume of a slice from others: the value of each of `PHASES`."""
     header = places[-1]
-    phases = []
-    for _, keyword, frame_keyword in PHASES:
-        value_of_file = _text(header.get(keyword))
-        phases.append(value_of_file or _text(field_of(places, frame_keyword)))
-    return tuple(phases)
+    values = []
+    for phase in PHASES:
+        value_of_file = _text(header.get(phase.file_field))
+        values.append(value_of_file or _text(field_of(places, phase.frame_field)))
+    return tuple(values)
 
 
 def _read_thickness(places: Places) -> float | None:
@@ -680,9 +698,9 @@ def _unit_axes(orientation: tuple[float, ...]) -> np.ndarray:
         UserError: If they have no direction, or are not at right angles; without the path.
     """
     axes = np.reshape(orientation, (2, 3))
-    # `hypot` does not overflow where only a square would.
+    # `hypot` and not a norm of numpy, whose squares overflow for numbers from 1e154.
     lengths = np.array([math.hypot(*axis) for axis in axes])
-    # The length of finite numbers may overflow.
+    # Numbers close to the largest float have an infinite length.
     if lengths.min() <= 0 or not math.isfinite(lengths.max()):
         raise UserError(
             f"expected two directions in ImageOrientationPatient, got {orientation}; "
@@ -790,7 +808,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
             f"the DICOM file is truncated or damaged: {expected}; copy or export it again."
         )
     if is_plain:
-        # Writers may fill up the pixels, by less than a row or a column.
+        # Writers may append bytes to the pixels. As many as a row or a column has would mean that
+        # the size in the header is wrong.
         max_surplus = min(rows, columns) * bits // 8
         if length >= num_bytes + max_surplus:
             raise UserError(
@@ -834,12 +853,14 @@ def _transfer_syntax(header: FileDataset) -> uid.UID:
 def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
     """Read the tag and the length of an element, little endian, up to the first byte of its value.
 
-    An implicit element begins with tag and length, 4 bytes each. An explicit one has a type of two
-    letters and two zeros in between. No length looks like the letters: the first one would make it
-    odd, and all lengths are even.
+    In a header without types of values (implicit VR) it begins with tag and length, 4 bytes each.
+    In one with them (explicit VR) the type, two letters, and two zeros stand between tag and
+    length. The types of pixels cannot be taken for a length: "O" and "U" are odd as the lowest byte
+    of a number, and the lengths of DICOM are even.
     """
     start = file.read(8)
-    tag, length_bytes = start[:4], start[4:]
+    tag = start[:4]
+    length_bytes = start[4:]
     if start[4:6] in (b"OB", b"OW", b"UN"):
         length_bytes = file.read(4)
     return tag, int.from_bytes(length_bytes, "little")
@@ -848,13 +869,14 @@ def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
 def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     """Read the stored values that mean "no pixel", as `PixelFormat.padding`.
 
-    Writers give them either of two integer types: their raw bytes are read as those of a pixel.
+    Some headers declare them as unsigned although the pixels are signed, or the reverse. The type
+    that pydicom would read is therefore ignored: their raw bytes are read as those of a pixel.
     """
     _, is_little_endian = header.original_encoding
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"
     padding: list[int] = []
     for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"):
-        # pydicom keeps the raw bytes as long as nothing has asked for the value.
+        # `get_item` leaves the raw bytes, other than `get`, as long as nothing has read the value.
         element = header.get_item(keyword)
         if isinstance(element, RawDataElement) and element.value:
             padding.append(int.from_bytes(element.value, byte_order, signed=is_signed))

@@ -135,7 +135,8 @@ def _names(
 def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
     """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT).
 
-    None of a label map, where only the pixels show it.
+    The result is empty for a SEG of label maps: there only the pixels tell which segments they
+    hold.
     """
     if kind == "RTSTRUCT":
         items = dataset.get("ROIContourSequence") or []
@@ -157,7 +158,8 @@ def _frame_places(dataset: Dataset) -> list[Places]:
 def empty_structures(file: LabelFile) -> list[str]:
     """List the structures of a file that have no frame (SEG) or no closed contour (RTSTRUCT).
 
-    None of a label map, where only the pixels show it.
+    The result is empty for a SEG of label maps: which of its segments have no pixel is known only
+    once the pixels are decoded.
     """
     if file.dataset.get("SegmentationType") == "LABELMAP":
         return []
@@ -293,15 +295,18 @@ def _read_segments(
     positions, axes, spacing_mm = _frame_geometry(file.path, frame_places)
     normal = np.cross(axes[0], axes[1])
     heights_mm = positions @ normal
-    # Number the planes from below: frames of several segments share one.
+    # Number the planes upwards from 0; frames of several segments may lie in one plane. Along the
+    # sorted frames a plane begins at each step in height, and at the first frame (infinite step).
     order = np.argsort(heights_mm, kind="stable")
     begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
-    planes = np.empty(len(order), int)
+    planes = np.empty(len(order), int)  # number of the plane of each frame
     planes[order] = np.cumsum(begins_plane) - 1
-    first_frames = order[begins_plane]  # one of each plane
+    first_frames = order[begins_plane]  # one frame of each plane
     plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
     slice_step_mm = slices.grid.spacing_mm[0]
-    # Where segments leave out planes, the declared distance is smaller than those between them.
+    # Planes without any segment may not be stored, so that even the smallest step between stored
+    # planes may be too large for their distance. The declared distance counts as well or, without
+    # one, that of the slices.
     plane_steps_mm = np.diff(heights_mm[first_frames]).tolist()
     declared_mm = read_numbers(frame_places[0], "SpacingBetweenSlices", 1)
     if declared_mm is None:
@@ -431,6 +436,7 @@ def _copy_label_map(
             chosen, and its pixels would be lost.
     """
     described_numbers = {int(segment.SegmentNumber) for segment in dataset.SegmentSequence}
+    # Background and padding need no description.
     described_numbers |= {0, dataset.get("PixelPaddingValue", 0)}
     # Label value by segment number, for all numbers that a pixel can hold; segments that are not
     # asked for stay 0.
@@ -453,7 +459,14 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
     bits = dataset.BitsAllocated
     if bits != 1:
         syntax = dataset.file_meta.TransferSyntaxUID
-        pixels = PixelFormat(shape, syntax, None, np.dtype(f"<u{bits // 8}"), bits, ())
+        pixels = PixelFormat(
+            shape,
+            syntax,
+            offset=None,
+            dtype=np.dtype(f"<u{bits // 8}"),
+            bits_stored=bits,
+            padding=(),
+        )
         return decode(dataset, pixels, index)
     # Frames of single bits follow each other without a gap, so that one may begin within a byte.
     # pydicom 3.0 assumes whole bytes.
@@ -497,8 +510,12 @@ def _at_slice(
         parallel to the planes, and the arrays stay small.
         """
         rows, columns = (np.arange(size) for size in frame.pixels.shape)
-        # A step along a row leads to the next column.
-        column_step_mm, row_step_mm = frame.axes @ direction * frame.spacing_mm[::-1]
+        # A step along a row leads to the next column, and one along a column to the next row. Its
+        # part in the direction is its length times the cosine of the angle between them.
+        between_rows_mm, between_columns_mm = frame.spacing_mm
+        row_axis_cosine, column_axis_cosine = frame.axes @ direction
+        column_step_mm = row_axis_cosine * between_columns_mm
+        row_step_mm = column_axis_cosine * between_rows_mm
         projected_mm = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
         if abs(row_step_mm) * rows.size > SAME_POSITION_MM:
             projected_mm = projected_mm + row_step_mm * rows[:, None]
@@ -513,7 +530,7 @@ def _at_slice(
     # rounding noise makes the lower one nearer.
     middles_mm = (plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2
     planes = np.searchsorted(middles_mm - 1e-6, heights_mm)
-    # Row y and column x of each pixel in its plane.
+    # Row y and column x, in its plane, of each pixel of the slice.
     along_row, along_column = axes
     row_distance_mm, column_distance_mm = spacing_mm
     y_mm = along(along_column) - (corners @ along_column)[planes]
@@ -524,7 +541,9 @@ def _at_slice(
     is_near = np.abs(plane_heights_mm[planes] - heights_mm) <= reach_mm
     has_y = (y >= 0) & (y < height)
     has_x = (x >= 0) & (x < width)
-    # Clipped, so that all positions can be looked up; those outside are dropped below.
+    # `planes`, y and x have one entry along axes of the slice on which they do not depend; together
+    # they broadcast to (rows, columns) of the slice. Clipped, so that all positions can be looked
+    # up; those outside are dropped below.
     nearest_labels = plane_labels[planes, y.clip(0, height - 1), x.clip(0, width - 1)]
     return np.where(is_near & has_y & has_x, nearest_labels, 0)
 
@@ -567,7 +586,8 @@ def _read_contours(
             continue
         ranges_mm = _height_ranges(contours, normal)
         thickness_mm = np.ptp(ranges_mm, axis=1)
-        # Negated, since a comparison with NaN is False.
+        # A contour in the plane of a slice has no thickness, but an oblique one that stays within
+        # the distance of slices is accepted. Negated, since a comparison with NaN is False.
         if not thickness_mm.max() <= 2 * reach_mm:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "

@@ -12,7 +12,7 @@ from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, sli
 from medseg.wording import first_few
 
 # Index of the kernel in `PHASES`, and so in `Frame.phases`.
-KERNEL = [name for name, *_ in PHASES].index("kernel")
+KERNEL = [phase.name for phase in PHASES].index("kernel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +23,8 @@ class ListedSeries:
         series: Patient, study and series.
         folder: Folder that holds all its files.
         files: Its files, with those that cannot be read and can only belong to it.
-        num_bytes: Size of its files.
+        num_bytes: Size of its files without those that cannot be read and do not tell their series,
+            each of which is an entry of its own.
         num_slices: Number of slice positions; where it is no stack of slices, number of images.
         fault: Why it cannot be read as a scan, the end of a sentence; "" for a scan.
         is_unique: Whether no other patient or study has a series of this UID.
@@ -216,10 +217,10 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
 def _loose_file(image: NoSlice) -> ListedSeries:
     """Describe a file that cannot be read and whose series is unknown."""
     return ListedSeries(
-        image.series,
-        image.path.parent,
-        (image.path,),
-        image.path.stat().st_size,
+        series=image.series,
+        folder=image.path.parent,
+        files=(image.path,),
+        num_bytes=image.path.stat().st_size,
         num_slices=0,
         fault=_damage([image]),
     )

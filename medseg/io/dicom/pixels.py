@@ -170,7 +170,8 @@ def _decode_by_pydicom(dataset: Dataset, syntax: uid.UID, index: int) -> np.ndar
 
 def has_whole_hu(frame: Frame) -> bool:
     """Whether the HU of a slice are whole numbers of 32 bits."""
-    # The product of a pixel and a slope of 16 bits each has 32.
+    # Pixels of more than 16 bits may give HU beyond 32 bits. Others do not, with the largest slope
+    # and intercept that are accepted below: 65535 * 32767 + 32767 < 2^31.
     if frame.pixels.dtype.itemsize > 2:
         return False
     scale = (frame.slope, frame.intercept)
@@ -191,6 +192,7 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """
     values = _with_sign(stored, frame)
     if has_whole_hu(frame):
+        # "unsafe" only permits the type: 32 bits hold the result, see `has_whole_hu`.
         hu = np.multiply(values, int(frame.slope), dtype=np.int32, casting="unsafe")
         hu += int(frame.intercept)
     else:
@@ -232,11 +234,14 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
     if not frame.is_hu:
         return stored & used_bits
     # Values from this one on are meant as negative.
-    first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     if has_unused_bits:
         # A negative number of few bits has ones in all unused bits.
         first_negative = num_type_values - num_used_values
+    else:
+        # Only padding; of 8 bits, with fewer values than `MAX_PADDING`, the upper half.
+        first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     highest = int(stored.max())
+    # Neither an overlay in unused bits nor a negative value.
     if highest < min(num_used_values, first_negative):
         return stored
     # Large values that are possible HU are meant as they are.
@@ -251,7 +256,7 @@ def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
 
     Such values use fewer bits than their type: of 12 bits, -1 was written as 4095.
     """
-    # With an intercept near that of air, values of CT need no sign.
+    # With an intercept such as -1024, which makes 0 air, no stored value of a CT is negative.
     if not frame.is_hu or frame.intercept <= AIR_HU / 2:
         return stored
     num_used_values = 2**frame.pixels.bits_stored

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy.ndimage import shift
@@ -47,6 +48,18 @@ MAX_FILLED_SHARE = 0.1
 MAX_TILT_DEG = 45.0
 
 
+class Plane(NamedTuple):
+    """A plane of the grid: a slice, or interpolated between two slices.
+
+    Attributes:
+        lower_index: Index of the slice at the plane or below it.
+        upper_weight: Weight of the next slice in [0, 1]; 0 for a plane that is a slice.
+    """
+
+    lower_index: int
+    upper_weight: float
+
+
 @dataclass(frozen=True, eq=False)
 class SourceSlices:
     """The slices of a series, one at each position, and the regular grid over them.
@@ -55,8 +68,7 @@ class SourceSlices:
         path: Folder or file that the series was read from.
         frames: Slices, sorted along the normal.
         grid: The grid; its planes are parallel to the slices.
-        planes: For each plane of the grid the index of the slice at it or below it, and the weight
-            of the next slice, 0 for a plane that is a slice.
+        planes: The planes of the grid, sorted along the normal.
         shifts_px: Position of the first pixel of each slice on its plane (slices, 2), (y, x) in
             pixels, each >= 0.
         is_filled: Whether a plane lies between two slices.
@@ -67,7 +79,7 @@ class SourceSlices:
     path: Path
     frames: tuple[Frame, ...]
     grid: VoxelGrid
-    planes: list[tuple[int, float]]
+    planes: list[Plane]
     shifts_px: np.ndarray
     is_filled: bool
     is_shifted: bool
@@ -104,18 +116,20 @@ def open_slices(
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
     # How much larger than a slice the grid is. Rounding noise must not add a pixel.
     num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
-    if (num_more_px > first.pixels.shape).any():
+    slice_shape = np.array(first.pixels.shape)
+    if (num_more_px > slice_shape).any():
         raise UserError(
             f"{path}: expected slices stacked above each other, but they are offset sideways by up "
             f"to {np.ptp(shifts_mm, axis=0).max():.0f} mm; give one stack per folder."
         )
-    shape = (len(planes), *(first.pixels.shape + num_more_px))
+    height, width = slice_shape + num_more_px
+    shape = (len(planes), height, width)
     # LPS unit vectors. A step along a row leads to the next column, one along a column to the next
     # row.
     along_row, along_column = first.axes
     row_distance_mm, column_distance_mm = first.spacing_mm
-    # Of a stack that is straight but for the rounding of decimals, the grid leans as its slices do:
-    # upright, its far corners would be off.
+    # Rounded decimals in the headers make a straight stack lean a little. Its slices are not
+    # shifted, so the grid leans with them: else its last plane would lie beside the last slice.
     along_stack = normal_of(first) + slant[0] * along_column + slant[1] * along_row
     steps_mm = [
         along_row * column_distance_mm,
@@ -188,7 +202,8 @@ def open_dicom(
 
     def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
-            # Interpolated planes are rounded where the slices hold whole numbers.
+            # Interpolated planes are float32; they are rounded where all slices hold whole HU.
+            # Where only some do, this leaves the whole numbers of the others as they are.
             if image_hu.dtype != dtype:
                 image_hu = np.rint(image_hu)
             yield image_hu.astype(dtype).ravel()
@@ -221,14 +236,15 @@ def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:
             return image_hu
         return shifted(image_hu, slices.shifts_px[index], slices.grid.shape[1:], air)
 
-    for below, weight in slices.planes:
+    for lower_index, upper_weight in slices.planes:
         # Each plane is a slice: its values stay as they are.
         if not slices.is_filled and not slices.is_shifted:
-            yield read_slice(frames[below])
+            yield read_slice(frames[lower_index])
             continue
-        image_hu = placed(below)
-        if weight:
-            image_hu = image_hu + np.float32(weight) * (placed(below + 1) - image_hu)
+        image_hu = placed(lower_index)
+        if upper_weight > 0:
+            difference_hu = placed(lower_index + 1) - image_hu
+            image_hu = image_hu + np.float32(upper_weight) * difference_hu
         yield image_hu
 
 
@@ -285,6 +301,7 @@ def _without_duplicates(
                 f"{path}: expected one slice at each position, but {previous} and {frame} share a "
                 "position and differ; remove one of them."
             )
+        # By number; an acquisition without one counts as the later.
         if natural(acquisition)[0] < natural(previous_acquisition)[0]:
             frames[-1] = frame
             heights_mm[-1] = height_mm
@@ -312,7 +329,7 @@ def _is_copy(frame: Frame, previous: Frame) -> bool:
 
 def _even_planes(
     path: Path, frames: tuple[Frame, ...], heights_mm: np.ndarray
-) -> tuple[list[tuple[int, float]], float, list[str]]:
+) -> tuple[list[Plane], float, list[str]]:
     """Lay evenly spaced planes across the normal.
 
     Args:
@@ -321,8 +338,8 @@ def _even_planes(
         heights_mm: Their positions along the normal, ascending.
 
     Returns:
-        Planes as in `SourceSlices.planes`; the distance of the planes in mm; warnings, which are
-        there exactly if a plane lies between two slices.
+        The planes, ascending; their distance in mm; warnings, which are there exactly if a plane
+        lies between two slices.
 
     Raises:
         UserError: If the slices are too uneven, or too many are missing.
@@ -332,7 +349,8 @@ def _even_planes(
     step_mm = length_mm / (num_frames - 1)
     even_mm = np.arange(num_frames) * step_mm
     if np.abs(heights_mm - heights_mm[0] - even_mm).max() <= JITTER_TOLERANCE_MM:
-        return [(index, 0.0) for index in range(num_frames)], step_mm, []
+        planes = [Plane(index, upper_weight=0.0) for index in range(num_frames)]
+        return planes, step_mm, []
     gaps_mm = np.diff(heights_mm)
     # An even number of gaps has two medians; the lower one is a gap that occurs.
     usual_mm = float(np.quantile(gaps_mm, 0.5, method="lower"))
@@ -363,7 +381,7 @@ def _even_planes(
     weights = (plane_heights_mm - heights_mm[below]) / gaps_mm[below]
     weights = np.where(is_slice, 0.0, weights)
     indices = np.where(is_slice, nearest, below)
-    planes = list(zip(indices.tolist(), weights.tolist(), strict=True))
+    planes = list(map(Plane, indices.tolist(), weights.tolist()))
     num_filled = int(np.count_nonzero(weights))
     warning = (
         f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of "

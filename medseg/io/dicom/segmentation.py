@@ -83,15 +83,16 @@ def write_segmentation(
     descriptions = []
     for number, structure in enumerate(structures, start=1):
         descriptions.append(_describe(number, structure))
-    # Other options give another object.
+    # The options are a part of the version: with other options the object differs, and needs a UID
+    # of its own.
     version = f"{kind} {keep_empty_frames} {__version__}"
     series = derived_series(headers[0], "SEG", numbers, structures, version)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         segmentation = Segmentation(
-            headers,
-            numbers,
-            kind.upper(),
-            descriptions,
+            source_images=headers,
+            pixel_array=numbers,
+            segmentation_type=kind.upper(),
+            segment_descriptions=descriptions,
             series_instance_uid=series.uid,
             series_number=series.number,
             sop_instance_uid=series.instance_uid,
@@ -174,13 +175,16 @@ def _describe(number: int, structure: Structure) -> SegmentDescription:
     colour = None
     if structure.colour:
         colour = CIELabColor.from_string(structure.colour)
+    algorithm = AlgorithmIdentificationSequence(
+        "medseg", codes.DCM.ArtificialIntelligence, __version__
+    )
     segment = SegmentDescription(
-        number,
-        name,
-        category,
-        kind,
-        "AUTOMATIC",
-        AlgorithmIdentificationSequence("medseg", codes.DCM.ArtificialIntelligence, __version__),
+        segment_number=number,
+        segment_label=name,
+        segmented_property_category=category,
+        segmented_property_type=kind,
+        algorithm_type="AUTOMATIC",
+        algorithm_identification=algorithm,
         display_color=colour,
     )
     state_encoding(segment, name)

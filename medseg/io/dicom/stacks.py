@@ -151,7 +151,7 @@ def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, S
         return _divide_by_phase(frames, key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural):
-        phase = f"{PHASES[key][0]} {plain(value) or 'unknown'}"
+        phase = f"{PHASES[key].name} {plain(value) or 'unknown'}"
         for further_phase, slices in _divide_by_phase(groups[value], key + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))
@@ -169,8 +169,9 @@ def _overlap(groups: list[list[Frame]]) -> bool:
     # The median: a gap between the groups must not count as their step.
     step_mm = np.median(steps_mm) if steps_mm.size else 0.0
     ranges_mm = [(heights_mm.min(), heights_mm.max()) for heights_mm in group_heights_mm]
-    starts_mm, stops_mm = np.array(sorted(ranges_mm)).T  # by start
-    # The farthest stop of a group and all before it: a long group may overlap more than the next.
+    starts_mm, stops_mm = np.array(sorted(ranges_mm)).T  # in the order of the starts
+    # The farthest stop of each group and all before it: a long group may reach beyond the next one
+    # and overlap a later one.
     reached_mm = np.maximum.accumulate(stops_mm)
     # Groups that share one slice overlap by 0 mm; those that share two, by a step.
     overlaps_mm = reached_mm[:-1] - starts_mm[1:]
@@ -425,6 +426,7 @@ def choose_stack(
     if chosen:
         meant_uids = {chosen[0].series.uid}
     elif candidates:
+        # No stack is the chosen one, perhaps because the files of that series cannot be read.
         meant_uids = _uids_of(contents.images, choice, only_file)
     else:
         # Without any stack, the files of all series may say why.
@@ -502,7 +504,8 @@ def _no_such_series(
 ) -> UserError:
     """Refuse a value of `series=` that names none of the candidates."""
     name = choice.name
-    # The patient or study does not match either, see `_in_scope`: the message names it too.
+    # `_in_scope` keeps stacks of other patients only where the chosen patient or study has none.
+    # Then the message names that patient or study too.
     if not choice.is_scope_of(candidates[0].series):
         name = choice.within(choice.scope)
     return UserError(
@@ -520,7 +523,8 @@ def _check_readable(contents: Contents, uids: set[str], folders: SliceFolders) -
     broken = []
     for image in contents.unreadable:
         owner = image.series.uid or folders.owner(image.path)
-        # Without any stack, `uids` may hold the empty UID of files that do not tell theirs.
+        # Where the path has no stack, `uids` may hold "", the UID of files that do not tell their
+        # series: such a file may be why there is none.
         if owner in uids or image.series.uid in uids:
             broken.append(image)
     if broken:

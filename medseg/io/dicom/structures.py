@@ -104,10 +104,10 @@ def derived_series(
     description = f"medseg {KIND_NAMES[kind]} {source_description}".strip()
     # UIDs that are generated from equal texts are equal.
     return DerivedSeries(
-        generate_uid(entropy_srcs=identity),
-        generate_uid(entropy_srcs=[*identity, content, version]),
-        _derived_number(header, KIND_NUMBERS[kind]),
-        description[:MAX_NAME],
+        uid=generate_uid(entropy_srcs=identity),
+        instance_uid=generate_uid(entropy_srcs=[*identity, content, version]),
+        number=_derived_number(header, KIND_NUMBERS[kind]),
+        description=description[:MAX_NAME],
     )
 
 
@@ -182,7 +182,7 @@ def labels_on_slices(
 def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray:
     """Move labels from the slices of a series onto its grid.
 
-    A plane between two slices takes the labels of the nearer one.
+    A plane between two slices takes the labels of the nearer one; halfway, of the lower one.
 
     Args:
         slice_labels: Label values (slices, rows, columns).
@@ -193,9 +193,10 @@ def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray
     """
     labels = np.zeros(slices.grid.shape, slice_labels.dtype)
     num_rows, num_columns = slice_labels.shape[1:]
-    # A plane between two slices has the weight of the upper one, in [0, 1].
     for plane, (lower_index, upper_weight) in enumerate(slices.planes):
-        index = lower_index + round(upper_weight)
+        index = lower_index
+        if upper_weight > 0.5:
+            index = lower_index + 1
         # Row y and column x of the slice at each voxel of the plane.
         y_shift_px, x_shift_px = slices.shifts_px[index]
         y = nearest(np.arange(labels.shape[1]) - y_shift_px)

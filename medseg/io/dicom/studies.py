@@ -67,6 +67,8 @@ class _Folder:
         files: Files by the UID of their series.
         loose: Files that cannot be read and do not tell their series.
         dicom: All DICOM files.
+        slices: UID of its series and file of each slice; a file of several frames occurs once for
+            each.
         positions: Positions of the slices by the UID of their series.
     """
 
@@ -74,6 +76,7 @@ class _Folder:
     files: dict[str, list[Path]] = field(default_factory=dict)
     loose: list[NoSlice] = field(default_factory=list)
     dicom: set[Path] = field(default_factory=set)
+    slices: list[tuple[str, Path]] = field(default_factory=list)
     positions: dict[str, list[Position]] = field(default_factory=dict)
 
 
@@ -128,9 +131,10 @@ def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Fol
 def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     """Add a slice, or a file without one, to the series of a folder."""
     series = image.series
-    # A file that was cut off lacks its patient and study; its series may be known from others.
-    has_no_study = series.scope == Series().scope and series.uid not in folder.series
-    if isinstance(image, NoSlice) and image.is_unreadable and has_no_study:
+    # A file that was cut off lacks its patient and study. Those of its series are known where
+    # another file of the series was read before.
+    lacks_study = series.scope == Series().scope and series.uid not in folder.series
+    if isinstance(image, NoSlice) and image.is_unreadable and lacks_study:
         folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
@@ -139,6 +143,7 @@ def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     if not files or files[-1] != image.path:
         files.append(image.path)
     if isinstance(image, Frame):
+        folder.slices.append((series.uid, image.path))
         folder.positions.setdefault(series.uid, []).append(image.position_xyz_mm)
 
 
@@ -169,10 +174,10 @@ def _divide(
         # any.
         first = min(volumes or all_series, key=lambda series: series.date)
         study = Study(
-            first.patient,
-            first.study,
-            first.date,
-            scope,
+            patient=first.patient,
+            uid=first.study,
+            date=first.date,
+            scope=scope,
             series=tuple(all_series),
             positions=positions,
             files=_files_of(folder, all_series, owned_files),
@@ -187,11 +192,8 @@ def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[s
     Returns:
         Such files by the UID of that volume; `on_loose` gets the others.
     """
-    slices: list[tuple[str, Path]] = []
-    for uid in folder.positions:
-        slices += [(uid, path) for path in folder.files[uid]]
-    slice_folders = SliceFolders(slices)
-    slice_paths = {path for _, path in slices}
+    slice_folders = SliceFolders(folder.slices)
+    slice_paths = {path for _, path in folder.slices}
     copies = map(refused_copy, broken_copies(folder.dicom, slice_paths))
     owned_files: dict[str, list[Path]] = {}
     for image in [*folder.loose, *copies]:
