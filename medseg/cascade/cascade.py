@@ -119,11 +119,8 @@ class Cascade:
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which an array that is kept for a later step lies in a scratch file.
-
-        See `medseg.io.scratch.scratch_above`.
-        """
-        # No limit of its own: crops are read in any order, which is slow from a file.
+        """Size above which an array that waits is a file, see the top of `medseg.io.scratch`."""
+        # No limit, since no array here waits in that sense: crops are read in any order.
         return math.inf
 
     @property

@@ -337,8 +337,8 @@ def load_stages(
     # Networks run one after the other: the largest decides what fits. What a backend keeps adds up.
     bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
     backend_bytes = sum(trained.backend_bytes for trained in loaded)
-    # The other attributes are equal, so those of the first count. Only the bound on Dice may differ,
-    # and `Cascade.dice_bound` ignores it where there are several networks.
+    # The other attributes are equal, so those of the first count. Only the bound on Dice may
+    # differ, and `Cascade.dice_bound` ignores it where there are several networks.
     return replace(
         first,
         others=tuple(others),
