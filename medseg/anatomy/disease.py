@@ -113,16 +113,18 @@ class Place(NamedTuple):
 
         Args:
             max_share: Largest share, above 0.02; most are small.
-            tilt: See `height`.
+            tilt: See `back_mm`.
             rough_mm: Standard deviation of the border.
         """
-        height = self.height(tilt)
+        back_mm = self.back_mm(tilt)
         # The exponent makes small shares more frequent.
         share = 0.02 + (max_share - 0.02) * self.rng.random() ** 1.5
-        return height - self.level(height, share) + rough_mm * self.rough
+        return back_mm - self.level_mm(back_mm, share) + rough_mm * self.rough
 
-    def height(self, tilt: float) -> Tensor:
+    def back_mm(self, tilt: float) -> Tensor:
         """Coordinate (D, H, W) in mm towards the back, tilted at random along z and x.
+
+        It grows downwards in a patient who lies on the back.
 
         Args:
             tilt: Largest slope, in mm per mm.
@@ -135,17 +137,17 @@ class Place(NamedTuple):
         length = math.sqrt(1 + slope_z * slope_z + slope_x * slope_x)
         return (along / length).expand(self.organ.shape)
 
-    def level(self, height: Tensor, share: float) -> float:
-        """Height in mm above which a share of the organ lies.
+    def level_mm(self, back_mm: Tensor, share: float) -> float:
+        """Coordinate towards the back beyond which a share of the organ lies.
 
         Args:
-            height: From `height`, perhaps changed, (D, H, W).
+            back_mm: From the method `back_mm`, perhaps changed, (D, H, W).
             share: In [0, 1].
         """
-        heights = height[self.organ]
+        organ_mm = back_mm[self.organ]
         # Some 10,000 of the voxels are enough for a quantile.
-        step = 1 + len(heights) // 10_000
-        return float(torch.quantile(heights[::step], 1.0 - share))
+        step = 1 + len(organ_mm) // 10_000
+        return float(torch.quantile(organ_mm[::step], 1.0 - share))
 
 
 # Each kind draws its place, then its density.
@@ -271,7 +273,8 @@ def paint_missing(
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
     place = _place(labels, value, rng, spacing_mm)
-    # It has no surface: all voxels are so deep below it that no border is painted.
+    # All voxels count as deeper than the border of the filling, half of `FLUID_EDGE_MM`, so that
+    # they get its whole density.
     depth_mm = torch.full_like(image_hu, RIM_MM)
     range_hu = FLUID_HU
     if rng.random() < FAT_SHARE:
@@ -370,6 +373,7 @@ class Disease(LungEffect):
         """Draw each lung with the probability, or one of them with it, see `each_lung`."""
         if self.each_lung:
             yield from super().draw(values, rng)
+        # Drawn even where there is no lung, so that each sample uses as many random numbers.
         elif rng.random() < self.probability and values:
             yield values[int(rng.integers(len(values)))]
 
@@ -453,9 +457,12 @@ def _pool(place: Place, wall_mm: Tensor) -> Tensor:
     """
     # A parabola: the whole climb at the wall, none from `WALL_MM` on.
     climb_mm = place.rng.uniform(0.0, MENISCUS_MM) * (1 - wall_mm / WALL_MM) ** 2
-    height = place.height(0.5) + climb_mm + 2.0 * place.rough
+    # The climb counts as depth, so that the surface lies further to the front at the wall. The
+    # border is rough by 2 mm.
+    back_mm = place.back_mm(tilt=0.5) + climb_mm + 2.0 * place.rough
+    # From 1 to 61 % of the organ; the exponent makes small shares more frequent.
     share = 0.01 + 0.6 * place.rng.random() ** 1.5
-    return height - place.level(height, share)
+    return back_mm - place.level_mm(back_mm, share)
 
 
 def _layer(place: Place, wall_mm: Tensor) -> Tensor:
@@ -465,11 +472,13 @@ def _layer(place: Place, wall_mm: Tensor) -> Tensor:
         place: The organ.
         wall_mm: From `_depth_below_wall`.
     """
+    # `wall_mm` ends at `WALL_MM`, so a layer of that thickness would fill the whole organ.
     thickness_mm = place.rng.uniform(4.0, 0.9 * WALL_MM)
-    height = place.height(1.0)
-    above_mm = height - place.level(height, place.rng.uniform(0.2, 0.8))
-    # The layer gets 0.3 mm thinner with each mm towards the front, and ends at the level.
-    return torch.minimum(thickness_mm - wall_mm, 0.3 * above_mm) + 2.0 * place.rough
+    back_mm = place.back_mm(tilt=1.0)
+    beyond_level_mm = back_mm - place.level_mm(back_mm, share=place.rng.uniform(0.2, 0.8))
+    # The layer gets 0.3 mm thinner with each mm towards the front, and ends at the level. Its
+    # border is rough by 2 mm.
+    return torch.minimum(thickness_mm - wall_mm, 0.3 * beyond_level_mm) + 2.0 * place.rough
 
 
 def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Spacing) -> None:

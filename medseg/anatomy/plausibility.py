@@ -157,7 +157,8 @@ def position_warnings(
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
     upside_down_signs = []
-    # 0 is the bound for labels of a network; `UPSIDE_DOWN_EXCESS` is that for labels of people.
+    # Labels of a network are judged more strictly than those that people drew, for which the bound
+    # is `UPSIDE_DOWN_EXCESS`, below 0.
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         upside_down_signs.append(UPSIDE_DOWN_SIGN)
     evidence = head_evidence(image_hu, labels, grid.spacing_mm, task)

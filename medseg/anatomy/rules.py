@@ -97,7 +97,7 @@ RULES = (
         READ_SPACING_MM,
         "mm",
         "the outline reads finer volumes at about this spacing",
-        "time",
+        "choice, to save time",
     ),
     Rule(
         "max_beyond_share",
@@ -226,7 +226,7 @@ RULES = (
         AIRLESS_HU,
         "HU",
         "a higher median of one side causes a warning if the other is full of air",
-        "lungs, most of them ill, have -891 to -643, fluid in the place of six 7 to 17",
+        "lungs, most of them ill: -891 to -643; fluid where six lungs were: 7 to 17",
         11,
     ),
     Rule(

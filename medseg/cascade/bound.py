@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from medseg.inference.segmentation import StatedBound, rounded_down
 
 # Added to the disagreement 1 - agreement, by which errors are divided. Without it, full agreement
-# would promise a Dice of 1, and regions that nearly reach it would decide about the factor.
+# would promise a Dice of 1, and regions with nearly full agreement would decide about the factor,
+# since their errors would be divided by nearly 0.
 OFFSET = 0.02
 
 

@@ -29,7 +29,8 @@ from medseg.inference.segmentation import (
     StatedBound,
     label_volumes_ml,
 )
-from medseg.inference.tile_workers import Job, TileWorkers, process_group, serve_tiles
+from medseg.inference.tile_workers import Job, TileWorkers, process_group
+from medseg.inference.tile_workers import serve_tiles as serve_jobs
 from medseg.inference.tiles import TilingPlan
 from medseg.io.scratch import new_array, new_tensor
 from medseg.io.volume import Volume
@@ -109,14 +110,17 @@ class Cascade:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the networks take the padding of scanners as stored; else it is read as air."""
-        # Ours are trained with air instead of padding.
+        """Whether the networks see the padding value of a scanner as it is stored.
+
+        Otherwise the padding is replaced by air when the scan is read.
+        """
+        # Our networks are trained on scans whose padding was replaced.
         return False
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which arrays that wait are files, see `medseg.io.scratch.scratch_above`."""
-        # No array only waits here: crops are read in any order.
+        """Size above which an array that waits is a file, see the top of `medseg.io.scratch`."""
+        # No limit, since no array here waits in that sense: crops are read in any order.
         return math.inf
 
     @property
@@ -198,10 +202,11 @@ class Cascade:
                 images, grid, localisation, self.fine, self.options, result, timed
             )
         with timed("join"):
-            # Receives a sentence for each label with a component apart from the coarse labels.
-            apart: list[str] = []
-            labels = join(region_results, grid, task, first, localisation, warnings=apart)
-            result.findings += warnings_of("apart", apart)
+            # Receives a sentence for each label of which `join` removes a component that the coarse
+            # stage does not mark.
+            apart_warnings: list[str] = []
+            labels = join(region_results, grid, task, first, localisation, warnings=apart_warnings)
+            result.findings += warnings_of("apart", apart_warnings)
             # `_judge` needs the volumes, and updates them where it removes a region.
             result.volumes_ml = label_volumes_ml(labels, grid, task)
             if localisation is not None:
@@ -363,7 +368,7 @@ class Cascade:
             return stages[name].serve(network_index, images, slab_bytes)
 
         with process_group():
-            serve_tiles(run_job)
+            serve_jobs(run_job)
 
 
 def require_channels(task: Task, num_channels: int) -> None:
@@ -410,7 +415,7 @@ def _segment_whole(
         deviations for `paste_percent`.
     """
     with timed("segment"):
-        prediction, crop, *_ = predict_body(images, grid, stage, options)
+        prediction, crop, _, _ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.findings += warnings_of("out_of_memory", prediction.warnings)
     # For `join`, the task is one region with all labels. Class 0, the background, is left out.
@@ -448,7 +453,7 @@ def _refine_regions(
     lattice = grid.resampled(fine.spacing_mm)
     # The rule of the fine stage may scale its lattice, by the spacing of the scan.
     lattice = lattice.resampled(fine.rule.spacing_mm(grid.spacing_mm))
-    # Of the whole scan, once for all regions.
+    # Measured once, on the whole scan: a crop has other statistics.
     intensities = fine.intensities(images)
     region_results: list[RegionResult] = []
     stds: Deviations = []
@@ -459,13 +464,13 @@ def _refine_regions(
         with timed(step):
             crop = region_crop(
                 localisation.boxes[region.name],
-                localisation.grid,
-                lattice,
-                fine.region_margin_mm,
-                fine.tile_size,
-                fine.divisor,
-                fine.rule,
-                fine.least_size,
+                from_grid=localisation.grid,
+                lattice=lattice,
+                margin_mm=fine.region_margin_mm,
+                patch_size=fine.tile_size,
+                divisor=fine.divisor,
+                rule=fine.rule,
+                least_size=fine.least_size,
             )
             prediction = refine(
                 images, grid, crop, region, fine, options, intensities, localisation
@@ -582,6 +587,7 @@ def refine(
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped_axes)
     if prediction.std is None:
         return prediction._replace(probs=probs)
+    # The standard deviation has no classes to leave out.
     return prediction._replace(probs=probs, std=prediction.std.flip(flipped_axes))
 
 
@@ -600,7 +606,8 @@ def _input_image(
     Channel by channel: in float32, no more than one is in memory. The crop is reversed along
     `flipped_axes`.
     """
-    # Lattice of the cache of training: a crop on another grid is resampled via it, as in training.
+    # The lattice at the stage's spacing, on which training stores its cases. A crop on another grid
+    # is resampled from there, as in training.
     lattice = grid.resampled(stage.spacing_mm)
     intensities = intensities or stage.intensities(images)
     result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)
@@ -615,9 +622,9 @@ def _input_image(
         _copy_flipped(result[number], channel, flipped_axes)
         del channel  # before the next one is made
     if stage.has_coarse_channel:
-        assert localisation is not None, "it has the probabilities"
-        assert localisation.probs is not None, "they were asked for"
-        assert localisation.probs_grid is not None, "it comes with them"
+        assert localisation is not None, "a coarse channel needs the result of the coarse stage"
+        assert localisation.probs is not None, "`localise` ran with keep_probs=True"
+        assert localisation.probs_grid is not None, "probabilities come with their grid"
         # The last channel: the probabilities of the region's labels, summed and resampled.
         values = stage.task.region_values(region)
         coarse = probability_channel(localisation.probs, localisation.probs_grid, crop, values)

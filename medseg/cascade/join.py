@@ -155,9 +155,9 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
 
 
 def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
-    """Make a mask of native voxels that the coarse stage assigns to no region with a label.
+    """Make a mask of native voxels outside of the coarse regions that a label belongs to.
 
-    The other labels of such a region count as seen: the stages may disagree about the border of two
+    All labels of such a region count as seen: the stages may disagree about the border of two
     lobes.
 
     Returns:

@@ -65,8 +65,8 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage it must be, `coarse` (or `single`) or `fine`; None = any, given as
-            `checkpoint`.
+        stage: The stage that it must be, `coarse` (or `single`) or `fine`. None accepts any, and
+            messages then call the key of the file `checkpoint`.
         device: Where it will run.
         precision: Number format; None = as in training, fp32 where the device lacks it or only
             emulates it.
@@ -114,7 +114,8 @@ def load_stage(
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
-    # On a CPU without the half precision of the training, OpenVINO may be quicker than torch.
+    # On a CPU without the half precision of the training, OpenVINO may be quicker than torch. It is
+    # not tried where the user has chosen the precision.
     lost_half = metadata["precision"] in HALF and trained.precision not in HALF
     if backend is None and precision is None and lost_half and device.type == "cpu":
         backend = _quickest_backend(trained, backend_room_bytes)
@@ -191,7 +192,8 @@ def _build_stage(
 
     # A network of damaged metadata may be larger than the memory. On the meta device it has shapes
     # without values, and they must be those of the weights. Without `assign`, torch would warn that
-    # a copy to that device does nothing.
+    # a copy to that device does nothing. Only code that the user trusts may build its network in
+    # real memory where the meta device fails.
     meta_network = build_on_meta(make, may_compute=bool(trusted))
     meta_network.load_state_dict(weights, assign=True)
     network = make()
@@ -335,7 +337,8 @@ def load_stages(
     # Networks run one after the other: the largest decides what fits. What a backend keeps adds up.
     bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
     backend_bytes = sum(trained.backend_bytes for trained in loaded)
-    # All other attributes are equal, so those of the first count.
+    # The other attributes are equal, so those of the first count. Only the bound on Dice may
+    # differ, and `Cascade.dice_bound` ignores it where there are several networks.
     return replace(
         first,
         others=tuple(others),

@@ -168,26 +168,27 @@ def localise(
     coarse_hu = view_or_resample(
         resampled, lattice, Crop(crop.lattice, scan_box), stage.outside[0], stage.resampling
     ).numpy()
-    # Changes `labels` in place. Only what the network saw can show where the patient ends.
-    removed = remove_impossible(
+    # Changes `labels` in place, through a view. Only what the network saw can show where the
+    # patient ends.
+    removal_warnings = remove_impossible(
         labels[seen_in_scan], coarse_hu[seen_in_scan], coarse_grid, stage.task
     )
     located = locate_regions(labels, coarse_grid, stage.task)
     findings = warnings_of("out_of_memory", prediction.warnings)
-    findings += warnings_of("removed_parts", removed)
+    findings += warnings_of("removed_parts", removal_warnings)
     findings += located.findings
     if stage.task.is_ct:
-        lone_sides = lone_side_warnings(located.boxes, coarse_hu, coarse_grid, stage.task)
-        findings += warnings_of("doubtful_side", lone_sides)
-    mixed_sides = side_warnings(
+        lone_warnings = lone_side_warnings(located.boxes, coarse_hu, coarse_grid, stage.task)
+        findings += warnings_of("doubtful_side", lone_warnings)
+    mixed_warnings = side_warnings(
         prediction.probs.numpy()[:, *seen_in_crop], located.labels[seen_in_scan], stage.task
     )
-    findings += warnings_of("doubtful_side", mixed_sides)
+    findings += warnings_of("doubtful_side", mixed_warnings)
     if stage.task.is_ct:
-        turned = position_warnings(
+        turned_warnings = position_warnings(
             coarse_hu, located.labels, located.boxes, coarse_grid, stage.task
         )
-        findings += warnings_of("body_position", turned)
+        findings += warnings_of("body_position", turned_warnings)
     if keep_probs:
         # Copied, so that the probabilities of the padding beyond the scan are freed.
         probs = prediction.probs[:, *seen_in_crop].clone()

@@ -23,13 +23,9 @@ from medseg.geometry.sizes import network_size
 from medseg.inference.options import InferenceOptions
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.inference.tile_workers import Job, TileWorkers
-from medseg.inference.tiles import (
-    PROBS_DTYPE,
-    TilingPlan,
-    least_budget_gib,
-    plan_tiling,
-    predict_probs,
-)
+from medseg.inference.tiles import PROBS_DTYPE, TilingPlan, plan_tiling
+from medseg.inference.tiles import least_budget_gib as least_tiling_budget_gib
+from medseg.inference.tiles import predict_probs as predict_tiled
 from medseg.memory.accounting import forward_bytes_per_voxel
 from medseg.memory.precision import HALF, autocast, inference_precision, tf32_as
 from medseg.models.stage_network import StageNetwork
@@ -158,7 +154,7 @@ class TrainedStage:
         keep float32, in which they are searched for air.
         """
         is_half = self.precision in HALF
-        is_unet = self.allows_slabs
+        is_unet = self.allows_slabs  # no other network can run in slabs
         is_in_torch = self.backend_bytes == 0
         is_whole = self.tile_size is None
         if is_half and is_unet and is_in_torch and is_whole:
@@ -349,7 +345,7 @@ class TrainedStage:
         if shape is None:
             return 0.0
         size = network_size(shape, self.divisor)
-        return least_budget_gib(size, self.bytes_per_voxel, self._least_slab_bytes(shape))
+        return least_tiling_budget_gib(size, self.bytes_per_voxel, self._least_slab_bytes(shape))
 
     @property
     def allows_slabs(self) -> bool:
@@ -411,7 +407,8 @@ class TrainedStage:
 
         Both are on the CPU, as in `Prediction`.
         """
-        # The image was made in the precision of the GPU where this is its copy `_on_cpu`.
+        # The image is in the precision of the stage that it was made for. That of a copy by
+        # `_on_cpu` may be another one.
         image = image.to(self.image_dtype)
         # Slabs are brought to the device one by one.
         if plan.slab_bytes is None:
@@ -425,9 +422,10 @@ class TrainedStage:
         squares: Tensor | None = None
         for network_index, axes in views:
             probs = self._predict_view(network_index, axes, image, plan, options).to(torch.float32)
-            # In place: each of these tensors is as large as the result in float32.
+            # In place where possible: each of these tensors is as large as the result in float32.
             if total is None or squares is None:
                 total = probs
+                # Not in place: the first probabilities become the sum.
                 squares = probs.square().sum(0)
             else:
                 total.add_(probs)
@@ -461,7 +459,7 @@ class TrainedStage:
         network = self.networks[network_index]
         slab_bytes = plan.slab_bytes
         call = functools.partial(self._call, network, slab_bytes=slab_bytes)
-        # Other ways than `call` to run the network, as arguments of `predict_probs`.
+        # Other ways than `call` to run the network, as arguments of `tiles.predict_probs`.
         runners: dict[str, Any] = {}
         # A whole crop in slabs: its logits are taken slab by slab, never as one tensor.
         if slab_bytes is not None and plan.tile_size is None:
@@ -474,7 +472,7 @@ class TrainedStage:
             runners["num_parallel"] = self.tile_workers.size
         if axes:
             image = image.flip(axes)
-        probs = predict_probs(
+        probs = predict_tiled(
             call,
             image[None],
             tile_size=plan.tile_size,
@@ -506,7 +504,7 @@ class TrainedStage:
 
 
 def _copy_on_cpu(network: nn.Module) -> nn.Module:
-    """Copy a network to the CPU without memory on its device.
+    """Copy a network to the CPU; the copy takes no memory on the device, which may be full.
 
     Half-precision weights become float32, the only format of some CPUs.
     """

@@ -38,8 +38,8 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# Our keys for a setting, of which each command has some, to its names in nnU-Net, MONAI, Lightning
-# and lightning-hydra-template; blanks divide both.
+# For each setting our keys, of which a command may have some only, and the names of the setting in
+# nnU-Net, MONAI, Lightning and lightning-hydra-template. Blanks divide the keys and the names.
 HABITS = {
     "optimizer.lr": "lr learning_rate initial_lr base_lr",
     "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
@@ -184,7 +184,7 @@ def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
 
 @functools.cache
 def _keys_of(schema: type) -> DictConfig:
-    """Describe a schema for OmegaConf; `OmegaConf.merge` changes a copy."""
+    """Describe a schema for OmegaConf. The result is cached: callers copy it before a change."""
     return typing.cast(DictConfig, OmegaConf.structured(schema))
 
 
@@ -196,6 +196,7 @@ def _keys_without(schema: type, converted: frozenset[str]) -> DictConfig:
     OmegaConf.set_struct(declared, False)
     for name in converted:
         del declared[name]
+    # Back to the default: a structured configuration refuses unknown keys.
     OmegaConf.set_struct(declared, None)
     return declared
 
@@ -251,7 +252,7 @@ def _fill_label_values(values: dict[str, Any]) -> None:
     """
     task = values.get("task") or {}
     data = values.get("data") or {}
-    # Commands without references have no such column.
+    # Commands that read no reference labels lack this key.
     if "labels_column" not in data or not isinstance(task.get("labels"), dict):
         return
     if not data.get("label_values"):
@@ -366,10 +367,12 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
     if composed is not None:
         keys.update(_keys(OmegaConf.to_container(composed, resolve=False)))
     parent, _, last = key.rpartition(".")
+    # Such as data.label_values={liver: 7}: the key exists, so Hydra refused a name in its value.
     if last == OPEN_KEY and key in keys:
         return f"{key}: it has no such name yet; +{key}={{…}} adds names"
     # The key itself is there where a file or `+` has set it; "" is the root.
     keys -= {key, ""}
+    # Such as data.label_values.liver=7.
     if parent.rpartition(".")[2] == OPEN_KEY and parent in keys:
         siblings = sorted(name for name in keys if name.startswith(f"{parent}."))
         sentence = f"{key}: it has no such name yet; +{key}=… adds it"
@@ -554,9 +557,9 @@ def _checked_node(
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node
     shared = POINT_SCHEMAS.get(point)
-    # Without a class, that of the schema's default.
+    # A node that names no class has the one that is the default of `_target_` in the schema.
     target = node.get(TARGET, getattr(shared, TARGET, None))
-    check_target(point, point, {**node, TARGET: target}, trusted)
+    check_target(point, key=point, node={**node, TARGET: target}, trusted=trusted)
     schema = CLASS_SCHEMAS.get(str(target), shared)
     if schema is None:
         return node

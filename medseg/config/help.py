@@ -131,7 +131,7 @@ def _entries(
         kind, knob = typing.get_args(hint)  # of `Annotated[kind, knob]`
         yield Key(name, value, kind, knob, choices)
         yield from _item_entries(name, kind, groups)
-    # The class is not ours: its arguments are in no schema.
+    # The class is not ours, see `_group_schema`: its arguments are in no schema.
     if schema in POINT_SCHEMAS.values():
         yield from _arguments(schema, values, path)
 

@@ -54,7 +54,7 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
         return list(arguments)
     if task and task != IMPORTED and not has_task_file:
         _store("values", {"data": content.get("data") or {}}, group=IMPORTED)
-        # It is there already where a study has passed it on to the commands that it starts.
+        # A study passes this argument on to the commands that it starts.
         if VALUES in arguments:
             return list(arguments)
         return [VALUES, *arguments]
@@ -63,7 +63,7 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     _store(IMPORTED, content, group="task")
     if has_task_file:
         return _with_imported_task(arguments)
-    if task:
+    if task:  # it is `imported`, which the stored task now answers
         return list(arguments)
     labels = ", ".join(content["task"]["labels"])
     say(f"task of {source}: {labels}; task=<name> chooses another one")

@@ -44,8 +44,8 @@ PATH_KEYS = frozenset(
 )
 # Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
 TEXT_KEYS = PATH_KEYS | {"series_pick"}
-# Letters of an argument, and number of arguments. Hydra's parser takes seconds for an argument of
-# this length, and its time grows faster than the length.
+# Largest length of an argument in characters, and largest number of arguments. Hydra's parser takes
+# seconds for an argument of this length, and its time grows faster than the length.
 MAX_LENGTH = 20_000
 MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
@@ -113,8 +113,9 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     # Keys that an option or an argument alone stands for, to all their values.
     paths_by_key: dict[str, list[str]] = defaultdict(list)
     waiting = list(arguments)
-    previous = ""
+    argument = ""
     while waiting:
+        previous = argument
         argument = waiting.pop(0)
         name, equals, value = argument.partition("=")
         is_value_of_hydra = previous in HYDRA_OPTIONS or previous == "--info"
@@ -125,23 +126,21 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
                 raise UserError(f"{argument}: expected a path after it; type {argument} <path>")
             key = options[argument]
             path = waiting.pop(0)
-            previous = ""
         elif name in options:
             key = options[name]
             path = value
-            previous = argument
         elif positional_key and is_alone and not is_value_of_hydra:
             key = positional_key
             path = argument
-            previous = argument
         else:
             expanded.append(argument)
-            previous = argument
             continue
         paths_by_key[key].append(path)
-        # The paths of a list are quoted one by one, by `quote_paths`.
-        value = path if _is_list(key, path) else quote(path)
-        expanded.append(f"{key}={value}")
+        # The paths of a list are quoted one by one later, by `quote_paths`.
+        if _is_list(key, path):
+            expanded.append(f"{key}={path}")
+        else:
+            expanded.append(f"{key}={quote(path)}")
     for key, paths in paths_by_key.items():
         all_paths = [*paths, *_values_of_key(key, arguments)]
         if len(all_paths) > 1:

@@ -28,8 +28,8 @@ GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
 CHANNEL_KEYS = frozenset({"task.channels", "task.window_hu"})
 PLANNED = frozenset({"spacing", "stage.patch_size", "inference", *CHANNEL_KEYS})
 # Normalisation of a plan to ours, and to the scale and shift from our values to the plan's, such as
-# from [-1, 1] to [0, 1]. Our percentiles stand for the least and largest value of an image, which a
-# single voxel would decide.
+# from [-1, 1] to [0, 1]. nnU-Net maps the least and largest value of an image to 0 and 1, each of
+# which a single voxel may decide; we map percentiles instead.
 BY_CASE = {
     "ZScoreNormalization": ("zscore", 1.0, 0.0),
     "RescaleTo01Normalization": ("percentile", 0.5, 0.5),
@@ -60,12 +60,14 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
     for argument in arguments:
         key, _, value = argument.partition("=")
         values[key] = value
-    path = Path(values.get(KEY, "").strip("'\""))
+    path_text = values.get(KEY, "").strip("'\"")
     has_key = KEY in {field.name for field in fields(schema)}
     # A run that is resumed has its configuration already.
     is_resumed = values.get("resume", "null") not in ("null", "auto")
-    if not has_key or is_resumed:
+    # `Path("")` would be the working folder, which may be a model folder.
+    if not has_key or is_resumed or not path_text:
         return list(arguments)
+    path = Path(path_text)
     # A model folder of nnU-Net is a folder or the zip of its export; other files are weights.
     if not path.is_dir() and path.suffix.lower() != ".zip":
         return list(arguments)
@@ -89,7 +91,7 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
     if not {"stage", "experiment"} & values.keys():
         stage_arguments = ["stage=single"]
     deciding = [*stage_arguments, *_arguments_of(GROUPS, arguments)]
-    composed = compose(deciding)[0]
+    composed, _ = compose(deciding)
     stated = _stated(deciding, composed, compose)
     channels, scales_and_shifts = _channels_of(plan, composed, stated)
     planned = [
@@ -126,7 +128,7 @@ def _stated(arguments: Sequence[str], composed: DictConfig, compose: Compose) ->
     if len(others) == len(arguments):
         return stated
     # What the experiment changes, it states.
-    without_experiment = compose(others)[0]
+    without_experiment, _ = compose(others)
     for key in PLANNED:
         if OmegaConf.select(composed, key) != OmegaConf.select(without_experiment, key):
             stated.add(key)

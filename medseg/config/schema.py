@@ -553,8 +553,9 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-# Named in the defaults list of each root file, such as `train_schema` in `conf/train.yaml`, so that
-# a key which no file contains can be overridden like any other.
+# Named in the defaults list of a root file, such as `train_schema` in `conf/train.yaml`, so that a
+# key which no file contains can be overridden like any other. The root files of the other commands
+# build on these, or contain all keys themselves.
 for root in (TrainConfig, PrepareConfig, EvaluateConfig, PredictConfig, ConfigureConfig):
     ConfigStore.instance().store(
         f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)

@@ -99,8 +99,9 @@ def _choice_clashes(name: str, parameter: ParameterConfig) -> Iterator[str]:
     """Yield what is wrong with a list of choices: it is empty, or has keys of an interval."""
     if not parameter.choices:
         yield f"{name}: type choice needs choices: [...]"
-    has_bounds = {parameter.low, parameter.high, parameter.step} != {None}
-    if has_bounds or parameter.log:
+    numbers = (parameter.low, parameter.high, parameter.step)
+    has_numbers = any(number is not None for number in numbers)
+    if has_numbers or parameter.log:
         yield f"{name}: type choice uses choices only; leave out low, high, step and log"
 
 

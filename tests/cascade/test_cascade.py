@@ -477,6 +477,6 @@ def test_the_tiles_of_all_stages_are_shared_and_the_workers_dismissed(
     monkeypatch.setattr(
         TrainedStage, "serve", lambda trained, *job: served.append((trained.name, *job))
     )
-    monkeypatch.setattr(cascade_module, "serve_tiles", lambda run: run(("fine", 1, 5.0), "images"))
+    monkeypatch.setattr(cascade_module, "serve_jobs", lambda run: run(("fine", 1, 5.0), "images"))
     cascade.serve_tiles()
     assert served == [("fine", 1, "images", 5.0)]
