@@ -182,8 +182,8 @@ class MemoryTracker(TorchDispatchMode):
     are the rounding and the fragmentation of an allocator, nor the workspaces that a kernel takes
     and frees within one operation, unless a function `workspace` states them.
 
-    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign`
-    changes the owner.
+    A new storage belongs to the owner `now`; one that is older than the tracker belongs to `other`.
+    `assign` changes the owner.
 
     Attributes:
         now: Owner of what the following operations make.
