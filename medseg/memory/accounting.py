@@ -267,7 +267,8 @@ def count_pass(
         nonlocal resident_file_bytes
         # A view touches no pages.
         touched_file_bytes = 0 if func.is_view else tracker.operand_bytes(args, HOST)
-        # Pages of a file stay in memory until a file is read or written again.
+        # The pages of the last file that was read or written stay in memory until the next access,
+        # before which the caller releases them.
         if touched_file_bytes:
             resident_file_bytes = touched_file_bytes
         num_bytes = resident_file_bytes + convolution_bytes(func, args, result)
@@ -488,7 +489,7 @@ class _PartWatch:
         self._callers: list[Owner] = []
 
     def enter(self, name: str, _: nn.Module, args: Any) -> None:
-        """Make a part that begins its forward pass the owner, unless it runs for another one."""
+        """Make a part that begins its forward pass the owner, unless it runs inside another one."""
         self._callers.append(self._tracker.now)
         self._running.append(name)
         kind = self._tracker.now.kind

@@ -48,8 +48,9 @@ def map_large_blocks() -> None:
     gives no huge pages, or the user has set glibc's variables.
     """
     is_glibc = platform.libc_ver()[0] == "glibc"
-    is_set_by_user = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
-    if is_set_by_user or not is_glibc or not _has_huge_pages():
+    # By the user, or by the process that started this one, whose variables glibc has read.
+    is_set = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
+    if is_set or not is_glibc or not _has_huge_pages():
         return
     _set(MAP_FROM, USUALLY_MAPPED_BYTES)
     _set(KEEP, KEPT_BYTES)
@@ -112,8 +113,8 @@ def heap_used_bytes() -> int:
         return 0
     query.restype = _HeapInfo
     info = query()
-    in_heap, in_mapped_blocks = info.uordblks, info.hblkhd
-    return int(in_heap + in_mapped_blocks)
+    bytes_in_heap, mapped_bytes = info.uordblks, info.hblkhd
+    return int(bytes_in_heap + mapped_bytes)
 
 
 def _has_huge_pages() -> bool:

@@ -90,7 +90,7 @@ class Cost(NamedTuple):
     seconds: float
 
 
-NOTHING = Cost(0, 0, 0, 0.0)
+NOTHING = Cost(workspace=0, written=0, lasting=0, seconds=0.0)
 
 
 class Run(NamedTuple):
@@ -180,7 +180,8 @@ class KernelCosts:
             group: The operations.
             share: Share of ROUNDS_S that they may use.
         """
-        # The last profiler's memory would else be freed later, between two readings of the heap.
+        # Otherwise the memory of the last group's profiler would be freed later, between two
+        # readings of the heap.
         gc.collect()
         with LoadMeter() as meter:
             measured = self._measure(group, share * ROUNDS_S)
@@ -206,7 +207,8 @@ class KernelCosts:
             larger_runs = self._watched(larger)
             smaller: dict[str, Call] = {}
             for key, run in larger_runs.items():
-                # An operation without a workspace on its larger part has none on the whole.
+                # The smaller part serves to extrapolate the workspace. Without one on the larger
+                # part there is none on the whole.
                 if run.workspace and len(parts[key]) > 1:
                     smaller[key] = parts[key][0].call
             smaller_runs = self._watched(smaller)
@@ -224,10 +226,11 @@ class KernelCosts:
                 continue
             larger_run = larger_runs[key]
             larger_share = parts[key][-1].share
-            points = [(larger_share, larger_run.workspace)]
+            points = []
             if key in smaller_runs:
                 smaller_share = parts[key][0].share
-                points.insert(0, (smaller_share, smaller_runs[key].workspace))
+                points.append((smaller_share, smaller_runs[key].workspace))
+            points.append((larger_share, larger_run.workspace))
             workspace = extrapolated_bytes(points)
             costs[key] = Cost(
                 workspace,
@@ -557,7 +560,7 @@ def parts_of(call: Call, measured_bytes: int) -> list[Part]:
             return []
         return [Part(1.0, call)]
     # Tensors may differ in depth, e.g. by a stride of 2. A share of n / divisor is a whole number
-    # of slices in each of them.
+    # of slices in each of them. The largest n whose part is small enough, but at least 1:
     numerator = max(1, divisor * measured_bytes // max(sizes))
     smaller_numerator = max(1, numerator // 2)
     parts = []
@@ -591,7 +594,8 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
         if len(leaf) not in (3, 5):
             return leaf
         depth = leaf[-3]
-        # Another list, such as kernel sizes: a depth is a multiple of the divisor of all depths.
+        # The depths of all tensors are multiples of the denominator. Other lists, such as kernel
+        # sizes or zeros of a padding, stay.
         if depth == 0 or depth % denominator:
             return leaf
         return [*leaf[:-3], depth * numerator // denominator, *leaf[-2:]]

@@ -58,7 +58,7 @@ def apply_switches(
     """
     has_checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile:
-        # See `_recomputed`.
+        # A recomputed norm must not update its statistics twice, see `_recomputed`.
         pauses_statistics = has_checkpoints and len(_running_norms(network)) > 0
         _check_compilation(
             offload=offload, synchronise=synchronise, pauses_statistics=pauses_statistics
@@ -167,9 +167,9 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     Args:
         blocks: Named blocks, those that save the most bytes first.
         policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and
-            patterns, see `names_below`. In a UNet a level saves four times the bytes of the next
-            coarser one and costs twice its operations, so the finest blocks give the most memory
-            per second of recomputation.
+            patterns, see `names_below`. In a UNet a level has eight times the voxels of the next
+            coarser one and half the channels: it saves four times the bytes for twice the
+            operations. So the finest blocks give the most memory per second of recomputation.
 
     Returns:
         Names of the blocks, in the order of `blocks`.
@@ -414,6 +414,7 @@ class HostCopies:
     def _copy(self, tensor: Tensor) -> HostCopy:
         if not _is_dense(tensor):
             tensor = tensor.contiguous()
+        # All values along one axis, in the order of memory.
         values = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         all_bytes = values.view(torch.uint8)  # may be cut anywhere, also within a value
         pieces = []

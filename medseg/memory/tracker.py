@@ -96,6 +96,20 @@ def _is_composite(func: Any) -> bool:
     )
 
 
+class RecordedOperation(NamedTuple):
+    """Operation at its place in a timeline.
+
+    Attributes:
+        live_bytes: Live bytes after it.
+        known_workspace: Bytes of its workspace that are known without measuring it.
+        key: Its key in `Timeline.calls`.
+    """
+
+    live_bytes: int
+    known_workspace: int
+    key: str
+
+
 @dataclass
 class Segment:
     """Operations that ran one after the other under one owner.
@@ -103,15 +117,14 @@ class Segment:
     Attributes:
         owner: Phase of the step, and part of the network.
         start_bytes: Live bytes before the first of them.
-        operations: For each operation (live bytes after it, bytes of its workspace that are known
-            without measuring it, its key in `Timeline.calls`).
+        operations: The operations in their order.
         heap_bytes: For each operation: those of the live bytes after it that lie in the heap,
             because their storages are too small to be mapped, see `medseg.memory.heap`.
     """
 
     owner: Owner
     start_bytes: int
-    operations: list[tuple[int, int, str]] = field(default_factory=list)
+    operations: list[RecordedOperation] = field(default_factory=list)
     heap_bytes: list[int] = field(default_factory=list)
 
 
@@ -146,6 +159,20 @@ class Timeline:
     held_storages: list[HeldStorage] = field(default_factory=list)
 
 
+class _Entry(NamedTuple):
+    """Storage that is live.
+
+    Attributes:
+        reference: Reports the end of the storage without keeping it alive.
+        owner: Its owner.
+        num_bytes: Its size when it was last seen.
+    """
+
+    reference: weakref.ref[Any]
+    owner: Owner
+    num_bytes: int
+
+
 class MemoryTracker(TorchDispatchMode):
     """Count the bytes of live tensors by owner, and their peak.
 
@@ -155,8 +182,8 @@ class MemoryTracker(TorchDispatchMode):
     are the rounding and the fragmentation of an allocator, nor the workspaces that a kernel takes
     and frees within one operation, unless a function `workspace` states them.
 
-    A new storage belongs to `now`; one that is older than the tracker belongs to `other`. `assign`
-    changes the owner.
+    A new storage belongs to the owner `now`; one that is older than the tracker belongs to `other`.
+    `assign` changes the owner.
 
     Attributes:
         now: Owner of what the following operations make.
@@ -187,11 +214,11 @@ class MemoryTracker(TorchDispatchMode):
         self._correct = correct
         self._workspace = workspace
         self._timeline = timeline
-        # By the address of the storage (`_cdata`): parts that save it, parts that take it, and a
-        # reference that reports its end, its owner and its bytes.
+        # By the address of the storage (`_cdata`): the live storages, the parts that save one, and
+        # the parts that take one.
+        self._entries: dict[int, _Entry] = {}
         self._savers: defaultdict[int, set[str]] = defaultdict(set)
         self._takers: defaultdict[int, set[str]] = defaultdict(set)
-        self._entries: dict[int, tuple[weakref.ref[Any], Owner, int]] = {}
         self._live_bytes = 0  # without what waits in host memory
         self._live_heap_bytes = 0  # in storages that are too small to be mapped
         self.restart_peak()
@@ -224,8 +251,8 @@ class MemoryTracker(TorchDispatchMode):
         self._see_all((args, tuple(kwargs.values())), argument_owner)
         # Views take no memory and next to no time. The marks of an optimiser's step for a profiler
         # have an address among their arguments: no measurement of them would be found again.
-        records = has_timeline and not func.is_view and func.namespace != "profiler"
-        if records:
+        is_recorded = has_timeline and not func.is_view and func.namespace != "profiler"
+        if is_recorded:
             segment, key = self._record(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._correct is not None:
@@ -234,8 +261,9 @@ class MemoryTracker(TorchDispatchMode):
         workspace_bytes = 0
         if self._workspace is not None:
             workspace_bytes = self._workspace(func, args, result)
-        if records:
-            segment.operations.append((self._live_bytes, workspace_bytes, key))
+        if is_recorded:
+            operation = RecordedOperation(self._live_bytes, workspace_bytes, key)
+            segment.operations.append(operation)
             segment.heap_bytes.append(self._live_heap_bytes)
         if self._live_bytes + workspace_bytes > self.peak_bytes:
             self.restart_peak()
@@ -251,10 +279,10 @@ class MemoryTracker(TorchDispatchMode):
         storage = tensor.untyped_storage()
         owner = Owner(kind)
         self._see(storage, owner)
-        reference, former_owner, num_bytes = self._entries[storage._cdata]
-        self._entries[storage._cdata] = (reference, owner, num_bytes)
-        self._add(former_owner, -num_bytes)
-        self._add(owner, num_bytes)
+        entry = self._entries[storage._cdata]
+        self._entries[storage._cdata] = entry._replace(owner=owner)
+        self._add(entry.owner, -entry.num_bytes)
+        self._add(owner, entry.num_bytes)
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note that an operation of the present part saves a tensor.
@@ -266,6 +294,7 @@ class MemoryTracker(TorchDispatchMode):
             keep itself alive.
         """
         self._savers[tensor.untyped_storage()._cdata].add(self.now.part)
+        # A leaf has no graph, and autograd needs the leaf itself.
         return tensor if tensor.is_leaf else tensor.detach()
 
     def take(self, arguments: Any, part: str) -> None:
@@ -277,11 +306,16 @@ class MemoryTracker(TorchDispatchMode):
     def held_storages(self, kind: str) -> list[HeldStorage]:
         """List the live storages of a kind with their savers and takers."""
         storages = []
-        for key, (_, owner, num_bytes) in self._entries.items():
-            if owner.kind == kind:
-                savers = frozenset(self._savers[key])
-                takers = frozenset(self._takers[key])
-                storages.append(HeldStorage(num_bytes, owner.part, savers, takers))
+        for key, entry in self._entries.items():
+            if entry.owner.kind != kind:
+                continue
+            storage = HeldStorage(
+                num_bytes=entry.num_bytes,
+                maker=entry.owner.part,
+                savers=frozenset(self._savers[key]),
+                takers=frozenset(self._takers[key]),
+            )
+            storages.append(storage)
         return storages
 
     def _record(
@@ -313,10 +347,7 @@ class MemoryTracker(TorchDispatchMode):
         num_bytes = 0
         for tensor in _tensors(arguments):
             entry = self._entries.get(tensor.untyped_storage()._cdata)
-            if entry is None:
-                continue
-            _, owner, _ = entry
-            if owner.kind == kind:
+            if entry is not None and entry.owner.kind == kind:
                 num_bytes += tensor.nbytes
         return num_bytes
 
@@ -346,15 +377,13 @@ class MemoryTracker(TorchDispatchMode):
         if entry is None:
             # Called as soon as nothing holds the storage any more: torch keeps the Python object of
             # a storage alive as long as the storage itself.
-            reference: weakref.ref[Any] = weakref.ref(storage, lambda _: self._forget(key))
-            former_bytes = 0
-        else:
-            reference, owner, former_bytes = entry
-            if num_bytes == former_bytes:
-                return
-        self._entries[key] = (reference, owner, num_bytes)
-        self._add(owner, num_bytes - former_bytes)
-        self._live_heap_bytes += _heap_bytes(num_bytes) - _heap_bytes(former_bytes)
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            entry = _Entry(reference, owner, num_bytes=0)
+        elif entry.num_bytes == num_bytes:
+            return
+        self._entries[key] = entry._replace(num_bytes=num_bytes)
+        self._add(entry.owner, num_bytes - entry.num_bytes)
+        self._live_heap_bytes += _heap_bytes(num_bytes) - _heap_bytes(entry.num_bytes)
 
     def _add(self, owner: Owner, num_bytes: int) -> None:
         self.live[owner] += num_bytes
@@ -363,8 +392,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         """Take a storage that has been freed out of the count."""
-        _, owner, num_bytes = self._entries.pop(key)
+        entry = self._entries.pop(key)
         self._savers.pop(key, None)
         self._takers.pop(key, None)
-        self._add(owner, -num_bytes)
-        self._live_heap_bytes -= _heap_bytes(num_bytes)
+        self._add(entry.owner, -entry.num_bytes)
+        self._live_heap_bytes -= _heap_bytes(entry.num_bytes)

@@ -76,7 +76,10 @@ class Candidate:
     def option(self, blocks: Collection[str]) -> Option:
         """Predict peak and seconds of the run with some blocks recomputed."""
         step_peak = self.model.peak(blocks)
-        run = self.beside.with_step(step_peak, step_peak, self.model.duration(blocks))
+        # Only `run.peak_resident` is read, so the model's resident peak stands for both.
+        run = self.beside.with_step(
+            allocated=step_peak, resident=step_peak, seconds=self.model.duration(blocks)
+        )
         switches = switches_of(self.config, blocks, self.model.blocks)
         return Option(switches, run.peak_resident, run.seconds_per_step)
 
@@ -181,10 +184,19 @@ def make_candidates(config: PlanConfig, shape: Shape, machine: Machine) -> list[
     candidates = []
     for variant, count in zip(variants, counts, strict=True):
         model = StepModel(
-            count.plain, count.recomputed, count.blocks, machine.costs, variant.memory.accumulate
+            count.plain,
+            count.recomputed,
+            blocks=count.blocks,
+            costs=machine.costs,
+            accumulate=variant.memory.accumulate,
         )
         beside = estimate_beside(
-            variant, shape, evaluated_shape(variant), machine, count.memory, count.plain
+            variant,
+            shape,
+            validation_shape=evaluated_shape(variant),
+            machine=machine,
+            memory=count.memory,
+            timeline=count.plain,
         )
         candidates.append(Candidate(variant, model, beside))
     return candidates
@@ -345,6 +357,7 @@ def smaller_runs(
             continue
         # `combinations` chooses the micro-batches anew, which must divide the new batch size.
         memory = replace(config.memory, accumulate=1)
+        # `shape` is that of the configured sample, so it is unset.
         yield changes, replace(config, memory=memory, model=model, stage=stage, shape=None), patch
 
 
@@ -365,7 +378,9 @@ def _smaller_patches(shape: Shape, divisor: Shape) -> list[Shape]:
         for length, step in zip(shape, divisor, strict=True):
             rounded_down = int(length * share) // step * step
             # With one times the divisor on every axis the deepest level would be a single voxel.
-            lengths.append(min(length, max(step * 2, rounded_down)))
+            at_least_two_steps = max(step * 2, rounded_down)
+            # An axis that is shorter than that keeps its length.
+            lengths.append(min(length, at_least_two_steps))
         depth, height, width = lengths
         patches.append((depth, height, width))
     # Without repetitions, in the same order.

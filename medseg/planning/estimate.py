@@ -103,8 +103,8 @@ class Estimate:
 
         Args:
             allocated: Peak bytes of torch's allocator.
-            resident: Peak of the resident ones among these bytes: the parts of a workspace that its
-                kernel does not write take no memory.
+            resident: Peak resident bytes. They are fewer than the allocated ones where a kernel
+                does not write all of its workspace.
             seconds: Duration of the operations.
         """
         step_allocated = self.allocator[STEP] + allocated
@@ -132,7 +132,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         allocated: Peak bytes of torch's allocator.
-        resident: Peak of the resident ones among them, with free memory that the heap keeps.
+        resident: Peak resident bytes, with free memory that the heap keeps. They are fewer than the
+            allocated ones where a kernel does not write all of its workspace.
         keys: Keys of its operations, see `Timeline.calls`.
     """
 
@@ -160,16 +161,17 @@ class Machine:
         if self.device.type == "cpu" and config.trainer.threads:
             torch.set_num_threads(config.trainer.threads)
         self.costs = KernelCosts(self.folder, self.device)
-        self._min_mapped_bytes = min_mapped_bytes()  # for which the costs hold
+        # The costs hold for this setting of the heap alone, see `prepare_for`.
+        self._min_mapped_bytes = min_mapped_bytes()
         self._has_logger = bool(config.logger)
         self._has_monai = config.model[TARGET].startswith("monai.")
         self._samples: dict[tuple[Shape, bool], SampleCost] = {}
         self._evaluations: dict[str, Evaluation] = {}
 
     def prepare_for(self, config: PlanConfig) -> None:
-        """Map blocks of memory as a training of a configuration does; use the costs of that.
+        """Map blocks of memory as a training of a configuration does; use the costs that hold then.
 
-        The size from which on blocks are mapped changes for this process.
+        The size from which on the C library maps blocks changes for the whole process.
         """
         if self.device.type == "cpu":
             map_blocks(config)
@@ -254,7 +256,7 @@ def used_keys(timeline: Timeline) -> frozenset[str]:
     """Keys of the operations of a timeline."""
     keys: set[str] = set()
     for segment in timeline.segments:
-        keys.update(key for *_, key in segment.operations)
+        keys.update(operation.key for operation in segment.operations)
     return frozenset(keys)
 
 
@@ -281,13 +283,15 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     # lie in the heap.
     points: list[tuple[int, int]] = []
     for segment in timeline.segments:
-        for call, tensor_bytes_in_heap in zip(segment.operations, segment.heap_bytes, strict=True):
-            live_bytes, workspace, key = call
-            written = max(workspace, costs[key].written)
+        for operation, tensor_bytes_in_heap in zip(
+            segment.operations, segment.heap_bytes, strict=True
+        ):
+            written = max(operation.known_workspace, costs[operation.key].written)
             bytes_in_heap = tensor_bytes_in_heap
+            # A workspace is a block of memory as a tensor is: a small one comes from the heap.
             if written < min_mapped_bytes():
                 bytes_in_heap += written
-            points.append((live_bytes + written, bytes_in_heap))
+            points.append((operation.live_bytes + written, bytes_in_heap))
     largest_heap = max((bytes_in_heap for _, bytes_in_heap in points), default=0)
     peak = 0
     peak_with_heap = 0
@@ -367,9 +371,9 @@ def estimate_beside(
     }
     fragments = 0.0
     if is_gpu:
-        # `card_bytes` has added the fragments of these bytes, `with_step` adds those of the step.
-        fragments = FRAGMENTS
+        # `card_bytes` adds the fragments of what is not the step; `with_step` those of the step.
         resident = card_bytes(allocator)
+        fragments = FRAGMENTS
         busy_processors = 1
     else:
         validation_sample = machine.sample(config, validation_shape, is_training=False)
@@ -388,9 +392,9 @@ def estimate_beside(
         busy_processors = min(torch.get_num_threads(), num_processors())
     num_samples = samples_per_micro_batch(config) * config.memory.accumulate
     return Estimate(
-        memory,
-        allocator,
-        resident,
+        memory=memory,
+        allocator=allocator,
+        resident=resident,
         compute_seconds=0.0,  # see `Estimate.with_step`
         # The loop runs once for each micro-batch.
         other_seconds=process.seconds * config.memory.accumulate,
@@ -445,7 +449,7 @@ def _host_bytes(
         CHECKPOINT: between_steps + memory.parameters + buffer,
     }
     if sample_bytes is not None:
-        # Those of earlier micro-batches are kept until the optimiser steps.
+        # The gradients of earlier micro-batches are kept until the optimiser steps.
         gradients = memory.gradients if config.memory.accumulate > 1 else 0
         # The samples of a batch, and the batch into which they are stacked.
         batches = 2 * (memory.input + memory.target)
@@ -462,8 +466,9 @@ def loader_bytes(
 ) -> int:
     """Bytes of the loader workers and of the batches that wait.
 
-    Workers are forked before the first step. Each step writes the weights and their average, and
-    the workers keep those that they were forked with: one copy, which they share.
+    Workers are forked before the first step, and share the pages of the training process until one
+    side writes them (copy on write). Each step writes the weights and their average, so that their
+    old pages remain for the workers: one copy for all of them.
     """
     if not num_workers:
         return 0
@@ -481,7 +486,10 @@ def loader_bytes(
 
 @cache
 def _context_bytes() -> int:
-    """Bytes of a GPU that driver and libraries hold beside torch's allocator; 0 without a GPU."""
+    """Bytes of a GPU that driver and libraries hold beside torch's allocator; 0 without a GPU.
+
+    What other programs hold on the GPU at this moment counts too.
+    """
     if not torch.cuda.is_available():
         return 0
     start_libraries(torch.device("cuda"))

@@ -77,7 +77,8 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     Returns:
         0, or 1 if no set of switches fits.
     """
-    budget = int((config.fit_gib or 0) * GIB / (1 + MARGIN))
+    assert config.fit_gib is not None, "`plan` searches only with a limit"
+    budget = int(config.fit_gib * GIB / (1 + MARGIN))
     choice, candidates, shape, changes = _search(config, shape, budget)
     options = front(candidates)
     if choice is None:
@@ -213,8 +214,10 @@ def choose_verified(
         counted = estimate(config, shape, evaluated_shape(config), machine)
         if counted.peak_resident <= budget:
             return candidate, option._replace(peak=counted.peak_resident), counted
-        # The model is too low by this much for the chosen set.
-        model_budget -= counted.peak_resident - option.peak + 1
+        # For the chosen set the model is too low by `error`. With a budget that is lower by that,
+        # this set no longer fits, and another one with the same error fits in truth too.
+        error = counted.peak_resident - option.peak
+        model_budget -= error + 1
     return None
 
 
@@ -277,10 +280,12 @@ def print_front(options: Sequence[Option], choice: Option | None, config: PlanCo
     if config.output is None:
         return
     path = Path(config.output).with_suffix(".png")
-    fit_gib = (config.fit_gib or 0) / (1 + MARGIN)
+    assert config.fit_gib is not None, "`plan` searches only with a limit"
+    # The limit for a prediction, which may be too low by the margin.
+    limit_gib = config.fit_gib / (1 + MARGIN)
     peaks_gib = [option.peak / GIB for option in options]
     seconds = [option.seconds for option in options]
-    draw_front(peaks_gib, seconds, fit_gib, path)
+    draw_front(peaks_gib, seconds, limit_gib, path)
 
 
 def print_reasons(chosen: Candidate, option: Option, candidates: Sequence[Candidate]) -> None:
@@ -306,7 +311,7 @@ def print_room(
         budget: Resident bytes.
     """
     config = with_switches(chosen.config, option)
-    # Workspaces are taken to grow with the tensors, because measuring the operations of larger
+    # Assumed: workspaces grow in proportion to the tensors. To measure the operations of larger
     # steps would take minutes.
     workspace_factor = run_estimate.allocator[STEP] / run_estimate.memory.peak
     num_waiting_batches = run_estimate.num_workers * config.data.prefetch
@@ -335,7 +340,7 @@ def print_room(
     num_voxels = math.prod(shape)
     # The other point of the line is half as long again: far enough that the rounding to multiples
     # of the divisor does not decide the slope.
-    larger_patch = patches[4]
+    larger_patch = patches[4]  # 1 + 4/8
     bytes_a_voxel = growth(samples, larger_patch) / (math.prod(larger_patch) - num_voxels)
     largest = shape
     for patch in patches:

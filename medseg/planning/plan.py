@@ -317,7 +317,7 @@ def _remarks(config: PlanConfig, memory: StepMemory) -> list[str]:
             "memory.compile=true: counted uncompiled; "
             "compiled code often keeps less for the backward pass."
         )
-    if config.trainer.devices * config.trainer.num_nodes > 1:
+    if config.trainer.num_ranks > 1:
         remarks.append(
             "trainer: counted per rank; "
             f"DDP adds buckets of {memory.gradients / MIB:.1f} MiB for the gradients."

@@ -33,7 +33,7 @@ REHEARSAL = [
     "trusted_targets=[medseg.planning.]",
     "callbacks.rehearsal._target_=medseg.planning.rehearsal.RehearsalWatch",
 ]  # fmt: skip
-# A small network of ours or of MONAI, whose libraries take more memory.
+# The network of that training: ours, or one of MONAI, whose libraries take more memory.
 SMALL_UNET = ["model.width=4", "model.depth=1", "model.blocks_per_level=[1,1]"]
 SMALL_MONAI = [
     "model=segresnet",
@@ -41,7 +41,7 @@ SMALL_MONAI = [
     "model.blocks_down=[1,1,1]",
     "model.blocks_up=[1,1]",
 ]
-# The tiny training is repeated until two in a row agree: until they differ by no more than these
+# The tiny training is repeated until two in a row agree, that is, differ by no more than these
 # shares of the larger value.
 MEMORY_TOLERANCE, SECONDS_TOLERANCE = 0.02, 0.2
 # After so many trainings without agreement the last two count. The next plan measures anew.
@@ -56,8 +56,8 @@ class ProcessCost(NamedTuple):
         pictures: Further resident bytes while that process draws a validation or saves. No network
             runs meanwhile.
         worker: Bytes of pages that a loader worker has written itself.
-        copies: Bytes that all workers hold together: pages that the training process has written
-            since they were forked, as they were before.
+        copies: Bytes that all workers hold together: old contents of the pages that the training
+            process has written since it forked them (copy on write).
         seconds: Processor time of a step beside its operations.
     """
 
@@ -183,11 +183,11 @@ def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
         )
     numbers = json.loads(result_path.read_text(encoding="utf-8"))
     return ProcessCost(
-        numbers["main"] + numbers["helpers"],
-        numbers["pictures"],
-        numbers["worker"],
-        numbers["copies"],
-        numbers["seconds"],
+        main=numbers["main"] + numbers["helpers"],
+        pictures=numbers["pictures"],
+        worker=numbers["worker"],
+        copies=numbers["copies"],
+        seconds=numbers["seconds"],
     )
 
 
@@ -223,7 +223,8 @@ def sample_cost(
     path = folder / "samples" / f"{key}.json"
     numbers = read_calibration(path, len(SampleCost._fields))
     if numbers is not None:
-        return SampleCost(int(numbers[0]), numbers[1])
+        num_bytes, seconds = numbers
+        return SampleCost(int(num_bytes), seconds)
     purpose = "training" if is_training else "validation"
     say(f"plan: measuring the samples of {purpose}; kept for later plans")
     # Imported here because it loads Lightning, which takes seconds: not needed for a known cost.

@@ -151,7 +151,8 @@ class StepModel:
             if not is_update:
                 conditional = self._conditional_bytes(plain.held_storages, order, plain_segment)
             moment = Moment(
-                # What remains of the counted bytes without those that are conditional.
+                # The plain step was counted with no block recomputed: it contains the conditional
+                # bytes that are live then.
                 base=plain_segment.start_bytes - _live_bytes(conditional, recomputed=()),
                 conditional=conditional,
                 block=block,
@@ -179,6 +180,10 @@ class StepModel:
         Returns:
             The blocks to recompute; None if no set fits.
         """
+        # A network without blocks leaves nothing to choose: the solver refuses a program without
+        # variables.
+        if not self.blocks:
+            return [] if self.peak() <= budget else None
         # Imported here because it takes a second, and a plan without a search does not need it.
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -193,7 +198,7 @@ class StepModel:
         with without_output():
             result = milp(
                 # At most 1, so that the solver's absolute tolerances suit them.
-                costs / max(costs.max(), 1e-9),
+                costs / costs.max(),
                 constraints=LinearConstraint(rows, ub=limits),
                 # 1 = integer, 0 = real. For given blocks the smallest values that the rows allow
                 # for the sets are 0 or 1, so these need not be declared as integers.
@@ -210,6 +215,7 @@ class StepModel:
         for block, value in zip(self.blocks, block_values, strict=True):
             if value > 0.5:
                 blocks.append(block)
+        # The peak counts whole bytes, without the solver's tolerance.
         if self.peak(blocks) > budget:
             return self.fastest(budget - SOLVER_TOLERANCE_BYTES)
         return blocks
@@ -265,13 +271,14 @@ class StepModel:
 
         Args:
             storages: What is live between the forward and the backward pass.
-            order: Place of each part in the forward pass. A missing part counts as the first one,
-                whose backward pass ends last.
+            order: Place of each part in the forward pass. A missing part that saves or takes counts
+                as the first one, whose backward pass ends last.
             segment: Segment of the forward or the backward pass.
 
         Returns:
             Bytes by the literals of which at least one must hold.
         """
+        # What has no place in the forward pass, such as the loss, runs when all parts have run.
         place = order.get(segment.owner.part, len(order))
         conditional: Counter[frozenset[Literal]] = Counter()
         for storage in storages:
@@ -351,13 +358,14 @@ def rise(segment: Segment, costs: KernelCosts, *, is_resident: bool) -> int:
         is_resident: Whether only the part of a workspace counts that is written, and so resident.
     """
     peak = segment.start_bytes
-    for live_bytes, known_workspace, key in segment.operations:
-        cost = costs[key]
+    for operation in segment.operations:
+        cost = costs[operation.key]
         measured_workspace = cost.written if is_resident else cost.workspace
-        peak = max(peak, live_bytes + max(known_workspace, measured_workspace))
+        workspace = max(operation.known_workspace, measured_workspace)
+        peak = max(peak, operation.live_bytes + workspace)
     return peak - segment.start_bytes
 
 
 def duration(segment: Segment, costs: KernelCosts) -> float:
     """Seconds of the operations of a segment."""
-    return sum(costs[key].seconds for _, _, key in segment.operations)
+    return sum(costs[operation.key].seconds for operation in segment.operations)

@@ -145,7 +145,7 @@ def count_memory(
     # Compiled code chooses what it saves, which cannot be counted: the network is counted before
     # compilation.
     uncompiled = replace(memory, compile=False)
-    # Only GPUs train in fp16.
+    # Only GPUs offload, or train in fp16.
     needs_gpu = memory.offload or memory.precision is Precision.fp16
     is_gpu = needs_gpu or pick_device_type(config.trainer.accelerator) == "cuda"
     device_type = "cuda" if is_gpu else "cpu"
@@ -200,8 +200,8 @@ def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
     case_bytes, timeline = count_evaluation(config, shape)
     pass_bytes = 0
     for segment in timeline.segments:
-        for live_bytes, workspace_bytes, _ in segment.operations:
-            pass_bytes = max(pass_bytes, live_bytes + workspace_bytes)
+        for operation in segment.operations:
+            pass_bytes = max(pass_bytes, operation.live_bytes + operation.known_workspace)
     return case_bytes, pass_bytes
 
 
@@ -226,13 +226,14 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
 
     def run_pass(network: nn.Module, image: Tensor) -> Tensor:
         probs = predict_probs(network, image, tile_size=None, overlap=0.0, divisor=divisor)
-        # Of tiles the probabilities are summed first.
+        # The labels of a case in tiles are found later, from the summed probabilities of all tiles.
         return probs if tile_size else most_probable(probs)
 
     def make_switched_network() -> nn.Module:
         # A validation runs uncompiled, see `medseg.memory.switches.uncompiled`, and saves nothing
         # that could be offloaded.
         memory = replace(config.memory, compile=False, offload=False)
+        # Only offloading depends on the type of the device.
         return switch_on(make_network(config), memory, "cpu")
 
     pass_shape = network_size(tile_size, divisor) if tile_size else shape

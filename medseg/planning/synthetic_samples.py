@@ -144,15 +144,18 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         if channel.window_hu:
             intensities.append(None)
             continue
-        image[0, 0, 0] = 1  # a percentile or a standard deviation of a constant image is refused
-        intensities.append(intensity_of(image, channel.modality, channel.normalise, None))
-    no_findings = CaseAudit(grid, {}, "", {}, ())
+        # For the statistics alone; the file is written already. A percentile or a standard
+        # deviation of a constant image is refused.
+        image[0, 0, 0] = 1
+        intensity = intensity_of(image, channel.modality, channel.normalise, window_hu=None)
+        intensities.append(intensity)
+    no_findings = CaseAudit(grid, hu={}, voxels_sha256="", volumes_ml={}, findings=())
     return CachedCase(
-        "synthetic",
-        folder,
-        grid,
-        {region.name: box for region in task.regions},
-        no_findings,
+        name="synthetic",
+        folder=folder,
+        grid=grid,
+        region_boxes={region.name: box for region in task.regions},
+        audit=no_findings,
         resampling=config.spacing.resampling.value,
         label_boxes=dict.fromkeys(task.labels, box),
         intensities=tuple(intensities),

@@ -90,7 +90,7 @@ def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool
     pinnings = (False, True) if has_gpu else (False,)
     all_settings = []
     for num_workers in sorted(workers):
-        # Without workers the number is not used; any one will do.
+        # Nothing is made ahead without workers: the number is not used, so one setting is enough.
         numbers_ahead = sorted(prefetches) if num_workers else [2]
         for prefetch, pin_memory in itertools.product(numbers_ahead, pinnings):
             all_settings.append(Setting(num_workers, prefetch, pin_memory))

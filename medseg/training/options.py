@@ -246,4 +246,4 @@ def samples_per_micro_batch(config: TrainConfig) -> int:
 
 def micro_batches_per_step(config: TrainConfig) -> int:
     """Number of micro-batches of an optimiser step, over all ranks."""
-    return config.trainer.devices * config.trainer.num_nodes * config.memory.accumulate
+    return config.trainer.num_ranks * config.memory.accumulate

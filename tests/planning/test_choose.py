@@ -282,7 +282,11 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
         return f"memory of {config.memory.accumulate}"
 
     monkeypatch.setattr(choose, "count_memory", count)
-    monkeypatch.setattr(choose, "estimate_beside", lambda *arguments: arguments)
+
+    def estimate_beside(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+        return *arguments, *named.values()
+
+    monkeypatch.setattr(choose, "estimate_beside", estimate_beside)
     prepared: list[PlanConfig] = []
     machine: Any = SimpleNamespace(
         prepare_for=prepared.append,

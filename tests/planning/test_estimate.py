@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medseg.memory.kernels import Cost, KernelCosts
-from medseg.memory.tracker import MemoryTracker, Owner, Segment, Timeline
+from medseg.memory.tracker import MemoryTracker, Owner, RecordedOperation, Segment, Timeline
 from medseg.planning import estimate
 from medseg.planning.estimate import (
     FRAGMENTS,
@@ -39,9 +39,11 @@ def test_the_heap_is_at_the_peak_as_large_as_it_was_before(
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: True)
     costs = KernelCosts(tmp_path, torch.device("cpu"))
     costs.costs = {"small": Cost(2 * MIB, 2 * MIB, 0, 0.0), "large": Cost(0, 0, 0, 0.0)}
-    segment = Segment(
-        Owner("forward"), 0, [(9 * MIB, 0, "small"), (41 * MIB, 0, "large")], [9 * MIB, MIB]
-    )
+    operations = [
+        RecordedOperation(9 * MIB, 0, "small"),
+        RecordedOperation(41 * MIB, 0, "large"),
+    ]
+    segment = Segment(Owner("forward"), 0, operations, [9 * MIB, MIB])
     timeline = Timeline([segment])
     assert kept_bytes(timeline, costs) == (9 + 2 - 1) * MIB
     monkeypatch.setattr(estimate, "KEPT_BYTES", 4 * MIB)
@@ -58,7 +60,7 @@ def test_small_storages_are_counted_apart() -> None:
         del small
         both = torch.zeros(2**19), large
     (segment,) = timeline.segments
-    live_bytes = [total for total, _, _ in segment.operations]
+    live_bytes = [operation.live_bytes for operation in segment.operations]
     heap_bytes = dict(zip(live_bytes, segment.heap_bytes, strict=True))
     assert heap_bytes[9 * MIB] == MIB
     assert heap_bytes[10 * MIB] == 2 * MIB
@@ -172,11 +174,12 @@ def test_all_but_the_optimiser_runs_once_for_each_micro_batch(
 ) -> None:
     costs = KernelCosts(tmp_path, torch.device("cpu"))
     costs.costs = {"pass": Cost(0, 0, 0, 2.0), "loss": Cost(0, 0, 0, 0.5), "step": Cost(0, 0, 0, 7)}
+    forward, loss, step = (RecordedOperation(0, 0, key) for key in ("pass", "loss", "step"))
     timeline = Timeline(
         [
-            Segment(Owner("forward", "block"), 0, [(0, 0, "pass"), (0, 0, "pass")], [0, 0]),
-            Segment(Owner("backward", "loss"), 0, [(0, 0, "loss")], [0]),
-            Segment(Owner("update"), 0, [(0, 0, "step")], [0]),
+            Segment(Owner("forward", "block"), 0, [forward, forward], [0, 0]),
+            Segment(Owner("backward", "loss"), 0, [loss], [0]),
+            Segment(Owner("update"), 0, [step], [0]),
         ]
     )
     config: Any = SimpleNamespace(memory=SimpleNamespace(accumulate=accumulate))

@@ -220,7 +220,7 @@ def test_an_evaluation_is_counted_as_it_runs(
     )
     beside, timeline = step.count_evaluation(config, shape)
     operations = [each for segment in timeline.segments for each in segment.operations]
-    counted = beside + max(live_bytes for live_bytes, _, _ in operations)
+    counted = beside + max(operation.live_bytes for operation in operations)
     network, image, target = (
         make_network(config).eval(),
         torch.zeros(1, 1, *shape),

@@ -17,7 +17,7 @@ from medseg.losses.dice_ce import DiceCrossEntropyLoss
 from medseg.memory.accounting import count_step
 from medseg.memory.kernels import Cost, KernelCosts
 from medseg.memory.switches import apply_switches
-from medseg.memory.tracker import Owner, Segment, Timeline
+from medseg.memory.tracker import Owner, RecordedOperation, Segment, Timeline
 from medseg.models.stage_network import StageNetwork
 from medseg.models.traits import build_on_meta
 from medseg.models.unet import UNet
@@ -112,6 +112,14 @@ def test_the_solver_finds_the_optimum_of_all_sets(accumulate: int, tmp_path: Pat
     assert model.fastest(least - 1) is None
 
 
+def test_without_blocks_nothing_is_recomputed(tmp_path: Path) -> None:
+    costs = KernelCosts(tmp_path, torch.device("cpu"))
+    timeline = Timeline([Segment(Owner("forward", "stem"), start_bytes=5)])
+    model = StepModel(timeline, timeline, [], costs, accumulate=1)
+    assert model.fastest(5) == []
+    assert model.fastest(4) is None
+
+
 def test_what_the_solver_prints_is_discarded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,12 +155,12 @@ def test_each_micro_batch_recomputes_its_blocks_and_the_optimiser_runs_once(
     costs.costs = {"pass": Cost(0, 0, 0, 2.0), "step": Cost(0, 0, 0, 7.0)}
 
     def timeline(num_passes: int) -> Timeline:
-        calls = [(0, 0, "pass")] * num_passes
+        one_pass, update = RecordedOperation(0, 0, "pass"), RecordedOperation(0, 0, "step")
         return Timeline(
             [
-                Segment(Owner("forward", "stem"), 0, [(0, 0, "pass")], [0]),
-                Segment(Owner("backward", "stem"), 0, calls, [0] * num_passes),
-                Segment(Owner("update"), 0, [(0, 0, "step")], [0]),
+                Segment(Owner("forward", "stem"), 0, [one_pass], [0]),
+                Segment(Owner("backward", "stem"), 0, [one_pass] * num_passes, [0] * num_passes),
+                Segment(Owner("update"), 0, [update], [0]),
             ]
         )
 
