@@ -486,14 +486,14 @@ def _resample_lines(
 
     # First pass: every slice of the source in its plane.
     crossed = source.new_empty((depth, height, width))
-    z = _centred(depth)
+    source_z = _centred(depth)
     for planes in _slabs(depth):
-        points = torch.empty((len(z[planes]), height, width, 2))
+        points = torch.empty((len(source_z[planes]), height, width, 2))
         for row, unit in enumerate(to_unit[1:]):
             by_z, by_y, by_x = (float(unit * factor) for factor in crossing[row])
             in_plane = by_y * y[:, None] + (by_x * x + float(unit * crossing_shift[row]))
             # Row 0 is s_y, the second of a pair.
-            torch.add(by_z * z[planes, None, None], in_plane, out=points[..., 1 - row])
+            torch.add(by_z * source_z[planes, None, None], in_plane, out=points[..., 1 - row])
         sampled = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)
         crossed[planes] = sampled[:, 0]
 

@@ -378,7 +378,8 @@ def _prepare(
             entry = prepare_case(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
-            # The findings of the entries differ: at each spacing other regions may vanish.
+            # The findings of the entries differ: at each spacing other regions may vanish. Those
+            # that are equal count once.
             findings += entry.audit.findings
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
             if first is None:
@@ -420,8 +421,9 @@ def _entry_folder(
     by_value = [pair for pair in label_values.items() if not isinstance(pair[0], str)]
     by_structure = [pair for pair in label_values.items() if isinstance(pair[0], str)]
     # Structures may overlap: the arrays depend on which labels are read from structures, and in
-    # which order. The values of the dictionary have no meaning.
+    # which order. The dictionary serves as an ordered set: its values have no meaning.
     ordered_labels = dict.fromkeys(label for _, label in by_structure if label in task.values)
+    # Text in place of None, which could not be sorted with the sides.
     regions = [[region.name, list(region.labels), region.side or ""] for region in task.regions]
     configuration: dict[str, Any] = {
         "format": FORMAT_VERSION,
@@ -571,7 +573,8 @@ def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
         "read_as": record["read_as"],
         "configuration": record["configuration"],
     }
-    # Only a folder of masks has names that count.
+    # The fingerprint has `names` only for a folder of masks, whose files are named after their
+    # structures.
     names = {
         role: source["names"] for role, source in record["sources"].items() if "names" in source
     }
@@ -618,7 +621,8 @@ def _build(
         Its sidecar.
     """
     grid = source.grid.resampled(spacing_mm)
-    # Labels that do not fit the image are an error, unless it is ignored and they are read anyway.
+    # Labels that do not fit the image are an error, which refuses the case. A case that ignores it
+    # has labels, since they are then read as if they fitted.
     assert source.labels is not None, "a case without labels that fit is refused"
     arrays: dict[str, np.ndarray] = {}
     intensities: list[Intensity | None] = []

@@ -51,14 +51,15 @@ def list_channels(
         num_channels: Channels of the task.
 
     Returns:
-        One entry for each channel; None where there is no file. A single NIfTI file is repeated: it
-        holds all channels along its fourth axis.
+        One entry for each channel; None where there is no file. Images beyond the channels of the
+        task are left out. A single NIfTI file is repeated: it holds all channels along its fourth
+        axis.
     """
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
     used_others = others[: num_channels - 1]
-    num_missing = num_channels - 1 - len(used_others)
-    return [first, *used_others, *[None] * num_missing]
+    missing = [None] * (num_channels - 1 - len(used_others))
+    return [first, *used_others, *missing]
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,14 @@ def read_case_table(
                 "put a cell that contains a comma in quotes."
             )
         row = dict(zip(columns, cells, strict=True))
-        case = _read_case(row, path, where, labels_column, hu, ignore_findings)
+        case = _read_case(
+            row,
+            path,
+            where,
+            labels_column=labels_column,
+            hu=hu,
+            ignore_findings=ignore_findings,
+        )
         if case.name in line_of:
             raise UserError(
                 f"{where}: the case {case.name!r} is already on line {line_of[case.name]}; "
@@ -273,13 +281,13 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
     Yields:
         Name of the case and path, of those that exist.
     """
-    # `Path.exists` raises for text that is too long for a file name; `os.path.exists` does not.
     rows = _rows(path)
     _, columns = next(rows)
     for _, cells in rows:
         # `read_case_table` has checked the number of cells, except in empty rows.
         row = dict(zip(columns, cells, strict=False))
         for cell in row.values():
+            # `Path.exists` would raise for text that is too long for a file name.
             if cell and os.path.exists(path.parent / cell):
                 yield row["case"], path.parent / cell
 
@@ -332,6 +340,7 @@ def _read_case(
     cells: dict[str, str],
     table: Path,
     where: str,
+    *,
     labels_column: str | None,
     hu: HuScale,
     ignore_findings: frozenset[str],
@@ -467,6 +476,7 @@ def check_case_name(name: str, where: str) -> None:
         UserError: With the place that gives it.
     """
     is_safe = not name.startswith(".") and not any(sign in name for sign in "/\\")
+    # `CONTROL_CHARACTERS` holds the surrogates, which `encode` would not take.
     is_text = not CONTROL_CHARACTERS.search(name) and len(name.encode()) <= MAX_NAME_BYTES
     if not is_safe or not is_text:
         raise UserError(
@@ -507,6 +517,7 @@ def write_case_table(path: Path, cases: Sequence[Case]) -> Path:
     used_columns = []
     for column in all_columns:
         is_filled = any(row.get(column) is not None for row in rows)
+        # `read_case_table` needs these two even if no case has labels.
         if is_filled or column in ("image", "labels"):
             used_columns.append(column)
     complete_rows = []
@@ -537,6 +548,7 @@ def _row_of(case: Case) -> dict[str, Any]:
         row[f"{CHANNEL_PREFIX}{number}"] = _absolute(path)
     for name, trust in sorted(case.trust.items()):
         row[TRUST_PREFIX + name] = trust
+    row["ignore_findings"] = " ".join(sorted(case.ignore_findings)) or None
     return row
 
 
@@ -596,8 +608,8 @@ def split_cases(
        validation.
 
     Where the table has columns `fold_0`, `fold_1`, …, they replace rules 4 and 5, and name the
-    cases for training, too: a case with an empty cell is not used in that fold. A case without a
-    mark in any of them is never trained on, with `all` or `val_patients` neither.
+    cases for training, too: a case with an empty cell is not used in that fold. A case with empty
+    cells in all of them is never trained on, not even with `all` or `val_patients`.
 
     Args:
         cases: All cases of the table.
@@ -627,7 +639,12 @@ def split_cases(
     if has_fold_columns and not has_other_choice:
         return _split_by_fold_column(cases, test, fold or 0)
     val, chosen_by = _validation_patients(
-        not_test, marked_val, fold_of, fold, num_folds, val_patients
+        not_test,
+        marked_val=marked_val,
+        fold_of=fold_of,
+        fold=fold,
+        num_folds=num_folds,
+        val_patients=val_patients,
     )
     usable = cases
     if has_fold_columns:
@@ -674,6 +691,7 @@ def _cases_of(cases: Sequence[Case], patients: Collection[str]) -> tuple[Case, .
 
 def _validation_patients(
     patients: Sequence[str],
+    *,
     marked_val: Collection[str],
     fold_of: Mapping[str, int],
     fold: int | str | None,
@@ -723,8 +741,8 @@ def _validation_patients(
                 f"choose one of {numbers}."
             )
         return val, "the column fold"
-    # One of at least two folds by name always leaves patients for training: then no message uses
-    # the second value.
+    # Folds by the hash of names are at least two, so patients are always left for training, and no
+    # message names what has chosen those for validation: the second value has no effect.
     if isinstance(fold, int):
         return _patients_of_fold(patients, fold, num_folds), "the column split"
     # No fold was given: few patients make fewer folds, and a single one is trained on without

@@ -40,7 +40,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     phantoms = data.phantoms
     is_chest = phantoms.scene is Scene.chest
-    # Of the synthetic scans.
+    # Folder of the synthetic scans.
     folder = Path(phantoms.folder)
     if not is_chest:
         # Scenes of organs hold the labels of their task; chests are the same for every task.
@@ -56,7 +56,8 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         table = make_phantoms(
             phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
         )
-        # `organs` of a chest holds every structure of `PHANTOM_LABELS`, `labels` only two of them.
+        # The table of chests has two columns of label maps: those of `organs` hold all structures
+        # of `PHANTOM_LABELS`, those of `labels` only two of them.
         column = "organs" if is_chest else "labels"
         extra = read_case_table(table, column, ignore_findings=ignore_findings)
     shared_names = {case.name for case in extra} & {case.name for case in cases}
@@ -133,16 +134,16 @@ def make_phantoms(
     with locked(folder / ".lock"), Progress(transient=True) as progress:
         bar = progress.add_task("phantoms", total=total)
 
-        def show(num_finished: int, _: int, case_name: str) -> None:
+        def show(num_finished: int, _total: int, case_name: str) -> None:
             progress.update(bar, completed=num_finished, description=case_name)
 
         return write_phantoms(
             folder,
-            total,
-            config.seed,
-            config.detail.value,
-            splits,
-            show,
+            num_cases=total,
+            seed=config.seed,
+            detail=config.detail.value,
+            splits=splits,
+            progress=show,
             num_workers=num_workers,
             scene=scene,
         )

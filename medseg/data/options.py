@@ -147,7 +147,7 @@ class StageOptions:
         keys = [*FINE_KEYS, "elsewhere_share", *CASCADE_KEYS]
         for key in keys:
             value = getattr(self, key)
-            # A share or margin of 0 is false, too, but it has been set.
+            # Not `not value`: a share or margin of 0 has been set.
             if value is None or value is False:
                 continue
             yield f"stage.{key}: only the fine stage uses it; leave it out with stage={self.name}"

@@ -34,6 +34,20 @@ if TYPE_CHECKING:
 MAX_LISTED = 20
 
 
+class _Mask(NamedTuple):
+    """A structure that is merged to a label map.
+
+    Attributes:
+        name: What it is called in messages.
+        volume: Its mask (D, H, W), booleans.
+        value: Value that its voxels get.
+    """
+
+    name: str
+    volume: Volume
+    value: int
+
+
 class ChosenStructures(NamedTuple):
     """Structures of a file or folder that are merged to a label map.
 
@@ -93,6 +107,7 @@ def read_reference(
             return _read_masks(path, masks, read_values)
     suffix = volume_suffix(path)
     if suffix == SEGMENTATION_SUFFIX:
+        # Asked with all labels: which of them are kept must not change how the file is read.
         segments = _segments_of(path, label_values)
         if segments:
             return _read_segments(path, segments, read_values)
@@ -187,7 +202,10 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
 
 
 def is_named(path: Path) -> bool:
-    """Whether labels are named structures, which may be empty, not values of a label map."""
+    """Whether labels are a folder of masks, a SEG or an RTSTRUCT, whose structures may be empty.
+
+    Their paths have no ending of a volume. A segmentation of 3D Slicer counts as a label map.
+    """
     return volume_suffix(path) is None
 
 
@@ -244,10 +262,10 @@ def _read_masks(
     """Merge binary masks to a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
 
-    def read_chosen_masks() -> Iterator[tuple[str, Volume, int]]:
+    def read_chosen_masks() -> Iterator[_Mask]:
         """Read each mask only when it is merged: they are not in memory together."""
         for name, value in chosen.structures:
-            yield f"the mask of {name}", _read_mask(path, name, masks[name]), value
+            yield _Mask(f"the mask of {name}", _read_mask(path, name, masks[name]), value)
 
     return _merge(path, read_chosen_masks(), chosen)
 
@@ -283,7 +301,7 @@ def _read_segments(
     for number, layer in enumerate(layers):
         _require_segments(path, number, layer, segments)
 
-    def masks_of_segments() -> Iterator[tuple[str, Volume, int]]:
+    def masks_of_segments() -> Iterator[_Mask]:
         """Yield the mask of each chosen segment; several segments may have one name."""
         for name, value in chosen.structures:
             for segment in segments:
@@ -291,7 +309,8 @@ def _read_segments(
                     continue
                 layer = layers[segment.layer]
                 is_inside = layer.array == segment.value
-                yield name, Volume(is_inside, layer.grid, layer.header, layer.findings), value
+                mask = Volume(is_inside, layer.grid, layer.header, layer.findings)
+                yield _Mask(name, mask, value)
 
     return _merge(path, masks_of_segments(), chosen)
 
@@ -312,7 +331,7 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
 
 
 def _merge(
-    path: Path, masks: Iterable[tuple[str, Volume, int]], chosen: ChosenStructures
+    path: Path, masks: Iterable[_Mask], chosen: ChosenStructures
 ) -> tuple[Volume, dict[int, str]]:
     """Merge structures to a label map.
 
@@ -320,8 +339,7 @@ def _merge(
 
     Args:
         path: For messages.
-        masks: For each structure its name for messages, its mask (D, H, W) of booleans, and the
-            value that its voxels get; each is read when its turn comes.
+        masks: The mask of each structure, at least one; each is read when its turn comes.
         chosen: The structures.
 
     Raises:
@@ -332,6 +350,7 @@ def _merge(
     for name, mask, value in masks:
         if labels is None:
             first = mask
+            # The smallest unsigned type that holds all values.
             labels = np.zeros(mask.grid.shape, np.min_scalar_type(len(chosen.values)))
         if not mask.grid.is_close(first.grid, GRID_TOLERANCE_MM):
             raise UserError(f"{path}: {name} has another grid than the first; resample it.")

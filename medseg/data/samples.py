@@ -46,9 +46,6 @@ BOUNDARY_TRIES = 8
 # Smallest share of the body's slices that is cut out as a scan of its own.
 LEAST_SLAB = 0.15
 
-Organ = tuple[VoxelBox, tuple[int, ...]]
-"""Tight box of a region or label on the grid of the cache, and its label values."""
-
 Sample = dict[str, Any]
 """One training sample.
 
@@ -62,6 +59,18 @@ Sample = dict[str, Any]
 * `spacing_mm`: voxel spacing of the sample, (z, y, x).
 * `number`: number of the sample in the run.
 """
+
+
+class _Organ(NamedTuple):
+    """A region or label in which a boundary is looked for.
+
+    Attributes:
+        box: Its tight box on the grid of the cache.
+        values: Its label values.
+    """
+
+    box: VoxelBox
+    values: tuple[int, ...]
 
 
 class _Scan(NamedTuple):
@@ -82,7 +91,7 @@ class _Scan(NamedTuple):
     task: Task
 
     def part(self, axis: int, first: int, stop: int) -> "_Scan":
-        """Take a range of slices (axis 0) or columns (axis 2), as if no more had been scanned."""
+        """Take slices (axis 0) or columns (axis 2) first to stop - 1, as if these were the scan."""
         starts = [0, 0, 0]
         stops = list(self.grid.shape)
         starts[axis] = first
@@ -109,7 +118,8 @@ class _Scan(NamedTuple):
         Returns:
             Normalised image (C, D, H, W) float32 and labels (D, H, W) uint8.
         """
-        # Whether no resampling is needed.
+        # Without resampling, a crop beyond the first or last slice repeats it; `slices_go_on` makes
+        # the resampled crops do the same.
         is_on_grid = crop.lattice == self.grid
         channels = []
         for image, channel, intensity in zip(
@@ -197,6 +207,7 @@ class Samples(Dataset[Sample]):
         if cases and not self.items:
             raise UserError(self._no_items(cases, train_trust))
         if weights is None:
+            # Not equal weights, which would draw other random numbers, and so another order.
             self.weights = normalised_weights(None, len(self.items))
         else:
             self.weights = normalised_weights(item_weights, len(self.items))
@@ -243,7 +254,7 @@ class Samples(Dataset[Sample]):
         case, region_index = self.items[draw_from_pass(self.seed, n, self.weights)]
         if self.stage.sees_whole_scans:
             return math.prod(case.grid.shape)
-        crop = self.crops.crop(case, self.task.regions[region_index], None)
+        crop = self.crops.crop(case, self.task.regions[region_index], rng=None)
         return math.prod(crop.box.shape)
 
     def __getitem__(self, n: int) -> Sample:
@@ -360,7 +371,7 @@ class Samples(Dataset[Sample]):
         body = scan.body()
         # Without `side_share` nothing is drawn: the samples of older runs stay.
         if self.stage.side_share and rng.random() < self.stage.side_share:
-            scan, body = _cut(scan, body, 2, self.stage.side_least, rng)
+            scan, body = _cut(scan, body, axis=2, least_share=self.stage.side_least, rng=rng)
         rule = self.crops.rule
         patch_size = self.stage.patch_size
         if rule == PLAIN and patch_size is None:
@@ -375,9 +386,9 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
-            # The crop grows to the rule alone: a patch is cut below, and a batch is padded to the
-            # divisor by `collate`.
-            crop = rule.crop(body, lattice, (1, 1, 1), self.crops.divisor)
+            # With a patch of one voxel the crop does not grow to a size that the network takes: a
+            # patch is cut below, or `collate` pads the sample.
+            crop = rule.crop(body, lattice, patch_size=(1, 1, 1), divisor=self.crops.divisor)
         if patch_size is not None:
             organ = self._any_label(case, rng)
             return scan, self._cut_patch(case, crop, organ, patch_size, rng)
@@ -415,7 +426,7 @@ class Samples(Dataset[Sample]):
         """
         if rng.random() >= (self.stage.slab_share or 0.0):
             return scan, body
-        return _cut(scan, body, 0, LEAST_SLAB, rng)
+        return _cut(scan, body, axis=0, least_share=LEAST_SLAB, rng=rng)
 
     def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
         """Count the slices that keep a shape under `max_voxels`, a multiple of the divisor.
@@ -447,7 +458,7 @@ class Samples(Dataset[Sample]):
             box = VoxelBox.full(size).shifted(scan_box.start).shifted(offsets)
             crop = Crop(crop.lattice, box)
         elif self.stage.patch_size is not None:
-            organ = case.region_boxes[region.name], self.task.region_values(region)
+            organ = _Organ(case.region_boxes[region.name], self.task.region_values(region))
             crop = self._cut_patch(case, crop, organ, self.stage.patch_size, rng)
         return self._scan(case), crop
 
@@ -455,19 +466,19 @@ class Samples(Dataset[Sample]):
         """Map the arrays of a case into memory."""
         return _Scan(case.images, case.labels, case.grid, case, self.task)
 
-    def _any_label(self, case: CachedCase, rng: np.random.Generator) -> Organ | None:
+    def _any_label(self, case: CachedCase, rng: np.random.Generator) -> _Organ | None:
         """Choose one of the labels that a case has, all equally likely; None if it has none."""
         names = [name for name in self.task.labels if name in case.label_boxes]
         if not names:
             return None
         name = names[int(rng.integers(len(names)))]
-        return case.label_boxes[name], (self.task.labels[name],)
+        return _Organ(case.label_boxes[name], (self.task.labels[name],))
 
     def _cut_patch(
         self,
         case: CachedCase,
         crop: Crop,
-        organ: Organ | None,
+        organ: _Organ | None,
         patch_size: tuple[int, int, int],
         rng: np.random.Generator,
     ) -> Crop:
@@ -478,7 +489,8 @@ class Samples(Dataset[Sample]):
         Args:
             case: The case.
             crop: Where the patch may lie.
-            organ: Whose boundary `boundary_share` of the patches hold; None: of nothing.
+            organ: Organ whose boundary a share `boundary_share` of the patches must hold; None
+                where there is none.
             patch_size: Size of the patch in voxels of the crop's lattice, (D, H, W).
             rng: Generator of the sample.
         """
@@ -488,7 +500,7 @@ class Samples(Dataset[Sample]):
         needs_boundary = rng.random() < (self.stage.boundary_share or 0.0)
         voxel = None
         if needs_boundary and organ is not None:
-            voxel = self._boundary_voxel(case, crop, *organ, rng)
+            voxel = self._boundary_voxel(case, crop, organ, rng)
         start: list[int] = []
         for axis, size in enumerate(patch_size):
             first = crop.box.start[axis]
@@ -507,30 +519,29 @@ class Samples(Dataset[Sample]):
         self,
         case: CachedCase,
         crop: Crop,
-        box: VoxelBox,
-        values: tuple[int, ...],
+        organ: _Organ,
         rng: np.random.Generator,
     ) -> list[int] | None:
         """Find a random voxel of an organ inside the crop, at a boundary within its slice.
 
-        There, a neighbour in the slice has neither a value of the organ nor the ignore label.
+        At a boundary, a neighbour in the slice has neither a value of the organ nor the ignore
+        label.
 
         Args:
             case: The case.
             crop: Where the voxel must lie.
-            box: Tight box of the organ on the grid of the cache.
-            values: Label values of the organ.
+            organ: The organ.
             rng: Generator of the sample.
 
         Returns:
             The voxel of the crop's lattice in which its centre lies, (z, y, x); None where none was
             found.
         """
-        search_box = box.intersect(case.grid.box_from(crop.lattice, crop.box))
+        search_box = organ.box.intersect(case.grid.box_from(crop.lattice, crop.box))
         if search_box.is_empty:
             return None
         is_organ_value = np.zeros(256, dtype=bool)
-        is_organ_value[list(values)] = True
+        is_organ_value[list(organ.values)] = True
         for _ in range(BOUNDARY_TRIES):
             z = int(rng.integers(search_box.start[0], search_box.stop[0]))
             # A memory map: only one slice is read.
@@ -555,8 +566,8 @@ def _boundary_voxels(
 ) -> np.ndarray:
     """Find the voxels of an organ in a slice with a neighbour that is neither organ nor ignored.
 
-    Voxels of the organ at an edge of the box count, too. Beyond its tight box there is none of it;
-    where a crop cuts the organ, the cut counts as a boundary.
+    No voxel beyond the box is taken for the organ, so its voxels at an edge of the box count, too:
+    either the organ ends there, or a crop cuts it.
 
     Args:
         labels: The slice, (H, W) uint8.
@@ -569,7 +580,7 @@ def _boundary_voxels(
     """
     _, y_slice, x_slice = box.slices()
     is_organ = is_organ_value[labels[y_slice, x_slice]]
-    # Whether a voxel makes no boundary beside the organ; with a margin of one voxel.
+    # Voxels beside which the organ has no boundary, in the box with a margin of one voxel.
     is_organ_or_ignored = np.pad(is_organ, 1)
     if ignore_label is not None:
         # Padding moves the indices of the whole slice by one: these ranges are the box with the
@@ -616,7 +627,7 @@ def _cut_depth(crop: Crop, choices: VoxelBox, depth: int, rng: np.random.Generat
 
 
 def _cut(
-    scan: _Scan, body: VoxelBox, axis: int, least_share: float, rng: np.random.Generator
+    scan: _Scan, body: VoxelBox, *, axis: int, least_share: float, rng: np.random.Generator
 ) -> tuple[_Scan, VoxelBox]:
     """Cut a scan to a random range of its body along an axis, as if no more had been scanned.
 

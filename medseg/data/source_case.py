@@ -196,14 +196,14 @@ def _read_labels(
     volume, values = read_reference(
         case.labels,
         label_values,
-        case.images(len(task.channels))[0],
-        case.series,
-        task.channels[0].modality,
+        image=case.images(len(task.channels))[0],
+        series=case.series,
+        modality=task.channels[0].modality,
         kept=task.values,
     )
     findings = [finding.within("label map") for finding in volume.findings]
     oriented, label_grid, _ = orient(volume.array, volume.grid)
-    misfits = audit_grids(grid, label_grid, (stored_shape, volume.array.shape))
+    misfits = audit_grids(grid, label_grid, stored_shapes=(stored_shape, volume.array.shape))
     findings += misfits
     if misfits:
         is_ignored = all(misfit.code in case.ignore_findings for misfit in misfits)

@@ -113,7 +113,10 @@ def _is_spatial_class(target: type) -> bool:
 
 
 def _moves_all_channels(transform: Any) -> bool:
-    """Whether a transform that moves voxels also moves the channels that no scanner made."""
+    """Whether a transform that moves voxels also moves the channels that no scanner made.
+
+    `Affine` is no `Effect`: it acts while the sample is read, on all channels.
+    """
     return isinstance(transform, Affine) or _is_spatial(transform)
 
 
@@ -206,8 +209,8 @@ def check_transform(
             labels, or mirrors the sides.
     """
     _check_keys(transform)
-    # A copy that acts on every sample: `prob` of MONAI, `probability` of our effects, whose
-    # dataclasses are frozen.
+    # A copy that acts on every sample. MONAI calls the attribute `prob`, our effects `probability`;
+    # they are frozen dataclasses, hence `object.__setattr__`.
     eager_transform = copy.deepcopy(transform)
     for name in ("prob", "probability"):
         if hasattr(eager_transform, name):

@@ -454,5 +454,6 @@ def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
     if low_hu > FLOOR_HU and share_at_low >= SPIKE_REPORT_SHARE:
         kind = "clipped:air" if low_hu <= NOMINAL_AIR_HU else "clipped:low"
         yield find(kind, share=share_at_low, value=low_hu)
+    # At the upper end any spike is reported, since few voxels of a patient are so bright.
     if high_hu in facts.spikes and high_hu < LOW_CEILING_HU:
         yield find("clipped:high", share=facts.spikes[high_hu], value=high_hu)

@@ -140,7 +140,7 @@ def map_values(
         values.update(_values_of(plane))
     present = sorted(values - {0})
     findings = []
-    # Also true without any value.
+    # `all` is true if no value is present.
     is_empty = all(label_values.get(value) == IGNORE for value in present)
     if is_empty and not may_be_empty:
         findings.append(find("empty_labels", regions=", ".join(task.parts)))
@@ -300,9 +300,9 @@ def _audit_position(
         regions: The regions that have voxels.
     """
     if image_hu is None:
-        return _audit_sides(None, labels, grid, task, regions, "")
+        return _audit_sides(None, labels, grid, task, regions, position="")
     position, sign = _contrary_position(image_hu, labels, grid, task, regions)
-    findings = _audit_sides(image_hu, labels, grid, task, regions, position)
+    findings = _audit_sides(image_hu, labels, grid, task, regions, position=position)
     # A body that lies otherwise than the header says looks mirrored, too: one finding is enough.
     if not position:
         return findings + _audit_mirrored(image_hu, labels, grid, task)
@@ -318,6 +318,7 @@ def _audit_sides(
     grid: VoxelGrid,
     task: Task,
     regions: Mapping[str, RegionFacts],
+    *,
     position: str,
 ) -> list[Finding]:
     """Check that left regions lie on the left of right ones.
@@ -370,6 +371,7 @@ def _contrary_position(
     boxes = {name: facts.box for name, facts in regions.items()}
     if turned_pairs(image_hu, boxes, grid, task):
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
+    # Negative where the lower ends of the lungs look like apices.
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
         return "upside down", UPSIDE_DOWN_SIGN
     # Loads scipy, which a training from the cache does not need.
@@ -466,7 +468,8 @@ def _contact_mm2(
     labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
 ) -> float:
     """Measure the area over which the voxels of two regions are neighbours."""
-    # Where the regions touch, both voxels lie in either box once it is a voxel larger.
+    # Two neighbours, one of each region, both lie in each of the two boxes once these are a voxel
+    # larger: only their intersection is searched.
     left_box = left.box.expanded((1, 1, 1))
     shared_box = left_box.intersect(right.box.expanded((1, 1, 1)))
     cropped_labels = labels[shared_box.clipped(labels.shape).slices()]
@@ -527,8 +530,8 @@ def _reaches_padding(
         # Pairs of a voxel of the region and one of padding, this distance behind or before it.
         num_pairs = np.count_nonzero(region_axis_first[:-distance] & padding_axis_first[distance:])
         num_pairs += np.count_nonzero(region_axis_first[distance:] & padding_axis_first[:-distance])
-        # A line of voxels that runs into padding has up to `distance` pairs, but one face; the
-        # slices that were skipped count like the one that was examined.
+        # A line of voxels that runs into padding has up to `distance` pairs, but only one face.
+        # Each examined slice stands for `step` slices.
         area_mm2 += num_pairs / distance * step * _face_mm2(grid, axis)
     return area_mm2 >= FIELD_CM2 * 100
 

@@ -220,6 +220,8 @@ def _fit(labels: np.ndarray, image_hu: np.ndarray, moves: list[int]) -> float:
     num_beside = 0
     for axis, move in enumerate(moves):
         for shift in (move, -move):
+            # `roll` moves what leaves at one end to the other end. The few false faces there are
+            # accepted.
             moved_sum_hu, num_moved = _sum_changes(np.roll(labels, shift, axis), image_hu)
             sum_beside_hu += moved_sum_hu
             num_beside += num_moved

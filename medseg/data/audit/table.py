@@ -258,7 +258,7 @@ def contrast_of(thumbnail: Sequence[int]) -> Contrast | None:
     # Position of each block of a slice from its middle, in blocks.
     y, x = np.indices(blocks_hu.shape[1:]) - (THUMBNAIL_SIZE - 1) / 2
     is_in_field = np.hypot(y, x) <= FIELD_RADIUS
-    values_hu = blocks_hu[:, is_in_field]
+    values_hu = blocks_hu[:, is_in_field]  # (slices of blocks, blocks in the field)
     is_constant = np.ptp(values_hu) == 0
     if is_constant:
         return None

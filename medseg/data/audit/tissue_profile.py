@@ -104,6 +104,7 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
         num_steps = min(len(first_part), len(second_part))
         if num_steps >= min_overlap:
             distances.append(_difference(first_part[:num_steps], second_part[:num_steps]))
+    # There is at least one: neither profile is shorter than the least overlap.
     return min(distances)
 
 

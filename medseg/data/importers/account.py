@@ -112,7 +112,8 @@ class Account:
             is_deep: Whether to enter the files of the folders below, too.
         """
         num_used = 0
-        for path, is_claimed, given_why in self._walk(os.path.abspath(root), False, "", is_deep):
+        files = self._walk(os.path.abspath(root), is_claimed=False, why="", is_deep=is_deep)
+        for path, is_claimed, given_why in files:
             if is_claimed:
                 num_used += 1
                 continue
@@ -122,7 +123,7 @@ class Account:
             self.items.append(Item(Kind.file, "", Fate.used, "read for the cases", num_used))
 
     def _walk(
-        self, path: str, is_claimed: bool, why: str, is_deep: bool
+        self, path: str, *, is_claimed: bool, why: str, is_deep: bool
     ) -> Iterator[tuple[str, bool, str]]:
         """Find the files at a path.
 
@@ -151,7 +152,7 @@ class Account:
         for name in names:
             inner = os.path.join(path, name)
             if is_deep or not os.path.isdir(inner):
-                yield from self._walk(inner, is_claimed, why, is_deep)
+                yield from self._walk(inner, is_claimed=is_claimed, why=why, is_deep=is_deep)
 
     def _claims_below(self, path: str) -> bool:
         """Whether something in a folder is claimed; slow, but only asked of links."""

@@ -53,7 +53,7 @@ LabelMembers = dict[str, list[int | str]]
 """Label name to its members: its values in the label maps, or the names of its structures."""
 
 Structures = Mapping[str, Sequence[int | str]]
-"""Case name to the structures in its files, as members of labels; a name may repeat."""
+"""Case name to the structures in its files, each by its name or its value; a name may repeat."""
 
 # Names of cases or files in a message; the others are counted.
 MAX_NAMED = 3
@@ -157,8 +157,8 @@ class DataSet:
     def state_absence(self) -> "DataSet":
         """Take structures that a case lacks as absent in the patient, instead of refusing them.
 
-        A label of which the case has no structure at all is marked in the column `trust_<label>`;
-        one of which it has some consists of these.
+        If a case has none of the structures of a label, the label is marked as absent in the column
+        `trust_<label>`. If it has some of them, they are the label, and nothing is marked.
         """
         cases = []
         for case in self.cases:
@@ -167,7 +167,6 @@ class DataSet:
             # Without labels or with a label map, nothing is known of its structures.
             if names is not None:
                 for label, members in self.labels.items():
-                    # A label with one of several structures is present, if in part.
                     if names.isdisjoint(map(_compared_name, members)):
                         trust[label] = ABSENT
             cases.append(replace(case, trust=trust))
@@ -396,7 +395,7 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
             # number, hence the `str`.
             if str(part) in all_members:
                 members += all_members[str(part)]
-            # True and 1.0 are equal to the value 1, but they are no values.
+            # The exact type is asked for, since True and 1.0 are equal to the value 1.
             elif type(part) in (int, str) and part in known_members:
                 members.append(part)
             else:
@@ -646,7 +645,10 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
 
 
 def _use_of(case: Case, *, has_folds: bool) -> str | None:
-    """Say in which part of a training a case is used; None if in none."""
+    """Say in which part of a training a case is used; None if in none.
+
+    The mark in the column `split` counts before those of the folds.
+    """
     suffix = "" if case.labels is not None else ", without labels"
     if case.split is not None:
         name_of_split = {"train": "training", "val": "validation", "test": "test"}
@@ -798,7 +800,7 @@ def channel_of(name: str) -> Channel:
     if "ct" in words:
         return Channel("ct", WINDOW_HU)
     modality = "mr" if words & MR_WORDS else "other"
-    return Channel(modality, None, "zscore")
+    return Channel(modality, window_hu=None, normalise="zscore")
 
 
 def require_pairs(

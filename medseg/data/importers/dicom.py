@@ -38,7 +38,7 @@ def import_dicom(folder: Path) -> DataSet:
     account = Account()
     series = catalogue.series
     if not catalogue.labels:
-        # Labels that cannot be read are the likely cause: the first reason that is known.
+        # A file that cannot be read is the likely cause: the first one with a reason is reported.
         for path, reason in catalogue.unreadable.items():
             if reason:
                 raise UserError(f"{path}: {reason}")

@@ -61,7 +61,7 @@ LUNA16_WINDOW_HU = (-1000.0, 400.0)
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
 # A lobe of a paired organ, as `plain_name` writes it.
 LOBE = re.compile(r"((?:left|right)_\w+)_(?:upper|middle|lower)_lobe")
-# By which other programs tell the name of a label map from that of its image.
+# Endings that other programs add to the name of an image to name its label map.
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
@@ -155,7 +155,10 @@ def _merge_lobes(structures: LabelMembers) -> LabelMembers:
 
 
 def _is_case(folder: Path) -> bool:
-    """Whether a folder is a case of TotalSegmentator: it has masks, or an image that lacks them."""
+    """Whether a folder is a case of TotalSegmentator: it has an image, masks or both.
+
+    A case that lacks one of them is refused later.
+    """
     has_image = any(case_name(path) in CASE_IMAGES for path in volume_files(folder))
     return has_image or (folder / MASK_FOLDER).is_dir()
 
@@ -227,7 +230,7 @@ def import_luna16(folder: Path) -> DataSet:
         "the columns trust_left_lung and trust_right_lung say approximate"
     ]
     if has_folds:
-        # Numbers may be missing: the folds are counted up to the last.
+        # Some subsets may be missing: fold numbers run from 0 to the last subset that is there.
         num_folds = 1 + subsets[-1]
         notes.append(
             "each subset is a fold: data.fold=0 validates on subset0; "

@@ -52,9 +52,8 @@ def _is_nnunet(path: Path) -> bool:
     """Whether a folder has a `dataset.json` of nnU-Net.
 
     The file of nnU-Net 2 has the key `channel_names`. That of nnU-Net 1 has the keys of the
-    Decathlon, but the names of its images end in the number of a channel, which its list leaves
-    out. Cases of the Decathlon may be called `liver_0000`, too; there the list names all files as
-    they are.
+    Decathlon, but its images are called `<case>_0000.nii.gz`, and its list names `<case>.nii.gz`.
+    A case of the Decathlon may be called `liver_0000`, too, but its list names files that exist.
     """
     if not (path / DATASET_FILE).is_file():
         return False
@@ -68,7 +67,10 @@ def _is_nnunet(path: Path) -> bool:
 
 
 def _is_decathlon_list(folder: Path, entries: Any) -> bool:
-    """Whether a list names files that all exist, some of them without the number of a channel."""
+    """Whether a list names files that all exist, of which at least one does not end in `_0000`.
+
+    A list in which all names end in `_0000` may as well be one of nnU-Net 1.
+    """
     if not isinstance(entries, list):
         return False
     paths = []
@@ -168,7 +170,8 @@ def find_format(path: Path) -> str:
             f"{path}: it holds {count}: {', '.join(inner[:10])}; "
             f"give one of them, such as {path / inner[0]}."
         )
-    # Or a folder inside of one. DICOM files anywhere beside the folder say nothing about it.
+    # Or the user has given a folder inside a data set. DICOM is left out again: files of other
+    # folders beside this one would make any folder around them a DICOM data set.
     outer = path.absolute().parent
     name = _format_at(outer, excluded=DICOM)
     if name is not None:

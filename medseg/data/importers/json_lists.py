@@ -37,8 +37,8 @@ BACKGROUND = "background"  # name of the background among labels
 # A scan with values below this is a CT in HU: air is -1000, and MR has no negative values of this
 # size.
 CT_HU = -500
-# Lists of a datalist, and the split of their cases; None for training cases, of which folds may
-# validate a part.
+# Each list of a datalist, and the split of its cases. None is an empty cell: the cases are trained
+# on, and folds may choose some of them for validation.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
 # Keys of an entry of these lists, and of dataset.json, that are read; all others are listed in the
 # closing table.
@@ -79,7 +79,10 @@ class _RawFolder:
         return self.folder / DATASET_FILE
 
     def has_list(self, key: str) -> bool:
-        """Whether a list chooses the cases: nnU-Net 1 takes those of its list, nnU-Net 2 all."""
+        """Whether `dataset.json` lists the cases under this key, as only nnU-Net 1 does.
+
+        nnU-Net 2, whose file has `channel_names`, takes all cases of the folder.
+        """
         return "channel_names" not in self.about and key in self.about
 
 
@@ -147,7 +150,7 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     channels_key = "modality" if is_first_version else "channel_names"
     channel_names = _names_in_order(field(about, channels_key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
-    # A list, since the value in the file may be one that cannot be hashed.
+    # Compared with a list: the value in the file may be a list or a mapping, which has no hash.
     if ending not in list(SUFFIXES):
         raise UserError(
             f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; "
@@ -263,7 +266,8 @@ def _require_own_labels(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
     nnU-Net 1 takes the file that the list names, nnU-Net 2 the one that has the name of the case.
 
     Args:
-        raw: The data set.
+        raw: The data set, whose list has been read by `_choose_listed`: it is a list, and all its
+            cases have labels.
         labels: Labels that were found for each case by its name.
 
     Raises:
@@ -284,7 +288,10 @@ def _require_own_labels(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
 
 
 def _name_in_list(image: str) -> str:
-    """Name a case of nnU-Net 1 after its image, listed with or without the number of a channel."""
+    """Name a case of nnU-Net 1 after its image in a list.
+
+    Some lists name `<case>.nii.gz`, others the file of the first channel, `<case>_0000.nii.gz`.
+    """
     return re.sub(r"_0000$", "", case_name(Path(image)))
 
 
@@ -358,7 +365,7 @@ def import_msd(source: Path) -> DataSet:
     account = Account()
     account.claim(path)
     account.leave_out_keys(about, MSD_KEYS, path.name)
-    # Checks, too, that the lists are lists, whose lengths are compared here.
+    # This comes before the counts below: it refuses an entry of `LISTS` that is no list.
     entries = _entries(about, path, account)
     num_test = len(about.get("test", ())) + len(about.get("testing", ()))
     _check_count(about, "numTraining", len(about["training"]), account)
@@ -458,7 +465,7 @@ def _msd_cases(
         if fold is not None and split is not None:
             account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
             fold = None
-        # A test case may have none.
+        # An entry, such as that of a test case, may have no label map.
         labels = None
         if entry.get("label") is not None:
             labels = path.parent / file_path(entry["label"], path)
@@ -560,7 +567,7 @@ def file_path(value: Any, path: Path) -> str:
         path: The file, for messages.
 
     Raises:
-        UserError: If it is no text.
+        UserError: If it is no text, is empty, or holds a zero byte, which no path can have.
     """
     if not isinstance(value, str) or not value or "\0" in value:
         raise UserError(
@@ -617,6 +624,7 @@ def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
     if not cases:
         return "other"
     image = cases[0].image
+    # With `other`, a DICOM series of any modality can be read.
     is_ct = int(read_image(image, modality="other").array.min()) < CT_HU
     content = "holds HU" if is_ct else "holds no HU"
     notes.append(
@@ -672,6 +680,8 @@ def _images_by_case(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
 
 def _files_by_name(folder: Path, ending: str) -> dict[str, Path]:
     """Find the volume files of a folder with one ending, by their names without it.
+
+    The ending counts in upper and lower case, so two files may have one name.
 
     Raises:
         UserError: If the folder is missing, or two files have one name.
@@ -809,7 +819,8 @@ def _disjoint_groups(members: Members) -> LabelMembers:
         # Another group has the same smallest region: the names of all regions tell them apart.
         if name in named_groups:
             name = "_and_".join(regions)
-        # A label of the data set may have the new name.
+        # A label of the data set may have the new name. The names of the group's own regions are
+        # free: each is divided into several groups, so no label has its name.
         taken = {*members, *named_groups} - set(regions)
         named_groups[_free_name(name, taken)] = group
     return named_groups

@@ -111,7 +111,7 @@ def _place_cases(sides_in_folds: Sequence[Mapping[str, str]], names: Collection[
         if not fits_column:
             places[name] = Place(sides=sides)
         elif "val" in sides:
-            places[name] = Place(sides.index("val"))
+            places[name] = Place(fold=sides.index("val"))
         else:
             places[name] = Place()
     num_sides = 0 if fits_column else num_folds
