@@ -198,6 +198,7 @@ def evaluate_folder(
         score_plot(summary.rows, output / "scores.png")
     _print_result(summary, progress)
     if summary.rows:
+        # By the name of the case, which the scores and the files have, instead of by its key.
         pairs = {}
         for key in common_keys:
             reference = references[key]

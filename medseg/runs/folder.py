@@ -73,6 +73,7 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     """Prepare the folder of the run to resume, and write its changed configuration."""
     run_dir = _existing_run(resume)
     saved = load_config(run_dir, config.trusted_targets)
+    # `config` is settled too: only then do equal paths and spacings compare as equal.
     settle(saved)
     _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
     if is_busy(run_dir):
