@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -327,7 +328,9 @@ def _stop_jobs(sweep_dir: Path) -> NoReturn:
     """
     busy_dirs = [folder for folder in read_jobs(sweep_dir) if is_locked(folder / LOCK_FILE)]
     for process in psutil.Process().children(recursive=True):
-        process.send_signal(signal.SIGTERM)  # loader workers ignore it
+        # A process, such as a loader worker, may have ended meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)  # loader workers ignore it
     deadline_s = time.monotonic() + STOP_S
     while any(map(_is_recorded_as_running, busy_dirs)) and time.monotonic() < deadline_s:
         time.sleep(0.1)
