@@ -47,8 +47,8 @@ def draw_overlay(
         pred,
         target,
         grid.spacing_mm,
-        folder / f"{scan.name}.png",
-        scan.name,
+        path=folder / f"{scan.name}.png",
+        title=scan.name,
         label_names={value: name for name, value in task.labels.items()},
         window_hu=task.channels[0].window_hu,
     )

@@ -207,7 +207,13 @@ def evaluate_folder(
         # Only after all cases have been scored it is known which are the worst.
         if overlays is not None:
             viewers = write_viewers(
-                summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
+                summary.rows,
+                pairs,
+                task,
+                label_values,
+                overlays=overlays,
+                folder=output / "viewers",
+                num_viewers=num_viewers,
             )
         prediction_viewers, bounds = _viewers_and_bounds(pairs)
         write_page(

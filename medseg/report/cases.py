@@ -110,8 +110,8 @@ def render_cases(
     trusts = {row["trust"] for row in rows} - {""}
     return render_page(
         "cases.html",
-        "evaluation",
-        title,
+        kind="evaluation",
+        title=title,
         tiles=[("cases", len(anchors)), *_mean_dices(statistics), *costs],
         charts={
             "cases": [dice_by_region(points), volume_errors(points)],

@@ -80,8 +80,8 @@ def render(
         best_trials = _best_trials(comparison, study)
     return render_page(
         "runs.html",
-        "report",
-        title,
+        kind="report",
+        title=title,
         tiles=_tiles(runs),
         charts=charts,
         folder=folder,

@@ -130,10 +130,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
     checkpoints = Checkpoints(
         run_dir / "checkpoints",
-        config.stage.validate_every,
-        config.checkpoint_every,
-        config.stage.patience,
-        STOP,
+        validate_every=config.stage.validate_every,
+        checkpoint_every=config.checkpoint_every,
+        patience=config.stage.patience,
+        stop=STOP,
     )
     pictures = ValidationPictures(run_dir / "pictures", make_views(config))
     validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
