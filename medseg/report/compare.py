@@ -672,7 +672,7 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
         is_in_group = column_key in group_keys and key.startswith(f"{column_key}.")
         if not is_in_group:
             return False
-        # Each file of the group then belongs to one value of the key: no file is in two pairs.
+        # No file of the group may occur with two values of the key: as many pairs as files.
         files = {column_text for column_text, _ in pairs}
         return len(pairs) == len(files)
 
