@@ -98,7 +98,7 @@ def find_references(
     Raises:
         UserError: If there is none, or two files of a folder belong to one case.
     """
-    # A folder that holds no label map is that of a data set: its case table is meant.
+    # A folder without label maps is taken for that of a data set, with its case table.
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)
     if ref.is_dir():
@@ -172,9 +172,14 @@ def read_pair(
     if reference.case is not None:
         image = reference.case.image
         series = reference.case.series
-    modality = task.channels[0].modality
+    # `kept`: structures of other labels must not take voxels from the labels of the task.
     target_volume, names_by_value = read_reference(
-        reference.labels, label_values, image, series, modality, kept=task.values
+        reference.labels,
+        label_values,
+        image=image,
+        series=series,
+        modality=task.channels[0].modality,
+        kept=task.values,
     )
     # Oriented before the grids are compared: the same voxels may be stored in another order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
@@ -244,7 +249,7 @@ def _merge_masks(masks: Mapping[str, Path]) -> Volume:
     for value, path in enumerate(masks.values(), start=1):
         mask = read_labels(path)
         if merged is None:
-            # Grid and metadata of the first mask.
+            # The label map gets the grid and metadata of the first mask.
             merged = replace(mask, array=np.zeros(mask.array.shape, dtype=np.uint8))
         check_grid(f"mask {path.name}'s", mask.grid, "other masks'", merged.grid)
         merged.array[mask.array > 0] = value

@@ -47,8 +47,8 @@ def draw_overlay(
         pred,
         target,
         grid.spacing_mm,
-        folder / f"{scan.name}.png",
-        scan.name,
+        path=folder / f"{scan.name}.png",
+        title=scan.name,
         label_names={value: name for name, value in task.labels.items()},
         window_hu=task.channels[0].window_hu,
     )
@@ -61,7 +61,8 @@ def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, li
     Raises:
         UserError: If it cannot be read or has another grid.
     """
-    # `images` names the file of each channel, so a 4D file several times.
+    # `images` names the file of each channel. A 4D file with several channels is named several
+    # times, and the reader has to know how many channels to expect.
     num_channels = scan.images(len(task.channels)).count(scan.image)
     volume = read_image(
         scan.image, scan.series, task.channels[0].modality, channel=0, num_channels=num_channels

@@ -203,7 +203,7 @@ def write_page(
     Raises:
         UserError: If the baseline has no finite score of a case and region that is scored here.
     """
-    # The scores of the baseline come from a table, where they are rounded too.
+    # Rounded like the scores of the baseline, which come from a table.
     rows = [{**row, **_rounded_scores(row)} for row in rows]
     compared = compare_rows(rows, baseline_rows, patients)
     pairing_sentences: list[str] = []

@@ -80,13 +80,13 @@ def read_case_report(prediction: Path) -> CaseReport:
         if place_xyz_mm is not None:
             place_xyz_mm = list(map(float, place_xyz_mm))
         return CaseReport(
-            str(report["status"]),
-            list(map(str, report["warnings"])),
-            information_in_report(report),
-            {str(name): float(dice) for name, dice in report["agreements"].items()},
-            place_xyz_mm,
-            read_bounds(report),
-            Identity(**report.get("identity", {})),
+            status=str(report["status"]),
+            warnings=list(map(str, report["warnings"])),
+            information=information_in_report(report),
+            agreements={str(name): float(dice) for name, dice in report["agreements"].items()},
+            most_disputed_xyz_mm=place_xyz_mm,
+            dice_at_least=read_bounds(report),
+            identity=Identity(**report.get("identity", {})),
         )
     except _NO_REPORT:
         return CaseReport()
@@ -107,8 +107,8 @@ def information_in_report(report: Mapping[str, Any]) -> list[str]:
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
     """Read the lower bounds on Dice of a report, by region; empty where there are none.
 
-    Reports of older versions hold bare numbers without level and patients. They state no bound, nor
-    does a damaged entry.
+    A report with a damaged entry states no bound, nor does one of an older version, which has bare
+    numbers without level and patients.
     """
     try:
         entries = report["dice_at_least"].items()
@@ -135,8 +135,8 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
         scan = Case(
             reference.name,
             Path(report["input"]),
-            None,
-            "",
+            labels=None,
+            patient="",
             series=report["series"],
             hu=HuScale(**report["hu"]),
         )

@@ -45,7 +45,7 @@ from medseg.report.plots import score_plot
 from medseg.task import LabelValues, Region, Task
 from medseg.wording import first_few
 
-# Those of `score_region`, in the order of the tables.
+# The scores of `score_region`, in the order of the tables.
 METRICS = (*DIRECTION_OF_METRIC, "volume_pred_ml", "volume_ref_ml")
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
 """Function of prediction, reference and voxel spacing in mm, such as a `CaseMetric`.
@@ -170,9 +170,9 @@ def evaluate_folder(
             f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
             "name each prediction after its case."
         )
-    # Before anything of an earlier evaluation is removed. The `summary.csv` of `predict`, which
-    # begins with other columns, is not replaced.
+    # These checks come before results of an earlier evaluation are removed.
     check_writable(output)
+    # `predict` writes a `summary.csv` with these first columns, which must not be replaced.
     refuse_table(
         output / "summary.csv",
         ("case", "status"),
@@ -185,11 +185,11 @@ def evaluate_folder(
             summary,
             predictions[key],
             references[key],
-            regions,
-            task,
-            label_values,
-            overlays,
-            metrics,
+            regions=regions,
+            task=task,
+            label_values=label_values,
+            overlays=overlays,
+            metrics=metrics,
         )
         progress(f"[{number}/{len(common_keys)}] {references[key].name}: {result_text}")
     summary.statistics = summarise(summary.rows)
@@ -198,6 +198,7 @@ def evaluate_folder(
         score_plot(summary.rows, output / "scores.png")
     _print_result(summary, progress)
     if summary.rows:
+        # By the name of the case, which the scores and the files have, instead of by its key.
         pairs = {}
         for key in common_keys:
             reference = references[key]
@@ -206,7 +207,13 @@ def evaluate_folder(
         # Only after all cases have been scored it is known which are the worst.
         if overlays is not None:
             viewers = write_viewers(
-                summary.rows, pairs, task, label_values, overlays, output / "viewers", num_viewers
+                summary.rows,
+                pairs,
+                task,
+                label_values,
+                overlays=overlays,
+                folder=output / "viewers",
+                num_viewers=num_viewers,
             )
         prediction_viewers, bounds = _viewers_and_bounds(pairs)
         write_page(
@@ -410,6 +417,7 @@ def _score_case(
     summary: EvaluationSummary,
     prediction: Prediction,
     reference: Reference,
+    *,
     regions: Sequence[Region],
     task: Task,
     label_values: LabelValues,
@@ -418,7 +426,7 @@ def _score_case(
 ) -> str:
     """Add scores, cost, warnings or the failure of one case to the summary.
 
-    The case is drawn where its image is known.
+    With a folder `overlays`, the case is drawn where its image is known.
 
     Returns:
         The result of the case for the console: its Dice by region, or why it failed.
@@ -575,7 +583,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             worse, and for further metrics, whose direction is not known.
     """
     metrics = _metrics_of(rows)
-    # None stands for every region or trust, since a region may have the name `ALL`.
+    # None stands for every region or trust; not `ALL`, which may be the name of a region.
     regions = [*dict.fromkeys(row["region"] for row in rows), None]
     trusts = [None, *sorted({row["trust"] for row in rows} - {""})]
     statistics = []
@@ -618,7 +626,7 @@ def console_table(statistics: Sequence[Row]) -> list[str]:
         groups[-1][row["metric"]] = row
     if not groups:
         return []
-    # Where all references have one trust, its row would repeat that of all.
+    # Where all references have the same trust, its row would repeat the row of every trust.
     has_trusts = _differ_in_trust([group["dice"] for group in groups])
     rows = []
     for group in groups:
@@ -637,10 +645,16 @@ def console_table(statistics: Sequence[Row]) -> list[str]:
 
 
 def _differ_in_trust(statistics: Sequence[Row]) -> bool:
-    """Whether a trust has fewer scores than its region; rows of one metric, from `summarise`."""
+    """Whether the references of some region differ in their trust.
+
+    A trust then has fewer scores than its region has in all.
+
+    Args:
+        statistics: Rows of one metric, from `summarise`.
+    """
     num_scores = 0
     for row in statistics:
-        # In each region the group of all trusts comes first.
+        # In each region the row of every trust comes first.
         if row["trust"] == ALL:
             num_scores = row["number"]
         elif row["number"] < num_scores:

@@ -25,8 +25,8 @@ class CaseMetric:
         self.num_classes = num_classes
         self.is_monai = type(metric).__module__.startswith("monai.")
         self.takes_spacing = False
-        # MONAI's method that scores a batch. A metric of distances takes the spacing there, among
-        # `**kwargs`; torchmetrics has no such method.
+        # MONAI's method that scores a batch; torchmetrics has no such method. Metrics of distances
+        # are known by its `**kwargs`, among which they take the spacing.
         score_batch = getattr(metric, "_compute_tensor", None)
         if score_batch is not None:
             parameters = inspect.signature(score_batch).parameters.values()
@@ -79,7 +79,8 @@ def default_arguments(
     """Choose the arguments that make a metric of torchmetrics accept label maps.
 
     Args:
-        _: Class of the metric, which the defaults of losses and transforms depend on.
+        _: Class of the metric; not used here. Functions for losses and transforms, which have the
+            same arguments, depend on it.
         parameters: Names of the arguments that the class takes.
         stated: Names of the arguments that the user states, which stay as they are.
         num_classes: Classes with the background.

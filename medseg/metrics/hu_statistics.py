@@ -57,7 +57,7 @@ def scan_statistics(
     Returns:
         The figures of each label and of all together.
     """
-    # One row per label: voxels of each whole HU, and the sum of their values.
+    # One row per label: the number of voxels of each whole HU, and the sum of their HU.
     histograms = np.zeros((len(values), HIGH_HU - LOW_HU + 1), dtype=np.int64)
     sums_hu = np.zeros(len(values))
     num_planes = max(1, SLAB_VOXELS // max(1, labels[0].size))
@@ -102,8 +102,9 @@ def _figures(
     """Compute `ml` and `HU_FIGURES` of the voxels of a label.
 
     Args:
-        histogram: Number of voxels of each whole HU from `LOW_HU`; without HU, in any bin.
-        sum_hu: Sum of their values.
+        histogram: Number of voxels of each whole HU, from `LOW_HU`; where the values are no HU, all
+            voxels may be in any bin.
+        sum_hu: Sum of the HU of these voxels.
         ml_per_voxel: Volume of a voxel.
         is_hu: Whether the values are HU; the figures in HU are None otherwise.
     """

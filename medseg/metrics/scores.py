@@ -146,8 +146,8 @@ def _normals_table() -> np.ndarray:
             for flips in itertools.product((1, -1), repeat=3):
                 moved = corners.transpose(order)[:: flips[0], :: flips[1], :: flips[2]]
                 code = int((moved.reshape(-1) << np.arange(8)).sum())
-                # Flips do not change absolute normals. Moves that lead to the same code agree in
-                # their areas: overwriting is harmless.
+                # Flips do not change absolute normals. Several moves may lead to one code: their
+                # areas are the same, so it does not matter which is written last.
                 table[code] = pieces[:, order]
                 # Inside and outside swapped: the same surface.
                 table[255 - code] = pieces[:, order]

@@ -93,7 +93,7 @@ def _cut_slice(
         num_voxels = np.count_nonzero(labels, axis=other_axes)
         if num_voxels.any():
             index = int(np.argmax(num_voxels))
-    # Every so many voxels along each axis; one place along that of the slice.
+    # Every n-th voxel along the two axes of the slice, and one index along the third.
     strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
     indices: list[int | slice] = [slice(None, None, stride) for stride in strides]
     indices[axis] = index
@@ -187,7 +187,7 @@ def _draw_page(
 
 def _write_legend(canvas: Canvas, names: Sequence[str]) -> None:
     """Write the names of the labels in their colours, aligned at the right end of the header."""
-    # From the last name to the first one, each to the left of the one before.
+    # From right to left, so that the last name ends at the right edge.
     left_px = canvas.width_px
     for number in reversed(range(len(names))):
         # A letter in bold type of 10 points is about 7.5 pixels wide.
@@ -200,6 +200,7 @@ def _write_heading(canvas: Canvas, left_px: float, top_px: float, case: CaseView
     """Write name and grid of a case, with a mark for its worst finding."""
     severities = [severity for severity, _ in case.findings]
     worst = min(severities, key=list(_SEVERITY_COLOURS).index, default="information")
+    # Information asks for no action: the case gets the same mark as one without a finding.
     if worst == "information":
         canvas.write(left_px, top_px, "✓", color=TEXT, fontsize=11)
     else:

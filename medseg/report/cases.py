@@ -91,7 +91,8 @@ def render_cases(
         notes: Heading to the lines below it: failures, warnings, cases without a partner; a heading
             without lines is left out.
         costs: Pairs of a name and a figure for the top of the page.
-        baseline: Name of the baseline; "" where there is none, and the next three are empty.
+        baseline: Name of the baseline; "" without one, and then `baseline_dices`, `compared` and
+            `pairing` are empty.
         baseline_dices: Case and region to the Dice of the baseline.
         compared: Region, metric and difference to the baseline.
         pairing: Sentences about the cases and patients of the differences.
@@ -109,8 +110,8 @@ def render_cases(
     trusts = {row["trust"] for row in rows} - {""}
     return render_page(
         "cases.html",
-        "evaluation",
-        title,
+        kind="evaluation",
+        title=title,
         tiles=[("cases", len(anchors)), *_mean_dices(statistics), *costs],
         charts={
             "cases": [dice_by_region(points), volume_errors(points)],
@@ -178,7 +179,8 @@ def _difference_rows(compared: Sequence[tuple[str, str, Difference]]) -> list[di
             {
                 "name": region.replace("_", " "),
                 "metric": _TITLES[metric],
-                "setting": None,  # no colour, unlike in the page of runs
+                # A region has no setting, whose colour the table of a page of runs shows.
+                "setting": None,
                 "digits": 2 if metric == "hd95_mm" else 4,
                 **difference._asdict(),
             }
@@ -209,6 +211,7 @@ def _difference_charts(
         if metric == "dice":
             row = {
                 "name": region.replace("_", " "),
+                # All rows are of this evaluation: the chart treats them as one setting.
                 "setting": 0,
                 "colour": "var(--accent)",
                 **difference._asdict(),
@@ -225,7 +228,7 @@ def _difference_charts(
 def worst_first(rows: Sequence[Row]) -> list[str]:
     """List the cases in the order of the page: by their lowest Dice, then by the HD95 there."""
     cases = [row["case"] for row in sorted(rows, key=_badness)]
-    # A case has a row for each region: the first of them, the worst, decides its place.
+    # A case has a row for each region. The first of its rows, its worst, decides its place.
     return list(dict.fromkeys(cases))
 
 

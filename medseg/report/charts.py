@@ -225,7 +225,7 @@ def differences(rows: Rows, title: str) -> list[Chart]:
         name="of", difference="mean difference", ci95_low="from", ci95_high="to", cases="cases"
     )
     zero: dict[str, Any] = {
-        "data": {"values": [{}]},
+        "data": _ONE_ROW,
         "mark": _ZERO,
         "encoding": {"x": {"datum": 0}},
     }
@@ -334,7 +334,7 @@ def case_differences(rows: Rows) -> Chart:
 def _points_and_zero(x: dict[str, Any], y: dict[str, Any], tooltip: Rows) -> Rows:
     """Make the layers of a chart of cases: a horizontal line at zero, and points."""
     return [
-        {"data": {"values": [{}]}, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
+        {"data": _ONE_ROW, "mark": _ZERO, "encoding": {"y": {"datum": 0}}},
         {"mark": _DOT, "encoding": {"x": x, "y": y, **_case_look(tooltip)}},
     ]
 
@@ -365,6 +365,8 @@ _DOT = {
     "stroke": "var(--card)",
     "strokeWidth": 1,
 }
+# Data of the line at zero: with the rows of the chart, the line would be drawn once for each.
+_ONE_ROW: dict[str, Any] = {"values": [{}]}
 # Mark of the line at zero.
 _ZERO = {"type": "rule", "color": "var(--quiet)", "strokeDash": [4, 3]}
 
@@ -428,7 +430,10 @@ def _tooltip(**titles: str) -> Rows:
 
 
 def _y_fields(value: float) -> dict[str, float]:
-    """Make the fields of a vertical axis: the value, and its distance from 1 for a Dice near 1."""
+    """Make the fields of a vertical axis: `y`, the value, and `error`, its distance from 1.
+
+    `_axis` chooses one of them: `error` for a Dice near 1.
+    """
     return {"y": value, "error": max(1 - value, _LEAST_ERROR)}
 
 
@@ -492,7 +497,7 @@ def _axis(
         "scale": {"zero": False, "padding": 8},
     }
     if isinstance(values[0], str):
-        # So many letters fit side by side; more are turned.
+        # Names of fewer than 40 letters in all fit side by side; longer ones are turned.
         num_letters = sum(map(len, set(values)))
         labels = {"labelAngle": 0 if num_letters < 40 else -35, "labelLimit": 110}
         return {**axis, "type": "nominal", "sort": None, "scale": {}, "axis": labels}
@@ -501,7 +506,7 @@ def _axis(
     # Below 0.9 a linear axis shows the differences well.
     if is_dice and high > 0.9:
         return {**axis, "field": "error", **_dice_scale(low, high)}
-    # Not `low <= 0`: a NaN, which is not greater than 0 either, must not get to the logarithm.
+    # `not low > 0` is true for NaN too, unlike `low <= 0`: NaN has no logarithm.
     must_be_linear = is_dice or is_count or not low > 0
     if not must_be_linear and (is_rate or high >= _LOG_RATIO * low):
         return {**axis, **_log_scale(low, high)}
@@ -596,8 +601,8 @@ def _dice_chart(
     num_values = len({value for value, _ in points.values()})
     if num_settings < 2 or num_values < 2:
         return []
-    # Values of keys are texts. Where one of them is no number, all are names, which have one place
-    # each in the order of their appearance.
+    # Values of keys are texts. Where one of them is no number, or one that is too large, all stay
+    # names, which have one place each in the order of their appearance.
     with suppress(ValueError):
         numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
         if all(abs(number) <= LARGEST for number, _ in numbers.values()):

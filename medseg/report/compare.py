@@ -30,8 +30,7 @@ REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
 # Largest number of settings that a sentence names.
 MAX_NAMED = 5
-# No figure of a run is larger: a file that says so is damaged, and the arithmetic of charts would
-# overflow.
+# A larger number in a file of a run means damage, and would overflow in the arithmetic of charts.
 LARGEST = 1e30
 
 
@@ -279,8 +278,8 @@ class Column(NamedTuple):
     Attributes:
         key: Dotted key, or the name of a configuration group (`memory`).
         values: Value in each run, as text.
-        repeated_keys: Keys without a column, as this one tells their values: interpolations of this
-            key, or keys that the chosen group sets.
+        repeated_keys: Differing keys that get no column of their own, since their values follow
+            from this one: interpolations of this key, or keys that the chosen group sets.
     """
 
     key: str
@@ -452,10 +451,12 @@ def _group_repeats(
     for index, run in enumerate(runs):
         setting_texts: list[str | None] = []
         for key, run_texts in texts.items():
-            # A configuration says what the file of a group sets. By which argument the file was
-            # chosen does not count: one run may name the file that another has by default.
-            is_in_config = key in group_keys and run.has_config
-            setting_texts.append(None if is_in_config else run_texts[index])
+            text = run_texts[index]
+            # The name of a group's file does not count where the configuration says what the file
+            # sets: one run may name the file that another has by default.
+            if key in group_keys and run.has_config:
+                text = None
+            setting_texts.append(text)
         indices_by_texts.setdefault(tuple(setting_texts), []).append(index)
     return list(indices_by_texts.values())
 
@@ -474,12 +475,14 @@ def _make_settings(
         The settings, and the setting of each run.
     """
     settings = []
-    setting_of: dict[int, Setting] = {}
+    # Index of a run to its setting.
+    setting_by_run: dict[int, Setting] = {}
     for number, indices in enumerate(groups):
         setting = _setting(number, indices, runs, columns)
         settings.append(setting)
-        setting_of |= dict.fromkeys(indices, setting)
-    return tuple(settings), [setting_of[index] for index in range(len(runs))]
+        for index in indices:
+            setting_by_run[index] = setting
+    return tuple(settings), [setting_by_run[index] for index in range(len(runs))]
 
 
 def _patients_of_cases(runs: Sequence[Run]) -> dict[str, str]:
@@ -657,7 +660,7 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
     overridden = _overridden_keys(runs)
 
     def is_repeated(column_key: str, key: str) -> bool:
-        """Whether a column tells the value of another key: equal, or set by the column's group."""
+        """Whether the value of a key follows from a column: it is equal, or set by its group."""
         # Texts of the two keys in the runs, each pair once.
         pairs = set()
         for column_text, key_text in zip(texts[column_key], texts[key], strict=True):
@@ -669,7 +672,7 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
         is_in_group = column_key in group_keys and key.startswith(f"{column_key}.")
         if not is_in_group:
             return False
-        # The group tells the value of the key if no file of the group has two values of it.
+        # No file of the group may occur with two values of the key: as many pairs as files.
         files = {column_text for column_text, _ in pairs}
         return len(pairs) == len(files)
 
@@ -680,9 +683,9 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
     # Key of each column to the keys that repeat it.
     repeated: dict[str, list[str]] = {}
     for key in sorted(texts, key=sort_key):
-        telling_columns = [column_key for column_key in repeated if is_repeated(column_key, key)]
-        if telling_columns:
-            repeated[telling_columns[0]].append(key)
+        covering_columns = [column_key for column_key in repeated if is_repeated(column_key, key)]
+        if covering_columns:
+            repeated[covering_columns[0]].append(key)
         else:
             repeated[key] = []
     columns = []

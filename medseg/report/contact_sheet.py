@@ -106,7 +106,7 @@ class Card:
         statuses = list(STATUS_WORDS)
         # Unknown statuses come last.
         status_rank = statuses.index(self.status) if self.status in statuses else len(statuses)
-        # Where the stages have nothing to compare, before all that agree to some degree.
+        # A scan without an agreement comes before those that have one, which is at least 0.
         agreement = -1.0 if self.least_agreement is None else self.least_agreement
         return status_rank, agreement, -len(self.warnings), self.name
 
@@ -140,10 +140,10 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
     tiles += [(words, num_by_status[words]) for words in statuses]
     page = render_page(
         "index.html",
-        "results",
-        path.resolve().parent.name,
-        tiles,
-        {},
+        kind="results",
+        title=path.resolve().parent.name,
+        tiles=tiles,
+        charts={},
         folder=str(path.resolve().parent),
         cards=worst_first(cards),
         order=ORDER,

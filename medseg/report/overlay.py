@@ -23,8 +23,9 @@ _DPI = 100
 # Axis of an oriented volume (z, y, x) that each plane is a slice of.
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
-# The slices of each plane: the share of the labelled voxels that lie before each slice. So every
-# slice shows a label, and each of two organs side by side gets a sagittal slice.
+# The slices of each plane, as shares of the labelled voxels that lie before a slice. Unlike shares
+# of the volume, these make every slice show a label, and two organs side by side get a sagittal
+# slice each.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 # Planes in each row of the picture.
 _ROWS = (("axial",), ("coronal", "sagittal"))
@@ -124,7 +125,7 @@ class Canvas:
         figure_px = (self.width_px, self.height_px, self.width_px, self.height_px)
         left, top, right, bottom = np.divide(box_px, figure_px)
         rows, columns = image_hu.shape
-        # Lower and upper end of the vertical axis.
+        # Lower and upper end of the vertical axis: row 0 is at the bottom or at the top.
         vertical = (0, rows) if is_up else (rows, 0)
         limits: dict[str, Any] = {"xlim": (0, columns), "ylim": vertical, "autoscale_on": False}
         # Matplotlib counts from the lower edge of the figure: left, bottom, width, height.
@@ -134,7 +135,7 @@ class Canvas:
             "origin": "lower" if is_up else "upper",
             "aspect": "auto",
         }
-        # Clipped before interpolation: bright metal would lighten the voxels around it.
+        # Clipped before interpolation: otherwise bright metal would lighten the voxels around it.
         grey = np.clip(image_hu.astype(np.float32), *window_hu)
         axes.imshow(
             grey,
@@ -415,7 +416,7 @@ def _draw_header(
     entries: list[Any] = []
     for number, name in enumerate(label_names.values()):
         entries.append(Patch(facecolor=colour_of(number), label=name.replace("_", " ")))
-    # With a reference, errors have their own colours: what is filled in a label's agrees.
+    # With a reference, errors have colours of their own: a voxel in the colour of a label agrees.
     fill_name = "agreement" if has_reference else "prediction"
     entries.append(Patch(facecolor="#8b949e", alpha=0.6, label=fill_name))
     if has_reference:

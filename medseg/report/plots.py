@@ -158,7 +158,7 @@ def draw_panels(
         if any(value is not None for value in panel.values):
             known_panels.append(panel)
     titles = [panel.title for panel in known_panels]
-    # Inches of the names and of each panel, and of the titles and of each row.
+    # The width of the names and of each panel; the height of the titles and of each row.
     width_in = 2.4 + 2.7 * len(known_panels)
     height_in = 1.3 + 0.36 * len(names)
     figure, all_axes = new_figure(width_in, height_in, *titles)

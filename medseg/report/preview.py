@@ -79,13 +79,13 @@ def cut_slices(
         height_mm, width_mm = np.delete(extent_mm, axis).tolist()
         slices.append(
             PreviewSlice(
-                plane,
-                index,
-                labels.shape[axis],
+                plane=plane,
+                index=index,
+                num_slices=labels.shape[axis],
                 # Copies, since views would keep the volumes in memory.
-                np.ascontiguousarray(image.take(index, axis)),
-                np.ascontiguousarray(labels.take(index, axis)),
-                (height_mm, width_mm),
+                image=np.ascontiguousarray(image.take(index, axis)),
+                labels=np.ascontiguousarray(labels.take(index, axis)),
+                size_mm=(height_mm, width_mm),
             )
         )
     return slices

@@ -25,7 +25,7 @@ from medseg.report.compare import (
 from medseg.report.differences import METHOD, describe_patients
 from medseg.report.html import data_uri, render_page
 
-# A reader can distinguish so many hues; with more settings, each gets a shade by its rank.
+# Hues that a reader can distinguish; with more settings, each gets a shade by its rank.
 _NUM_HUES = 8
 # Settings with a column in the table of cases.
 _MAX_CASE_SETTINGS = 8
@@ -68,14 +68,20 @@ def render(
         "progress": [],
         "differences": differences(baseline_rows, "Difference of the Dice"),
     }
+    # Statuses that are neither a success nor a failure.
+    open_statuses = OPEN | {PRUNED}
+    failures = []
+    for run in runs:
+        if run.status != FINISHED and run.status not in open_statuses:
+            failures.append(run)
     best_trials: list[dict[str, Any]] = []
     if study:
         charts["progress"] = progress(comparison, study)
         best_trials = _best_trials(comparison, study)
     return render_page(
         "runs.html",
-        "report",
-        title,
+        kind="report",
+        title=title,
         tiles=_tiles(runs),
         charts=charts,
         folder=folder,
@@ -98,10 +104,10 @@ def render(
         metrics=metrics,
         differences=baseline_rows,
         method=METHOD,
-        failures=[run for run in runs if run.status not in {FINISHED, PRUNED} | OPEN],
+        failures=failures,
         pictures=pictures,
         num_left_out=max(0, num_all_pictures - num_pictures),
-        open_statuses=OPEN | {PRUNED},
+        open_statuses=open_statuses,
         **_best_values(comparison),
         **_case_values(comparison, ranked_settings, pictures),
     )
@@ -219,7 +225,7 @@ def difference_rows(comparison: Comparison) -> list[dict[str, Any]]:
 def _pictures(
     comparison: Comparison, ranks: dict[int, int], num_pictures: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Choose the overlays of the page: of the best runs, in ascending order of their Dice.
+    """Choose the overlays of the best settings, and sort them with the lowest Dice first.
 
     Args:
         comparison: All runs.
@@ -230,7 +236,7 @@ def _pictures(
     Returns:
         Values of the template for each overlay; those of an unknown Dice are last.
     """
-    # The runs of the best settings first, of which the page has pictures.
+    # Indices of the runs, those of the best setting first: their overlays are chosen first.
     run_ranks = [ranks[setting.number] for setting in comparison.setting_of]
     indices = sorted(range(len(comparison.runs)), key=lambda index: run_ranks[index])
     overlays: list[tuple[int, Picture]] = []
@@ -238,7 +244,7 @@ def _pictures(
         for picture in comparison.runs[index].pictures:
             overlays.append((index, picture))
     overlays = overlays[:num_pictures]
-    # By the label with the lowest Dice. A Dice is at most 1, so 2 is after all of them.
+    # By the Dice of the worst label. A Dice is at most 1: with 2, an unknown one comes last.
     overlays.sort(key=lambda overlay: min(overlay[1].dice.values(), default=2.0))
     pictures = []
     for number, (index, picture) in enumerate(overlays):

@@ -41,8 +41,8 @@ DIFFERENCES = [
 _FOLDER = Path(__file__).parent / "viewer_page"
 # Bytes of the page beside niivue and the volumes: markup, style sheet and text.
 _PAGE_BYTES = 40_000
-# Grey values of a CT are compressed to no less than a quarter: bins that would not fit even then
-# need not be tried.
+# Best compression of the grey values of a CT, each of one byte. Bins that would not fit even with
+# it need not be tried.
 _BEST_RATIO = 4
 
 
@@ -142,8 +142,8 @@ def pack_volumes(
         labels, reference, oriented_grid, free_bytes / 2
     )
     free_bytes -= _base64_bytes(packed_labels) + _base64_bytes(packed_differences or b"")
-    # At first the fewest that are possible, then as many as in the page that was too large. Base64
-    # makes four bytes of three.
+    # Estimated bytes of a bin in the page: at first the fewest that are possible, and after a try
+    # those of the tried bins. Base64 makes four bytes of three.
     bytes_per_bin = 4 / 3 / _BEST_RATIO
     spacing_mm = SPACING_MM
     tried_factors: Shape = (0, 0, 0)

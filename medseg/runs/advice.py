@@ -39,7 +39,7 @@ NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
 
 def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
-    """Write the `plan` command for a training, with the free memory of this machine as its bound.
+    """Write the `plan` command for a training, with the free memory of this machine as its limit.
 
     Args:
         config: Configuration of the run; its `trainer` tells whose memory counts.
@@ -92,7 +92,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
     words = ["medseg"]
     for argument in arguments:
-        # Quotes would stand around what is to be filled in.
+        # Not quoted, since the user replaces `<…>` by a value: the quotes would stay around it.
         is_placeholder = "<" in argument
         words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
@@ -119,7 +119,8 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
     for file in files:
         # A user's network may raise anything, and advice must not fail a run that has finished.
         with suppress(Exception):
-            # Enough for a GPU too: it has every precision of a training, and needs no more.
+            # Measured on the CPU. The value is enough for a GPU too: a GPU supports each precision
+            # that a training may have, and a pass on it needs no more memory.
             stage = load_stage(file, None, torch.device("cpu"), trusted=trusted, options=options)
             least_gib = max(least_gib, stage.least_budget_gib)
     if least_gib == options.budget_gib:
@@ -170,9 +171,9 @@ def _task_argument(config: TrainConfig) -> list[str]:
 
 
 def _task_file_argument() -> list[str]:
-    """Argument that names the file of an imported task; none where it lies beside the cases.
+    """Argument that names the file of an imported task.
 
-    There it is found again by `data.cases`.
+    No argument is needed for a task that lies beside the case table: `data.cases` finds it again.
     """
     # The source is the file that the user named as the task, or the case table.
     source = os.environ.get(SOURCE_VARIABLE, "")
@@ -192,7 +193,7 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
         name = key.lstrip("+~")
         # Of Hydra's own keys a plan needs the search path only, where its files are found.
         is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
-        # `with_task` has added `VALUES`, and adds it again.
+        # `plan` adds `VALUES` itself, by `with_task`, as this command did.
         if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
             continue
         if override == f"task={IMPORTED}":

@@ -73,6 +73,7 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     """Prepare the folder of the run to resume, and write its changed configuration."""
     run_dir = _existing_run(resume)
     saved = load_config(run_dir, config.trusted_targets)
+    # `config` is settled too: only then do equal paths and spacings compare as equal.
     settle(saved)
     _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
     if is_busy(run_dir):
@@ -95,7 +96,7 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
         UserError: If the user chose the folder, and it holds a run that cannot be replaced.
     """
     for run_dir in numbered(Path(config.run_dir).absolute()):
-        # The configuration names its folder, so it changes with each number.
+        # The configuration names its run folder, so it is set anew for each number.
         _set_run_dir(config, run_dir)
         if create_text(run_dir / CONFIG_FILE, _yaml_text(config)):
             break
@@ -111,6 +112,7 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
                 f"{run_dir} already contains a run; give resume={run_dir} to continue it, "
                 "or another hydra.run.dir"
             )
+        # A folder that is named by the time is taken by another run: the next number is tried.
     return run_dir
 
 
@@ -125,7 +127,7 @@ def _take_over(run_dir: Path) -> bool:
     # A run that has begun and not ended has no summary.
     if not (run_dir / SUMMARY_FILE).is_file():
         return False
-    with locked(run_dir / LOCK_FILE, 0.0) as is_free:
+    with locked(run_dir / LOCK_FILE, wait_s=0.0) as is_free:
         has_checkpoint = any((run_dir / "checkpoints").glob("*.ckpt"))
         has_finished = Status(read_summary(run_dir).get("status")) is Status.finished
         if not is_free or has_checkpoint or has_finished:
@@ -183,7 +185,8 @@ def changed_config(
         default: Configuration that an empty command line composes.
         overrides: The arguments. Keys and groups that they name are changed even to a default
             value.
-        schema: Keys of the command; those that `train` lacks are as they are composed.
+        schema: Dataclass of the command's configuration. Keys that the run's configuration lacks,
+            since `train` does not have them, get their composed values.
 
     Raises:
         UserError: If the folder holds no run, or the changed configuration is invalid.
@@ -193,8 +196,9 @@ def changed_config(
     default_values = flat(default)
     changed = OmegaConf.create(values)
     overridden_keys = list(map(_name_of, overrides))
-    # Keys whose composed values differ from the defaults, though the user has not changed them: the
-    # length of the schedule, which follows `steps`, and arguments of another class than the run's.
+    # Keys whose composed values may differ from the defaults though the user did not give them: the
+    # length of the schedule, which follows `steps`, and the arguments of an extension for which the
+    # command line composes another class than that of the run.
     derived_keys = [_length_key(values["schedule"][TARGET])]
     for name in EXTENSION_KEYS:
         if values[name].get(TARGET) != composed[name].get(TARGET):
@@ -207,8 +211,9 @@ def changed_config(
         is_changed = not is_default and not _is_below(key, derived_keys)
         if is_changed or _is_below(key, overridden_keys):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
-    # A new logger, as a whole: keys of the run's logger must not stay in it. Its paths name the
-    # folder of this command, so `_set_run_dir` has to find that folder in `run_dir`.
+    # A new logger replaces that of the run as a whole. Its paths name the folder that Hydra gave
+    # this command. `_set_run_dir` later replaces the folder in `changed.run_dir` in these paths, so
+    # it must be the same one.
     if any(key.partition(".")[0] == "logger" for key in overridden_keys):
         changed.logger = composed["logger"]
         changed.run_dir = composed["run_dir"]
@@ -434,8 +439,8 @@ def _existing_run(resume: str) -> Path:
 
 def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
     """Let a run and its loggers write to a folder: replace the old folder in place."""
-    # The old folder is found as whole parts of a path or URI: `/runs/a` is a part neither of
-    # `/runs/a_logs` nor of `/data/runs/a`.
+    # Only whole parts of a path or URI are replaced: `/runs/a` is not found in `/runs/a_logs`, nor
+    # in `/data/runs/a`.
     old_dir = re.compile(rf"(?<![\w.-]){re.escape(config.run_dir)}(?=[/\\]|$)")
     # `logger` is the node of one logger, or a mapping of the nodes of several.
     nodes = [config.logger]
@@ -523,4 +528,8 @@ def _length_key(target: str) -> str:
 
 def _signature(run_dir: Path) -> str | None:
     """Compute the signature of the run in a folder; None where its configuration is damaged."""
-    return read_file(run_dir / CONFIG_FILE, lambda path: signature(read_config(path.parent)))
+
+    def read(_: Path) -> str:
+        return signature(read_config(run_dir))
+
+    return read_file(run_dir / CONFIG_FILE, read)

@@ -84,7 +84,14 @@ def write_report(
     if baseline is not None:
         _check_baseline(baseline, runs)
     comparison = compare(runs, baseline)
-    page = render(comparison, read_study(folder), folder.name, str(folder), num_pictures, say)
+    page = render(
+        comparison,
+        read_study(folder),
+        title=folder.name,
+        folder=str(folder),
+        num_pictures=num_pictures,
+        say=say,
+    )
     write_csv(output / "report.csv", csv_rows(comparison))
     if baseline is not None:
         rows = difference_rows(comparison)
@@ -126,7 +133,8 @@ def find_runs(folder: Path) -> list[Path]:
 def _natural_sort_key(path: Path) -> list[tuple[int, str]]:
     """Sort key that compares digits as numbers."""
     key = []
-    # The group keeps the digits in the result: texts and numbers take turns.
+    # The group keeps the digits in the result, so texts and numbers take turns: two paths have a
+    # number at the same places, and the other element of each pair only makes the types equal.
     for part in re.split(r"(\d+)", str(path)):
         # Not `isdigit`, which is true for `²`, of which `int` makes no number.
         if part.isdecimal():
@@ -145,8 +153,8 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     """
     job = read_record(run_dir / JOB_FILE, dict)
     summary = read_record(run_dir / SUMMARY_FILE, dict)
-    # Through `read_file`, so that a missing or damaged file is None.
-    config = read_file(run_dir / CONFIG_FILE, lambda path: read_settings(path.parent))
+    # Through `read_file`, which returns None for a missing or damaged file.
+    config = read_file(run_dir / CONFIG_FILE, lambda _: read_settings(run_dir))
     overrides = _overrides_of(job)
     settings = config
     if settings is None:  # a job that was refused has no configuration
@@ -236,12 +244,12 @@ def read_scores(path: Path) -> list[CaseScore]:
     for row in read_file(path, read_csv) or []:
         with suppress(KeyError, TypeError, ValueError):
             score = CaseScore(
-                int(row["step"]),
-                row["case"],
-                row["label"],
-                float(row["dice"]),
-                row["picture"],
-                row.get("patient") or "",  # absent in older runs
+                step=int(row["step"]),
+                case=row["case"],
+                label=row["label"],
+                dice=float(row["dice"]),
+                picture=row["picture"],
+                patient=row.get("patient") or "",  # absent in older runs
             )
             if 0 <= score.dice <= 1 and score.case and score.label:
                 scores.append(score)

@@ -31,12 +31,13 @@ DECISIVE = (
 DECISIVE_DATA = ("num_workers", "prefetch", "pin_memory")
 # Predicted number to its name in a sentence.
 TITLES = {"peak_resident_mib": "resident peak", "seconds_per_step": "seconds per step"}
-# List with an element for each of the last runs of this machine: number to predicted / measured.
+# List of the last runs of this machine; each is a mapping of a name in `TITLES` to the quotient
+# predicted / measured.
 RUNS_FILE = "runs.json"
 MAX_RUNS = 50
-# Fewer runs with a plan say nothing about the errors of plans on a machine.
+# Number of planned runs below which the errors of the plans are not reported.
 LEAST_RUNS = 3
-# The user is told of a larger relative error, of the median run.
+# Relative error of the median run above which the user is told of it.
 TOLD_ERROR = 0.1
 
 T = TypeVar("T")

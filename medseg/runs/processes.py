@@ -94,8 +94,8 @@ def start_ranks(config: TrainConfig) -> int:
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stop
-            # Rank 0 wrote its status when it had saved. Without one it was killed before: the
-            # status is interrupted.
+            # Rank 0 writes its status once it has saved. Without a status it was killed before, and
+            # `Status(None)` is interrupted.
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
@@ -225,8 +225,9 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
         The exit code of the run.
     """
     if code >= 0:
+        # A run that has finished wrote one; any other may have ended before it could.
         has_summary = code == 0 or (run_dir / SUMMARY_FILE).is_file()
-        # The process found the folder locked, and left.
+        # The process found that another one holds the lock, and ended.
         is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
         if has_summary or is_run_elsewhere:
             return code
@@ -239,7 +240,7 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
             message += ": out of memory, the kernel has killed a process"
     write_end(run_dir, status_of(code), message)
     say(message)
-    # The code of a signal is no exit code that this process could end with.
+    # A process cannot end with a negative code: that of the status takes its place.
     if code < 0:
         return exit_code_of(status_of(code))
     return code

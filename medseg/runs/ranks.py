@@ -59,9 +59,10 @@ def join_ranks() -> None:
         torch.cuda.set_device(local_rank)
     # Otherwise there is no GPU of this number: the ranks run on the CPU.
     store, own_rank, world_size = next(dist.rendezvous("env://", timeout=RANK_TIMEOUT))
-    # torchrun keeps its store when it starts the ranks again, with the addresses of the dead ones
-    # (torch 2.13): on one machine each start gets keys of its own. On several, whose numbers of
-    # restarts may differ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a new store.
+    # When torchrun starts the ranks again, its store still holds the addresses of the dead ones
+    # (torch 2.13). On one machine a prefix therefore gives each start keys of its own. Several
+    # machines may differ in their numbers of restarts, and so in the prefix: there the user sets
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each start a new store.
     is_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     if is_one_machine:
         store = dist.PrefixStore(str(num_restarts()), store)

@@ -90,7 +90,7 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("trainer.sync_batchnorm"):
         norm_batch = values["stage.batch_size"] / values["memory.accumulate"]
         decisive_values["norm_batch"] = norm_batch
-    # Samples that go through the network in one pass, of the passes of a step on all ranks.
+    # A step divides its batch into `num_passes` passes through the network, on all ranks together.
     num_ranks = values["trainer.devices"] * values["trainer.num_nodes"]
     num_passes = num_ranks * values["memory.accumulate"]
     decisive_values["micro_batch"] = values["stage.batch_size"] / num_passes

@@ -50,7 +50,7 @@ _LOST_RANK = (
     "NCCL error",
 )
 
-# Exit code to status; of several codes of one status, `exit_code_of` returns the first.
+# Exit code to status. `exit_code_of` returns the first code of a status, so the order matters.
 _STATUS_OF = {
     0: Status.finished,
     EXIT_USER_ERROR: Status.refused,
@@ -109,8 +109,8 @@ def end_of(
     resume_note = "nothing was saved, so resume begins with the first step"
     if is_saved:
         resume_note = "resume continues from the last checkpoint"
-    # The request reaches loader workers and other ranks too: that one of them has ended is then no
-    # failure.
+    # A stop request reaches loader workers and other ranks too. Where the run was asked to stop,
+    # the end of one of them is no failure.
     is_broken_off = _is_worker_end(error) or _is_lost_rank(error)
     if isinstance(error, Preempted) or (is_asked and is_broken_off):
         return EXIT_RESUME, f"stopped on request; {resume_note}", False

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -106,8 +107,8 @@ class SweepFolder(Callback):
     another one for each job. `sweep.json` in it records what is swept.
 
     Attributes:
-        started: Folders of the sweeps that this process has started. Of the class, since Hydra
-            makes the object and keeps it.
+        started: Folders of the sweeps that this process has started. An attribute of the class,
+            since Hydra makes the object and gives no access to it.
     """
 
     started: ClassVar[list[Path]] = []
@@ -178,6 +179,7 @@ def run_job(config: TrainConfig) -> int:
     if earlier_dir is not None:
         remove_if_empty(job_dir)
         job_dir = earlier_dir
+        # `read_jobs` of a job's own folder finds this one job.
         status = read_jobs(job_dir)[job_dir].status
         is_final_failure = status in FAILURES and not config.retry_failed
         if status is Status.finished or is_final_failure:
@@ -185,6 +187,7 @@ def run_job(config: TrainConfig) -> int:
             return exit_code_of(status)
         if is_busy(job_dir):
             say(f"job {job.number} is running elsewhere: {job_dir}")
+            # It counts as failed here, since its result is not known.
             return exit_code_of(Status.running)
         # A job that was refused has a record, but no configuration to resume.
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
@@ -193,6 +196,7 @@ def run_job(config: TrainConfig) -> int:
         job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
     config.run_dir = str(job_dir)
     if STOP.is_asked:
+        # The job does not begin: the folder that Hydra made for it would stay empty.
         remove_if_empty(job_dir)
         exit_if_asked()
     code = _run_and_record(config, job, job_dir, sweep_dir)
@@ -203,15 +207,15 @@ def run_job(config: TrainConfig) -> int:
 def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Path) -> int:
     """Run a job, and record its begin and its end; returns its exit code."""
     job.write(job_dir)
-    # Recorded where an exception, such as a stop, ends the job before it has a code.
+    # This status is recorded where an exception, such as a stop, ends the job without an exit code.
     code = exit_code_of(Status.interrupted)
     message = ""
     # A launcher's worker process may survive the launcher; its job must not.
     launcher_pid = os.getppid()
 
     def is_orphan() -> bool:
-        # With the basic launcher there is no worker process: the parent is any that started the
-        # command, and may end.
+        # With the basic launcher there is no worker process: the parent is whatever started the
+        # command, such as a shell, and may end before it.
         if _is_basic_launcher(HydraConfig.get()):
             return False
         return os.getppid() != launcher_pid
@@ -226,13 +230,14 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
         message = str(error)
         say(message)
     finally:
-        # A process that holds the lock runs the job, and records its end.
+        # Where the run is still locked, another process trains it, and will record its end.
         if not is_locked(job_dir / LOCK_FILE):
             replace(job, status=status_of(code), message=message).write(job_dir)
         # After each job, since no process knows which job is the last one to end.
         compare(sweep_dir)
     if is_orphan():
-        os._exit(code)  # no launcher is left to receive the code
+        # At once, without the clean-up of Python: no launcher is left to receive a result.
+        os._exit(code)
     return code
 
 
@@ -242,6 +247,7 @@ def find_job(sweep_dir: Path, job: Job) -> Path | None:
     It has the same signature, and the same values of the swept keys. These count beside the
     signature, since a sweep may compare what changes no result, such as `data.num_workers`.
     """
+    # Where `sweep.json` is missing or damaged, all arguments of the job count.
     keys = _swept_keys(sweep_dir) or list(job.overrides)
     values = [job.overrides.get(key) for key in keys]
     for folder, earlier_job in read_jobs(sweep_dir).items():
@@ -322,7 +328,9 @@ def _stop_jobs(sweep_dir: Path) -> NoReturn:
     """
     busy_dirs = [folder for folder in read_jobs(sweep_dir) if is_locked(folder / LOCK_FILE)]
     for process in psutil.Process().children(recursive=True):
-        process.send_signal(signal.SIGTERM)  # loader workers ignore it
+        # A process, such as a loader worker, may have ended meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)  # loader workers ignore it
     deadline_s = time.monotonic() + STOP_S
     while any(map(_is_recorded_as_running, busy_dirs)) and time.monotonic() < deadline_s:
         time.sleep(0.1)

@@ -130,10 +130,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     history = History(run_dir / "history.csv", history_every, config.steps, config.metrics)
     checkpoints = Checkpoints(
         run_dir / "checkpoints",
-        config.stage.validate_every,
-        config.checkpoint_every,
-        config.stage.patience,
-        STOP,
+        validate_every=config.stage.validate_every,
+        checkpoint_every=config.checkpoint_every,
+        patience=config.stage.patience,
+        stop=STOP,
     )
     pictures = ValidationPictures(run_dir / "pictures", make_views(config))
     validation_scores = ValidationScores(run_dir / "validation.csv", pictures)
@@ -145,8 +145,10 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
         callbacks.append(HistoryBar(history))
 
     start_step = 0
+    start_path = None
     if last_checkpoint.is_file():
         start_step = load_checkpoint(last_checkpoint, f"resume={run_dir}")["global_step"]
+        start_path = str(last_checkpoint)
     join_ranks()
     trainer = make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
@@ -155,7 +157,6 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     module = make_module(config, network, make_metadata(config, read_config(run_dir)))
     data = make_data_module(config)
     validation_scores.patients = data.patients
-    start_path = str(last_checkpoint) if start_step else None
     try:
         trainer.fit(module, datamodule=data, ckpt_path=start_path, weights_only=True)
     except SystemExit as end:
@@ -163,7 +164,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
             raise KeyboardInterrupt from None
         raise
 
-    # Without validation cases there is no best one.
+    # Without validation cases there is no `best.ckpt`.
     checkpoint = run_dir / "checkpoints" / "best.ckpt"
     if not checkpoint.is_file():
         checkpoint = last_checkpoint
@@ -229,7 +230,7 @@ def _summarise(
         "seconds_per_step": median(seconds_per_step or [0.0]),
     }
     plan = {}
-    # It also adds the run to the history of this machine, once.
+    # On one rank only: the comparison also adds the run to the history of this machine.
     if trainer.is_global_zero:
         plan = compare_with_plan(config, measured)
     return {

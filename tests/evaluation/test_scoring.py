@@ -103,8 +103,7 @@ def drawn_world(tmp_path: Path) -> World:
 def world(drawn_world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """A pixel stands for each picture, which takes longer than the scores of its case."""
 
-    def draw(*arguments: Any, **_: Any) -> None:
-        (path,) = (value for value in arguments if isinstance(value, Path))
+    def draw(*_: Any, path: Path, **__: Any) -> None:
         path.parent.mkdir(exist_ok=True)
         PIL.Image.new("L", (1, 1)).save(path)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import forked
 import hydra
+import psutil
 import pytest
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -128,6 +129,43 @@ def test_sweeps_that_start_in_the_same_second_have_folders_of_their_own(tmp_path
     assert start(f"hydra.sweep.dir={tmp_path / 'now'}").name == "now", (
         "a folder that the user names is that of the sweep to resume"
     )
+
+
+def test_a_stop_reaches_all_jobs_though_a_process_ends_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Child:
+        def __init__(self, has_ended: bool) -> None:
+            self.has_ended = has_ended
+
+        def send_signal(self, number: int) -> None:
+            if self.has_ended:
+                raise psutil.NoSuchProcess(1)
+            asked.append(number)
+
+    class Launcher:
+        def children(self, recursive: bool) -> list[Child]:
+            return [Child(has_ended=True), Child(has_ended=False)]
+
+    monkeypatch.setattr(psutil, "Process", Launcher)
+    hydra_config = {
+        "overrides": {"task": ["seed=1,2"], "hydra": []},
+        "sweep": {"dir": str(tmp_path / "sweep")}, "sweeper": {},
+        "launcher": {"_target_": "JoblibLauncher"},
+    }  # fmt: skip
+    before = [signal.getsignal(number) for number in SIGNALS]
+    try:
+        SweepFolder().on_multirun_start(OmegaConf.create({"hydra": hydra_config}))
+        with pytest.raises(SystemExit) as stop:
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+        SweepFolder.started.pop()
+    assert stop.value.code == EXIT_RESUME
+    assert asked == [signal.SIGTERM]
 
 
 def test_a_request_to_stop_that_comes_as_a_job_ends_begins_no_other(
