@@ -310,6 +310,18 @@ def test_other_starts_have_no_plan(arguments: list[str], make_folder: MakeFolder
     assert with_plan(overrides, TrainConfig, refuse) == overrides
 
 
+@pytest.mark.parametrize("arguments", [[], ["init_from="], ["stage=single"]])
+def test_a_model_folder_is_not_started_from_because_it_is_the_working_folder(
+    arguments: list[str], make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_folder(toy_model()))
+
+    def refuse(_: Any) -> Any:
+        raise AssertionError("nothing is composed")
+
+    assert with_plan(arguments, TrainConfig, refuse) == arguments
+
+
 # A run that kills itself when it has made three steps. Like the command it trains without AMX,
 # which rounds otherwise.
 KILLED_RUN = """
