@@ -258,8 +258,8 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     body["cage"] = either(halves[1].cage, halves[-1].cage)
     # `SIDES` and `effusion_mm` both begin with the left.
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
-        # Negative on this side, from 0.5 `gap_mm` beside the middle on: the lungs stay apart also
-        # where the mediastinum is thinnest.
+        # Negative on this side of the chest, beginning 0.5 `gap_mm` beside the middle: the lungs
+        # stay apart also where the mediastinum is thinnest.
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
         cavity = within(
             halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm

@@ -61,9 +61,9 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
     """Compute a prediction interval of the volume of each part in a new patient.
 
     Volumes of organs and lesions are skewed, so their logarithms are taken as normally distributed:
-    mean ± t · s · √(1 + 1/n), where n is the number of patients, s their standard deviation, and t
-    the quantile of Student's distribution with n - 1 degrees of freedom. The range is widened to
-    hold all volumes of the references.
+    mean ± t · s · √(1 + 1/n), with mean and standard deviation s of the logarithms of n patients,
+    and the quantile t of Student's distribution with n - 1 degrees of freedom. The range is widened
+    to hold all volumes of the references.
 
     Args:
         volumes: Volumes in the references; those of parts that the scan cuts do not count.
