@@ -287,7 +287,7 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Mask (H, W) of the columns of a lung but the outermost ones, below which lies its wall."""
     # The distance that tissue must have from a lung in `tissue_below` is kept from its wall, too.
-    # Slices have square pixels, so that the spacing along y holds for x.
+    # Pixels are taken as square: the spacing along y holds for x, too.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
     return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
 
