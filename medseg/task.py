@@ -284,6 +284,7 @@ class CleanUp:
     def __post_init__(self) -> None:
         has_name = isinstance(self.part, str)
         has_volume = isinstance(self.min_ml, (int, float))
+        # A subset of these two values; for Python, 1 and 0 are equal to them.
         has_flags = {self.only_largest, self.fill_holes} <= {True, False}
         if not (has_name and has_volume and has_flags):
             raise TypeError(f"expected a name, a volume in ml and two flags, got {self!r}")

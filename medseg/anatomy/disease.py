@@ -373,7 +373,7 @@ class Disease(LungEffect):
         """Draw each lung with the probability, or one of them with it, see `each_lung`."""
         if self.each_lung:
             yield from super().draw(values, rng)
-        # Drawn even where there is no lung, so that each sample uses as many random numbers.
+        # The number is drawn first, even where there is no lung: see the top of the module.
         elif rng.random() < self.probability and values:
             yield values[int(rng.integers(len(values)))]
 
@@ -472,7 +472,7 @@ def _layer(place: Place, wall_mm: Tensor) -> Tensor:
         place: The organ.
         wall_mm: From `_depth_below_wall`.
     """
-    # `wall_mm` ends at `WALL_MM`, so a layer of that thickness would fill the whole organ.
+    # `wall_mm` ends at `WALL_MM`, so a layer of that thickness would have no inner border.
     thickness_mm = place.rng.uniform(4.0, 0.9 * WALL_MM)
     back_mm = place.back_mm(tilt=1.0)
     beyond_level_mm = back_mm - place.level_mm(back_mm, share=place.rng.uniform(0.2, 0.8))

@@ -14,7 +14,8 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     of the image, which cuts the patient off, the outline contains this edge as far as the tissue
     extends along it. Between two cut sides it also contains all that lies in front, since the image
     may show a part of the chest without its front wall. Nothing counts as outside in a slice
-    without soft tissue, or in which soft tissue reaches several edges that are not the two sides.
+    without soft tissue, or where it reaches several edges, unless these are the two sides, with or
+    without the front edge.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.

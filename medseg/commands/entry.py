@@ -192,7 +192,8 @@ def run_command(command: str) -> None:
         import_module(module).main()
         return
     job = partial(_call_command, command)
-    # `plan` has the keys of `train`, so also `resume`: it counts for the configuration of that run.
+    # `plan` has the keys of `train`, and so `resume`, with which it counts the memory of the run
+    # that this key names.
     if command == "plan":
         run(command, job, read=partial(read_resumed, command, PlanConfig))
     else:
@@ -262,6 +263,7 @@ def run(
             codes.append(job(read_config(composed)))
         except UserError as error:
             say(str(error))
+            # Hydra made this folder before the job was checked.
             remove_if_empty(Path(HydraConfig.get().runtime.output_dir))
             if refused is not None:
                 refused(str(error))
@@ -423,7 +425,7 @@ def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Co
     # `auto` is decided by the command, and each job of a multirun resumes by itself.
     if is_multirun or composed.resume in (None, "auto"):
         return to_config(composed, schema)
-    # Without arguments: what differs from it was changed by the user.
+    # What an empty command line composes: the user has changed the keys that differ from it.
     default = resolved(hydra.compose(command))
     overrides = hydra_config.overrides.task
     return changed_config(composed.resume, resolved(composed), default, overrides, schema)

@@ -28,14 +28,14 @@ def evaluate(config: EvaluateConfig) -> int:
     if config.baseline:
         baseline = Path(config.baseline)
     summary = evaluate_folder(
-        Path(config.pred),
-        Path(config.ref),
-        Path(config.output),
-        make_task(config.task),
-        file_values(config.data.label_values or {}),
-        config.data.labels_column,
-        config.split,
-        config.pictures,
+        pred_dir=Path(config.pred),
+        ref=Path(config.ref),
+        output=Path(config.output),
+        task=make_task(config.task),
+        label_values=file_values(config.data.label_values or {}),
+        labels_column=config.data.labels_column,
+        split=config.split,
+        pictures=config.pictures,
         metrics=metrics,
         num_pictures=config.num_pictures,
         num_viewers=config.num_viewers,

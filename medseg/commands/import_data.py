@@ -104,7 +104,7 @@ def _use_of(case: Case) -> str:
     """Say what a case is for, in the first line of the summary."""
     if case.split is not None:
         return case.split
-    # The side is None in each fold that does not use the case.
+    # For each fold `train` or `val`, or None where the fold does not use the case.
     has_folds = len(case.fold_sides) > 0
     if has_folds and not any(case.fold_sides):
         return "in no fold"

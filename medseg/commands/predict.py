@@ -37,7 +37,7 @@ def predict(config: PredictConfig) -> int:
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    # Before there are threads: it must not meet an import of pydicom in one of them.
+    # Before other threads start: it hides pydicom for a moment, which they may import.
     import_nibabel()
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:

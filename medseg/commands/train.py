@@ -121,6 +121,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
     if config.resume is None and num_restarts():
         config.resume = "auto"
     if config.resume == "auto":
+        # It stays None where there is no earlier run, so that a new one begins.
         config.resume = None
         earlier_run = find_run(config)
         if earlier_run is not None:
@@ -132,7 +133,8 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
     has_finished = config.resume is not None and is_finished(config)
     if config.resume is not None and not has_finished:
         say(f"resuming {config.resume}")
-    # Of a finished run too: it sets `run_dir`, and refuses changes that give another result.
+    # The folder of a finished run is opened too: this sets `run_dir`, and refuses keys that would
+    # have given another result.
     open_run(config, is_named=is_named)
     if has_finished:
         say(

@@ -286,7 +286,8 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
 
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
     """Mask (H, W) of the columns of a lung but the outermost ones, below which lies its wall."""
-    # As far from the wall as the tissue that is looked at lies below the lung.
+    # The distance that tissue must have from a lung in `tissue_below` is kept from its wall, too.
+    # Pixels are taken as square: the spacing along y holds for x, too.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
     return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
 
@@ -339,7 +340,7 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
     """
     z_mm, y_mm, x_mm = lungs.spacing_mm
     differences_mm = []
-    for z in _levels(lungs, 0.5, 1.0):
+    for z in _levels(lungs, low_share=0.5, high_share=1.0):
         centre = _trachea_centre(lungs, gap, z)
         if centre is None:
             continue
@@ -391,7 +392,8 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
     is_lung = lungs.left | lungs.right
     near_mm, far_mm = AORTA_REACH_MM
     excesses = []
-    for z in _levels(lungs, 0.15, 0.85):
+    # Without the ends of the lungs, 15 % of their height each.
+    for z in _levels(lungs, low_share=0.15, high_share=0.85):
         front = _spine_front(lungs, gap, z)
         if front is None:
             continue
