@@ -293,8 +293,8 @@ def _check_finite(logits: Tensor) -> None:
     Raises:
         UserError: If there are some, with the option that avoids them.
     """
-    # The largest value suffices if it is finite; to check each value takes ten times as long. NaN
-    # is not refused.
+    # If the largest magnitude is finite, all values are; this check takes a tenth of the time of
+    # `isinf`. NaN passes, as in nnU-Net, which looks for infinities alone.
     if not torch.isfinite(logits.abs().max()) and torch.isinf(logits).any():
         raise UserError(
             "a sum of logits exceeds the range of half precision, at which nnU-Net stops too; give "
