@@ -555,7 +555,8 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
     A module takes the place of the blocks inside it if it keeps a small share of the bytes, and is
     a chain of blocks or has only one block inside.
     """
-    max_bytes = MAX_BLOCK_SHARE * trace.interior_bytes("")
+    network_bytes = trace.interior_bytes("")  # the network's own name is empty
+    max_bytes = MAX_BLOCK_SHARE * network_bytes
     # `named_modules` gives a module that occurs several times only its first name.
     names = {id(module): name for name, module in network.named_modules()}
     blocks_by_module: dict[int, list[str]] = {}

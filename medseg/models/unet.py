@@ -102,7 +102,8 @@ class Head(nn.Module):
         """
         if self.cell == POINT:
             return self.conv(features)
-        # A compiled graph would be fixed to one number of parts, so to one depth.
+        # By parts only in a prediction, and not in a compiled graph, which would be fixed to one
+        # number of parts and so to one depth.
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return depth_to_space(self.conv(features), self.cell)
         return self._logits_by_parts(features)
