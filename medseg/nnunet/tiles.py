@@ -92,7 +92,8 @@ def tile_weights(tile: tuple[int, ...]) -> Tensor:
     impulse = np.zeros(tile)
     middle = [size // 2 for size in tile]
     impulse[tuple(middle)] = 1
-    weights = gaussian_filter(impulse, [size * SIGMA for size in tile], 0, mode="constant", cval=0)
+    sigmas = [size * SIGMA for size in tile]
+    weights = gaussian_filter(impulse, sigmas, order=0, mode="constant", cval=0)
     weights /= weights.max() / LARGEST_WEIGHT
     half_weights = torch.from_numpy(weights).to(torch.half)
     # Sums of logits are divided by sums of weights, which must not be 0.
