@@ -252,6 +252,8 @@ class NnunetModel:
         Raises:
             UserError: If the bound is too small even for slabs.
         """
+        # The first stage is checked before, because `least_bytes` may be that of its tile.
+        previous = None if self.previous is None else self.previous.within(budget_gib)
         if self.least_bytes > budget_gib * 2**30:
             raise UserError(
                 f"inference.max_ram_gib={self.options.max_ram_gib:g} leaves {budget_gib:.2f} GiB "
@@ -259,7 +261,6 @@ class NnunetModel:
                 f"needs {self.least_bytes / 2**30:.2f} GiB; raise it by the difference at least"
             )
         options = replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
-        previous = None if self.previous is None else self.previous.within(budget_gib)
         return replace(self, options=options, previous=previous)
 
     def check_budget(self, grid: VoxelGrid) -> None:
