@@ -70,8 +70,8 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
         self.hard_weight = hard_weight
-        # None: by the device of the logits. The memory accounting sets it, because it stands for a
-        # GPU with tensors on a CPU.
+        # None chooses by the device of the logits. The memory accounting sets it to the slab of a
+        # GPU, for which it computes on CPU tensors.
         self.slab_voxels: int | None = None
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:

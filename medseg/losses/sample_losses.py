@@ -130,7 +130,7 @@ class TrainingLoss(nn.Module):
 
     def _term_loss(self, term: Term, logits: Tensor, target: Tensor) -> Tensor:
         """Compute one term of the loss, without its weight."""
-        # It leaves out ignored voxels and converts half precision itself.
+        # This loss leaves out ignored voxels and converts half precision itself.
         if isinstance(term.loss, DiceCrossEntropyLoss):
             return term.loss(logits, target, self.ignore_value)
         if logits.dtype in (torch.float16, torch.bfloat16):
@@ -147,6 +147,7 @@ class TrainingLoss(nn.Module):
             indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
             lines.append(sample.flatten(1)[:, indices])
             labels.append(sample_labels[indices])
+        # Such a loss is computed over all samples together, so they form one line.
         if is_batch_loss(term.loss):
             lines = [torch.cat(lines, dim=1)]
             labels = [torch.cat(labels)]

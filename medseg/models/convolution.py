@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
+# Arguments that no convolution here needs.
 NO_PADDING = (0, 0, 0)
-
+NO_DILATION = (1, 1, 1)
+ONE_GROUP = 1
 
 OPERATOR = "convolution_by"
 # A global, because the operator is removed with this object. Not `torch.library.custom_op`: its
@@ -50,17 +52,27 @@ def _on_cpu(
         transposed: Whether the convolution is transposed, which only oneDNN computes here.
         unfolded: Whether the kernel is the product of matrices; otherwise it is oneDNN's.
     """
-    dilation = (1, 1, 1)
     if unfolded:
         assert not transposed
         kernel_size = weight.shape[2:]
         return aten.slow_conv3d(features, weight, kernel_size, bias, stride, padding)
     if transposed:
-        # No output padding, one group, and no function ("none") applied to the result.
+        # After the padding of the input comes that of the output. No function ("none", with no
+        # arguments) is applied to the result.
         return torch.ops.mkldnn._convolution_transpose_pointwise(
-            features, weight, bias, padding, NO_PADDING, stride, dilation, 1, "none", [], None
+            features,
+            weight,
+            bias,
+            padding,
+            NO_PADDING,
+            stride,
+            NO_DILATION,
+            ONE_GROUP,
+            "none",
+            [],
+            None,
         )
-    return aten.mkldnn_convolution(features, weight, bias, padding, stride, dilation, 1)
+    return aten.mkldnn_convolution(features, weight, bias, padding, stride, NO_DILATION, ONE_GROUP)
 
 
 def _on_meta(*arguments: Any) -> Tensor:
@@ -107,11 +119,20 @@ def convolve_as_whole(
     if chooses_by_size:
         whole_shape = (*features.shape[:2], whole_depth, *features.shape[3:])
         whole = _stand_in(features, whole_shape)
-        # Arguments of `aten.convolution` after the features. The choice does not depend on the
-        # padding, of which a slab has less along z than the whole; the kernel's size suits both.
+        # The choice does not depend on the padding, of which a slab has less along z than the
+        # whole; a padding as large as the kernel is valid for both.
         any_padding = weight.shape[2:]
-        dilation = (1, 1, 1)
-        arguments = (weight, bias, stride, any_padding, dilation, transposed, NO_PADDING, 1)
+        # Arguments of `aten.convolution` after the features; `NO_PADDING` is that of the output.
+        arguments = (
+            weight,
+            bias,
+            stride,
+            any_padding,
+            NO_DILATION,
+            transposed,
+            NO_PADDING,
+            ONE_GROUP,
+        )
         unfolded = is_unfolded((whole, *arguments))
         # The two may differ either way: with its neighbouring planes a slab may be the larger one.
         if is_unfolded((features, *arguments)) != unfolded:
@@ -146,7 +167,7 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """
     if func is aten.convolution.default:
         unfolded = is_unfolded(args)
-        transposed = args[6]
+        transposed = args[6]  # as in `convolve_as_whole`, where the features come first
     elif func is convolution_by:
         transposed, unfolded = args[-2:]
     else:

@@ -224,8 +224,9 @@ class _Trace:
         network: The network.
         result: What it returned in training mode.
         calls: Number of calls of each module.
-        takes_and_returns: Names of the modules of which some call takes tensors, leaves them
-            unchanged and returns one tensor; read only of modules that are called once.
+        takes_and_returns: Names of the modules with a call that takes tensors, leaves them
+            unchanged and returns one tensor. This says something only of a module that is called
+            once: another call may do otherwise.
         feature_shapes: Sizes (D, H, W) of all five-dimensional results of modules.
         result_bytes: Bytes of the result of each module in `takes_and_returns`.
     """
@@ -504,7 +505,8 @@ def _find_divisor(
     # How many times smaller than the input the smallest features are, axis by axis.
     reductions = []
     for axis, length in enumerate(shape):
-        # No module may return features: a network can compute them in functions or in 2D.
+        # `default`: a network may compute its features in functions or in 2D, so that no module
+        # returns any.
         smallest = min((features[axis] for features in feature_shapes), default=length)
         reductions.append(round(length / smallest))
     # The network may need a multiple of the reduction, as windows of attention do.
@@ -537,10 +539,10 @@ def _match_names(network: nn.Module, patterns: Sequence[str]) -> list[str]:
         matches = fnmatch.filter(names, pattern)
         if not matches:
             similar_names = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            raise ValueError(
-                f"blocks names {pattern!r}, which is no module of the network; "
-                f"similar names are {', '.join(similar_names) or names[0]}"
-            )
+            # Without a similar name any module shows what names look like.
+            listed = similar_names or names[:1]
+            hint = f"similar names are {', '.join(listed)}" if listed else "it has no modules"
+            raise ValueError(f"blocks names {pattern!r}, which is no module of the network; {hint}")
         chosen += matches
     # A name with such a prefix is inside a chosen module.
     prefixes = tuple(f"{name}." for name in chosen)
@@ -553,7 +555,8 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
     A module takes the place of the blocks inside it if it keeps a small share of the bytes, and is
     a chain of blocks or has only one block inside.
     """
-    max_bytes = MAX_BLOCK_SHARE * trace.interior_bytes("")
+    network_bytes = trace.interior_bytes("")  # the network's own name is empty
+    max_bytes = MAX_BLOCK_SHARE * network_bytes
     # `named_modules` gives a module that occurs several times only its first name.
     names = {id(module): name for name, module in network.named_modules()}
     blocks_by_module: dict[int, list[str]] = {}
@@ -588,8 +591,8 @@ def _saves_memory(name: str, module: nn.Module, trace: _Trace) -> bool:
     """Whether a module can be recomputed, and recomputing it saves memory."""
     if trace.calls[name] != 1 or name not in trace.takes_and_returns:
         return False
-    # At least half as many bytes as the result. A single layer keeps hardly more than its input, so
-    # recomputing it saves nothing.
+    # Recomputing must save at least half the bytes of the result. A single layer keeps hardly more
+    # than its input, so recomputing it saves nothing.
     if 2 * trace.interior_bytes(name) < trace.result_bytes[name]:
         return False
     has_children = next(module.children(), None) is not None

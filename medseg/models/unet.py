@@ -26,8 +26,8 @@ from medseg.models.blocks import (
 STEMS = ("conv", "strided", "space_to_depth")
 # Largest number of planes of features of which `Head` predicts the logits at a time. It is small,
 # because the allocator reuses only small blocks of memory (`medseg.memory.heap`). It is not
-# smaller, because equal parts of more than 8 planes then have at least 4 each: on fewer than 3,
-# `Conv3d` computes in fp32.
+# smaller, because `Conv3d` computes fewer than 3 planes in fp32. With 8, more than 8 planes are
+# split into equal parts of at least 4.
 PART_PLANES = 8
 
 
@@ -102,7 +102,8 @@ class Head(nn.Module):
         """
         if self.cell == POINT:
             return self.conv(features)
-        # A compiled graph would be fixed to one number of parts, so to one depth.
+        # By parts only in a prediction, and not in a compiled graph, which would be fixed to one
+        # number of parts and so to one depth.
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return depth_to_space(self.conv(features), self.cell)
         return self._logits_by_parts(features)
@@ -259,7 +260,7 @@ class UNet(nn.Module):
             cell=self.cell,
         )
         make = partial(make_block, block, norm=norm, reduction=reduction)
-        # Those of level 0, 1, … and the stride from each level to the next.
+        # The kernel of each level, level 0 first, and the stride from it to the next deeper level.
         level_kernels = kernels[num_stem_strides:]
         down_strides = strides[num_stem_strides:]
         # The order of the parts decides which random weights each of them gets.

@@ -146,7 +146,7 @@ class NnunetEnsemble(CombinedModel):
         Raises:
             UserError: If a plan does not fit the scan.
         """
-        assert not keep_probabilities, "`save` refuses them"
+        assert not keep_probabilities, "`save=probabilities` is refused before the first case"
         # The labels are set in the last step.
         result = Segmentation(np.empty(0))
         stored: list[tuple[Tensor, Planes]] = []

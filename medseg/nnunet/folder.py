@@ -221,10 +221,12 @@ def _without_first_stages(folders: Sequence[Path]) -> list[Path]:
     """Leave out the first stage of a cascade where its second stage lies beside it."""
     remaining = []
     for folder in folders:
+        # The name stays the same if the folder is no first stage.
         second_name = folder.name.replace("__3d_lowres", "__3d_cascade_fullres")
         is_first_stage = second_name != folder.name
-        if not is_first_stage or folder.with_name(second_name) not in folders:
-            remaining.append(folder)
+        if is_first_stage and folder.with_name(second_name) in folders:
+            continue
+        remaining.append(folder)
     return remaining
 
 
@@ -246,7 +248,8 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
     try:
         name = _configuration_of(folder)
         supported = [listed for listed in configurations_of(plans) if listed in SUPPORTED]
-        # Of a folder that was renamed, it is known if the plans have only one.
+        # A renamed folder does not name its configuration. If the plans have only one supported
+        # configuration, it must be that.
         is_renamed = "__" not in folder.name
         if is_renamed and len(supported) == 1:
             name = supported[0]
@@ -258,7 +261,7 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
 def _notes(folder: Path, checkpoints: dict[str, Path]) -> tuple[str, ...]:
     """Report which files of a folder are not used, and which are used in place of missing ones."""
     notes: list[str] = []
-    # In `crossval_results_folds_…` below the model folder, where nnU-Net writes it.
+    # nnU-Net writes it to the subfolder `crossval_results_folds_…`.
     if _folders_with(folder, POSTPROCESSING):
         notes.append(
             f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
@@ -363,6 +366,7 @@ def _unpack(path: Path, source: str) -> tempfile.TemporaryDirectory[str]:
                         "take another copy"
                     )
                 archive.extract(member, folder.name)
+    # RuntimeError: an encrypted file; NotImplementedError: an unknown compression.
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise UserError(
             f"{source}: expected the zip file of nnU-Net's export, but it is not a whole one "

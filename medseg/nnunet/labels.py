@@ -24,8 +24,8 @@ DOUBTFUL_LOGITS = 2**16
 # Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
 # a head with the terms of its sum in float64.
 PLANE_BYTES = 45
-# Neighbouring numbers of a precision differ by at most its epsilon times the larger one. The factor
-# leaves room for taking the smaller one instead.
+# Neighbouring numbers of a precision differ by at most its epsilon times the larger magnitude. The
+# factor leaves room for the smaller magnitude, which is that of the best of two negative logits.
 STEP_FACTOR = 1.01
 
 
@@ -113,7 +113,9 @@ def average_planes(
     for number in range(len(labels)):
         total: Tensor | None = None
         for logits, planes in members:
-            probabilities = _probabilities(logits, planes, number, region_values is None)
+            probabilities = _probabilities(
+                logits, planes, number, are_classes=region_values is None
+            )
             # In float32 and in the order of the models, as nnU-Net adds them.
             total = probabilities if total is None else total.add_(probabilities)
         assert total is not None, "an ensemble has members"
@@ -127,7 +129,7 @@ def average_planes(
             labels[number][mean[head] > 0.5] = value
 
 
-def _probabilities(logits: Tensor, planes: Planes, number: int, are_classes: bool) -> Tensor:
+def _probabilities(logits: Tensor, planes: Planes, number: int, *, are_classes: bool) -> Tensor:
     """Compute the probabilities (K, H, W) of plane `number` of the scan."""
     inputs = [logits[index] for index in planes.sources(number)]
     heads = range(logits.shape[1])
@@ -184,8 +186,8 @@ def _largest_head_by_estimates(
         torch.minimum(best, logit, out=smaller)
         torch.maximum(second, smaller, out=second)
         torch.gt(logit, best, out=is_larger)
-        # A later head has a larger number, so the maximum is the head of `best`. To fill the masked
-        # voxels with it would be slower.
+        # Where this head is larger, its number replaces that of an earlier head, which is smaller;
+        # elsewhere the product is 0. So the maximum does as `masked_fill_`, but faster.
         torch.maximum(label, is_larger.view(torch.uint8) * head, out=label)
         torch.maximum(best, logit, out=best)
     voxels_at_a_time = max(1, DOUBTFUL_LOGITS // num_heads)

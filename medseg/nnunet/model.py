@@ -38,7 +38,7 @@ from medseg.nnunet.plan import SPLINE, NnunetPlan, PlanError
 from medseg.nnunet.planes import Planes, SpacingMm, make_planes
 from medseg.nnunet.preprocess import (
     Prepared,
-    image_axes,
+    filtered_image_axes,
     preparation_bytes,
     prepare,
     resampled_shape,
@@ -66,9 +66,9 @@ EXACT_TIME = 1.0
 SUM_TIME = 0.18
 # To start a pass of a network, whatever the size of its tile.
 PASS_TIME = 3000.0
-# Size in bytes above which arrays that wait are files. The scan, its image and its labels, 600 MiB
-# for 800 slices, are needed for seconds of a case of minutes; their pages come back within half a
-# second.
+# Size in bytes above which arrays that are seldom used (`waits` in `medseg.io.scratch`) are files:
+# the scan, its image and its labels, 600 MiB for 800 slices. A case takes minutes and uses them for
+# seconds only; their pages come back to memory within half a second.
 WAITING_BYTES = 2**25
 # Options of `inference` for a pass of our own networks, which are refused here.
 REFUSED_OPTIONS = ("tile_size", "half_weights")
@@ -96,7 +96,8 @@ class StepArray(NamedTuple):
         num_bytes: Its size.
         written_share: Share of it that is written before the last pass of a network begins. Until
             then the system gives no memory to the rest.
-        waits: Whether it waits, see `medseg.io.scratch.scratch_above`.
+        waits: Whether it is seldom used, and therefore a file from a smaller size on, see
+            `waits` in `medseg.io.scratch`.
         touched_bytes: Bytes that are used at a time. If it is a file, only these are in memory.
     """
 
@@ -154,8 +155,8 @@ class NnunetModel:
     previous: NnunetModel | None = None
     watch: PassWatch = field(default_factory=PassWatch, compare=False)
 
-    # Properties of all models, see `medseg.inference.scan_model`. The networks were trained on the
-    # values as they are stored, so nothing replaces any before.
+    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Values stay as they are
+    # stored: the networks were trained on scans in which no padding had been replaced by air.
     keeps_values = True
     has_views = False
     backend_bytes = 0
@@ -167,9 +168,9 @@ class NnunetModel:
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which arrays that wait are files.
+        """Size above which seldom used arrays are files, see `WAITING_BYTES`.
 
-        No array is one where the planes of the network are not slices of the scan: each plane would
+        It is infinite where the planes of the network are not slices of the scan: each plane would
         bring all pages of the scan and of the labels back.
         """
         return WAITING_BYTES if self.plan.transpose[0] == 0 else math.inf
@@ -221,10 +222,10 @@ class NnunetModel:
 
     @property
     def least_bytes(self) -> float:
-        """Smallest budget of a pass.
+        """Smallest budget of a pass: that of a tile in slabs, or in one pass if that needs less.
 
-        It does not shrink with a smaller tile, which would change the labels. A GPU has memory of
-        its own, which the budget does not bound.
+        The size of a tile is fixed, because another one would change the labels. A GPU has memory
+        of its own, which the budget does not bound.
         """
         if self.device.type != "cpu":
             return 0.0
@@ -251,6 +252,8 @@ class NnunetModel:
         Raises:
             UserError: If the bound is too small even for slabs.
         """
+        # The first stage is checked before, because `least_bytes` may be that of its tile.
+        previous = None if self.previous is None else self.previous.within(budget_gib)
         if self.least_bytes > budget_gib * 2**30:
             raise UserError(
                 f"inference.max_ram_gib={self.options.max_ram_gib:g} leaves {budget_gib:.2f} GiB "
@@ -258,7 +261,6 @@ class NnunetModel:
                 f"needs {self.least_bytes / 2**30:.2f} GiB; raise it by the difference at least"
             )
         options = replace(self.options, budget_gib=min(self.options.budget_gib, budget_gib))
-        previous = None if self.previous is None else self.previous.within(budget_gib)
         return replace(self, options=options, previous=previous)
 
     def check_budget(self, grid: VoxelGrid) -> None:
@@ -292,7 +294,8 @@ class NnunetModel:
         if self.previous is None:
             return logits_cost._replace(other_time=other_time)
         previous_cost = self.previous.expected(grid)
-        # Without the preparation of the first stage: that of this one takes as much at least.
+        # The preparation of the first stage is left out: that of this stage, which also has the
+        # labels of the first, takes at least as much memory.
         return ExpectedCost(
             {PREVIOUS: previous_cost.memory[SEGMENT], **logits_cost.memory},
             previous_cost.other_time + other_time,
@@ -310,7 +313,7 @@ class NnunetModel:
         num_tiles = math.prod(map(len, self._starts(grid)))
         num_passes = num_tiles * self._passes_per_tile
         num_voxels = num_passes * math.prod(plan.patch_size)
-        num_filtered_axes = len(image_axes(plan, shape, spacing_mm))
+        num_filtered_axes = len(filtered_image_axes(plan, shape, spacing_mm))
         voxel_time = 1 + FILTER_TIME * num_filtered_axes
         other_time = len(plan.channels) * voxel_time * math.prod(shape)
         other_time += SUM_TIME * plan.labels.num_heads * num_voxels + PASS_TIME * num_passes
@@ -351,7 +354,7 @@ class NnunetModel:
             # Sums of the mirrored passes of a tile, in float32.
             segment.append(StepArray(4 * num_heads * math.prod(plan.patch_size)))
         fold_sums = StepArray(self.logits_bytes(grid))
-        # Larger ones are a file.
+        # Only several folds are summed. Larger sums are a file, see `mean_planes`.
         if len(self.folds) > 1 and fold_sums.num_bytes <= MAX_FOLDS_BYTES:
             segment.append(fold_sums)
         shape, spacing_mm = self._transposed(grid)
@@ -403,7 +406,7 @@ class NnunetModel:
 
         If they are not, each plane of labels touches all pages of their array.
         """
-        stored_axes = self._orientation_of(grid).orientation.order
+        stored_axes = self._turn_of(grid).orientation.order
         first_axis = self.plan.transpose[0]
         return stored_axes[first_axis] == 0
 
@@ -427,7 +430,7 @@ class NnunetModel:
         Raises:
             UserError: If the plan does not fit the scan.
         """
-        assert not keep_probabilities, "`save` refuses them"
+        assert not keep_probabilities, "`save=probabilities` is refused before the first case"
         # The labels are set in the last step.
         result = Segmentation(np.empty(0))
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
@@ -459,14 +462,14 @@ class NnunetModel:
         Raises:
             UserError: If the plan does not fit the scan.
         """
-        orientation = self._orientation_of(volume.grid)
-        grid = orientation.reoriented(volume.grid)
-        images = [orientation.turned(image) for image in (volume.array, *more_channels)]
+        turn = self._turn_of(volume.grid)
+        grid = turn.reoriented(volume.grid)
+        images = [turn.turned(image) for image in (volume.array, *more_channels)]
         previous: np.ndarray | None = None
         if self.previous is not None:
             with timed_step(result.durations_s, on_step, PREVIOUS):
                 previous_result = self.previous.segment(volume, more_channels)
-            previous = orientation.turned(previous_result.labels)
+            previous = turn.turned(previous_result.labels)
             result.tiling_plans[PREVIOUS] = previous_result.tiling_plans[SEGMENT]
             result.pass_s = previous_result.pass_s
         with timed_step(result.durations_s, on_step, PREPARE), self._naming_the_folder():
@@ -480,12 +483,12 @@ class NnunetModel:
             box: The crop, see `Prepared.box`.
             grid: Grid of the scan.
         """
-        transposed = self._orientation_of(grid).turned(stored).transpose(self.plan.transpose)
+        transposed = self._turn_of(grid).turned(stored).transpose(self.plan.transpose)
         return transposed[box.slices()]
 
     def turned_grid(self, grid: VoxelGrid) -> VoxelGrid:
         """Return the grid of a scan in the orientation of the network, not transposed."""
-        return self._orientation_of(grid).reoriented(grid)
+        return self._turn_of(grid).reoriented(grid)
 
     def findings_of(self, grid: VoxelGrid) -> list[Finding]:
         """Return notes on the folder, and a warning if the orientation of a scan is unusual."""
@@ -591,7 +594,7 @@ class NnunetModel:
 
         def take_floats(planes: Tensor) -> None:
             """Pass planes on in float32, since the sums of tiles do not take bf16."""
-            # The sums are no part of the pass, in which this is called.
+            # The network calls this during its pass, but adding to the sums is not its work.
             with self.watch.paused():
                 take(planes.float())
 
@@ -604,6 +607,7 @@ class NnunetModel:
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
         """Axes of the transposed scan along which the tiles of a fold are mirrored."""
+        # Both None (the default) and True mean the axes of the training.
         if self.options.tta is False:
             return ()
         # Axis 0 of a 2D network's plane is axis 1 of the scan.
@@ -615,7 +619,7 @@ class NnunetModel:
         """Precision of the sums of tiles and folds."""
         return torch.float32 if self.options.sums is Sums.float else torch.half
 
-    def _orientation_of(self, grid: VoxelGrid) -> _Turn:
+    def _turn_of(self, grid: VoxelGrid) -> _Turn:
         """Choose how stored arrays are turned for the network."""
         if self.orientation == Seen.stored:
             return _Turn(Orientation((0, 1, 2), (False, False, False)))
@@ -780,8 +784,9 @@ def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:
     """Measure the memory of a pass in fp32 per voxel of a tile.
 
-    The tile is small, because a pass on that of the plan may take a minute. Its deepest level has
-    two voxels along each axis where the plan has, because an instance norm needs several.
+    The tile is small, because a pass on that of the plan may take a minute. At the deepest
+    level it still has two voxels along an axis, unless the plan's own tile has only one there: an
+    instance norm needs more than one voxel.
     """
     depth, height, width = (
         min(size, 2 * step)

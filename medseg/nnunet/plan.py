@@ -105,8 +105,8 @@ class LabelPlan:
 
     Attributes:
         names: Label name to value in the result, without background and ignore label.
-        region_values: If the heads are regions, the value that each head writes over those before;
-            None if they are classes.
+        region_values: If the heads are regions, the value in the result of each region; where
+            regions overlap, the later head wins. None if the heads are classes.
         num_heads: Heads of the network.
         values: Values of the label maps of the training, without the background, in rising order.
     """
@@ -237,7 +237,7 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
         )
     configuration = configurations[name]
     _refuse_unsupported(configuration)
-    transpose = tuple(_integers(plans, "transpose_forward", 3, 0, 2))
+    transpose = tuple(_integers(plans, "transpose_forward", count=3, low=0, high=2))
     if sorted(transpose) != [0, 1, 2]:
         raise PlanError(f"transpose_forward: expected an order of three axes, got {transpose}")
     is_2d = _is_2d(configuration)
@@ -343,7 +343,8 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
         raise PlanError(
             f"labels in dataset.json: expected the values 1, 2, … without a gap, got {values}"
         )
-    return LabelPlan(names, None, 1 + len(values), tuple(values))
+    # One head more than labels: that of the background.
+    return LabelPlan(names, region_values=None, num_heads=1 + len(values), values=tuple(values))
 
 
 def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> LabelPlan:
@@ -366,7 +367,13 @@ def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> Lab
     if len(set(region_values)) != len(region_values):
         raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
     names = dict(zip(regions, region_values, strict=True))
-    return LabelPlan(names, region_values, len(region_values), _label_map_values(regions))
+    # The background is what no region covers, and has no head.
+    return LabelPlan(
+        names,
+        region_values=region_values,
+        num_heads=len(region_values),
+        values=_label_map_values(regions),
+    )
 
 
 def _label_map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
@@ -480,7 +487,7 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
         order_z = _integer(arguments.get("order_z", 0), f"{key}_kwargs.order_z", 0, 5)
     if arguments.get("separate_z_anisotropy_threshold", 3) != 3:
         raise PlanError(f"{key}_kwargs.separate_z_anisotropy_threshold: only 3 is supported")
-    # Modes of the function by torch.
+    # The interpolation of the function by torch, and that along a separate axis.
     modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
     if modes != ("linear", "nearest-exact"):
         raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")

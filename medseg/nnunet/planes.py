@@ -28,11 +28,11 @@ class Planes(Protocol):
 
     num_planes: int
 
-    def sources(self, plane: int) -> list[int]:
-        """List the numbers of an output plane's sources, in the order that `resample` expects."""
+    def sources(self, number: int) -> list[int]:
+        """List the source planes of output plane `number`, in the order that `resample` expects."""
 
-    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
-        """Compute output plane (H, W) number `plane` from its source planes (h, w)."""
+    def resample(self, number: int, planes: Sequence[Tensor]) -> Tensor:
+        """Compute output plane (H, W) `number` from its source planes (h, w)."""
 
 
 def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: SpacingMm) -> int | None:
@@ -70,11 +70,11 @@ class SamePlanes:
     def __init__(self, num_planes: int) -> None:
         self.num_planes = num_planes
 
-    def sources(self, plane: int) -> list[int]:
+    def sources(self, number: int) -> list[int]:
         """List the plane itself."""
-        return [plane]
+        return [number]
 
-    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+    def resample(self, number: int, planes: Sequence[Tensor]) -> Tensor:
         """Return the plane as it is."""
         return planes[0]
 
@@ -116,22 +116,22 @@ class TorchPlanes:
         distance = position - self._first.astype(np.float32)
         self._weight = np.clip(distance, np.float32(0.0), np.float32(1.0))
 
-    def sources(self, plane: int) -> list[int]:
+    def sources(self, number: int) -> list[int]:
         """List the nearest plane of a separate axis, else those before and after the position."""
         if self._separate == 0:
-            return [int(self._nearest[plane])]
-        return [int(self._first[plane]), int(self._second[plane])]
+            return [int(self._nearest[number])]
+        return [int(self._first[number]), int(self._second[number])]
 
-    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+    def resample(self, number: int, planes: Sequence[Tensor]) -> Tensor:
         """Interpolate in plane, then between the planes; float32."""
         volume = torch.stack([source.float() for source in planes])[None, None]
-        # As many planes as before, so that torch leaves z alone.
+        # The number of planes stays, so that torch interpolates nothing along z.
         size = (len(planes), *self._plane_shape)
         interpolated = functional.interpolate(volume, size, mode="trilinear")[0, 0]
         if self._separate == 0:
             return interpolated[0]
         first, second = interpolated
-        weight = self._weight[plane]
+        weight = self._weight[number]
         # A fused multiply-add: the product with `second` is rounded to float32, that with `first`
         # is exact in float64, and their sum is rounded once.
         second_term = (second * float(weight)).double()

@@ -86,11 +86,13 @@ def prepare(
     # A scan smaller than a patch lies in the middle of one.
     padded_shape = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
     padding = [(padded - size) // 2 for padded, size in zip(padded_shape, shape, strict=True)]
+    # Where the scan lies within the padded image.
     inside = VoxelBox.of(padding, map(operator.add, padding, shape))
-    depth, height, width = inside.slices()
+    planes, rows, columns = inside.slices()
     # In a cascade all labels of the previous stage are one more channel.
     num_channels = len(images) if previous is None else len(images) + 1
     image = new_tensor((num_channels, *padded_shape), torch.float32, waits=True)
+    # The voxels of a new tensor are undefined; those of the padding stay zero.
     if tuple(padded_shape) != shape:
         image.zero_()
     mask = None
@@ -106,17 +108,17 @@ def prepare(
         mask = labels != BEYOND
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
-        target = image[number, depth, height, width]
+        target = image[number, planes, rows, columns]
         _resample(normalised, target, box.shape, spacing, plan)
     if labels is not None:
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
-        target = image[-1, depth, height, width]
+        target = image[-1, planes, rows, columns]
         resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
     z_padding, y_padding, x_padding = padding
     return Prepared(image, (z_padding, y_padding, x_padding), shape, box, spacing)
 
 
-def image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:
+def filtered_image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:
     """List the axes along which an image is filtered for a cubic spline before it is resampled.
 
     Args:
@@ -144,7 +146,7 @@ def preparation_bytes(
     """
     num_voxels = math.prod(shape)
     scaling = num_voxels * _scaling_bytes(plan, has_previous=has_previous)
-    filtering = filtering_bytes(shape, image_axes(plan, shape, spacing_mm))
+    filtering = filtering_bytes(shape, filtered_image_axes(plan, shape, spacing_mm))
     # A channel is filtered after it is scaled, so not both at a time.
     return max(scaling, filtering)
 
@@ -158,9 +160,11 @@ def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
         else:
             channel_bytes = max(channel_bytes, SCALING_BYTES.get(channel.scheme, 0))
     if has_previous:
-        # This exceeds the memory while the holes are filled, before the labels are copied.
-        label_bytes = STORED_LABEL_BYTES + LABEL_BYTES
-        return label_bytes + MASK_BYTES + max(BEYOND_BYTES, channel_bytes)
+        # Both labels and the mask are kept while the labels beyond the mask are found, and then
+        # while each channel is scaled. Filling the holes of the mask comes before and takes less
+        # (STORED_LABEL_BYTES + FILLING_BYTES), because the labels are not copied yet.
+        kept_bytes = STORED_LABEL_BYTES + LABEL_BYTES + MASK_BYTES
+        return kept_bytes + max(BEYOND_BYTES, channel_bytes)
     if _needs_mask(plan.channels):
         return max(FILLING_BYTES, MASK_BYTES + channel_bytes)
     return channel_bytes
@@ -202,7 +206,7 @@ def _needs_mask(channels: Sequence[ChannelPlan]) -> bool:
 
 def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
     """Find the crop's voxels that are not zero in at least one channel, and the holes in them."""
-    # Of the whole scan, as in nnU-Net, which crops after it has filled the holes.
+    # Holes are filled in the whole scan, which is then cropped: the order of nnU-Net.
     mask = np.zeros(images[0].shape, dtype=bool)
     for image in images:
         mask |= image != 0
@@ -233,6 +237,7 @@ def _normalised_planes(
         return _LazyPlanes(image[box.slices()], _as_float)
     # The rounding of NumPy's sums depends on the layout in memory. As in nnU-Net, the crop must be
     # a view of a copy of the whole scan, with the axes of the copy in the order of the file.
+    # Axes by falling stride: the axis that varies slowest in memory comes first.
     stored_order = np.argsort([-abs(stride) for stride in image.strides])
     stored_shape = [image.shape[axis] for axis in stored_order]
     stored = new_array(tuple(stored_shape), np.float32)
@@ -324,7 +329,7 @@ def _resample(
             target[number] = planes.resample(number, inputs)
         return
     orders = orders_of(resampling, spacing_mm, plan.spacing_mm)
-    # Of the source before it is filtered: a spline overshoots at edges.
+    # The limits are those of the voxels, not of the coefficients that `filtered` makes of them.
     limits = _Limits(source, shape, new_shape, orders)
     axes = filtered_axes(orders)
     source_planes = list(filtered(source, axes)) if axes else source
@@ -367,7 +372,7 @@ class _Limits:
             low, high = low.min(keepdims=True), high.max(keepdims=True)
         else:
             # A new slice has the range of the source slice from which it is taken.
-            taps = axis_taps(new_shape[self._separate], shape[self._separate], 0)
+            taps = axis_taps(new_shape[self._separate], shape[self._separate], order=0)
             nearest = taps.index[:, 0]
             low, high = low[nearest], high[nearest]
         self._low = torch.from_numpy(low.astype(np.float64))

@@ -39,7 +39,8 @@ def logits_in_slabs(
         ValueError: If one plane or one channel of a layer exceeds half of the budget.
     """
     device = next(network.parameters()).device
-    _NnunetPass(budget_bytes, device, image.device).run(network, image, take)
+    slab_pass = _NnunetPass(budget_bytes, device=device, storage=image.device)
+    slab_pass.run(network, image, take)
 
 
 def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape) -> float:
@@ -51,7 +52,7 @@ def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape)
         patch_size: Size of the image, (z, y, x).
     """
     # An unbounded pass notes the budget that each layer would need.
-    unbounded = _NnunetPass(float("inf"), META, META)
+    unbounded = _NnunetPass(math.inf, device=META, storage=META)
     image = torch.empty((1, num_channels, *patch_size), device=META)
     with meta_layers():
         unbounded.run(network, image, lambda _: None)
@@ -163,7 +164,7 @@ class _NnunetPass(SlabPass):
             del joined
             for block in others:
                 features = self._run_block(block, features)
-        # The layers before are of the coarser outputs of deep supervision.
+        # The other `seg_layers` give the coarser outputs of deep supervision.
         head = decoder.seg_layers[-1]
         for start, stop in self.slabs(features, head):
             take(self.convolve(head, features, start, stop))
@@ -224,7 +225,7 @@ class _CountedPass(_NnunetPass):
     """
 
     def __init__(self, budget_bytes: float, tracker: MemoryTracker) -> None:
-        super().__init__(budget_bytes, META, META)
+        super().__init__(budget_bytes, device=META, storage=META)
         self._tracker = tracker
 
     def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -264,11 +265,13 @@ def _applied(function: nn.Module, values: Tensor, channels: slice) -> Tensor:
     weight = _select(function.weight, channels)
     bias = _select(function.bias, channels)
     if isinstance(function, nn.InstanceNorm3d) and not function.track_running_stats:
-        return F.instance_norm(values, None, None, weight, bias, True, eps=function.eps)
+        return F.instance_norm(
+            values, weight=weight, bias=bias, use_input_stats=True, eps=function.eps
+        )
     # In evaluation both norms use the statistics of the training.
     mean = _select(function.running_mean, channels)
     variance = _select(function.running_var, channels)
-    return F.batch_norm(values, mean, variance, weight, bias, False, eps=function.eps)
+    return F.batch_norm(values, mean, variance, weight, bias, training=False, eps=function.eps)
 
 
 def _select(attribute: Tensor | None, channels: slice) -> Tensor | None:

@@ -128,15 +128,15 @@ class SplinePlanes:
         self._rows = _as_tensors(height)
         self._columns = _as_tensors(width)
 
-    def sources(self, plane: int) -> list[int]:
+    def sources(self, number: int) -> list[int]:
         """List the source planes of an output plane, in the order that `resample` expects."""
-        return [int(index) for index in self._depth.index[plane]]
+        return [int(index) for index in self._depth.index[number]]
 
-    def resample(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+    def resample(self, number: int, planes: Sequence[Tensor]) -> Tensor:
         """Compute an output plane.
 
         Args:
-            plane: Number of the output plane.
+            number: Number of the output plane.
             planes: Source planes (h, w) of `sources`, float64.
 
         Returns:
@@ -147,7 +147,7 @@ class SplinePlanes:
         for tap, source in enumerate(planes):
             weighted = source
             if depth_weights is not None:
-                weighted = source * float(depth_weights[plane, tap])
+                weighted = source * float(depth_weights[number, tap])
             for rows in _weighted_taps(weighted, 0, *self._rows):
                 for term in _weighted_taps(rows, 1, *self._columns):
                     # Product and sum are apart: a fused multiply-add rounds once instead of twice.
@@ -155,14 +155,14 @@ class SplinePlanes:
         assert total is not None, "each output has a tap"
         return total
 
-    def estimate(self, plane: int, planes: Sequence[Tensor]) -> Tensor:
+    def estimate(self, number: int, planes: Sequence[Tensor]) -> Tensor:
         """Estimate an output plane of linear interpolation, in float32 and axis by axis.
 
         This takes a tenth of the time of `resample`, and errs by at most `ESTIMATE_ERROR` times the
         largest source value.
 
         Args:
-            plane: Number of the output plane.
+            number: Number of the output plane.
             planes: Source planes (h, w) of `sources`, float32.
 
         Returns:
@@ -172,9 +172,11 @@ class SplinePlanes:
         values = planes[0]
         if len(planes) == 2:
             assert self._depth.weight is not None, "two taps have weights"
-            second_weight_z = float(self._depth.weight[plane, 1])
+            second_weight_z = float(self._depth.weight[number, 1])
             values = torch.lerp(planes[0], planes[1], second_weight_z)
-        for axis, (tap_indices, tap_weights) in ((1, self._columns), (0, self._rows)):
+        # Along x first, which is axis 1 of a plane, then along y.
+        for axis, taps in ((1, self._columns), (0, self._rows)):
+            tap_indices, tap_weights = taps
             first = values.index_select(axis, tap_indices[0])
             if tap_weights is None:
                 values = first
@@ -187,11 +189,11 @@ class SplinePlanes:
             values = first.lerp_(second, second_weight)
         return values
 
-    def resample_at(self, plane: int, planes: Sequence[Tensor], voxels: Tensor) -> Tensor:
+    def resample_at(self, number: int, planes: Sequence[Tensor], voxels: Tensor) -> Tensor:
         """Compute some voxels of an output plane for all heads, with the bits of `resample`.
 
         Args:
-            plane: Number of the output plane.
+            number: Number of the output plane.
             planes: Source planes (K, h, w) of `sources`.
             voxels: Indices of N voxels in the flattened output plane.
 
@@ -207,7 +209,7 @@ class SplinePlanes:
         depth_weights = self._depth.weight
         for tap, source in enumerate(planes):
             flat_source = source.reshape(-1, num_source_rows * num_source_columns)
-            depth_weight = None if depth_weights is None else float(depth_weights[plane, tap])
+            depth_weight = None if depth_weights is None else float(depth_weights[number, tap])
             for source_rows, row_weight in _taps_at(rows, *self._rows):
                 for source_columns, column_weight in column_taps:
                     source_voxels = source_rows * num_source_columns + source_columns
@@ -293,7 +295,8 @@ def filtered(planes: Sequence[np.ndarray], axes: Sequence[int]) -> np.ndarray:
     for plane in coefficients:
         for axis in axes:
             if axis > 0:
-                plane[:] = spline_filter1d(plane, CUBIC, axis - 1, mode="nearest")
+                # Axis 1 or 2 of the volume is axis 0 or 1 of a plane.
+                plane[:] = spline_filter1d(plane, CUBIC, axis=axis - 1, mode="nearest")
     return coefficients
 
 
@@ -333,8 +336,8 @@ def _filter_depth(rows: np.ndarray) -> None:
         planes = slice(start, start + COPIED_PLANES)
         copied_rows[planes] = rows[planes]
         release_pages()
-    filtered_rows = spline_filter1d(copied_rows, CUBIC, 0, mode="nearest")
-    # Not needed any more: the copy would be a third array of this size.
+    filtered_rows = spline_filter1d(copied_rows, CUBIC, axis=0, mode="nearest")
+    # Freed before `rows` are written, whose pages then come into memory.
     del copied_rows
     for start in range(0, len(rows), COPIED_PLANES):
         planes = slice(start, start + COPIED_PLANES)

@@ -48,6 +48,7 @@ def resample_to(
     if source.is_close(target):
         return image
     image, source, _ = orient(image, source)
+    # The target is oriented like the image; `back` leads from there to its own axes.
     back = orientation_of(target)
     oriented_target = target.reoriented(back.order, back.flips)
     if np.allclose(source.direction, oriented_target.direction, rtol=0, atol=DIRECTION_TOLERANCE):
@@ -159,7 +160,14 @@ def read_channels(
     modalities = [*modalities, *["ct"] * num_without_modality]
     # How many volumes the file has to hold: one for each channel that names it.
     num_volumes = channel_paths.count(channel_paths[0])
-    first_volume = read_image(channel_paths[0], series, modalities[0], 0, num_volumes, files)
+    first_volume = read_image(
+        channel_paths[0],
+        series=series,
+        modality=modalities[0],
+        channel=0,
+        num_channels=num_volumes,
+        files=files,
+    )
     first_volume = replace(first_volume, array=scales[0].apply(first_volume.array))
     if len(paths) == 1:
         return first_volume.array[None], first_volume
@@ -168,18 +176,23 @@ def read_channels(
     for number in range(1, len(paths)):
         name = names[number]
         path = channel_paths[number]
-        # The volume of a 4D file: earlier channels have taken those before it.
+        # Number of the volume in a 4D file: earlier channels of this path take those before it.
         volume_index = channel_paths[:number].count(path)
         num_volumes = channel_paths.count(path)
-        volume = read_image(path, None, modalities[number], volume_index, num_volumes, ())
+        volume = read_image(
+            path,
+            modality=modalities[number],
+            channel=volume_index,
+            num_channels=num_volumes,
+        )
         image, coverage_warnings = place_channel(
             scales[number].apply(volume.array),
-            volume.grid,
-            first_volume.grid,
-            outside[number],
-            name,
-            f"{path}: ",
-            str(paths[0]),
+            source=volume.grid,
+            target=first_volume.grid,
+            fill=outside[number],
+            name=name,
+            message_start=f"{path}: ",
+            first_name=str(paths[0]),
         )
         channels.append(image)
         findings += coverage_warnings

@@ -46,7 +46,7 @@ def body_box(
     box = VoxelBox.from_mask(is_body)
     if box is None:
         return full
-    # 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
+    # Minus 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
     z, y, x = (math.ceil(BODY_MARGIN_MM / mm_per_voxel - 1e-6) for mm_per_voxel in spacing_mm)
     return box.expanded((z, y, x)).intersect(full)
 
@@ -77,9 +77,11 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         return crop
     _, rows, columns = inner.shifted((0, -y, -x)).slices()
     planes = array[inner.slices()]
-    # Their place in the crop. That of a nearest slice outside the box is clamped to the last slice
-    # of a crop before the volume, and to the first of a crop behind it.
-    crop_start = min(max(first_read - z, 0), box.shape[0] - 1)
+    # Their place in the crop. A nearest slice outside the box comes to the end of the crop on its
+    # side: to the first slice if the volume ends before the box (`first_read - z` is negative), to
+    # the last if the volume begins behind it.
+    last_in_crop = box.shape[0] - 1
+    crop_start = min(max(first_read - z, 0), last_in_crop)
     crop_stop = crop_start + len(planes)
     crop[crop_start:crop_stop, rows, columns] = planes
     crop[:crop_start, rows, columns] = planes[0]

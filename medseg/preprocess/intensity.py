@@ -35,7 +35,6 @@ HU_LIMITS = (AIR_HU, MAX_HU)
 # Air in an image that `window` has normalised; fills what lies outside a volume.
 AIR = -1.0
 
-
 # Half way between air and soft tissue. The half unit is no whole HU, so that images agree whether
 # or not their values are rounded.
 BODY_HU = -500.5

@@ -56,7 +56,8 @@ PART_VOXELS = 2**19
 MAX_THREADS = 4
 # Decimals to which source positions, in voxels, are rounded; the others are rounding noise.
 POSITION_DECIMALS = 9
-# Distance in source voxels by which rounding may move a voxel out of the field of view.
+# Distance in source voxels by which rounding may move a voxel out of the field of view. It also
+# separates a scale above 1 from rounding noise.
 EDGE_TOLERANCE = 1e-6
 # A label must win by more than the rounding of float32 sums, or ties would depend on the direction
 # of an axis.
@@ -126,12 +127,15 @@ def axis_taps(
     highest = num_inputs - 0.5 + EDGE_TOLERANCE
     output = np.arange(num_outputs)
     if goes_on:
-        # Outputs beyond the field of view repeat the first or the last output inside it, which need
-        # not belong to the target. Where no output fits inside, `first_inside` is above
-        # `last_inside` and lies outside, so that no taps follow.
+        # Outputs beyond the field of view get the position of the first or the last output inside
+        # it, also where the target does not hold that output.
         first_inside = math.ceil((lowest - offset) / scale)
         last_inside = math.floor((highest - offset) / scale)
-        output = np.clip(output, first_inside, max(first_inside, last_inside))
+        # A thin source may lie between two outputs, so that none is inside and `last_inside` is
+        # below `first_inside`. All outputs then get the position of `first_inside`, which is
+        # outside, and no taps follow.
+        last_inside = max(first_inside, last_inside)
+        output = np.clip(output, first_inside, last_inside)
     position = np.round(scale * output + offset, POSITION_DECIMALS)
     inside = np.flatnonzero((position >= lowest) & (position <= highest))
     start = int(inside[0]) if inside.size else 0
@@ -234,11 +238,13 @@ def plan_slabs(
     num_planes = all_source_z.stop - all_source_z.start
     num_rows = source_y.stop - source_y.start
     num_columns = source_x.stop - source_x.start
-    # Planes of the target in a slab. Once its first axis is filtered, a slab has the planes of the
-    # target and all rows of the source, or all planes of the source and the rows of the target.
+    # `step` is the number of target planes in a slab. Once its first axis is filtered, a slab has
+    # planes of the target with rows of the source (z first), or planes of the source with rows of
+    # the target (y first).
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (num_rows * num_columns)
     else:
+        # Planes of the source in a slab, then those of the target that they give.
         source_step = SLAB_VOXELS / (len(y.index) * num_columns)
         step = round(source_step * len(z.index) / num_planes)
     min_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1

@@ -171,6 +171,20 @@ def test_what_is_stated_counts() -> None:
         find_traits(Odd, 1, 3, blocks=["joinin"])
 
 
+class WithoutModules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1, 1, 1, 1))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return nn.functional.conv3d(image, self.weight)
+
+
+def test_a_network_without_modules_has_no_block_to_name() -> None:
+    with pytest.raises(ValueError, match=r"'encoder', which is no module .*; it has no modules"):
+        find_traits(WithoutModules, 1, 3, blocks=["encoder"])
+
+
 class WithListOfBlocks(nn.Module):
     divisor = 4
 

@@ -330,6 +330,18 @@ def test_a_pass_that_exceeds_the_limit_is_refused_before_a_scan_is_read() -> Non
         model.within(1e-6)
 
 
+def test_a_budget_that_the_first_stage_exceeds_is_refused_with_its_tile() -> None:
+    model = load("cascade", max_ram_gib=0.5)
+    assert model.previous is not None
+    folder = model.previous.folder
+    larger_folder = replace(folder, plan=replace(folder.plan, patch_size=(16, 32, 32)))
+    larger = replace(model.previous, folder=larger_folder, least_slab_bytes=math.inf)
+    cascade = replace(model, previous=larger)
+    budget_gib = (model.least_bytes + cascade.least_bytes) / 2 / 2**30
+    with pytest.raises(UserError, match=r"a tile of 16×32×32 voxels needs"):
+        cascade.within(budget_gib)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("2d")])
 def test_slabs_change_no_label(name: str) -> None:
     volume, others, _ = scan_of(name)

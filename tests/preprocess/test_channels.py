@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,15 @@ def test_series_and_files_belong_to_the_first_channel_and_each_has_its_scale(
 ) -> None:
     calls: list[tuple[Any, ...]] = []
 
-    def read(*arguments: Any) -> Volume:
-        calls.append(arguments)
+    def read(
+        path: Path,
+        series: str | None = None,
+        modality: str = "ct",
+        channel: int = 0,
+        num_channels: int = 1,
+        files: Sequence[Path] = (),
+    ) -> Volume:
+        calls.append((path, series, modality, channel, num_channels, files))
         return Volume(
             np.full(GRID.shape, 3, np.int16),
             GRID,
