@@ -26,7 +26,6 @@ from medseg.memory.device_map import named_parts, plan_device_map, resolve_devic
 from medseg.memory.precision import lightning_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.models.stage_network import StageNetwork
-from medseg.targets import bind_target
 from medseg.task_options import make_task
 from medseg.training.callbacks import View
 from medseg.training.data_module import CasesDataModule
@@ -190,15 +189,15 @@ def _make_profiler(config: TrainConfig) -> Any:
 
     if config.debug.profiler is Profiler.torch:
         return PyTorchProfiler(
-            config.run_dir,
-            "profile",
+            dirpath=config.run_dir,
+            filename="profile",
             export_to_chrome=True,
             profile_memory=True,
             record_shapes=True,
         )
     if config.debug.profiler is Profiler.simple:
         # With a file: by default the table is a log message, which medseg silences.
-        return SimpleProfiler(config.run_dir, "profile")
+        return SimpleProfiler(dirpath=config.run_dir, filename="profile")
     return None
 
 
@@ -218,7 +217,7 @@ def _make_strategy(config: TrainConfig, device_type: str) -> Any:
 def _has_unused_parameters(config: TrainConfig) -> bool:
     """Whether some weights of the network get no gradient, for which DDP would wait."""
     output_weights = config.loss.get("output_weights") or ()
-    # The layers of an output get no gradient if the loss does not see it.
+    # The loss does not compute an output of weight 0, so its layers get no gradient.
     if 0 in output_weights:
         return True
     return make_network_on_meta(config).traits.has_unused
@@ -295,7 +294,8 @@ def _coarse_stage_by_case(
     """
     paths = config.stage.coarse_folds or []
     # Also the cases that are held out now: a checkpoint may have trained on them.
-    (all_cases, _), _ = find_cases(config.data, config.task)
+    table_group, _phantom_group = find_cases(config.data, config.task)
+    all_cases, _label_values = table_group
     patient_by_case = {case.name: case.patient for case in all_cases}
     # Patients that each stage has trained on, by the cases that its checkpoint lists. The number of
     # its fold would not do: since then the table may have grown, or other patients may be held out.
@@ -434,9 +434,8 @@ def _balance_parts(
         )
     # Whole crops differ in size. A usual one will do: only the ratio of the parts matters.
     shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
-    optimizer_factory = bind_target(
-        "optimizer", "optimizer", config.optimizer, None, trusted=config.trusted_targets
-    )
+    # The rate does not matter for the bytes, so it is not scaled.
+    optimizer_factory = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
     memory = count_step(
         lambda: make_network(config),
         (1, count_channels(config), *shape),

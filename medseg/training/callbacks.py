@@ -262,4 +262,5 @@ class Distortions(pl.Callback):
         """Whether the distortions of all regions of a case are printed."""
         return all((case, region) in self.printed for region in range(len(self.names)))
 
+    # The cases of a validation are printed too.
     on_validation_batch_end = on_train_batch_end

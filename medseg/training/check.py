@@ -163,7 +163,7 @@ def _check_optimisation(config: TrainConfig) -> None:
         first_step = step_from_zero(optimizer_factory)
         has_growing_steps = grows_with_gradient(optimizer_factory)
     name = class_name(config.optimizer)
-    # The gradient with which `step_from_zero` made the step.
+    # The gradient of the step of `step_from_zero`. A step along it has a positive product with it.
     gradient = torch.linspace(-1.0, 1.0, len(first_step))
     climbs = float(first_step @ gradient) > 0
     if climbs:

@@ -149,7 +149,7 @@ def _excluded_by_map(config: TrainConfig) -> Iterator[tuple[str, str]]:
         yield "memory.offload=true", "the device map already places the activations"
     if memory.compile:
         yield "memory.compile=true", "compiled code stays on one device"
-    kinds = set(DEVICE_KINDS[trainer.accelerator])
+    kinds = set(DEVICE_KINDS[trainer.accelerator])  # a copy, which is extended
     if isinstance(device_map, dict):
         # "cuda" of "cuda:1"
         kinds |= {str(device).partition(":")[0] for device in device_map.values()}

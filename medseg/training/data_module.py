@@ -333,13 +333,14 @@ class CasesDataModule(pl.LightningDataModule):
         """
         train_names = {case.audit.voxels_sha256: case.name for case in self.train_cases}
         for case in self.val_cases:
-            twin = train_names.get(case.audit.voxels_sha256, case.name)
-            if twin != case.name and DUPLICATE not in case.ignore_findings:
-                raise UserError(
-                    f"The validation case {case.name!r} has the same voxels as the training case "
-                    f"{twin!r}; remove one of them, or give both the same patient in the case "
-                    f"table (or data.ignore_findings=[{DUPLICATE}])."
-                )
+            twin = train_names.get(case.audit.voxels_sha256)
+            if twin is None or twin == case.name or DUPLICATE in case.ignore_findings:
+                continue
+            raise UserError(
+                f"The validation case {case.name!r} has the same voxels as the training case "
+                f"{twin!r}; remove one of them, or give both the same patient in the case "
+                f"table (or data.ignore_findings=[{DUPLICATE}])."
+            )
 
     def _open(self, cases: Sequence[Case], source: CaseSource) -> list[CachedCase]:
         """Open the cache entries of cases of a source."""
@@ -418,7 +419,8 @@ class TrainLoader(DataLoader[Any]):
             workers = getattr(iterator, "_workers", None)
             if workers:
                 # With None in place of an object: only when this process ends. When the iterator is
-                # deleted, torch ends the workers.
+                # deleted, torch ends the workers. A priority, because Python calls what has none
+                # only after that wait.
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
         finally:
@@ -508,12 +510,20 @@ def _localise(
     for intensity, fine_channel, image, channel in zip(
         case.intensities, task.channels, case.images, coarse.task.channels, strict=True
     ):
-        # That of the case is the intensity of the channel in the fine stage, if it needs one.
+        # The intensity of the case is that of the fine stage: it serves for a channel that both
+        # stages scale alike. A CT window has none.
         if not intensity or channel != fine_channel:
             intensity = intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
         intensities.append(intensity)
     images = [np.asarray(image) for image in case.images]
     # No budget: training has no key for it, and a lack of memory is reported in one sentence.
     options = InferenceOptions(budget_gib=math.inf)
-    scan_mm = case.audit.grid.spacing_mm
-    return localise(images, case.grid, coarse, options, scan_mm, intensities, keep_probs=keep_probs)
+    return localise(
+        images,
+        case.grid,
+        coarse,
+        options=options,
+        scan_spacing_mm=case.audit.grid.spacing_mm,
+        intensities=intensities,
+        keep_probs=keep_probs,
+    )

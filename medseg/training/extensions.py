@@ -135,9 +135,9 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     )
     all_transforms: list[Any] = []
     for index, node in enumerate(augment.transforms):
-        # This word stands for the effects of the keys of `augment`.
+        # The word "effects" stands for all effects that the keys of `augment` set.
         if node == "effects":
-            # Some fields of effects are no keys: the task knows them.
+            # Some fields of the effects are no keys, because the task decides them.
             task_values = {
                 "window_hu": task.channels[0].window_hu,
                 "organ_values": organ_values,
@@ -229,7 +229,7 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
     for key, node in nodes.items():
         bound_class = _bind("logger", key, node, config.trusted_targets)
         loggers.append(_call(key, bound_class))
-    # Only when all of them could be made: it changes files.
+    # Only now that all of them could be made, because this changes files.
     if start_step:
         for logger in loggers:
             drop_repeated_steps(logger, start_step)

@@ -71,8 +71,9 @@ class History(pl.Callback):
         self.earlier_s = 0.0
         self.start_s = time.perf_counter()
         self.lr = 0.0  # of the present step
-        # Step of the last line; its time, moved on by the duration of validations since.
-        self.last_step = 0
+        self.last_step = 0  # of the last line
+        # Time of the last line. Each validation since then moves it on by its duration, so that the
+        # difference to the present time is that of the steps alone.
         self.last_time_s = 0.0
         # Start of a validation after which no step has begun yet.
         self.pause_start_s: float | None = None
@@ -195,7 +196,7 @@ class History(pl.Callback):
         """
         if not self.losses:
             return []
-        # Those of a checkpoint are numbers, the others tensors on the device.
+        # The losses of a checkpoint are numbers, the others tensors on the device.
         tensors = []
         for loss in self.losses:
             tensors.append(torch.as_tensor(loss, dtype=torch.float32, device=self.device))

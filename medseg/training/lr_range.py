@@ -62,6 +62,7 @@ class LrRange(pl.Callback):
         loss = fmean(self._micro_losses)
         self._micro_losses = []
         if math.isfinite(loss):
+            # The rate of this step: all steps before had finite losses, or the run had ended.
             self.lrs.append(self.planned_lrs[len(self.lrs)])
             self.losses.append(loss)
         if not math.isfinite(loss) or has_diverged(self.losses):

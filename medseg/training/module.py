@@ -37,8 +37,8 @@ class SegmentationModule(pl.LightningModule):
         loss: Called as `loss(logits, target)`.
         make_optimizer: From parameters to an optimiser.
         make_schedule: From an optimiser to a schedule that is stepped once per optimiser step.
-        seed: Seed of the run; torch is reseeded from (seed, step, micro-batch), so that dropout
-            depends on nothing else.
+        seed: Seed of the run; torch is reseeded from (seed, step, number of the first sample) for
+            each stack of samples, so that dropout depends on nothing else.
         accumulate: Micro-batches per optimiser step.
         tile_size: Sliding window of the validation, voxels (D, H, W); None = the whole crop.
         overlap: Share of a tile that it has in common with its neighbour.
@@ -193,7 +193,7 @@ class SegmentationModule(pl.LightningModule):
             is_ignored = target == ignore_value
             labels = labels.masked_fill(is_ignored, 0)
             target = target.masked_fill(is_ignored, 0)
-        classes = tuple(range(1, int(self.metadata["num_classes"])))
+        classes = tuple(range(1, int(self.metadata["num_classes"])))  # without the background
         # The Dice by class; those of metrics are added by name.
         scores: dict[Any, float] = dice_per_label(labels, target, classes)
         for name, metric in self.metrics.items():
@@ -260,8 +260,10 @@ class SegmentationModule(pl.LightningModule):
         # Lightning finds the end of a step by the count of micro-batches, and a step may have
         # another number of them now.
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        num_processed = checkpoint["global_step"] * self.accumulate
         for counts in (progress["total"], progress["current"]):
-            shift = checkpoint["global_step"] * self.accumulate - counts["processed"]
+            shift = num_processed - counts["processed"]
+            # Those that are ready, started and completed too, which may differ by one.
             for key in counts:
                 counts[key] += shift
         if self.average is not None:

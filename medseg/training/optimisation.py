@@ -29,9 +29,9 @@ def make_optimizer(
         lr_factor: Factor on its learning rates, see `find_lr_factor`.
         trusted: Prefixes of `trusted_targets`.
     """
-    return bind_target(
-        "optimizer", "optimizer", scale_rates(group, lr_factor), None, trusted=trusted
-    )
+    scaled_group = scale_rates(group, lr_factor)
+    parameters_later = None  # stands for them, see `bind_target`
+    return bind_target("optimizer", "optimizer", scaled_group, parameters_later, trusted=trusted)
 
 
 def make_schedule(
@@ -51,8 +51,10 @@ def make_schedule(
     if group[TARGET] in MOMENTUM_SCHEDULES:
         # A value of the group comes later, and replaces this one.
         group = {"cycle_momentum": False, **group}
+    scaled_group = scale_rates(group, lr_factor)
+    optimizer_later = None  # stands for it, see `bind_target`
     schedule_factory = bind_target(
-        "schedule", "schedule", scale_rates(group, lr_factor), None, trusted=trusted
+        "schedule", "schedule", scaled_group, optimizer_later, trusted=trusted
     )
     if not warmup_steps:
         return schedule_factory
@@ -60,7 +62,7 @@ def make_schedule(
 
     def with_warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         warmup = LinearLR(optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps)
-        # The factors of both are multiplied.
+        # The rate of a step is the product of both factors.
         return ChainedScheduler([warmup, schedule_factory(optimizer)], optimizer)
 
     return with_warmup

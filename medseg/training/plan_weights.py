@@ -66,7 +66,7 @@ def load_plan_weights(network: StageNetwork, config: TrainConfig) -> None:
                 f"{key}: the weights of fold {fold} do not fit the network of its plan ({name} is "
                 "missing or has another shape); take the files of one training"
             )
-    # Not strict: the fresh weights are missing.
+    # Not strict, because `taken` lacks the weights that stay fresh.
     unet.network.load_state_dict(taken, strict=False)
     say(f"{key}: {_describe(fold, fresh_weights, taken, has_new_channels, folder.plan, config)}")
 

@@ -452,8 +452,8 @@ def test_the_coarse_stage_gets_the_intensity_of_its_own_task(
     )
     given: list[list[Intensity]] = []
 
-    def localise(*arguments: Any, **_: Any) -> Any:
-        given.append(arguments[-1])
+    def localise(*_: Any, intensities: list[Intensity], **__: Any) -> Any:
+        given.append(intensities)
         return SimpleNamespace(boxes={})
 
     monkeypatch.setattr(data_module, "localise", localise)
