@@ -275,8 +275,8 @@ class Samples(Dataset[Sample]):
             warp = None
             if self.augmentation is not None:
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
-            # Whether there is more of the patient beyond the crop. A whole scan is cut at the box of
-            # its body, which leaves nothing out.
+            # Whether there is more of the patient beyond the crop. A whole scan is cut at the box
+            # of its body, which leaves nothing out.
             is_part_of_scan = region is not None or self.stage.patch_size is not None
             read_crop = crop
             if warp is not None and is_part_of_scan:
