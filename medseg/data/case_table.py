@@ -633,7 +633,7 @@ def split_cases(
     test = set(test_patients) | (_marked(split_of, "test") - set(val_patients))
     not_test = [patient for patient in patients if patient not in test]
     has_fold_columns = any(case.fold_sides for case in cases)
-    # A fold that the configuration names takes precedence over the marks train and val.
+    # A fold of the configuration, also `all`, takes precedence over the marks train and val.
     marked_val = _marked(split_of, "val") if fold is None else set[str]()
     has_other_choice = fold == "all" or bool(val_patients) or bool(marked_val)
     if has_fold_columns and not has_other_choice:

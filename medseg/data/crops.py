@@ -171,11 +171,11 @@ class StageCrops:
             tight_box,
             case.grid,
             lattice,
-            self.region_margin_mm,
-            input_size,
-            self.divisor,
-            self.rule,
-            least_size,
+            margin_mm=self.region_margin_mm,
+            patch_size=input_size,
+            divisor=self.divisor,
+            rule=self.rule,
+            least_size=least_size,
         )
 
 
@@ -195,7 +195,7 @@ def jittered(
         spacing_mm: Voxel spacing of the box's grid, (z, y, x).
         rng: Generator of the sample.
     """
-    # One row for the low faces and one for the high faces, (z, y, x).
+    # One row for the low faces and one for the high faces, (z, y, x). A face may leave the scan.
     shifts_mm = rng.normal(0.0, box_jitter_mm, (2, 3))
     low_shift, high_shift = np.round(shifts_mm / np.array(spacing_mm)).astype(int)
     start = np.array(box.start) + low_shift

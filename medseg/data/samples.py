@@ -275,7 +275,8 @@ class Samples(Dataset[Sample]):
             warp = None
             if self.augmentation is not None:
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
-            # Whether the scan goes on beyond the crop; that of a whole scan ends with the body.
+            # Whether there is more of the patient beyond the crop. A whole scan is cut at the box
+            # of its body, which leaves nothing out.
             is_part_of_scan = region is not None or self.stage.patch_size is not None
             read_crop = crop
             if warp is not None and is_part_of_scan:
@@ -409,8 +410,8 @@ class Samples(Dataset[Sample]):
             shape = (max(divisor_z, num_slices // divisor_z * divisor_z), *shape[1:])
         depth = self._bounded_depth(shape) or shape[0]
         if any(channel.window_hu is None for channel in self.task.channels):
-            # The crop is not padded here but by `collate`, after the intensity map, as in
-            # prediction: the maps of cases differ in the value of air.
+            # Without a window, the value of air differs from case to case. So the crop stays within
+            # the body, and `collate` pads it after the intensity map, as prediction does.
             depth = min(depth, body.shape[0])
             shape = body.shape
         crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
@@ -494,8 +495,8 @@ class Samples(Dataset[Sample]):
             patch_size: Size of the patch in voxels of the crop's lattice, (D, H, W).
             rng: Generator of the sample.
         """
-        # Both are drawn in any case, so that the place does not depend on whether a boundary is
-        # found. A place is the share of the free distance along an axis, 0 ≤ place < 1.
+        # The place is drawn first, so that it does not depend on whether a boundary is found. It is
+        # the share of the free distance along each axis, 0 ≤ place < 1.
         place = rng.random(3)
         needs_boundary = rng.random() < (self.stage.boundary_share or 0.0)
         voxel = None

@@ -35,7 +35,10 @@ def sources_of(case: Case, task: Task) -> dict[str, Path]:
 
 
 def files_of(path: Path) -> list[Path]:
-    """List all files that an image or label map consists of, the given one first.
+    """List all files that an image or label map consists of.
+
+    They are the masks or DICOM files of a folder; a header, before the files with its voxels; all
+    slices beside a DICOM slice; or the file alone.
 
     Raises:
         UserError: If it is not an image, such as a device (reading it might never end).

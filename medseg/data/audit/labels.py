@@ -371,7 +371,7 @@ def _contrary_position(
     boxes = {name: facts.box for name, facts in regions.items()}
     if turned_pairs(image_hu, boxes, grid, task):
         return "turned by 180 degrees about its long axis", "the spine lies at the front"
-    # Negative where the lower ends of the lungs look like apices.
+    # The excess is negative where organs full of air look upside down.
     if apex_excess(image_hu, labels, boxes, grid, task) < UPSIDE_DOWN_EXCESS:
         return "upside down", UPSIDE_DOWN_SIGN
     # Loads scipy, which a training from the cache does not need.

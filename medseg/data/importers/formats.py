@@ -230,6 +230,7 @@ def read_cases(
     Raises:
         UserError: If it is none of these.
     """
+    # `table_at` returns a folder without a table as it is.
     if table_at(path).is_dir() or path.suffix.lower() == ".json":
         data = import_dataset(path)
         data.require_structures()
