@@ -102,8 +102,8 @@ def _refining_bytes(head: RefiningHead, area: int) -> float:
         head: The head.
         area: Voxels of a plane of the image.
     """
-    # At full resolution: the image, the features once before and once after the activation, and the
-    # logits.
+    # At full resolution: the image, the features from the cells and those from the image, which are
+    # added, and the logits.
     channels = head.detail.in_channels + 2 * head.detail.out_channels + head.conv.out_channels
     planes_of_voxels = head.cell[0]
     return WORKSPACE * ITEMSIZE * planes_of_voxels * area * channels

@@ -47,10 +47,11 @@ def make_described_network(
     divisor = node.pop("divisor", None)
     blocks = node.pop("blocks", None)
     del node[TARGET]
-    arguments = to_tuples(node)
 
     def make(in_channels: int) -> nn.Module:
-        all_arguments = channel_arguments(network_class, arguments, in_channels, num_classes)
+        # Each construction gets copies: a class may change a dictionary that it is given.
+        own_arguments = to_tuples(node)
+        all_arguments = channel_arguments(network_class, own_arguments, in_channels, num_classes)
         network: nn.Module = bind_arguments("model", "model", network_class, all_arguments)()
         return network
 
@@ -60,7 +61,7 @@ def make_described_network(
     is_unet = isinstance(network_class, type) and issubclass(network_class, UNet)
     # Sorted, because a file of weights may have the arguments in another order than a
     # configuration.
-    sorted_arguments = sorted(arguments.items())
+    sorted_arguments = sorted(to_tuples(node).items())
     key = repr((network_class, sorted_arguments, divisor, blocks, in_channels, num_classes))
     try:
         if is_unet and divisor is None and blocks is None:

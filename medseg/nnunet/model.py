@@ -294,8 +294,7 @@ class NnunetModel:
         if self.previous is None:
             return logits_cost._replace(other_time=other_time)
         previous_cost = self.previous.expected(grid)
-        # The preparation of the first stage is left out: that of this stage, which also has the
-        # labels of the first, takes at least as much memory.
+        # The preparation of the first stage is left out: its passes usually take more memory.
         return ExpectedCost(
             {PREVIOUS: previous_cost.memory[SEGMENT], **logits_cost.memory},
             previous_cost.other_time + other_time,

@@ -84,9 +84,9 @@ class TorchPlanes:
 
     They have the bits of one call of torch on the whole volume. Torch interpolates along x, then y,
     then z. For x and y, a call on the two source planes goes through the same kernel; for z this
-    class computes torch's fused multiply-add. Slices across a separate axis are two-dimensional
-    images to torch, which takes another kernel for results with H + W <= 128: there the last bit of
-    a value may differ.
+    class computes what torch's fused multiply-add does. Slices across a separate axis are
+    two-dimensional images to torch, which takes another kernel for results with H + W <= 128: there
+    the last bit of a value may differ.
 
     Args:
         source: Shape of the volume.
@@ -133,7 +133,7 @@ class TorchPlanes:
         first, second = interpolated
         weight = self._weight[number]
         # A fused multiply-add: the product with `second` is rounded to float32, that with `first`
-        # is exact in float64, and their sum is rounded once.
+        # is exact in float64, and their sum is rounded once, but for rare ties.
         second_term = (second * float(weight)).double()
         first_term = first.double().mul_(float(np.float32(1.0) - weight))
         between = second_term.add_(first_term).float()

@@ -134,8 +134,8 @@ class Segmenter:
         start_s = time.perf_counter()
         task = self.cascade.task
         channels = _channels_of(scan)
-        first = channels[0]
         require_channels(task, len(channels))
+        first = channels[0]
         paths = [Path(channel) for channel in channels if isinstance(channel, (str, Path))]
         are_all_paths = len(paths) == len(channels)
         if are_all_paths:

@@ -212,8 +212,8 @@ def probability_channel(
         Channel (D, H, W), float32: the probability of the region, from -1 (probability 0) to 1. It
         is -1 beyond the grid in plane and beyond the content of the crop.
     """
-    label_probs = torch.as_tensor(probs[list(values)]).to(torch.float32)
-    region_probs = label_probs.sum(0)
+    # No name for the copies of all labels, which are large: they are freed before the resampling.
+    region_probs = torch.as_tensor(probs[list(values)]).to(torch.float32).sum(0)
     crop_probs = resample_image(region_probs, grid, crop.grid, 0.0, slices_go_on=True)
     return erase_outside_(crop_probs, crop, 0.0).mul_(2.0).sub_(1.0)
 
