@@ -40,12 +40,10 @@ class RehearsalWatch(pl.Callback):
         self.path = Path(path)
         self.main = self.helpers = self.worker = self.copies = 0  # largest bytes so far
         self.steps_s: list[float] = []  # processor time of each step without computation
-        # Times of the present step, by the clock of the processor time: its start (None where it is
-        # not known), the computation counted so far, and the time up to which it is counted (None
-        # before the first forward pass).
-        self.step_start_s: float | None = None
-        self.computed_s = 0.0
-        self.counted_until_s: float | None = None
+        # The present step, by the clock of the processor time.
+        self.step_start_s: float | None = None  # None where it is not known
+        self.computed_s = 0.0  # duration of its computation so far
+        self.counted_until_s: float | None = None  # None before its first forward pass
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Register hooks that time the computation of each step: network, loss and optimiser.

@@ -53,7 +53,7 @@ class MachineLoad:
                 shared_bytes = getattr(memory, "shared", 0)  # on Linux alone
                 host_bytes += max(0, memory.rss - shared_bytes)
         now_s = time.perf_counter()
-        # A process that is new since the last reading has used all of its time since then.
+        # All of the time of a process that is new since the last reading was used since then.
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         load = {"host_gib": host_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
         self.cpu_s = cpu_s
