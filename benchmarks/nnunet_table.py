@@ -304,7 +304,8 @@ def forecast_in(row: Row) -> Forecast:
 
 def least_dice(labels: np.ndarray, expected: np.ndarray) -> float:
     """Smallest Dice of the labels that are in either map; 1 where there are none."""
-    values = np.union1d(labels, expected)
+    # Not of the maps themselves: `union1d` would join copies of both.
+    values = np.union1d(np.unique(labels), np.unique(expected))
     scores = [1.0]
     for value in values[values > 0]:
         mask = labels == value

@@ -347,7 +347,7 @@ def write_viewer(
         volumes: Scan and labels.
         words: Text beside the volumes.
         structures: Names, values and colours of the labels.
-        window: Values that are drawn black and white at first; None = the whole range.
+        window: Values that are drawn black and white at first; None = the viewer's own choice.
         is_ct: Whether the windows of CT are offered.
 
     Raises:
