@@ -71,8 +71,8 @@ def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ())
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
             if not key.startswith("pretrain"):
                 arguments += extra_arguments
-            # `pretrain_fine` gets no checkpoint: trainings on phantoms run before the coarse stage
-            # exists, so `compose_train` shall refuse one that needs it.
+            # `stage_steps` gives no coarse stage to trainings on phantoms, which all folds share:
+            # `compose_train` refuses a `pretrain_fine` that needs one.
             if key == "fine" and needs_coarse_stage(name, key):
                 # The real checkpoint is still to be trained; any existing file passes the check.
                 stand_in = shipped_weights(INCLUDED_TASK, "coarse")
