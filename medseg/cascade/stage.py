@@ -331,8 +331,9 @@ class TrainedStage:
             self.plan(self.tile_size, options)
         elif self.allows_slabs:
             lattice = grid.resampled(self.spacing_mm)
-            # The rule may scale the lattice, by the spacing of the scan.
-            scaled = lattice.resampled(self.rule.spacing_mm(grid.spacing_mm))
+            # The rule may choose another spacing by that of the scan; None keeps the lattice.
+            rule_spacing_mm = self.rule.spacing_mm(grid.spacing_mm)
+            scaled = lattice.resampled(rule_spacing_mm)
             self.plan(self.rule.size or scaled.shape, options)
 
     @property
@@ -407,8 +408,8 @@ class TrainedStage:
 
         Both are on the CPU, as in `Prediction`.
         """
-        # The image is in the precision of the stage that it was made for. That of a copy by
-        # `_on_cpu` may be another one.
+        # The image has the number format of the stage that it was made for. This stage may be the
+        # copy of that one by `_on_cpu`, with another precision.
         image = image.to(self.image_dtype)
         # Slabs are brought to the device one by one.
         if plan.slab_bytes is None:
@@ -518,6 +519,7 @@ def _copy_on_cpu(network: nn.Module) -> nn.Module:
         else:
             # What is on the CPU already would be shared with the original.
             copies[id(weight)] = on_cpu.clone()
+    # Buffers are plain tensors, but the parameters of a module must stay `nn.Parameter`.
     for parameter in network.parameters():
         copies[id(parameter)] = nn.Parameter(copies[id(parameter)], requires_grad=False)
     return copy.deepcopy(network, copies)

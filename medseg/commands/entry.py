@@ -70,8 +70,8 @@ class Command(NamedTuple):
 
     Attributes:
         schema: Root dataclass of its configuration.
-        module: Module with its function, which has the name of the command; for the others see
-            `FUNCTIONS`.
+        module: Module with its function. The function has the name of the command, unless
+            `FUNCTIONS` gives another one.
         sentence: What it does, for `--help`.
     """
 
@@ -181,7 +181,7 @@ COMMANDS = {
 }
 # Function of a command whose own name is a keyword or a type of Python.
 FUNCTIONS = {"import": "import_data", "list": "list_series"}
-# Package that a command imports to its extra of medseg.
+# Optional packages: name in `import`, and the extra of medseg that installs it.
 EXTRAS = {"optuna": "search"}
 
 
@@ -243,7 +243,7 @@ def run(
     """Compose a root file with the command line, run `job` on the checked configuration, and exit.
 
     Exit codes: 0 success; 1 some cases or jobs failed and the others went on; 2 a mistake of the
-    user, reported in one sentence; those of `medseg.runs.status`. Any other exception keeps its
+    user, reported in one sentence; the others are in `medseg.errors`. Any other exception keeps its
     traceback: it is a defect of medseg. `--help` prints every key.
 
     Args:
@@ -341,6 +341,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
     arguments = quote_paths(with_task(arguments, schema))
     with _explained_errors(command):
         arguments = with_plan(arguments, schema, partial(compose, command))
+    # A `_target_` empties its node, so it must come before the other arguments of the node.
     arguments = targets_first(arguments)
     # Hydra takes the arguments from here.
     sys.argv[1:] = options_first(arguments)
@@ -357,7 +358,8 @@ def _explained_errors(command: str) -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(explain(error, compose(command)[0])) from error
+        default_config, _ = compose(command)
+        raise UserError(explain(error, default_config)) from error
 
 
 def _print_help(command: str, arguments: Sequence[str]) -> None:
@@ -400,7 +402,7 @@ def _run_hydra(command: str, run_job: Callable[[DictConfig], None]) -> None:
 
 def _exit_code(codes: Sequence[int]) -> int:
     """Join the exit codes of all jobs, and say how many of several failed."""
-    # No job, as of `--help`, is a success.
+    # `--help` runs no job, and succeeds.
     if not codes:
         return 0
     if len(codes) == 1:

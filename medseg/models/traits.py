@@ -511,17 +511,18 @@ def _find_divisor(
         reductions.append(round(length / smallest))
     # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
-        depth, height, width = (reduction * factor for reduction in reductions)
-        # Multiples by 5 and 7, which a divisor that is twice or three times as large does not
-        # divide. They differ, because a network may accept cubes alone.
-        tried_shape = (5 * depth, 7 * height, 5 * width)
+        z, y, x = (reduction * factor for reduction in reductions)
+        # 5 and 7 times the divisor are no multiples of twice or three times the divisor, which the
+        # network may really need. They differ, so that a network that accepts nothing but cubes
+        # fails here too.
+        tried_shape = (5 * z, 7 * y, 5 * x)
         try:
             result = _Trace(network, (1, in_channels, *tried_shape)).result
             _check_outputs(network, result, tried_shape, num_classes)
         # A foreign network may raise anything for a size that it does not accept.
         except Exception:
             continue
-        return (depth, height, width), None
+        return (z, y, x), None
     return shape, shape
 
 

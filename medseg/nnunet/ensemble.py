@@ -72,7 +72,7 @@ class NnunetEnsemble(CombinedModel):
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Checksums of the checkpoints of all members, below their numbers."""
+        """Checksums of the checkpoints of all members; the number of the member is in each key."""
         return {f"ensemble_{name}": files for name, files in super().checkpoints.items()}
 
     @property
@@ -120,9 +120,12 @@ class NnunetEnsemble(CombinedModel):
             num_scan_logits = num_heads * math.prod(grid.shape)
             other_time += logits_cost.other_time + EXACT_TIME * num_scan_logits
             operations += logits_cost.operations
+        # The planes of the mean lie across the first axis of the network.
         shape = self.parts[0].turned_grid(grid).shape
-        _, y, x = self.plan.transpose
-        plane_bytes = 4 * num_heads * shape[y] * shape[x]
+        _, height_axis, width_axis = self.plan.transpose
+        # 4 bytes for a float32.
+        plane_bytes = 4 * num_heads * shape[height_axis] * shape[width_axis]
+        # One byte a voxel.
         labels = StepArray(math.prod(shape), waits=grid.is_axial)
         memory[AVERAGE] = [*stored, labels, StepArray(PROBABILITY_PLANES * plane_bytes)]
         return ExpectedCost(memory, other_time, operations)
@@ -155,9 +158,10 @@ class NnunetEnsemble(CombinedModel):
             stored.append((logits, planes))
         with timed_step(result.durations_s, on_step, AVERAGE):
             result.labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
-            # The box of the last member, which is that of all.
-            labels = self.parts[0].crop_of(result.labels, box, volume.grid)
-            average_planes(stored, self.plan.labels.region_values, labels)
+            # The box of the last member, which is that of all. The crop is a view: what is written
+            # into it is in the result.
+            crop = self.parts[0].crop_of(result.labels, box, volume.grid)
+            average_planes(stored, self.plan.labels.region_values, labels=crop)
         result.measure(volume.grid, self.task)
         return result
 

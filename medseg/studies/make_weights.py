@@ -26,9 +26,9 @@ from medseg.studies.recipes import (
     check_same_recipe,
     coarse_arguments,
     experiments,
+    needs_coarse_stage,
     note_recipe,
     recipe_of,
-    sees_coarse_stage,
     stage_steps,
     without_folders,
 )
@@ -142,7 +142,7 @@ def _coarse_stage_arguments(config: MakeWeightsConfig) -> dict[str, list[str]]:
     checkpoint = text_of(str(last_checkpoint(runs / "all" / "coarse")))
     arguments = {}
     for experiment in config.fine:
-        if sees_coarse_stage(experiment, "fine"):
+        if needs_coarse_stage(experiment, "fine"):
             arguments[experiment] = [f"stage.coarse={checkpoint}"]
     return arguments
 

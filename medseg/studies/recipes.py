@@ -66,18 +66,21 @@ def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ())
             continue
         chain = [names] if isinstance(names, str) else names
         for name in chain:
+            # Nothing is written. Any folder will do: the default is Hydra's output folder, which
+            # only a running command has.
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
             if not key.startswith("pretrain"):
                 arguments += extra_arguments
-            # A training on phantoms that needs a coarse stage gets none, and is refused below.
-            if key == "fine" and sees_coarse_stage(name, key):
+            # `stage_steps` gives no coarse stage to trainings on phantoms, which all folds share:
+            # `compose_train` refuses a `pretrain_fine` that needs one.
+            if key == "fine" and needs_coarse_stage(name, key):
                 # The real checkpoint is still to be trained; any existing file passes the check.
                 stand_in = shipped_weights(INCLUDED_TASK, "coarse")
                 arguments.append(f"stage.coarse={text_of(str(stand_in))}")
             compose_train(arguments, key)
 
 
-def sees_coarse_stage(experiment: str, where: str) -> bool:
+def needs_coarse_stage(experiment: str, where: str) -> bool:
     """Whether an experiment takes the output of a coarse stage as input, but names no checkpoint.
 
     Args:
@@ -145,7 +148,7 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
     checkpoints = ",".join(text_of(str(path)) for path in paths)
     arguments = {}
     for experiment in config.fine:
-        if sees_coarse_stage(experiment, "fine"):
+        if needs_coarse_stage(experiment, "fine"):
             arguments[experiment] = [f"stage.coarse_folds=[{checkpoints}]"]
     return arguments
 

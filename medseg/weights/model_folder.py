@@ -232,7 +232,9 @@ def _label_rows(task: Mapping[str, Any]) -> list[str]:
             region_of[region["labels"][0]] = region["name"]
     rows = []
     for label, value in task.get("labels", {}).items():
-        range_ml = ranges_ml.get(label) or ranges_ml.get(region_of.get(label))
+        range_ml = ranges_ml.get(label)
+        if range_ml is None and label in region_of:
+            range_ml = ranges_ml.get(region_of[label])
         range_text = "not stated"
         if range_ml is not None:
             low_ml, high_ml = range_ml
@@ -273,8 +275,8 @@ def _bound_sentence(networks: Sequence[StageWeights]) -> str:
     if bound is None:
         return "Bound on Dice: none was calibrated; that takes a cross-validation of 9 patients."
     sentence = (
-        f"Bound on Dice: calibrated on {bound['num_patients']} patients for a share of "
-        f"{bound['level']:g}; reports state it as `dice_at_least`."
+        f"Bound on Dice: calibrated on {bound['num_patients']} patients to hold for "
+        f"{bound['level']:g} of new patients; reports state it as `dice_at_least`."
     )
     num_folds = sum(network.metadata["stage"] == last_stage for network in networks)
     if num_folds > 1:

@@ -71,7 +71,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     monkeypatch.setattr(study, "run_steps", collected.extend)
     monkeypatch.setattr(study, "check_experiments", lambda config: None)
     for name in ("medseg.studies.recipes", "medseg.studies.make_weights"):
-        monkeypatch.setattr(f"{name}.sees_coarse_stage", lambda experiment, _: experiment == "c")
+        monkeypatch.setattr(f"{name}.needs_coarse_stage", lambda experiment, _: experiment == "c")
     return collected
 
 

@@ -103,7 +103,7 @@ def test_an_experiment_that_cannot_be_trained_is_refused_before_any_training() -
 def test_an_experiment_that_sees_the_coarse_stage_gets_those_of_all_folds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "sees_coarse_stage", lambda experiment, _: experiment == "c")
+    monkeypatch.setattr(recipes, "needs_coarse_stage", lambda experiment, _: experiment == "c")
     config = MakeWeightsConfig(
         cases="t.csv",
         output="out",

@@ -202,8 +202,8 @@ def open_dicom(
 
     def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
-            # Interpolated planes are float32; they are rounded where all slices hold whole HU.
-            # Where only some do, this leaves the whole numbers of the others as they are.
+            # An interpolated plane (float32) of slices that all hold whole HU (int32) is rounded.
+            # In a float32 volume, a slice of whole HU comes here too: rounding does not change it.
             if image_hu.dtype != dtype:
                 image_hu = np.rint(image_hu)
             yield image_hu.astype(dtype).ravel()
@@ -301,8 +301,10 @@ def _without_duplicates(
                 f"{path}: expected one slice at each position, but {previous} and {frame} share a "
                 "position and differ; remove one of them."
             )
-        # By number; an acquisition without one counts as the later.
-        if natural(acquisition)[0] < natural(previous_acquisition)[0]:
+        # As numbers; an acquisition without one is infinite here, so the later.
+        number, _ = natural(acquisition)
+        previous_number, _ = natural(previous_acquisition)
+        if number < previous_number:
             frames[-1] = frame
             heights_mm[-1] = height_mm
             later_slices.append(previous)
@@ -432,8 +434,10 @@ def _sideways_shifts(
             f"{path}: expected slices stacked along their normal, but they drift {tilt_deg:.0f}° "
             "away from it; such a stack is no CT of a tilted gantry (30° at most)."
         )
-    cause = f"the slices are offset sideways by up to {np.abs(shifts_mm).max():.1f} mm: they"
+    consequence = "were resampled to a rectangular grid; results are on that grid"
     if is_line:
-        cause = f"the gantry was tilted by {tilt_deg:.1f}°: the slices"
-    warning = f"{cause} were resampled to a rectangular grid; results are on that grid"
+        warning = f"the gantry was tilted by {tilt_deg:.1f}°: the slices {consequence}"
+    else:
+        largest_mm = np.abs(shifts_mm).max()
+        warning = f"the slices are offset sideways by up to {largest_mm:.1f} mm: they {consequence}"
     return shifts_mm, np.zeros(2), [warning]
