@@ -33,5 +33,6 @@ def key_below(group: str, name: str) -> str:
         ('stage', 'stage.name')
     """
     if not group:
-        return name
+        # YAML reads a key such as 1 or off as a number or a truth value.
+        return str(name)
     return f"{group}.{name}"

@@ -51,8 +51,9 @@ class Circumstances(NamedTuple):
             measure_load: Measures the load now; called only where the answer depends on it.
         """
         age_s = time.time() - self.time_s
-        # A negative age comes from a clock that was set back.
-        if age_s < 0 or age_s > MAX_AGE_S:
+        # A negative age comes from a clock that was set back; that of a damaged file may be NaN.
+        is_recent = 0 <= age_s <= MAX_AGE_S
+        if not is_recent:
             return False
         if self.load <= QUIET_LOAD:
             return True

@@ -134,8 +134,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     trunk = ellipse(x, y - centre_y, half_x * patient.width, half_y * (0.5 + 0.5 * patient.depth))
     muscle = union(trunk, cage - (11 + 0.4 * patient.muscle_mm), 14)
 
-    # A number that is whole on the axis of each rib. Ribs fall by 75 mm, three vertebrae, on their
-    # way from the spine to the front.
+    # A number that is whole on the axis of each rib. Ribs fall by 75 mm, about three vertebrae,
+    # on their way from the spine to the front.
     rib_number = (z + 75 * np.clip((70 - y) / 200, 0, 1) - 13) / VERTEBRA_MM
     # Twelve ribs, from -7 to 4.
     nearest_rib = np.clip(np.round(rib_number), -7, 4)

@@ -50,3 +50,11 @@ def test_a_file_that_is_no_experiment_is_told(
     with pytest.raises(UserError, match=sentence) as refused:
         register_experiments([f"experiment={file}"])
     assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "key"), [("1", "1"), ("1.5", "1.5"), ("no", "False")])
+def test_a_key_that_is_no_text_does_not_exist(tmp_path: Path, name: str, key: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"# @package _global_\nsteps: 5\n{name}: 2\n", encoding="utf-8")
+    with pytest.raises(UserError, match=f"^{key}: there is no such key"):
+        compose(f"experiment='{file}'")

@@ -900,8 +900,8 @@ def test_remarks_of_the_readers_are_kept(
     monkeypatch.setattr(
         read,
         "_open",
-        lambda path, *given: dataclasses.replace(
-            open_file(path, *given),
+        lambda path, *given, **options: dataclasses.replace(
+            open_file(path, *given, **options),
             findings=tuple(warnings_of("reading", [f"repaired {path.name}"])),
         ),
     )

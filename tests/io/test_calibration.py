@@ -29,6 +29,7 @@ from medseg.io.calibration import (
         (0.0, 60.0, 0.9, True),
         (0.0, MAX_AGE_S + 60.0, 0.0, False),
         (0.0, -3600.0, 0.0, False),  # the clock was set back
+        (0.0, float("nan"), 0.0, False),  # the file is damaged
         (0.8, 60.0, 0.9, True),  # no better one can be made now
         (0.8, 60.0, 0.0, False),
     ],

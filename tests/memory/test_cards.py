@@ -195,7 +195,7 @@ def test_every_row_of_a_ladder_is_measured_in_what_its_device_has(
 ) -> None:
     precisions: list[Precision] = []
 
-    def measure(_: Path, config: TrainConfig, *__: object) -> dict[str, object]:
+    def measure(_: Path, config: TrainConfig, *__: object, **___: object) -> dict[str, object]:
         precisions.append(config.memory.precision)
         return {}
 

@@ -33,7 +33,7 @@ MAX_PLAIN_LETTERS = 100
 MAX_SLICE_PIXELS = 2**26
 
 # Largest size of a deflated file once it is inflated, which is held in memory as a whole: an
-# enhanced CT of 1000 slices has 512 MiB.
+# enhanced CT of 1000 slices has 500 MiB.
 MAX_INFLATED_BYTES = 2**29
 
 # Largest slope and intercept; those of CT, MR and PET are far below it.
