@@ -444,7 +444,7 @@ def _pour(
 
 
 def _share_inside(depth_mm: Tensor, edge_mm: float) -> Tensor:
-    """Share of a painted density: 1 inside and 0 outside, 0.5 at depth 0 in a border of a width."""
+    """Share of a painted density: it rises from 0 to 1 over a border of `edge_mm` about depth 0."""
     return (0.5 + depth_mm / edge_mm).clamp_(0.0, 1.0)
 
 

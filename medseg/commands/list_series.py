@@ -62,11 +62,11 @@ def list_series(config: ListConfig) -> int:
     if is_dicomdir(folder):
         folder = folder.parent
     with _file_counter() as count_file:
-        listed = list_folder(folder, config.modality.value, on_file=count_file)
-    print_table([_printed(series) for series in listed], COLUMNS)
-    scans = [series for series in listed if not series.fault]
+        listing = list_folder(folder, config.modality.value, on_file=count_file)
+    print_table([_printed(listed) for listed in listing], COLUMNS)
+    scans = [listed for listed in listing if not listed.fault]
     studies = {(scan.series.patient, scan.series.study) for scan in scans}
-    print(f"{len(listed)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
+    print(f"{len(listing)} series: {len(scans)} scans of {len(studies)} studies", flush=True)
     if output is None:
         return 0
     if not scans:
@@ -80,10 +80,10 @@ def list_series(config: ListConfig) -> int:
             f"series_pick={config.series_pick}: no scan has it in its description or kernel; "
             "give a text of these columns, thinnest or largest"
         )
-    rows = [_table_row(name, series) for name, series in _named(scans)]
+    rows = [_table_row(name, scan) for name, scan in _named(scans)]
     text = csv_text(rows, TABLE_COLUMNS)
     _refuse_other_table(output, text)
-    replace_text(output, text, RAW_NAMES)
+    replace_text(output, text, errors=RAW_NAMES)
     print(f"written: {output}, {len(scans)} cases")
     table = quote_for_shell(f"input={output}")
     print(f"next: medseg predict {table} output=<folder>", flush=True)
@@ -148,35 +148,35 @@ def _file_counter() -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(bar)
 
 
-def _row(series: ListedSeries) -> dict[str, Any]:
+def _row(listed: ListedSeries) -> dict[str, Any]:
     """Describe a series by the printed columns."""
-    identity = series.series.identity
+    identity = listed.series.identity
     voxels = ""
-    if series.shape:
-        rows, columns = series.shape
-        voxels = f"{columns} x {rows} x {series.num_slices}"
+    if listed.shape:
+        rows, columns = listed.shape
+        voxels = f"{columns} x {rows} x {listed.num_slices}"
     number = identity.series_number
-    if series.part:
-        number += f"/{series.part}"
-    descriptions = [text for text in (identity.series_description, series.phase) if text]
+    if listed.part:
+        number += f"/{listed.part}"
+    descriptions = [text for text in (identity.series_description, listed.phase) if text]
     return {
         "patient": identity.patient,
         "study_date": identity.study_date,
         "number": number,
         "description": ", ".join(descriptions),
-        "kernel": series.kernel,
-        "slices": series.num_slices,
-        "thickness_mm": series.thickness_mm,
-        "spacing_mm": " x ".join(f"{mm:.3g}" for mm in series.spacing_mm),
+        "kernel": listed.kernel,
+        "slices": listed.num_slices,
+        "thickness_mm": listed.thickness_mm,
+        "spacing_mm": " x ".join(f"{mm:.3g}" for mm in listed.spacing_mm),
         "voxels": voxels,
-        "mb": round(series.num_bytes / 1e6, 1),
-        "fault": series.fault,
+        "mb": round(listed.num_bytes / 1e6, 1),
+        "fault": listed.fault,
     }
 
 
-def _printed(series: ListedSeries) -> dict[str, Any]:
+def _printed(listed: ListedSeries) -> dict[str, Any]:
     """Describe a series for a terminal: texts of its header are cut, and cannot control it."""
-    row = _row(series)
+    row = _row(listed)
     for column in ("patient", "study_date", "number", "description", "kernel"):
         row[column] = _short(row[column])
     return row
@@ -208,8 +208,8 @@ def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:
         yield name, scan
 
 
-def _table_row(name: str, series: ListedSeries) -> dict[str, Any]:
+def _table_row(name: str, scan: ListedSeries) -> dict[str, Any]:
     """Describe a scan as a row of the case table."""
-    row = _row(series)
+    row = _row(scan)
     del row["fault"]
-    return {"case": name, "image": series.folder.absolute(), "series": series.choice, **row}
+    return {"case": name, "image": scan.folder.absolute(), "series": scan.choice, **row}

@@ -400,7 +400,11 @@ class RecipeConfig:
         self.fine = as_texts(self.fine)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each stage without experiments."""
+        """Yield a sentence for each stage without experiments.
+
+        Args:
+            _: Key of the group, see `medseg.config.check.check_clashes`; not needed at the root.
+        """
         for key, experiments in (("coarse", self.coarse), ("fine", self.fine)):
             yield from text_clashes(key, experiments, "an experiment or a list of experiments")
 
@@ -429,6 +433,7 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
 
     def __post_init__(self) -> None:
         """Let `cases` and `data.cases` name one table, and bring single experiments to lists."""
+        # Of the base classes, `RecipeConfig` alone has this method and `clashes`.
         super().__post_init__()
         # `cases` wins where both are given.
         self.cases = self.cases or self.data.cases
@@ -553,9 +558,10 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-# Named in the defaults list of a root file, such as `train_schema` in `conf/train.yaml`, so that a
-# key which no file contains can be overridden like any other. The root files of the other commands
-# build on these, or contain all keys themselves.
+# Hydra gets the defaults of these schemas as configurations of their own, such as `train_schema`,
+# which a root file names in its defaults list (`conf/train.yaml`). A key that no file contains can
+# then be overridden like any other. The root files of the other commands build on these, or contain
+# all keys themselves.
 for root in (TrainConfig, PrepareConfig, EvaluateConfig, PredictConfig, ConfigureConfig):
     ConfigStore.instance().store(
         f"{root.__name__.removesuffix('Config').lower()}_schema", schema_defaults(root)

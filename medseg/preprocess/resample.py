@@ -52,7 +52,8 @@ SLAB_VOXELS = 2**18
 MIN_COARSE_PLANES = 4
 # Source voxels that are read and filtered along the first axis at a time.
 PART_VOXELS = 2**19
-# Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
+# Slabs in work at a time; four use the memory bandwidth. With the source voxels that it reads and
+# its temporary tensors, a slab of a scan of 512 x 512 columns takes 7 to 26 MB (measured).
 MAX_THREADS = 4
 # Decimals to which source positions, in voxels, are rounded; the others are rounding noise.
 POSITION_DECIMALS = 9
@@ -165,7 +166,8 @@ def axis_taps(
     # Taps without weight in all outputs are dropped. One tap remains for an axis that keeps its
     # lattice, which then needs no sum, see `_neighbours`. 1e-9 is far below float32's precision.
     is_used = (np.abs(weight) > 1e-9).any(0)
-    # Clamped only now: the kernel reached beyond the source by the distances of above.
+    # Clamped only now: the weights depend on the distances to the taps before clamping, also where
+    # these lie beyond the source.
     index = np.clip(index[:, is_used], 0, num_inputs - 1)
     return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
 
@@ -384,7 +386,9 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
 def _read(
     image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read one box of a volume, contiguous, on the volume's device; no more of a memory map.
+    """Read one box of a volume, contiguous, on the volume's device.
+
+    Of a memory map, only this box is read from the disk.
 
     Args:
         image: Volume (D, H, W).
@@ -418,7 +422,7 @@ def resample_image(
 
     The grid may be a whole one or any crop, also one that reaches outside.
 
-    Memory beside the result: at most `MAX_THREADS` slabs of about `SLAB_VOXELS` voxels.
+    Memory beside the result: that of the slabs in work, see `MAX_THREADS`.
 
     Args:
         image: Image (D, H, W) of any real type; only the needed range of a memory map is read.

@@ -12,6 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from medseg.config.experiment_file import SUFFIX as FILE_SUFFIX
 from medseg.config.overrides import text_of
 from medseg.config.schema import RecipeConfig
 from medseg.data.case_table import Case
@@ -19,12 +20,12 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.text import read_json
 from medseg.studies.command_steps import Step, last_checkpoint, train_steps
-from medseg.studies.train_arguments import compose_train, compose_unchecked
+from medseg.studies.train_arguments import compose_train, compose_unchecked, folder_name
 from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 
-# File beside the runs of a fold with the experiments and arguments that they come from.
-EXPERIMENTS = "experiments.json"
+# File beside the runs of a fold with their recipe: the experiments and arguments of `recipe_of`.
+RECIPE_FILE = "experiments.json"
 # Hexadecimal digits that are kept of a SHA-256.
 DIGEST_LENGTH = 12
 # Keys of the configuration that hold folders of the training machine.
@@ -113,13 +114,15 @@ def stage_steps(
             study.
         extra_arguments: Experiment to further arguments of its training, see `coarse_arguments`.
     """
+    # The paths here need no quotes: a step is a command line, whose paths medseg quotes itself, see
+    # `PATH_KEYS` of `medseg.config.overrides`.
     cache = f"data.cache={phantom_runs / 'cache'}"
     steps: list[Step] = []
     # Argument with the weights that the next training starts from.
     init_from: list[str] = []
     pretrain = getattr(config, f"pretrain_{stage}")
     if pretrain:
-        run_dir = phantom_runs / pretrain
+        run_dir = _phantom_run(phantom_runs, pretrain)
         steps += train_steps(run_dir, f"experiment={text_of(pretrain)}", cache)
         init_from = [f"init_from={last_checkpoint(run_dir)}"]
     chain = getattr(config, stage)
@@ -132,6 +135,14 @@ def stage_steps(
         steps += train_steps(run_dir, *arguments)
         init_from = [f"init_from={last_checkpoint(run_dir)}"]
     return steps
+
+
+def _phantom_run(phantom_runs: Path, experiment: str) -> Path:
+    """Name the run folder of a training on phantoms."""
+    # The path of a file, joined to the folder as it is, could lead out of it: `/plans/a.yaml`.
+    if experiment.endswith(FILE_SUFFIX):
+        return phantom_runs / folder_name(experiment)
+    return phantom_runs / experiment
 
 
 def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
@@ -179,17 +190,17 @@ def recipe_of(
 def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write the recipe of runs beside them, or compare it with that of earlier runs.
 
-    A study reuses finished runs, which would be wrong with another recipe. A note is overwritten if
-    no run has a checkpoint yet, since there is nothing to reuse.
+    A study reuses finished runs, which would be wrong with another recipe. The file is overwritten
+    if no run has a checkpoint yet, since there is nothing to reuse.
 
     Args:
         folder: Run folder, or folder of several.
-        recipe: From `recipe_of`, or the arguments of a single run.
+        recipe: From `recipe_of`; of a run outside any study, `arguments` alone.
 
     Raises:
         UserError: If earlier runs in the folder come from another recipe.
     """
-    path = folder / EXPERIMENTS
+    path = folder / RECIPE_FILE
     current = json.dumps(recipe)
     checkpoints = [last_checkpoint(folder), *map(last_checkpoint, folder.glob("*"))]
     has_checkpoint = any(map(Path.is_file, checkpoints))
@@ -208,7 +219,7 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
 def check_same_recipe(folders: Sequence[Path]) -> None:
     """Refuse folds that come from different recipes, whose networks must not be combined.
 
-    Folders without a note of their recipe, which older versions left, are passed over.
+    Folders without a file of their recipe, which older versions left, are passed over.
 
     Args:
         folders: Folder of each fold.
@@ -216,13 +227,13 @@ def check_same_recipe(folders: Sequence[Path]) -> None:
     Raises:
         UserError: With the first key that differs.
     """
-    noted_folders = [folder for folder in folders if (folder / EXPERIMENTS).is_file()]
-    if not noted_folders:
+    recipe_folders = [folder for folder in folders if (folder / RECIPE_FILE).is_file()]
+    if not recipe_folders:
         return
-    first_folder, *other_folders = noted_folders
-    first_recipe = read_json(first_folder / EXPERIMENTS)
+    first_folder, *other_folders = recipe_folders
+    first_recipe = read_json(first_folder / RECIPE_FILE)
     for folder in other_folders:
-        recipe = read_json(folder / EXPERIMENTS)
+        recipe = read_json(folder / RECIPE_FILE)
         # All keys of both, each once.
         for key in dict.fromkeys([*first_recipe, *recipe]):
             if first_recipe.get(key) != recipe.get(key):

@@ -198,7 +198,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
     total_steps = config.schedule.get("total_steps")
-    # `medseg.runs.folder` refuses a run folder that is resumed with more steps, and names the key.
+    # Where `resume` names a run folder, `medseg.runs.folder` compares this later with the steps of
+    # that run, and its message names the key of the schedule.
     names_run_folder = config.resume not in (None, "auto")
     ends_early = total_steps is not None and total_steps < steps
     if ends_early and not names_run_folder:
@@ -266,6 +267,8 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
             f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that "
             f"task={config.task.name} distinguishes; leave axis 2 out"
         )
+    # A flip along any axis mirrors the body: turned, it looks like one with exchanged sides. The
+    # fine stage takes the side of its crop from the coarse stage.
     if config.stage.name is not StageName.fine:
         yield (
             f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot "

@@ -55,6 +55,31 @@ def test_a_stage_starts_from_phantoms_once_and_finished_runs_are_kept(tmp_path: 
     assert not fine[-1].startswith("resume")
 
 
+@pytest.mark.parametrize("file", ["/plans/p.yaml", "../plans/p.yaml", "plans/p.yaml"])
+def test_a_file_of_an_experiment_on_phantoms_has_a_run_of_its_own_in_the_folder(
+    tmp_path: Path, file: str
+) -> None:
+    config = MakeWeightsConfig(
+        cases="t.csv",
+        output="out",
+        runs="r",
+        coarse=["a"],
+        fine=["b"],
+        pretrain_coarse=file,
+        pretrain_fine="/other/p.yaml",
+    )
+    pretrain_coarse, coarse, pretrain_fine, _ = cascade_steps(config, tmp_path, [], tmp_path)
+    run_dirs = [
+        Path(argument.removeprefix("hydra.run.dir="))
+        for step in (pretrain_coarse, pretrain_fine)
+        for argument in step
+        if argument.startswith("hydra.run.dir=")
+    ]
+    assert [run_dir.parent for run_dir in run_dirs] == [tmp_path, tmp_path]
+    assert len(set(run_dirs)) == 2
+    assert f"init_from={command_steps.last_checkpoint(run_dirs[0])}" in coarse
+
+
 def test_of_several_experiments_each_starts_from_the_one_before(tmp_path: Path) -> None:
     config = MakeWeightsConfig(
         cases="t.csv",

@@ -26,7 +26,8 @@ MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
 # Labels of at least SURE_FIT are in place. Others are misplaced if another placement has at least
 # LEAST_FIT, and LEAST_GAIN times the fit of the labels. Measured: organs full of air in place 2.2
-# to 3.8, mirrored 0.7 to 1.8; organs in soft tissue 0.7 to 1.1 either way, vertebrae 1.5 to 1.8.
+# to 3.8, mirrored 0.7 to 1.8; vertebrae in place 1.5 to 1.8, mirrored 0.7 to 1.1 (on phantoms);
+# organs in soft tissue 0.7 to 1.1 either way.
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
@@ -36,10 +37,10 @@ MIN_FACES = 200  # fewer faces say nothing
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# The change must be more than SHIFT_GAIN times that at the labels' own faces, and more than
-# SHIFT_SHARPNESS times the median of all distances. Measured: organs full of air shifted by 5
-# voxels at least 4.3 and 4.0, edges that belong to other structures up to 1.5 and 3. Organs in soft
-# tissue stay below both.
+# Labels count as shifted to where the image changes most if this change is more than SHIFT_GAIN
+# times that at the labels' own faces, and more than SHIFT_SHARPNESS times the median over all
+# distances. Measured ratios: organs full of air shifted by 5 voxels at least 4.3 and 4.0, edges
+# that belong to other structures up to 1.5 and 3. Organs in soft tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
 _AXES = ("head to feet", "back to front", "left to right")  # axes z, y, x, for the sentence
@@ -56,7 +57,6 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
     Returns:
         One error, or nothing; also nothing if the labels are too few or their edges too faint.
     """
-    # Every `steps`-th voxel of each axis.
     steps = [max(1, round(STEP_MM / step_mm)) for step_mm in grid.spacing_mm]
     sampling = tuple(slice(None, None, step) for step in steps)
     coarse_labels = np.ascontiguousarray(labels[sampling])
@@ -138,6 +138,7 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         shift_mm = abs(shift) * grid.spacing_mm[axis]
         is_large = abs(shift) >= MIN_SHIFT and shift_mm >= MIN_SHIFT_MM
         if is_same_way and is_large:
+            # Here the faces of the volume: the names of both ends of the axis.
             low_end, high_end = FACES[axis]
             end = high_end if shift > 0 else low_end
             shifts.append(f"{abs(shift)} voxels towards the {end} end")
