@@ -39,7 +39,8 @@ MAX_EXTENT_MM = 4e3
 # Largest volume of a scan, 8 m³, for the same reason.
 MAX_FIELD_MM3 = 8e9
 
-# Bytes that are decoded at once: large enough for speed, small beside a volume.
+# Bytes that one read of a raw, gzip or bzip2 stream returns: large enough for speed, small beside a
+# volume.
 SLAB_BYTES = 2**20
 
 # Bytes of a compressed stream or a text that are taken from the file at once, and the most that one

@@ -187,7 +187,7 @@ def _divide(
 
 
 def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
-    """Assign files that do not tell their series, and broken copies, to the only volume near them.
+    """Assign files that do not tell their study, and broken copies, to the only volume near them.
 
     Returns:
         Such files by the UID of that volume; `on_loose` gets the others.
