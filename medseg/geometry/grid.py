@@ -395,8 +395,8 @@ class VoxelGrid:
         Raises:
             ValueError: If the directions differ by more than `DIRECTION_TOLERANCE`.
         """
-        # Only speed: a grid made from the other has exactly its direction, which is compared faster
-        # than by `allclose` (a tenth of a millisecond).
+        # Only speed: a grid made from the other has exactly its direction, and `allclose` takes a
+        # tenth of a millisecond.
         has_same_axes = self.direction == other.direction or np.allclose(
             self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE
         )

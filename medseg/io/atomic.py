@@ -40,8 +40,8 @@ def replace_path(path: Path) -> Iterator[Path]:
         UserError: If the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    # Not the target's name with an addition: it may already have the greatest length. The suffix is
-    # cut, since all behind the last dot of any name counts as one; formats have shorter ones.
+    # The target's name with an addition could be too long. The suffix is cut to a length that no
+    # format exceeds: in a name without a format, all behind the last dot counts as the suffix.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
         if target.exists() and not target.is_file():

@@ -189,7 +189,7 @@ def read_calibration(path: Path, count: int) -> list[float] | None:
 def write_calibration(path: Path, numbers: Sequence[float], circumstances: Circumstances) -> None:
     """Write the numbers of a calibration to its file.
 
-    Without an error where that cannot be written: the next process measures the numbers again.
+    A file that cannot be written is no error: the next process measures the numbers again.
     """
     content = {"numbers": list(numbers), **circumstances._asdict()}
     with suppress(UserError):

@@ -17,7 +17,7 @@ def import_nibabel() -> None:
     # An entry of None makes an import fail, as for a package that is not installed.
     modules["pydicom"] = None
     try:
-        # It imports all of nibabel that medseg uses.
+        # This module imports all of nibabel that medseg uses.
         import medseg.io.nifti  # noqa: F401
     finally:
         del modules["pydicom"]

@@ -522,7 +522,7 @@ def write_nifti(
     if structures:
         content = nifti_extension(structures)
         header.extensions.append(Nifti1Extension(EXTENSION_CODE, content))
-    # nibabel replaces 0 by the sum of header and extensions when it writes.
+    # nibabel replaces 0 by the size of header and extensions together when it writes.
     header["vox_offset"] = 0
     stored_dtype = header.get_data_dtype()  # with the byte order of the header
     with replace_path(path) as part, part.open("xb") as file:
@@ -561,7 +561,7 @@ def packed_nifti(
     header["scl_inter"] = intercept
     if is_labels:
         header["intent_code"] = LABEL_INTENT
-    # The bytes between header and voxels say that there are no extensions.
+    # Zeros between header and voxels say that there are no extensions.
     header_bytes = header.binaryblock.ljust(int(header["vox_offset"]), b"\0")
     content = io.BytesIO()
     with gzip.GzipFile(fileobj=content, mode="wb", compresslevel=9, mtime=0) as file:

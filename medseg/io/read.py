@@ -54,7 +54,7 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
         # as air, so NumPy need not warn.
         with np.errstate(over="ignore", invalid="ignore"):
             return read(Path(path))
-    # The stub of isal lacks the base class.
+    # `type: ignore`, since the type stub of isal declares `IsalError` as a value, not as a class.
     except (OSError, EOFError, IsalError, OverflowError) as error:  # type: ignore[misc]
         # Errors of the system have a number; the OSErrors of decompressors have none.
         if isinstance(error, OSError) and error.errno is not None:

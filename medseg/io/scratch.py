@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RELEASE_INTERVAL_S = 0.02
-# Estimate of the bytes of scratch arrays that lie in memory: most that is read or written in one
-# interval.
+# Estimate of the bytes of scratch arrays that lie in memory: the most that is read or written in
+# one interval.
 TOUCHED_BYTES = 50_000_000
 
 # Sizes above which an array is a file: any array, and one that waits. Context variables, so that

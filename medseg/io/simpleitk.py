@@ -65,12 +65,13 @@ class Rule(NamedTuple):
 UNSIGNED_NUMBER = r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
 NUMBER = rf"[-+]?{UNSIGNED_NUMBER}"
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
-# Units of length other than mm, as whole words; both of Unicode's letters mu.
+# Units of length other than mm, as whole words; Unicode has two letters mu, and both occur.
 OTHER_UNIT = r"(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])"
 
 SIZES = Rule(r"[1-9]\d{0,8}", "a whole number for each axis", 1)
 NUMBERS = Rule(NUMBER, "a number for each axis", 1)
 POSITIVE_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
+# -1 says that the voxels are the last bytes of their file.
 NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
 # A text that names no unit but mm. A length in another unit would be ambiguous, since other
 # programs ignore units.
@@ -206,7 +207,7 @@ def read_header(path: Path) -> TextHeader:
         lines_after = b""
         if fields.get(data_key, "").upper().startswith("LIST"):
             lines_after = file.read(MAX_HEADER_BYTES)
-    # A longer header was read only in part.
+    # A header beyond the limit was read only in part, and the field may be in the rest.
     if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
         raise UserError(
             f"{path}: expected a {_format_name(path)} file, but its header does not say where the "
@@ -434,7 +435,7 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
     if num_components == num_layers:
-        # The layers of a segmentation are expected; `grid_of` refuses any other number.
+        # One number for each layer, as expected; `grid_of` refuses all other numbers but 1.
         num_components = 1
     return grid_of(path, reader, num_components), NUMPY_CODES[type_name]
 
@@ -769,7 +770,7 @@ def _save(
     image.SetDirection(np.ravel(grid.direction).tolist())
     try:
         with utf8_path(part) as writable:
-            SimpleITK.WriteImage(image, str(writable), True)  # compressed
+            SimpleITK.WriteImage(image, str(writable), useCompression=True)
     except RuntimeError as error:
         # The last line of an ITK error has the reason, after its place in the source.
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
@@ -806,7 +807,8 @@ def write_text_volume(
 
 def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
     """Write a .mhd and its .zraw as `write_text_volume` does; `path` is not a link."""
-    # In the name of the voxels MetaImage gives `%` and a leading LIST or LOCAL a special meaning.
+    # In the name of a file with voxels, `%` and a leading LIST or LOCAL have a special meaning in
+    # MetaImage.
     stem = path.name.removesuffix(path.suffix)
     if "%" in stem or stem.upper().startswith(("LIST", "LOCAL")):
         stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
@@ -838,7 +840,7 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
 def _own_voxel_files(path: Path, stem: str) -> list[Path]:
     """List the voxel files of an old .mhd that `_write_pair` may have written.
 
-    Other files that the header names belong to the user. None where there is no old header.
+    Other files that the header names belong to the user. Without an old header the list is empty.
     """
     try:
         files = read_header(path).files

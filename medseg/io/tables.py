@@ -27,8 +27,8 @@ LATEX_CHARACTERS = {
 # Value of each cell by the key of its column.
 Rows = Sequence[Mapping[str, Any]]
 
-# Keys of the columns in order, which are also the headings, or key to heading. None takes every key
-# of the rows in the order of first appearance.
+# Keys of the columns in order, which are then the headings too, or a mapping from key to heading.
+# None takes every key of the rows in the order of first appearance.
 Columns = Sequence[str] | Mapping[str, str] | None
 
 # Column key to a format such as `.4f`, or to a function that writes the value. The values of other
@@ -117,7 +117,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         ) from error
     for row in rows:
         for key, cell in row.items():
-            # In a damaged line, missing cells are None and the surplus ones a list under None.
+            # In a damaged line, missing cells are None, and surplus ones are a list under the key
+            # None.
             if isinstance(cell, str):
                 row[key] = plain_cell(cell)
     return rows
@@ -220,7 +221,7 @@ def table_lines(
     from rich.table import Table
 
     headings = _headings(rows, columns)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))  # top, right, bottom, left
     for key, heading in headings.items():
         values = [row[key] for row in rows if row.get(key) is not None]
         are_numbers = bool(values) and all(isinstance(value, int | float) for value in values)

@@ -39,10 +39,12 @@ MAX_EXTENT_MM = 4e3
 # Largest volume of a scan, 8 m³, for the same reason.
 MAX_FIELD_MM3 = 8e9
 
-# Bytes that are decoded at once: large enough for speed, small beside a volume.
+# Bytes that one read of a raw, gzip or bzip2 stream returns: large enough for speed, small beside a
+# volume.
 SLAB_BYTES = 2**20
 
-# Bytes of a compressed stream that are taken from the file at once.
+# Bytes of a compressed stream or a text that are taken from the file at once, and the most that one
+# step of zlib decoding returns.
 PACKED_BYTES = 2**18
 
 # Longest text of one voxel; a longer word is not a number.
@@ -62,7 +64,7 @@ SURE_RATIO = 16
 
 # Largest relative error of a scaled label that counts as rounding. It is the distance of
 # neighbouring 32-bit numbers near 1: half of it for the slope and the intercept of a header, which
-# most formats store in 32 bits, and half for the value or its product.
+# most formats store in 32 bits, and half for the stored value or its product with the slope.
 ROUNDING = 2.0**-23
 
 # Largest distance from a whole number that counts as rounding, however large the label is.
@@ -554,8 +556,9 @@ def _load(
         # it asks for is taken.
         for _ in volume.read_chunks():
             pass
-    # Later steps go through axial planes. In an array of sagittal or coronal slices, each axial
-    # plane has voxels in all pages, so that a temporary file would be read once for each plane.
+    # Whether the array counts as one that waits, see `medseg.io.scratch`. Later steps go through
+    # axial planes: in an array of sagittal or coronal slices, each axial plane has voxels in all
+    # pages, so that a temporary file would be read once for each plane.
     waits = volume.grid.is_axial
     is_image = np.float32 in dtypes  # label maps are stored in integers only
     array = new_array((num_voxels,), dtypes[0], waits=waits)
@@ -672,7 +675,7 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
         air: Value outside the patient: `AIR_HU` of CT, 0 of other modalities.
 
     Raises:
-        UserError: If the file is too short or too long.
+        UserError: If the file is too short or too long, or none of its voxels holds a number.
     """
     image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
     if num_gaps == image_hu.size:

@@ -84,7 +84,7 @@ def write_labels(
     is_boolean = labels.dtype.kind == "b"
     if is_boolean or labels.dtype == np.uint32 or labels.dtype.itemsize > 4:
         labels = _narrowed(labels)
-    _write(path, Volume(labels, grid, like), structures)
+    _write(path, Volume(labels, grid, header=like), structures)
 
 
 def _narrowed(labels: np.ndarray) -> np.ndarray:
@@ -118,4 +118,4 @@ def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid) -> None:
     # All formats have these types, and `read_image` gives no others.
     if image_hu.dtype not in (np.int16, np.float32):
         raise ValueError(f"an image must be int16 or float32, got {image_hu.dtype}")
-    _write(path, Volume(image_hu, grid, None))
+    _write(path, Volume(image_hu, grid, header=None))

@@ -45,8 +45,8 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
     generator = contour_generator(
         z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset
     )
-    # The area with values from 0.5 to 2: for each part the points of all its rings, and where each
-    # ring begins and ends among them.
+    # The area with values from 0.5 to 2, which none reaches: for each part the points of all its
+    # rings, and where each ring begins and ends among them.
     filled: Any = generator.filled(0.5, 2.0)
     polygons = []
     for points, ring_ends in zip(*filled, strict=True):
@@ -61,7 +61,8 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
         holes.sort(key=_left_end)
         for hole in holes:
             gate, hole_gate = _keyhole(polygon, hole)
-            # To the gate, around the hole from its gate to its gate, and on from the first gate.
+            # The polygon up to its gate, then the hole from its own gate around to the same point,
+            # then the polygon from its gate on.
             around_hole = np.roll(hole, -hole_gate, axis=0)
             hole_end = hole[hole_gate : hole_gate + 1]
             polygon = np.concatenate([polygon[: gate + 1], around_hole, hole_end, polygon[gate:]])
@@ -146,7 +147,8 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     # A view: what is set in it is set in the mask.
     box = mask[low[0] : high[0], low[1] : high[1]]
     height, width = box.shape
-    # A centre on an outline is inside the polygons that are moved in one of four directions.
+    # A pixel centre on an outline is inside once the polygons are moved a little in at least one of
+    # four directions.
     for shift in itertools.product((EDGE_PX, -EDGE_PX), repeat=2):
         box |= _inside(starts - low + shift, stops - low + shift, (height, width))
     return mask
@@ -166,15 +168,16 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
         Boolean mask of that shape.
     """
     height, width = shape
-    # The rows whose line of centres an edge crosses: from that of its upper end on, without that of
-    # its lower end, so that a point between two edges counts once.
+    # The rows whose line of centres an edge crosses. A line through its upper end counts and one
+    # through its lower end does not, so that a point that two edges share counts once.
     y_starts, y_stops = starts[:, 0], stops[:, 0]
     first_rows = np.ceil(np.minimum(y_starts, y_stops)).clip(0, height).astype(int)
     stop_rows = np.ceil(np.maximum(y_starts, y_stops)).clip(0, height).astype(int)
     num_rows = stop_rows - first_rows
     # From here on one entry for each crossing of an edge with a row, those of an edge together.
     edges = np.repeat(np.arange(len(starts)), num_rows)
-    # Number of a crossing among those of its edge: that among all, less those of earlier edges.
+    # Number of a crossing among those of its edge, from 0: its number among all crossings, less the
+    # number of crossings of earlier edges.
     num_before = np.cumsum(num_rows) - num_rows
     numbers = np.arange(len(edges)) - num_before[edges]
     rows = first_rows[edges] + numbers

@@ -84,7 +84,7 @@ MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 # Tag of the pixels (7FE0,0010), little or big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
-# Length that the element of compressed pixels gives; a mark ends it instead.
+# What an element of compressed pixels gives in place of its length; a mark shows where it ends.
 UNDEFINED_LENGTH = 2**32 - 1
 
 
@@ -129,8 +129,8 @@ _KEYWORDS += [phase.file_field for phase in PHASES]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
-# Where the fields of a frame may be, the nearest first: of an enhanced file the functional group of
-# the frame and the one that all frames share; of any file its header, which is the last.
+# Where the fields of a frame may be, in the order of the search: in an enhanced file the functional
+# group of the frame, then the one that all frames share; in every file the header, which is last.
 Places = tuple[Dataset, ...]
 
 
@@ -273,7 +273,8 @@ class NoSlice:
             path.
         is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused where
             its series is chosen, and does not affect others.
-        is_image: Whether it is an image of the patient other than a localiser.
+        is_image: Whether it is an image of the requested modality, in grey values and no localiser,
+            so that a slice of the scan may be missing.
     """
 
     path: Path
@@ -466,7 +467,7 @@ def _read_slices(
     if kind:
         return [NoSlice(path, series, kind)]
     pixels = _pixel_format(file, header)
-    # This sequence has one item.
+    # The standard allows this sequence one item: others are not read.
     shared_groups = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
     places_of_frames: list[Places] = [(group, *shared_groups, header) for group in frame_groups]
@@ -497,12 +498,12 @@ def _why_unreadable(error: Exception) -> str:
 
 
 def _check_inflated(file: BinaryIO) -> None:
-    """Check that a deflated file does not become larger than any image.
+    """Check that a deflated file does not inflate to more than `MAX_INFLATED_BYTES`.
 
     pydicom inflates it as a whole. The file is open at its first byte, before and after.
 
     Raises:
-        UserError: If it would; the message has no path.
+        UserError: If it inflates to more; the message has no path.
     """
     read_preamble(file, force=True)
     syntax = _read_file_meta_info(file).get("TransferSyntaxUID")
@@ -545,8 +546,8 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
         Its kind, for `NoSlice.reason`; "" for an object that holds such slices.
 
     Raises:
-        UserError: If no image is there, and the object is an image of that modality or of unknown
-            kind; the message has no path.
+        UserError: If the object has no pixels, although its class is that of an image of the wanted
+            modality or is not given; the message has no path.
     """
     modality = _text(header.get("Modality"))
     sop_class = _text(header.get("SOPClassUID"))
@@ -558,7 +559,8 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     # The order matters: each test presumes that those before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
-    # The UID of a variant, such as one of several frames, is that UID, a dot and a number.
+    # A variant of this class, such as that of several frames, has the UID of the class, a dot and
+    # a number.
     capture = uid.SecondaryCaptureImageStorage
     if sop_class == capture or sop_class.startswith(f"{capture}."):
         return "secondary capture"
@@ -842,7 +844,7 @@ def _check_size(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:
-    """Read the encoding of a file; where the header does not name it, that of the header itself."""
+    """Read the encoding of the pixels; one that is not named is taken to be that of the header."""
     named_syntax = header.file_meta.get("TransferSyntaxUID")
     if named_syntax:
         return uid.UID(named_syntax)
@@ -876,7 +878,7 @@ def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"
     padding: list[int] = []
     for keyword in ("PixelPaddingValue", "PixelPaddingRangeLimit"):
-        # `get_item` leaves the raw bytes, other than `get`, as long as nothing has read the value.
+        # Unlike `get`, `get_item` gives the raw bytes, as long as nothing has read the value.
         element = header.get_item(keyword)
         if isinstance(element, RawDataElement) and element.value:
             padding.append(int.from_bytes(element.value, byte_order, signed=is_signed))

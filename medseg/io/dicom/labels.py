@@ -31,7 +31,8 @@ from medseg.io.volume import Volume, shown
 LABEL_MAP_STORAGE = "1.2.840.10008.5.1.4.1.1.66.7"
 KINDS = {SegmentationStorage: "SEG", LABEL_MAP_STORAGE: "SEG", RTStructureSetStorage: "RTSTRUCT"}
 
-# A pixel belongs to a FRACTIONAL segment from this share (or probability) on.
+# A pixel belongs to a segment of a FRACTIONAL SEG if the segment takes at least this share of the
+# pixel, or has at least this probability there.
 LEAST_SHARE = 0.5
 
 # Contours that enclose an area; points and open lines do not.
@@ -149,7 +150,7 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
 
 def _frame_places(dataset: Dataset) -> list[Places]:
     """List for each frame of a SEG where its fields may be."""
-    # This sequence has one item.
+    # The standard allows this sequence one item: others are not read.
     shared_groups = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
     return [(group, *shared_groups, dataset) for group in frame_groups]
@@ -223,7 +224,7 @@ def _label_dtype(values: dict[int, int]) -> np.dtype[Any]:
 def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
     """Check that the positions of labels have the same origin as those of a series.
 
-    A frame of reference that either does not name counts as the same.
+    They count as the same where the labels or the series name no frame of reference.
 
     Raises:
         UserError: If they name different frames of reference, and the labels do not name the
@@ -239,7 +240,7 @@ def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
         specific_tags=["FrameOfReferenceUID"],
     )
     source_uid = source.get("FrameOfReferenceUID")
-    # A SEG names it itself, an RTSTRUCT in items of a sequence.
+    # A SEG names its frame of reference itself, an RTSTRUCT in items of a sequence.
     references = [file.dataset, *(file.dataset.get("ReferencedFrameOfReferenceSequence") or [])]
     label_uids = {item.get("FrameOfReferenceUID") for item in references} - {None, ""}
     if source_uid and label_uids and source_uid not in label_uids:
@@ -476,7 +477,7 @@ def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
     first_byte = first_bit // 8
     stop_byte = math.ceil(stop_bit / 8)
     packed = np.frombuffer(dataset.PixelData, np.uint8)[first_byte:stop_byte]
-    num_bits_before = first_bit - 8 * first_byte  # of the previous frame
+    num_bits_before = first_bit - 8 * first_byte  # bits of the previous frame in the first byte
     values = np.unpackbits(packed, bitorder="little")
     return values[num_bits_before : num_bits_before + num_pixels].reshape(shape)
 
@@ -611,8 +612,8 @@ def _read_contours(
             num_overlaps += _paint(slice_labels[index], mask, value)
         num_gaps = 0
         if slices_with_contours.size:
-            num_between = int(np.ptp(slices_with_contours)) + 1
-            num_gaps = num_between - slices_with_contours.size
+            num_spanned = int(np.ptp(slices_with_contours)) + 1  # from the first to the last
+            num_gaps = num_spanned - slices_with_contours.size
         if num_gaps:
             sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
     return [*sentences, *_overlap_warnings(file, num_overlaps, "regions")]

@@ -23,8 +23,8 @@ from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, PixelFormat, plain
 from medseg.task import AIR_HU
 
-# The largest value of a 12-bit CT. Tissue has values between air and this: padding in that range is
-# not told from tissue and stays, padding above becomes air.
+# The largest value of a 12-bit CT. Tissue has values between air and this: padding in that range
+# cannot be told from tissue and stays; padding above it becomes air.
 DENSEST_HU = 3071
 
 # A negative padding that was written as an unsigned number is nearer than this to the end of the
@@ -45,8 +45,8 @@ DECODERS = {
 # each pair of which becomes a byte.
 MAX_SURPLUS_BYTES = 16
 
-# How near to the end of a JPEG code, without zeros, its end mark must be: some writers append bytes
-# that are not always zeros.
+# How many of the last bytes of a JPEG code are searched for its end mark, once zeros at the end are
+# removed: some writers append bytes behind the mark that are not zeros.
 JPEG_TAIL_BYTES = 10
 
 # Function that reads a file whose pixels are compressed. Callers may put a cache around it, since a
@@ -200,9 +200,10 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     if frame.pixels.padding:
         padding = _with_sign(np.array(frame.pixels.padding), frame)
         lowest, highest = int(padding.min()), int(padding.max())
-        # The slope is positive.
+        # The highest value gives the densest HU, since the slope is positive.
         densest_hu = highest * frame.slope + frame.intercept
-        # Padding of a CT below air stays: every image is clipped later.
+        # Padding of a CT in the range of tissue stays, see `DENSEST_HU`. Padding below air stays
+        # too: every image is clipped later.
         if not frame.is_hu or densest_hu > DENSEST_HU:
             hu[(values >= lowest) & (values <= highest)] = frame.air
     return hu
@@ -224,7 +225,7 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
         frame: The slice.
     """
     pixels = frame.pixels
-    # Numbers of values: of the type (2^16 for 16 bits), and of the bits that are used of it.
+    # How many values the type has (2^16 for 16 bits), and how many the bits that are used of it.
     num_type_values = 2 ** (8 * pixels.dtype.itemsize)
     num_used_values = 2**pixels.bits_stored
     has_unused_bits = num_used_values < num_type_values
@@ -238,10 +239,11 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
         # A negative number of few bits has ones in all unused bits.
         first_negative = num_type_values - num_used_values
     else:
-        # Only padding; of 8 bits, with fewer values than `MAX_PADDING`, the upper half.
+        # With all bits used, only padding is negative; of 8 bits, which have fewer values than
+        # `MAX_PADDING`, the upper half of the range.
         first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     highest = int(stored.max())
-    # Neither an overlay in unused bits nor a negative value.
+    # The values hold neither overlays in unused bits nor negative numbers.
     if highest < min(num_used_values, first_negative):
         return stored
     # Large values that are possible HU are meant as they are.

@@ -94,8 +94,7 @@ def open_slices(
     Args:
         path: Folder, searched to its bottom; a DICOMDIR, which stands for its folder; or a file of
             a series, which stands for the series' files beside it.
-        series: Series Instance UID or Series Number, with `/<part>` for a part of a series; None
-            for the only one.
+        series: As for `choose_stack`.
         modality: Modality of the series, as a task names it: `ct` (in HU), `mr`, or `other` for
             any.
         files: The files to read instead of all files at the path.
@@ -178,7 +177,7 @@ def _check_rescale(path: Path, stack: Stack) -> None:
     """Check that all slices of a stack have slope and intercept, or none has.
 
     Raises:
-        UserError: If not; the message names the first slice without.
+        UserError: If only some have; the message names the first slice that lacks them.
     """
     without_rescale = [frame for frame in stack.frames if not frame.has_rescale]
     if 0 < len(without_rescale) < len(stack.frames):

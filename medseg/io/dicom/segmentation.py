@@ -52,8 +52,8 @@ def write_segmentation(
         structures: Labels to write, in the order of the segments; voxels of other values are left
             out.
         kind: `binary`: one frame for each segment and slice. `labelmap`: one frame of segment
-            numbers for each slice; compressed by RLE it is a tenth as large; it was defined in 2024
-            and is unknown to older viewers.
+            numbers for each slice, compressed by RLE and a tenth as large as `binary`; it was
+            defined in 2024 and is unknown to older viewers.
         keep_empty_frames: Whether slices without the segment get a frame too.
 
     Raises:
@@ -69,8 +69,8 @@ def write_segmentation(
             f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
             "as one; save the labels in another format."
         )
-    # highdicom reads the positions of files of one slice each itself. Of a multi-frame file, the
-    # series may be only a part of the frames.
+    # Where each file has one slice, highdicom reads the positions itself. Of a multi-frame file it
+    # would take all frames, but `slices` may be only some of them.
     plane_positions = None
     step_mm = slices.grid.spacing_mm[0]
     if is_multi_frame:

@@ -32,7 +32,7 @@ SAME_POSITION_MM = 0.01
 # Pixel spacings with a smaller relative difference are equal: headers store rounded decimals.
 SAME_SPACING = 1e-3
 
-# Largest number of series that a message lists; it counts the others.
+# Largest number of series, or of reasons, that a message lists; it counts the others.
 MAX_LISTED = 10
 
 
@@ -290,7 +290,7 @@ class SliceFolders:
     def owner(self, path: Path) -> str | None:
         """Find the volume that a file belongs to: the only one with slices in the file's folder.
 
-        Where the folder has none, it is the only one of all folders.
+        Where no volume has slices in that folder, it is the only volume of all folders.
 
         Returns:
             Series Instance UID; None where several volumes, or none, may own the file.
@@ -321,8 +321,8 @@ def read_images(
 ) -> list[Frame | NoSlice]:
     """Read the headers of some files, or of all DICOM files at a path.
 
-    Some files that are not DICOM are among the results as unreadable: all such of `files` or,
-    without `files`, those that are named like slices.
+    A file that is not DICOM is among the results, as unreadable, if it is one of `files`; without
+    `files`, if it is named like the slices beside it.
 
     Args:
         path: Folder, or a file whose folder is read.
@@ -429,7 +429,7 @@ def choose_stack(
         # No stack is the chosen one, perhaps because the files of that series cannot be read.
         meant_uids = _uids_of(contents.images, choice, only_file)
     else:
-        # Without any stack, the files of all series may say why.
+        # Without any stack, the files of all series may say why there is none.
         meant_uids = _uids_of(contents.images, parse_series(None), only_file)
     # Before the refusals below: files that cannot be read may be why there is no stack.
     _check_readable(contents, meant_uids, folders)
@@ -550,7 +550,7 @@ def _check_patient(path: Path, stack: Stack) -> None:
 def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Finding]:
     """Make findings on the images that are left out.
 
-    They are information, and a warning where an image may be a slice of one of these series.
+    They are information, but a warning where an image may be a slice of a series of `uids`.
     """
     # A slice of the chosen series may be missed; a topogram, a report or another series is not.
     lost_slices: list[NoSlice] = []
@@ -580,7 +580,7 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
 
 
 def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
-    """Warn of files that cannot be read and do not tell their series, which may be this one."""
+    """Warn of files that cannot be read and do not tell their series: it may be the chosen one."""
     loose = [image for image in unreadable if not image.series.uid]
     if not loose:
         return []
@@ -616,8 +616,8 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
 def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     """Write the value of `series=` that names a stack, and what distinguishes it.
 
-    What distinguishes it: patient and date, where the folder holds several studies, description and
-    phase, number of slices and spacing (z, y, x).
+    That is patient, date and number (if the folder holds several studies), description, phase,
+    number of slices and spacing (z, y, x).
     """
     series = stack.series
     key = plain(_shortest_name(series, all_series))
@@ -628,7 +628,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     if len(all_scopes) > 1:
         properties.append(f"patient {plain(series.patient or 'unknown')}")
         properties.append(plain(written_date(series.date)))
-        # In one study the key holds the number.
+        # Where there is only one study, the key shows the number instead.
         if series.number:
             properties.append(f"series {plain(series.number)}")
     if series.description:

@@ -50,7 +50,7 @@ TYPE_2 = (
     "PositionReferenceIndicator",
 )
 
-# Those of them that must be a date or a time, and pydicom's types of these.
+# The fields of `TYPE_2` that must be a date or a time, and pydicom's types for their values.
 DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
 
 # What the description of a result calls it.
@@ -123,7 +123,7 @@ def _derived_number(header: Dataset, kind_number: int) -> int:
 
 
 def stored_name(name: str) -> str:
-    r"""Name of a label in DICOM: without `\`, which separates values, and cut to the field."""
+    r"""Name of a label in DICOM: without `\`, which separates values, and cut to `MAX_NAME`."""
     return name.replace("\\", "_")[:MAX_NAME]
 
 
@@ -159,7 +159,7 @@ def labels_on_slices(
         raise ValueError(
             f"the label map {labels.shape} is not on the grid of the series {slices.grid.shape}"
         )
-    # Number of a structure by label value; 0 of labels that are left out.
+    # Number of the structure by label value; 0 for labels that are left out.
     values = [structure.value for structure in structures]
     num_values = max(int(labels.max()), *values) + 1
     number_of_value = np.zeros(num_values, np.min_scalar_type(len(structures)))

@@ -63,12 +63,12 @@ class _Folder:
     """What the headers of the files below a folder say.
 
     Attributes:
-        series: The series by UID, as the first readable slice describes them.
+        series: The series by UID, each as the first of its `files` describes it.
         files: Files by the UID of their series.
-        loose: Files that cannot be read and do not tell their series.
+        loose: Files that cannot be read and do not tell their study.
         dicom: All DICOM files.
-        slices: UID of its series and file of each slice; a file of several frames occurs once for
-            each.
+        slices: Series Instance UID and file of each slice; a file of several frames occurs once for
+            each frame.
         positions: Positions of the slices by the UID of their series.
     """
 
@@ -96,8 +96,8 @@ def find_studies(
         folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
         on_file: Called after each file.
-        on_loose: Called with each file that cannot be read and may be a slice of several volumes,
-            so that it belongs to no study.
+        on_loose: Called with each file that cannot be read and that belongs to no study: it tells
+            none, and there is not exactly one volume near it.
 
     Returns:
         The studies of each folder, by patient and date; none of a folder that cannot be searched.
@@ -187,7 +187,7 @@ def _divide(
 
 
 def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
-    """Assign files that do not tell their series, and broken copies, to the only volume near them.
+    """Assign files that do not tell their study, and broken copies, to the only volume near them.
 
     Returns:
         Such files by the UID of that volume; `on_loose` gets the others.
