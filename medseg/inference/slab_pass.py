@@ -23,7 +23,7 @@ from medseg.models.convolution import convolve_as_whole
 # Memory of a layer as a multiple of its input and output: beside them it holds copies in the layout
 # of the kernels, and sums in fp32.
 WORKSPACE = 3.0
-# Bytes of a feature in fp32. The plan of the slabs counts as many in half precision.
+# Bytes of a feature in fp32. The slabs are planned with this number in half precision too.
 ITEMSIZE = 4
 # What is left to do to planes (1, C, d, H, W) when they are read: a norm and an activation.
 Finish = Callable[[Tensor], Tensor]
@@ -76,7 +76,7 @@ class Features:
         depth: Number of planes.
         finish: Norm and activation of the layer that wrote the planes, applied whenever planes are
             read; None = the values are final as they are stored.
-        num_bytes: Size in memory; 0 in a file, and for values of the caller.
+        num_bytes: Size in memory; 0 if the values are in a file, or belong to the caller.
     """
 
     def __init__(

@@ -110,7 +110,9 @@ def _refining_bytes(head: RefiningHead, area: int) -> float:
 
 
 class _Cells:
-    """Image as the stem `space_to_depth` sees it: the voxels of a cell are channels of one voxel.
+    """Image as the stem of the kind `space_to_depth` sees it: a cell of voxels is one voxel.
+
+    The voxels of a cell are the channels of that one voxel.
 
     Attributes:
         depth: Number of planes of cells.
@@ -177,7 +179,7 @@ class _Statistics:
         weight, bias = module.weight, module.bias
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
 
-        # Batch norm in evaluation mode is a norm with statistics that are given.
+        # With `training=False` `batch_norm` takes the statistics that it is given.
         def normalise(planes: Tensor) -> Tensor:
             return F.batch_norm(
                 planes, mean, variance, weight, bias, training=False, eps=module.eps

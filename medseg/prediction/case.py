@@ -108,7 +108,7 @@ def read_scan(
     """Read the channels of a scan on the grid of the first.
 
     Args:
-        paths: File of each channel; None where there is none.
+        paths: File of each channel; None for a channel without a file.
         task: Has the modality of each channel, and its value outside the field of view.
         series: DICOM series of the first channel, as for `read_image`.
         hu: Scale that turns the values of the first channel into HU.
