@@ -120,9 +120,9 @@ def use_openvino(
     network.network.forward = _Compiled(
         network.network,
         network.in_channels,
-        network.traits.small_size,
-        precision_hint,
-        cached_path,
+        example_size=network.traits.small_size,
+        precision_hint=precision_hint,
+        cached_path=cached_path,
         is_required=is_required,
     )
 
@@ -403,7 +403,7 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     in_torch = network.network
     channels = network.in_channels
     image = torch.zeros(1, channels, *size)
-    in_openvino = _Compiled(in_torch, channels, small_size, "f32")
+    in_openvino = _Compiled(in_torch, channels, example_size=small_size, precision_hint="f32")
 
     def measure() -> PassSeconds:
         return PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image))

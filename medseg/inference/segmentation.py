@@ -217,7 +217,7 @@ def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[st
     Returns:
         Name of each label to its volume in ml.
     """
-    num_voxels = np.zeros(256, dtype=np.int64)  # by value; a byte has 256 of them
+    num_voxels = np.zeros(256, dtype=np.int64)  # by label value, one of 256
     # Plane by plane, so that temporary arrays stay small.
     for plane in labels:
         if len(task.labels) <= MAX_COMPARED:

@@ -238,7 +238,7 @@ class SlabPass:
             depth: Number of planes.
             bytes_per_plane: Memory of each.
             extra_bytes: Memory of a slab beside its planes.
-            step: The number of planes of a slab is a multiple of it, but for the last slab.
+            step: The number of planes of each slab but the last is a multiple of it.
 
         Yields:
             First plane of each slab, and the plane after its last one.
@@ -268,7 +268,14 @@ class SlabPass:
         planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         padding = (0, padding_y, padding_x)
-        return convolve_as_whole(planes, weight, conv.bias, conv.stride, padding, source.depth)
+        return convolve_as_whole(
+            planes,
+            weight,
+            conv.bias,
+            stride=conv.stride,
+            padding=padding,
+            whole_depth=source.depth,
+        )
 
     def channels_at_a_time(self, features: Features) -> int:
         """Count the channels that half of the budget holds in full depth, for `replace_channels`.

@@ -193,7 +193,7 @@ class _UnetPass(SlabPass):
 
     def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
-        whole = Features(image.shape[2], self, image[0].transpose(0, 1))
+        whole = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
         cell = network.stem.cell
         stem_input = whole if cell == POINT else _Cells(whole, cell)
         features = self._unit(network.stem.unit, stem_input)
@@ -220,7 +220,7 @@ class _UnetPass(SlabPass):
         """Run a convolution with what follows it: a norm, or none, and an activation."""
         conv, *functions = unit
         assert isinstance(conv, nn.Conv3d)
-        result = Features(source.depth // conv.stride[0], self)
+        result = Features(source.depth // conv.stride[0], owner=self)
         norm = functions[0] if functions else None
         # Only these norms need statistics of the whole feature map.
         if not isinstance(norm, (InstanceNorm, nn.GroupNorm)):

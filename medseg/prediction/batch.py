@@ -195,7 +195,14 @@ def make_batch(
     for range_model in range_models:
         bounded_model = range_model.model.within(shares.network_gib)
         bounded.append(range_model._replace(model=bounded_model))
-    return Batch(bounded, resident_bytes(), shares.array_bytes, config, num_cases, observer)
+    return Batch(
+        range_models=bounded,
+        loaded_bytes=resident_bytes(),
+        array_bytes=shares.array_bytes,
+        config=config,
+        num_cases=num_cases,
+        observer=observer,
+    )
 
 
 @dataclass
@@ -436,7 +443,8 @@ def run_overlapped(
             # turn, so the flag `is_ahead` is False.
             if loaded is None:
                 loaded = read(case, False)
-            # A daemon thread, since reading leaves no file behind: no interrupt waits for it.
+            # The next case is read ahead of its turn (True). Its thread is a daemon, since reading
+            # leaves no file behind: no interrupt waits for it.
             if index + 1 < len(cases):
                 ahead = _start(read, cases[index + 1], True, daemon=True)
             computed = compute(case, loaded)

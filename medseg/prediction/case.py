@@ -86,8 +86,8 @@ def read_case(scan: Scan, task: Task) -> CaseData:
     case = CaseData()
     paths = scan.paths(len(task.channels))
     with case.measured("read"):
-        # Before the voxels: a file that changes meanwhile then differs from its fingerprint, and
-        # the case counts as outdated.
+        # The fingerprint is taken before the voxels are read: a file that changes meanwhile then
+        # differs from it, and the case counts as outdated.
         for path, files in zip(paths, scan.files_by_channel(len(paths)), strict=True):
             source = None
             if path is not None:
