@@ -17,8 +17,8 @@ def check_clean_up(clean_up: CleanUp, task: Task) -> None:
 
     Raises:
         KeyError: If the task has no such part.
-        ValueError: If holes of a region with several labels shall be filled. It is not defined
-            with which of them.
+        ValueError: If holes of a region with several labels shall be filled: it is not defined
+            which of its labels would fill them.
     """
     num_labels = len(task.part_values(clean_up.part))
     if clean_up.fill_holes and num_labels > 1:
@@ -37,7 +37,7 @@ def clean(labels: np.ndarray, grid: VoxelGrid, task: Task, clean_ups: Sequence[C
     for clean_up in clean_ups:
         if not clean_up.only_largest and clean_up.min_ml == 0:
             continue
-        # As large as the largest component: then only the largest is kept.
+        # With 1.0 a component must be as large as the largest, so only that one is kept.
         min_fraction = 1.0 if clean_up.only_largest else 0.0
         remove_components(
             labels,

@@ -184,7 +184,7 @@ class Components:
         self.counts = []
         for counts in piece_counts:
             counts_of_pieces = np.concatenate(counts)
-            # In float64, see `Runs.count`.
+            # The sums are float64 and exact, see `Runs.count`.
             sums = np.bincount(self._component_of, counts_of_pieces, minlength=num_components)
             self.counts.append(sums.astype(np.int64))
         self.is_open = np.zeros(num_components, dtype=bool)
@@ -197,7 +197,7 @@ class Components:
             is_chosen: Boolean, by the component's number.
 
         Yields:
-            Planes of each slab that holds chosen voxels, and the mask (d, H, W) of these in it.
+            Planes of each slab that holds chosen voxels, and the mask (d, H, W) of these voxels.
         """
         for index, planes in enumerate(self._slabs):
             pieces = slice(self._offsets[index], self._offsets[index + 1])
@@ -335,11 +335,11 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
     """
     starts = runs.start[chosen] + offset
     stops = runs.stop[chosen] + offset
-    # Others touch a shifted run if they end after its start and start before its end. Since runs
-    # are sorted and disjoint, these are consecutive: `first` … `end` - 1.
+    # Other runs touch a shifted run if they end after its start and start before its end. Since
+    # runs are sorted and disjoint, the indices of those that touch it are `first` … `end` - 1.
     first = np.asarray(np.searchsorted(others.stop, starts, side="right"))
     end = np.asarray(np.searchsorted(others.start, stops, side="left"))
-    # Without such a run `end` may be smaller than `first`; the maximum makes the range empty.
+    # If none touches it, `end` may be smaller than `first`; the maximum makes the range empty.
     chosen_places, neighbours = _ranges(first, np.maximum(first, end))
     return np.stack([chosen[chosen_places], neighbours])
 

@@ -58,12 +58,12 @@ class Format(NamedTuple):
         name: Name of the format.
         extra: Extra of medseg that installs its libraries.
         modules: These libraries.
-        convert: From a network, an example image (1, C, D, H, W), and whether it is converted for
-            any size, or for that of the example alone, to a converted network.
+        convert: Makes a converted network from a network, an example image (1, C, D, H, W), and
+            whether the result takes any size, or that of the example alone.
         load: Makes a function that runs a converted network.
         describe: Names format and version of a converted network.
-        write: From a converted network and its metadata, a JSON text, to suffix and content of
-            files.
+        write: Makes the suffix and the content of each file from a converted network and its
+            metadata, a JSON text.
     """
 
     name: str
@@ -139,7 +139,7 @@ def export_network(
                 _difference(network, run, in_channels, size) for size in trial.compared_sizes
             ]
         except Exception as error:  # converters and runtimes raise errors of many classes
-            # This says nothing about the network: another size or format would not help.
+            # Full memory says nothing about the network: another size or format would not help.
             if is_out_of_memory(error):
                 raise
             reasons.append(first_line(error) or type(error).__name__)
@@ -194,7 +194,7 @@ def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> flo
     if not is_finite:
         return math.inf
     difference = (logits - expected).abs().max()
-    largest = expected.abs().max().clamp_min(1e-6)  # nothing divides by logits that are all zero
+    largest = expected.abs().max().clamp_min(1e-6)  # not 0, also if all logits are
     return float(difference / largest)
 
 

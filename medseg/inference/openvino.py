@@ -69,7 +69,8 @@ def openvino_bytes(network: nn.Module) -> int:
 
     The feature maps of a pass are not counted.
 
-    Where less memory is left, OpenVINO is not chosen; where it is chosen, these bytes are reserved.
+    If less memory than this is left, OpenVINO is not chosen. If it is chosen, these bytes are
+    reserved.
     """
     weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
     return KERNELS_BYTES + WEIGHT_COPIES * weight_bytes
@@ -119,9 +120,9 @@ def use_openvino(
     network.network.forward = _Compiled(
         network.network,
         network.in_channels,
-        network.traits.small_size,
-        precision_hint,
-        cached_path,
+        example_size=network.traits.small_size,
+        precision_hint=precision_hint,
+        cached_path=cached_path,
         is_required=is_required,
     )
 
@@ -314,8 +315,8 @@ class _Compiled:
         # OpenVINO writes into this array: no copy of the logits is made.
         request.set_output_tensor(openvino.Tensor(logits, shared_memory=True))
         request.infer([image.contiguous().numpy()], share_inputs=True, share_outputs=True)
-        # OpenVINO would keep the memory of the feature maps for the next pass, while the other
-        # stage and the rest of the prediction need theirs.
+        # OpenVINO would keep the memory of the feature maps for the next pass. Until then the other
+        # stage and the rest of the prediction need memory.
         del request
         self._compiled.release_memory()
         return torch.from_numpy(logits)
@@ -353,8 +354,8 @@ class PassSeconds(NamedTuple):
 def quickest_backend(network: StageNetwork) -> str:
     """Choose the backend in which a forward pass takes less time, both in fp32.
 
-    The measurement is repeated until two agree. It is kept for this machine and these versions, see
-    `medseg.io.calibration`, and used for all networks.
+    The measurement is repeated until two agree, at most `MOST_MEASUREMENTS` times. It is kept for
+    this machine and these versions, see `medseg.io.calibration`, and used for all networks.
 
     Args:
         network: Network on the CPU, in evaluation mode.
@@ -376,7 +377,7 @@ def quickest_backend(network: StageNetwork) -> str:
     if numbers is None:
         try:
             numbers, circumstances = _measure_backends(network)
-        except UserError:  # it cannot be converted
+        except UserError:  # the network cannot be converted
             return "torch"
         write_calibration(path, numbers, circumstances)
     seconds = PassSeconds(*numbers)
@@ -402,7 +403,7 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     in_torch = network.network
     channels = network.in_channels
     image = torch.zeros(1, channels, *size)
-    in_openvino = _Compiled(in_torch, channels, small_size, "f32")
+    in_openvino = _Compiled(in_torch, channels, example_size=small_size, precision_hint="f32")
 
     def measure() -> PassSeconds:
         return PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image))

@@ -128,7 +128,7 @@ class CombinedModel:
 
     @property
     def waiting_bytes(self) -> float:
-        """Largest of the parts' sizes, since one part may need these arrays in memory."""
+        """Largest size of all parts, since a part may need arrays up to its size in memory."""
         return max(part.waiting_bytes for part in self.parts)
 
     @property

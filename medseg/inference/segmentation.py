@@ -107,9 +107,9 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box of the crop. It counts voxels of the fine grid of the oriented scan and may
-            reach outside of it; that of a crop of fixed size counts its own voxels from zero. Its
-            shape is that of the crop in both cases, and `grid` says where the crop lies.
+        voxels: Box with the shape of the crop. It counts voxels of the fine grid of the oriented
+            scan and may reach outside of it. The box of a crop of fixed size instead begins at zero
+            and counts the voxels of the crop. Where the crop lies in the world, `grid` says.
         grid: Grid of the crop in the world.
     """
 
@@ -142,18 +142,18 @@ class Segmentation:
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
             by step.
         pass_s: Seconds inside the passes of networks; only models of nnU-Net count them.
-        distortions: How much a crop of fixed size is distorted, by step, see `distortion`; empty
-            where crops keep the shape.
+        distortions: How much a crop of fixed size is distorted, by step, see
+            `medseg.geometry.grid_rule.distortion`; empty where crops keep the shape.
         agreements: Dice coefficient of the two stages by region, for regions that were refined, see
-            `agreement`.
+            `medseg.cascade.agreement`.
         dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`;
             empty where the stages were not calibrated together.
         status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
             not HU and the labels are doubtful.
-        most_disputed_xyz_mm: Where the two stages differ most, see `most_disputed_xyz_mm`; None
-            where they do not.
-        statistics: Label name to volume and figures in HU, see `scan_statistics`. `segment_scan`
-            adds them; a model itself leaves them empty.
+        most_disputed_xyz_mm: Where the two stages differ most, see `medseg.cascade.agreement`; None
+            if they differ nowhere.
+        statistics: Label name to volume and figures in HU, see `medseg.metrics.hu_statistics`.
+            `medseg.prediction.case.segment_scan` adds them; a model itself leaves them empty.
         total_statistics: The same figures of all labels together.
         probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
             the clean-up; only if asked for.
@@ -217,7 +217,7 @@ def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[st
     Returns:
         Name of each label to its volume in ml.
     """
-    num_voxels = np.zeros(256, dtype=np.int64)  # by value; a byte has 256 of them
+    num_voxels = np.zeros(256, dtype=np.int64)  # by label value, one of 256
     # Plane by plane, so that temporary arrays stay small.
     for plane in labels:
         if len(task.labels) <= MAX_COMPARED:

@@ -23,7 +23,7 @@ from medseg.models.convolution import convolve_as_whole
 # Memory of a layer as a multiple of its input and output: beside them it holds copies in the layout
 # of the kernels, and sums in fp32.
 WORKSPACE = 3.0
-# Bytes of a feature in fp32. The plan of the slabs counts as many in half precision.
+# Bytes of a feature in fp32. The slabs are planned with this number in half precision too.
 ITEMSIZE = 4
 # What is left to do to planes (1, C, d, H, W) when they are read: a norm and an activation.
 Finish = Callable[[Tensor], Tensor]
@@ -76,7 +76,7 @@ class Features:
         depth: Number of planes.
         finish: Norm and activation of the layer that wrote the planes, applied whenever planes are
             read; None = the values are final as they are stored.
-        num_bytes: Size in memory; 0 in a file, and for values of the caller.
+        num_bytes: Size in memory; 0 if the values are in a file, or belong to the caller.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class SlabPass:
             depth: Number of planes.
             bytes_per_plane: Memory of each.
             extra_bytes: Memory of a slab beside its planes.
-            step: The number of planes of a slab is a multiple of it, but for the last slab.
+            step: The number of planes of each slab but the last is a multiple of it.
 
         Yields:
             First plane of each slab, and the plane after its last one.
@@ -268,7 +268,14 @@ class SlabPass:
         planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         padding = (0, padding_y, padding_x)
-        return convolve_as_whole(planes, weight, conv.bias, conv.stride, padding, source.depth)
+        return convolve_as_whole(
+            planes,
+            weight,
+            conv.bias,
+            stride=conv.stride,
+            padding=padding,
+            whole_depth=source.depth,
+        )
 
     def channels_at_a_time(self, features: Features) -> int:
         """Count the channels that half of the budget holds in full depth, for `replace_channels`.

@@ -110,7 +110,9 @@ def _refining_bytes(head: RefiningHead, area: int) -> float:
 
 
 class _Cells:
-    """Image as the stem `space_to_depth` sees it: the voxels of a cell are channels of one voxel.
+    """Image as the stem of the kind `space_to_depth` sees it: a cell of voxels is one voxel.
+
+    The voxels of a cell are the channels of that one voxel.
 
     Attributes:
         depth: Number of planes of cells.
@@ -177,7 +179,7 @@ class _Statistics:
         weight, bias = module.weight, module.bias
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
 
-        # Batch norm in evaluation mode is a norm with statistics that are given.
+        # With `training=False` `batch_norm` takes the statistics that it is given.
         def normalise(planes: Tensor) -> Tensor:
             return F.batch_norm(
                 planes, mean, variance, weight, bias, training=False, eps=module.eps
@@ -191,7 +193,7 @@ class _UnetPass(SlabPass):
 
     def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
-        whole = Features(image.shape[2], self, image[0].transpose(0, 1))
+        whole = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
         cell = network.stem.cell
         stem_input = whole if cell == POINT else _Cells(whole, cell)
         features = self._unit(network.stem.unit, stem_input)
@@ -218,7 +220,7 @@ class _UnetPass(SlabPass):
         """Run a convolution with what follows it: a norm, or none, and an activation."""
         conv, *functions = unit
         assert isinstance(conv, nn.Conv3d)
-        result = Features(source.depth // conv.stride[0], self)
+        result = Features(source.depth // conv.stride[0], owner=self)
         norm = functions[0] if functions else None
         # Only these norms need statistics of the whole feature map.
         if not isinstance(norm, (InstanceNorm, nn.GroupNorm)):

@@ -22,7 +22,8 @@ from medseg.preprocess.intensity import AIR
 # Number format of stored probabilities. Below one its values lie 1/2048 apart at most, so rounding
 # changes a probability by 0.00025 at most.
 PROBS_DTYPE = torch.float16
-# Voxels whose logits become float32 probabilities at a time. Few enough for the processor's cache.
+# Number of voxels whose logits become float32 probabilities at a time, few enough for the
+# processor's cache.
 SLAB_VOXELS = 2**18
 # Standard deviation of the Gaussian weights of a tile, as a fraction of the tile's length.
 SIGMA_SHARE = 1 / 8
@@ -60,7 +61,7 @@ def predict_probs(
             them here, one by one.
         num_parallel: Largest number of batches that `run_batches` takes.
         skips_air: Whether a tile of nothing but `AIR`, the value of air after normalisation, is
-            background; not for images in whose body that value occurs.
+            background; False for images in whose body that value occurs.
         run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
             slab of planes after the other to a function; None runs it in one pass. Tiles do not
             use it: the logits of a tile are small, so `network` itself may run a tile in slabs.
@@ -158,7 +159,7 @@ def _blend_tiles(
             is_skipped[0] = False
     run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
     tiles = _tile_probs(run_batches, image, run_boxes, batch_size, num_parallel)
-    # The first tile is taken for the number of classes, and put back for the loop below.
+    # The first tile tells the number of classes, and is put back for the loop below.
     first = next(tiles)
     num_classes = len(first)
     tiles = chain([first], tiles)
@@ -171,8 +172,8 @@ def _blend_tiles(
         num_final = z - sums_start
         if num_final > 0:
             probs[:, sums_start:z] = sums[:, :num_final]
-            # The planes to which this tile may add move to the start: none where z is a whole tile
-            # further. They are cloned, since source and target overlap.
+            # The planes to which this tile may add move to the start; there are none of them if z
+            # is a whole tile further. They are cloned, since source and target overlap.
             sums[:, :-num_final] = sums[:, num_final:].clone()
             sums[:, -num_final:] = 0
             sums_start = z
@@ -186,7 +187,8 @@ def _blend_tiles(
             tile_sums[0].add_(weight)
         else:
             tile_sums.addcmul_(next(tiles), weight)
-    # The planes of the last layer of tiles; if the crop is one tile deep, all of them.
+    # Now the planes of the last layer of tiles are final; if the crop is one tile deep, these are
+    # all planes.
     probs[:, sums_start:] = sums[:, : depth - sums_start]
     return probs
 
@@ -372,7 +374,7 @@ def _tile_starts(size: int, tile: int, overlap: float) -> list[int]:
     last_start = size - tile
     if last_start <= 0:
         return [0]
-    # At least one voxel: with an overlap near one, two tiles would have the same start.
+    # At least one voxel: otherwise two tiles would have the same start with an overlap near one.
     largest_step = max(1.0, tile * (1.0 - overlap))
     num_steps = math.ceil(last_start / largest_step)
     return [round(step * last_start / num_steps) for step in range(num_steps + 1)]

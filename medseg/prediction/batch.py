@@ -105,10 +105,10 @@ class Observer:
         """Called with the name of a case and the number of cases when its turn comes."""
 
     def step_begins(self, name: str, step: str, number: int, num_steps: int) -> None:
-        """Called with a case, the step that begins, its place and the number of steps."""
+        """Called with a case, the step that begins, its place from 0, and the number of steps."""
 
     def case_ends(self, case: BatchCase) -> None:
-        """Called with each case when it is done: in their order, or with engine=ray in any."""
+        """Called with each case when it is done; with engine=ray they end in any order."""
 
 
 def has_other_ranks() -> bool:
@@ -195,7 +195,14 @@ def make_batch(
     for range_model in range_models:
         bounded_model = range_model.model.within(shares.network_gib)
         bounded.append(range_model._replace(model=bounded_model))
-    return Batch(bounded, resident_bytes(), shares.array_bytes, config, num_cases, observer)
+    return Batch(
+        range_models=bounded,
+        loaded_bytes=resident_bytes(),
+        array_bytes=shares.array_bytes,
+        config=config,
+        num_cases=num_cases,
+        observer=observer,
+    )
 
 
 @dataclass
@@ -225,15 +232,16 @@ class Batch:
     def describe_cost(self, cases: Sequence[BatchCase]) -> str | None:
         """Say what the cases are expected to cost; None if no header can be read.
 
-        Cases that have a report are left out. Of many others only some headers are read.
+        Cases that have a report are left out, unless they are made again. Of many cases the headers
+        of only some are read.
         """
         new_cases = []
         for case in cases:
             if self.config.overwrite or not read_report(case.output):
                 new_cases.append(case)
         forecasts: dict[str, Forecast] = {}
-        # Expected seconds of each of these cases; None for a model that has no rate on this machine
-        # yet.
+        # Expected seconds of each case in `forecasts`; None for a model that has no rate on this
+        # machine yet.
         durations_s: list[float | None] = []
         step = max(1, len(new_cases) // MAX_FORECASTS)
         for case in new_cases[::step]:
@@ -248,7 +256,7 @@ class Batch:
         if not forecasts:
             return None
         known_s = [duration_s for duration_s in durations_s if duration_s is not None]
-        # No time is stated where that of some cases is unknown.
+        # If the time of some cases is unknown, no time is stated.
         mean_s = None
         if len(known_s) == len(durations_s):
             mean_s = mean(known_s)
@@ -328,7 +336,7 @@ class Batch:
             if isinstance(data, Exception):
                 raise data
             if isinstance(data, CaseData):
-                # In a batch the next case is segmented meanwhile, and the observer follows that.
+                # In a batch the observer follows the next case, which is segmented meanwhile.
                 if self.num_cases == 1:
                     self._begin(case, "write")
                 with scratch_above(self.array_bytes):
@@ -411,8 +419,8 @@ def run_overlapped(
 
     Args:
         cases: The cases.
-        read: Reads a case. The flag says that it is ahead of its turn: then it runs in a thread of
-            its own, and may return None to be called again in its turn.
+        read: Reads a case. Its flag `is_ahead` says that the case is ahead of its turn: then `read`
+            runs in a thread of its own, and may return None to be called again in its turn.
         compute: Takes what was read; runs in the caller's thread.
         finish: Takes what was computed; runs in a thread of its own, one case after the other.
 
@@ -431,10 +439,12 @@ def run_overlapped(
         for index, case in enumerate(cases):
             loaded = None if ahead is None else ahead.result()
             ahead = None  # a future keeps its result
-            # The case is the first one, or it could not be read ahead of its turn.
+            # The case is the first one, or it could not be read ahead of its turn. Now it is its
+            # turn, so the flag `is_ahead` is False.
             if loaded is None:
                 loaded = read(case, False)
-            # A daemon thread, since reading leaves no file behind: no interrupt waits for it.
+            # The next case is read ahead of its turn (True). Its thread is a daemon, since reading
+            # leaves no file behind: no interrupt waits for it.
             if index + 1 < len(cases):
                 ahead = _start(read, cases[index + 1], True, daemon=True)
             computed = compute(case, loaded)

@@ -86,8 +86,8 @@ def read_case(scan: Scan, task: Task) -> CaseData:
     case = CaseData()
     paths = scan.paths(len(task.channels))
     with case.measured("read"):
-        # Before the voxels: a file that changes meanwhile then differs from its fingerprint, and
-        # the case counts as outdated.
+        # The fingerprint is taken before the voxels are read: a file that changes meanwhile then
+        # differs from it, and the case counts as outdated.
         for path, files in zip(paths, scan.files_by_channel(len(paths)), strict=True):
             source = None
             if path is not None:
@@ -108,7 +108,7 @@ def read_scan(
     """Read the channels of a scan on the grid of the first.
 
     Args:
-        paths: File of each channel; None where there is none.
+        paths: File of each channel; None for a channel without a file.
         task: Has the modality of each channel, and its value outside the field of view.
         series: DICOM series of the first channel, as for `read_image`.
         hu: Scale that turns the values of the first channel into HU.

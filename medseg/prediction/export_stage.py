@@ -17,8 +17,8 @@ from medseg.preprocess.crop import BODY_MARGIN_MM
 from medseg.preprocess.intensity import AIR
 from medseg.task import Region, Task
 
-# All regions share one network. A class of it that a region with fewer labels does not have gets
-# this name.
+# All regions share one network. A region with fewer labels than another one does not use all of its
+# classes; the classes that it does not use get this name.
 UNUSED = "unused"
 
 

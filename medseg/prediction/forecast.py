@@ -50,8 +50,8 @@ SUM_BYTES = 4  # of a probability that is summed up over tiles, float32
 # few planes at a time. So the factor is below 1. Measured on phantoms of 1 to 520 slices in bf16.
 # Budgets are checked with the larger factor `WORKSPACE`, to be on the safe side.
 USUAL_WORKSPACE = 0.75
-# Box of the body with the table, (z, y, x): the share of the scan that it takes of each axis, and
-# its largest extent where the field of view is wide. Medians of 33 scans.
+# Box of the body with the table, (z, y, x): the share of each axis of the scan that it takes, and
+# its largest extent, which counts where the field of view is wide. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
 BODY_MM = (math.inf, 360.0, 480.0)
 # Bytes that resampling needs for each voxel in the slabs at hand, one slab for each thread. The
@@ -60,21 +60,23 @@ RESAMPLING_BYTES = 24
 # Freed memory that each thread but the first keeps for itself, unless large blocks are mapped:
 # glibc gives each thread heaps of 64 MiB.
 THREAD_HEAP_BYTES = 64 * 2**20
-# Memory of the kernels that our networks compile for their first scan. Their libraries are loaded
-# before.
+# Memory of the kernels that our networks compile for their first scan. The libraries that compile
+# them are loaded before.
 FIRST_SCAN_BYTES = 10 * 2**20
 # Memory for pasting probabilities and cleaning labels, which is done in slabs.
 JOINING_BYTES = 18 * 2**20
 # Times are in units of the time that a voxel of the scan takes outside of networks. A voxel that
-# goes through a network takes so many units more. Measured on two cores of an AMD EPYC with the
-# included weights.
+# goes through one of our networks takes this many units more. Measured on two cores of an AMD EPYC
+# with the included weights.
 NETWORK_TIME = 5
-# Time of any case of a model of nnU-Net, in the same unit: 20 ms for checks, statistics and report.
+# Time that each case of a model of nnU-Net takes, however small, in the same unit: about 20 ms for
+# checks, statistics and report.
 CASE_TIME = 1.5e6
 # Memory that a model of nnU-Net takes when a scan is read, beside the scan. The libraries that read
 # scans are loaded before.
 READING_BYTES = 4 * 2**20
-# The same from its first pass on, which compiles kernels and leaves free memory in the heap.
+# Memory that such a model takes from its first pass on, beside the scan and its arrays. The pass
+# compiles kernels and leaves freed memory in the heap.
 PASS_BYTES = 15 * 2**20
 # Number of finished cases of a model whose rates are kept.
 MAX_CASES = 20
@@ -182,8 +184,8 @@ def forecast(
         loaded_bytes: Resident memory of the process with the weights, before the first scan.
         array_bytes: Size above which an array is a temporary file, see
             `medseg.prediction.memory_limit`.
-        waiting_bytes: The same for arrays that wait; None = `model.waiting_bytes`. A part of
-            another model gets the size of that model.
+        waiting_bytes: The same for arrays that wait, see `ArrayLimits`; None =
+            `model.waiting_bytes`. A part of a combined model gets the size of the whole model.
 
     Raises:
         UserError: If a stage cannot keep its budget.
@@ -454,8 +456,8 @@ def _pass_bytes(
     if not is_single_pass:
         pass_bytes += _held(PROBABILITY_BYTES * num_classes * num_padded, array_bytes)
     if stage.has_views(options):
-        # Sums over the views: of the probabilities, by class, and of their squares, over all
-        # classes together.
+        # Views are the passes of all networks and flips. Two sums over them are kept: that of the
+        # probabilities, by class, and that of their squares, over all classes together.
         pass_bytes += _held(IMAGE_BYTES * num_classes * num_voxels, array_bytes)
         pass_bytes += _held(IMAGE_BYTES * num_voxels, array_bytes)
     # What follows is in the memory of the device, which on a GPU is not that of the process.
@@ -468,8 +470,8 @@ def _pass_bytes(
             usual_share = USUAL_WORKSPACE / WORKSPACE
             pass_bytes += usual_share * stage.bytes_per_voxel * num_in_network
         if plan.tile_size is not None:
-            # One tile, and the sums of a layer of tiles. These count twice, since most of their
-            # planes are copied when the sums move on to the next layer.
+            # One tile, and the sums of a layer of tiles. The sums count twice, since most of their
+            # planes are copied when they move on to the next layer.
             num_in_layer = network_shape[0] * math.prod(padded_shape[1:])
             layer_bytes = _held(SUM_BYTES * num_classes * num_in_layer, array_bytes)
             tile_bytes = SUM_BYTES * num_classes * num_in_network
@@ -524,7 +526,7 @@ def record_cost(
         expected: Its forecast.
         model: What segmented it.
         total_s: Seconds that it took.
-        pass_s: See `rate_of`.
+        pass_s: Seconds of them inside the passes of networks, see `rate_of`.
 
     Returns:
         The peak and the seconds that were expected before this case; the seconds are None for the
@@ -566,7 +568,7 @@ def known_rate(key: str) -> Rate | None:
 
 
 def note_rate(key: str, rate: Rate) -> None:
-    """Add the rate of a finished case to those of this machine, if the folder can be written."""
+    """Add the rate of a finished case to those of this machine, if their file can be written."""
     rates_by_key = _read_rates()
     earlier_rates = rates_by_key.get(key, [])
     rates_by_key[key] = [*earlier_rates, rate][-MAX_CASES:]

@@ -191,7 +191,7 @@ def _replace_values(
     new_value_of = np.zeros(256, dtype=np.uint8)  # by the old value; the background stays 0
     for name, value in values.items():
         new_value_of[value] = new_values[name]
-    # Plane by plane, as below: all at once would take the memory of a second label map.
+    # Plane by plane: all at once would take the memory of a second label map.
     for plane in labels:
         plane[:] = new_value_of[plane]
 

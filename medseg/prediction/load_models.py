@@ -66,7 +66,7 @@ def load_cascade(
         coarse: Checkpoints or `.safetensors` files of the coarse stage, which are averaged; none =
             the included weights.
         fine: The same for the fine stage; none also for a task without regions.
-        single: Checkpoints of a model of one stage, in place of both.
+        single: Checkpoints of a model of one stage, in place of `coarse` and `fine`.
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where a CPU
             lacks it. A GPU without bf16 computes in fp16 instead.
@@ -98,7 +98,7 @@ def load_cascade(
         stages_to_load = [("single", single)]
     stages = _load_in_order(stages_to_load, device, precision, trusted, options)
     if options.tile_size is not None:
-        # The warning states what was measured with the included weights, so only they have it.
+        # The warning states what was measured with the included weights, so only they get it.
         checkpoints_of_last = fine if len(stages) > 1 else coarse
         is_included = not single and not checkpoints_of_last
         warning = TILE_WARNING if is_included else ""
@@ -122,8 +122,8 @@ def _load_in_order(
     """Load the coarse and the fine stage, or the single one; see `load_cascade`.
 
     Args:
-        checkpoints_by_stage: Name and checkpoints of each stage, the coarse one first; without
-            checkpoints the included weights.
+        checkpoints_by_stage: Name and checkpoints of each stage, the coarse one first. A stage
+            without checkpoints gets the included weights.
         device: Device of the networks.
         precision: See `load_cascade`.
         trusted: See `load_cascade`.

@@ -11,7 +11,7 @@ from medseg.errors import UserError
 from medseg.memory.profile import memory_limit_bytes, resident_bytes
 
 # Memory of libraries that load with the first scan, and of kernels that are compiled for it;
-# measured.
+# measured. A forecast counts less, see `medseg.prediction.forecast.FIRST_SCAN_BYTES`.
 LIBRARIES_BYTES = 60 * 2**20
 # Memory of slabs that are resampled, and of components of a label, at most.
 SLABS_BYTES = 240 * 2**20

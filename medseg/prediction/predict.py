@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
 
-# `evaluate` writes a table under the same name as the summary of a batch. These are its first
-# columns, by which it is known.
+# First columns of the table of scores that `evaluate` writes, by which it is known: it has the same
+# name as the summary of a batch.
 METRIC_KEYS = ("region", "trust", "metric")
 
 
@@ -243,7 +243,7 @@ def _scans_of_folder(
 ) -> list[Scan]:
     """Divide the scans of a folder by studies, and join the files of channels.
 
-    The user is told which DICOM files are one case, and which are none.
+    The user is told which DICOM files make a case together, and which belong to none.
 
     Args:
         folder: The input.
@@ -317,7 +317,7 @@ def _source_of(config: PredictConfig) -> Path | list[Path]:
 def _for_the_task_alone(config: PredictConfig) -> PredictConfig:
     """Change a configuration for a process that reads the task, while others segment the scans.
 
-    It loads the weights for a CPU, since it may lack the device of the others.
+    That process loads the weights for a CPU, since it may lack the device of the others.
     """
     inference = replace(config.inference, backend=Backend.torch, half_weights=False)
     return replace(config, inference=inference, accelerator=Accelerator.cpu, precision=None)

@@ -91,7 +91,7 @@ class CaseActor:
                 "the nodes must share their files"
             ) from error
         # The import hides pydicom while it runs, so it comes before the threads that read scans.
-        # Its memory then counts as taken when `make_batch` measures what is left.
+        # The memory of nibabel then counts as taken when `make_batch` measures what is left.
         import_nibabel()
         range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
@@ -111,16 +111,16 @@ class CaseActor:
             is_retry: Whether an earlier actor died with the case. It may have finished the results
                 before: then they are not computed again, even with `overwrite`.
         """
-        # Torch keeps the number for each thread of Python, and Ray calls this in another thread
-        # than `load`.
+        # Torch keeps this number for each thread of Python, and Ray calls `predict` in another
+        # thread than `load`.
         torch.set_num_threads(self.threads)
         case = BatchCase(scan, output)
         batch = self.batch
         if is_retry:
             retry_config = replace(batch.config, overwrite=False)
             batch = replace(batch, config=retry_config)
-        # Another thread may compute a case meanwhile. The answer is None if this scan is too large
-        # to be in memory beside that case; it is then read when that is done.
+        # Another thread may compute a case meanwhile. If this scan is too large to be in memory
+        # beside that case, the answer is None, and the scan is read when that case is done.
         data = batch.read(case, is_ahead=True)
         with self.lock:
             if data is None:
@@ -297,7 +297,7 @@ class _Cohort:
             calls = [*self.running, *self.starting]
             ended_calls, _ = self.ray.wait(calls, num_returns=1, timeout=WAIT_S)
             # This check comes before the outcomes: when the cluster is lost, all calls end as if
-            # their actors had died, and `started` and `ended` would ask it for new actors.
+            # their actors had died, and `started` and `ended` would ask for new ones in vain.
             if self.is_lost():
                 self.give_up()
                 return
@@ -487,9 +487,9 @@ def predict_bytes(
 ) -> int:
     """Predict the memory of an actor.
 
-    With `max_ram_gib` it is that bound. Otherwise the forecast of each of the first scans is made,
-    and a second scan of the same size is added, which is read or written meanwhile. The largest of
-    these sums counts.
+    With `max_ram_gib` it is that bound. Otherwise it is the largest sum, over the first scans, of
+    the forecast of the scan and of a second scan of the same size, which the actor reads or writes
+    meanwhile.
 
     Args:
         model: The model as loaded by this process.

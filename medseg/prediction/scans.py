@@ -97,14 +97,14 @@ class Scan(NamedTuple):
         return {"series": self.series, "hu": {"slope": self.hu.slope, "offset": self.hu.offset}}
 
     def paths(self, num_channels: int) -> list[Path | None]:
-        """List the file of each channel; None where there is none."""
+        """List the file of each channel; None for a channel without a file."""
         return list_channels(self.path, self.more_paths, num_channels)
 
     def files_by_channel(self, num_channels: int) -> list[tuple[Path, ...]]:
         """List the DICOM files of each channel; empty if every file at its path belongs to it."""
         # Only the first channel may be one of several studies at its path.
-        files_of_others = [()] * (num_channels - 1)
-        return [self.files, *files_of_others]
+        files_of_other_channels = [()] * (num_channels - 1)
+        return [self.files, *files_of_other_channels]
 
 
 def scan_grid(scan: Scan, task: Task) -> VoxelGrid:
@@ -174,8 +174,8 @@ def _scans_of_table(
         raise UserError(
             f"input={path}: no case of the table is marked split={split}; give a split of the table"
         )
-    # Files of the other splits must not be overwritten either, so all cases are described. A scan
-    # is also one of the named files: its description as a scan replaces that as a file.
+    # Files of the other splits must not be overwritten either, so all cases are described. The file
+    # of a scan is among the named files too: it is described as a scan in the end.
     protected = {file: f"a file of the case {name}" for name, file in named_files(path)}
     for case in table:
         protected[case.image] = f"the scan of the case {case.name}"
@@ -339,12 +339,12 @@ def _find_parts(
 
 
 def _scans_of_cases(cases: Sequence[StudyCase], source: Path, scans: Sequence[Scan]) -> list[Scan]:
-    """Make the scans of the studies that may hold what `series=` names.
+    """Make the scans of the cases that may hold what `series=` names.
 
     Args:
-        cases: All studies.
+        cases: The cases of all studies.
         source: The input, a folder.
-        scans: All its scans by folder, with whose names those of the studies must not clash.
+        scans: All scans of the input by folder; the cases must not take their names.
     """
     chosen = set(_cases_with_series(cases))
     divided_paths: set[Path] = set()
@@ -402,7 +402,7 @@ def _cases_with_series(cases: Sequence[StudyCase]) -> Sequence[StudyCase]:
     in_scope = [case for case in cases if any(map(choice.is_scope_of, case.series))]
     with_series = {case for case in in_scope if any(map(choice.selects, case.series))}
     # A study whose series are in several folders may make several cases. If one of them holds the
-    # series, the others are left out. Cases in scope of other studies stay: their readers report
+    # series, the others are left out. Cases of other studies in scope stay: their readers report
     # that the series is missing. Only the UID of a study tells that two folders are of one study.
     studies_with_series = {case.study.scope for case in with_series if case.study.uid}
     candidates = []
@@ -524,7 +524,7 @@ def _paths_of_channels(
     Args:
         case: Name of the case.
         numbers: Numbers of the channels of the task, from `0000`.
-        by_name: Scans by name; that of a channel is `<case>_<number>`.
+        by_name: Scans by name; the scan of a channel is called `<case>_<number>`.
     """
     has_more = f"{case}_{len(numbers):04d}" in by_name
     if has_more:
@@ -588,7 +588,8 @@ def check_outputs(outputs: list[Path], protected: Mapping[Path, str]) -> None:
             raise UserError(
                 f"{output} is {inputs[target]} and would be overwritten; give another output"
             )
-        # Unicode can write ü as one character or as two, and some file systems see one name there.
+        # Unicode can write ü as one character or as two. Some file systems take both spellings for
+        # the same name.
         normal_target = unicodedata.normalize("NFC", target)
         if normal_target in earlier_outputs:
             raise UserError(

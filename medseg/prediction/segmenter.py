@@ -128,8 +128,8 @@ class Segmenter:
             UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one
                 value, a channel is missing, or an array has no affine.
         """
-        # Set again, since a thread of the caller that starts while another one resamples may
-        # inherit a limit of one thread.
+        # The number is set again for this thread of the caller: if it has started while another
+        # thread resampled, it may have inherited a limit of one torch thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
         task = self.cascade.task

@@ -189,8 +189,8 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         task: Its labels have columns, whether or not a case has a result.
 
     Raises:
-        UserError: If a file of the summary cannot be written; not if a case has failed too, whose
-            error is reported instead.
+        UserError: If a file of the summary cannot be written. Nothing is raised if a case has
+            failed too: its error is reported instead.
     """
     total = total_name(task.labels)
     new_entries = [_entry_of(case, total) for case in cases]
@@ -276,10 +276,10 @@ def _figure_column(figure: Figure, label: str, total: str) -> Column:
     shown_label = label.replace("_", " ")
     part = "all labels together" if label == total else f"the label {shown_label}"
     return Column(
-        f"{label}_{figure.ending}",
-        f"{shown_label}: {figure.heading} ({figure.unit})",
-        figure.unit,
-        figure.meaning.format(part=part),
+        key=f"{label}_{figure.ending}",
+        heading=f"{shown_label}: {figure.heading} ({figure.unit})",
+        unit=figure.unit,
+        meaning=figure.meaning.format(part=part),
         number_format=figure.number_format,
     )
 
@@ -354,8 +354,8 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
 def _earlier_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a row that was read from `summary.csv`.
 
-    Numbers become numbers. Texts in columns that are not known are left out, and so are all numbers
-    of a table of an older version, whose rows are of one label each.
+    A cell of a column that is not in `TEXT_KEYS` becomes a number, or is left out if it is none. In
+    a table of an older version, whose rows are of one label each, all these cells are left out.
     """
     cells: dict[str, Any] = {}
     is_of_one_label = "label" in row
@@ -415,7 +415,11 @@ def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[
     explanations = []
     for column in columns:
         scan_column = SheetColumn(
-            column.key, column.heading, column.width, column.number_format, column.is_wrapped
+            key=column.key,
+            heading=column.heading,
+            width=column.width,
+            number_format=column.number_format,
+            is_wrapped=column.is_wrapped,
         )
         scan_columns.append(scan_column)
         explanation = {
@@ -431,15 +435,15 @@ def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[
         cells = entry.cells(keys, "\n")
         file_name = cells["result"]
         if file_name:
-            cells["result"] = Link(file_name, file_name)
+            cells["result"] = Link(target=file_name, text=file_name)
         with suppress(TypeError, ValueError):  # stays as it is if empty, or not written as a date
             cells["date"] = date.fromisoformat(cells["date"])
         scan_rows.append(cells)
     explanation_columns = (
-        SheetColumn("heading", "column", 38.0),
-        SheetColumn("key", f"in {SUMMARY_FILE}", 38.0),
-        SheetColumn("unit", "unit", 8.0),
-        SheetColumn("meaning", "meaning", 90.0, is_wrapped=True),
+        SheetColumn("heading", "column", width=38.0),
+        SheetColumn("key", f"in {SUMMARY_FILE}", width=38.0),
+        SheetColumn("unit", "unit", width=8.0),
+        SheetColumn("meaning", "meaning", width=90.0, is_wrapped=True),
     )
     return {
         "scans": Sheet(scan_columns, scan_rows, num_fixed=1),  # the names stay in view

@@ -157,9 +157,9 @@ def resampled(image: np.ndarray, shape: Shape) -> np.ndarray:
     """
     # For each voxel of an axis of the result, the two voxels between which it lies (`index`) and
     # their weights: arrays (D', 2), (H', 2) and (W', 2).
-    taps_z = axis_taps(shape[0], image.shape[0], 1, by_centres=True)
-    taps_y = axis_taps(shape[1], image.shape[1], 1, by_centres=True)
-    taps_x = axis_taps(shape[2], image.shape[2], 1, by_centres=True)
+    taps_z = axis_taps(shape[0], image.shape[0], order=1, by_centres=True)
+    taps_y = axis_taps(shape[1], image.shape[1], order=1, by_centres=True)
+    taps_x = axis_taps(shape[2], image.shape[2], order=1, by_centres=True)
     # Only a spline of order 0 has no weights.
     assert taps_z.weight is not None
     assert taps_y.weight is not None
@@ -191,7 +191,7 @@ def restore(labels: np.ndarray, output: np.ndarray) -> None:
     # of a spline of order 0.
     nearest = []
     for num_outputs, num_inputs in zip(output.shape, labels.shape, strict=True):
-        taps = axis_taps(num_outputs, num_inputs, 0, by_centres=True)
+        taps = axis_taps(num_outputs, num_inputs, order=0, by_centres=True)
         nearest.append(taps.index[:, 0])
     nearest_z, nearest_y, nearest_x = nearest
     for z, label_z in enumerate(nearest_z):
