@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
 # Forms in which losses expect the target: class indices (N, D, H, W), the same with a channel axis
-# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A class may name its own as the attribute
-# `target_form`.
+# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A class of losses may name its form by the
+# attribute `target_form`.
 TARGET_FORMS = ("indices", "channel", "one_hot")
 # Losses of torch on class indices; its other losses compare tensors of one shape.
 INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -28,7 +28,8 @@ VOXELWISE_LOSSES = (
     "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
 
-# Logit of the predicted class in `check_loss`, where the others have 0: a probability near 1.
+# Logit of the predicted class in `check_loss`, where the other classes have 0: its probability is
+# near 1.
 SURE_LOGIT = 10.0
 
 
@@ -117,7 +118,8 @@ class TrainingLoss(nn.Module):
         total = sum(weights)
         output_losses = []
         for weight, output in zip(weights, logits, strict=True):
-            # Skipped, because even a product with 0 would keep its activations for backward.
+            # Skipped, because even a product with 0 would keep the output's activations for the
+            # backward pass.
             if weight == 0:
                 continue
             output_target = _resize_labels(target, output.shape[2:])
@@ -147,7 +149,7 @@ class TrainingLoss(nn.Module):
             indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
             lines.append(sample.flatten(1)[:, indices])
             labels.append(sample_labels[indices])
-        # Such a loss is computed over all samples together, so they form one line.
+        # A batch loss is computed over all samples together, so they form one line.
         if is_batch_loss(term.loss):
             lines = [torch.cat(lines, dim=1)]
             labels = [torch.cat(labels)]
@@ -176,7 +178,7 @@ def _is_voxelwise(loss: nn.Module) -> bool:
     module = type(loss).__module__
     if module.startswith("monai.losses."):
         return type(loss).__name__ in VOXELWISE_LOSSES
-    # Those of torch compare voxel by voxel. Nothing is known of other packages' losses.
+    # Losses of torch compare voxel by voxel. Nothing is known of other packages' losses.
     return module.startswith("torch.nn.")
 
 

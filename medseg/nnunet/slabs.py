@@ -173,7 +173,8 @@ class _NnunetPass(SlabPass):
         """Run a convolution with its norm and activation, or a residual block."""
         if not _is_residual(block):
             return self._run_unit(block.all_modules, source)
-        # Only decoders join feature maps, and they have no residual blocks.
+        # A residual block reads one feature map: only decoders join two, and they have no residual
+        # blocks.
         shortcut = cast(Features, source)
         for module in _shortcut_modules(block):
             shortcut = self._run_shortcut(module, shortcut)

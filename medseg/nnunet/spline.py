@@ -32,8 +32,8 @@ FILTER_VALUES = 2**22
 COPIED_PLANES = 16
 # Coefficients of more bytes are a temporary file.
 MAX_COEFFICIENTS_BYTES = 2**26
-# Largest error of `SplinePlanes.estimate`, as a share of the largest source value: three
-# interpolations of five roundings of 2⁻²⁴ each, 9e-7, doubled.
+# Largest error of `SplinePlanes.estimate`, as a share of the largest source value. Three
+# interpolations with five roundings of 2⁻²⁴ each err by at most 9e-7; this is twice as much.
 ESTIMATE_ERROR = 2e-6
 
 

@@ -52,9 +52,9 @@ SLAB_VOXELS = 2**18
 MIN_COARSE_PLANES = 4
 # Source voxels that are read and filtered along the first axis at a time.
 PART_VOXELS = 2**19
-# Slabs in work at a time: each takes about 50 MB, and four use the memory bandwidth.
+# Slabs in work at a time, one by each thread; four threads use up the memory bandwidth.
 MAX_THREADS = 4
-# Decimals to which source positions, in voxels, are rounded; the others are rounding noise.
+# Decimals to which source positions, in voxels, are rounded; further decimals are rounding noise.
 POSITION_DECIMALS = 9
 # Distance in source voxels by which rounding may move a voxel out of the field of view. It also
 # separates a scale above 1 from rounding noise.
@@ -165,7 +165,7 @@ def axis_taps(
     # Taps without weight in all outputs are dropped. One tap remains for an axis that keeps its
     # lattice, which then needs no sum, see `_neighbours`. 1e-9 is far below float32's precision.
     is_used = (np.abs(weight) > 1e-9).any(0)
-    # Clamped only now: the kernel reached beyond the source by the distances of above.
+    # Clamped only now: the weights need the true distances, also of taps beyond the source.
     index = np.clip(index[:, is_used], 0, num_inputs - 1)
     return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
 
@@ -244,7 +244,7 @@ def plan_slabs(
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (num_rows * num_columns)
     else:
-        # Planes of the source in a slab, then those of the target that they give.
+        # `source_step` planes of the source fit into a slab, and give `step` planes of the target.
         source_step = SLAB_VOXELS / (len(y.index) * num_columns)
         step = round(source_step * len(z.index) / num_planes)
     min_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
@@ -377,7 +377,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
             # Without reading its results, `map` would hide an error.
             list(pool.map(work_alone, slabs))
     finally:
-        # What a worker sets holds for all threads that start later.
+        # The number of threads that a worker sets holds for all threads that start later.
         torch.set_num_threads(num_threads)
 
 
@@ -416,9 +416,10 @@ def resample_image(
 ) -> Tensor:
     """Resample an image to a grid with the same axes.
 
-    The grid may be a whole one or any crop, also one that reaches outside.
+    The target may be a whole grid or any crop of one, and may reach beyond the source.
 
-    Memory beside the result: at most `MAX_THREADS` slabs of about `SLAB_VOXELS` voxels.
+    Memory beside the result: some copies of at most `MAX_THREADS` slabs of about `SLAB_VOXELS`
+    voxels, see `RESAMPLING_BYTES` in `medseg.prediction.forecast`.
 
     Args:
         image: Image (D, H, W) of any real type; only the needed range of a memory map is read.
