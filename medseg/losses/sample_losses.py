@@ -252,7 +252,7 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 
     Args:
         loss_class: Class of the loss.
-        arguments: Arguments that it gets, after `default_arguments`.
+        arguments: Arguments that it gets, with those of `default_arguments`.
     """
     if hasattr(loss_class, "target_form"):
         return str(loss_class.target_form)
@@ -267,11 +267,11 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str]) -> dict[str, Any]:
     """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
 
-    The class comes first because all kinds of extensions are called alike; losses do not need it.
-
     Args:
+        _: Class of the loss; not used here. The function for transforms, which is called in the same
+            way, depends on it.
         parameters: Names of the arguments that the class takes.
-        stated: Names of those that the user states.
+        stated: Names of the arguments that the user states.
 
     Returns:
         Arguments to add, by name.

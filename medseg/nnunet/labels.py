@@ -24,8 +24,9 @@ DOUBTFUL_LOGITS = 2**16
 # Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
 # a head with the terms of its sum in float64.
 PLANE_BYTES = 45
-# Neighbouring numbers of a precision differ by at most its epsilon times the larger magnitude. The
-# factor leaves room for the smaller magnitude, which is that of the best of two negative logits.
+# Neighbouring numbers of a precision differ by at most its epsilon times the larger magnitude. Of
+# two negative logits the best has the smaller magnitude, from which `_doubtful_voxels` computes the
+# difference; this factor makes up for that.
 STEP_FACTOR = 1.01
 
 

@@ -269,7 +269,7 @@ def _applied(function: nn.Module, values: Tensor, channels: slice) -> Tensor:
         return F.instance_norm(
             values, weight=weight, bias=bias, use_input_stats=True, eps=function.eps
         )
-    # In evaluation both norms use the statistics of the training.
+    # In evaluation a norm with running statistics uses those of the training.
     mean = _select(function.running_mean, channels)
     variance = _select(function.running_var, channels)
     return F.batch_norm(values, mean, variance, weight, bias, training=False, eps=function.eps)

@@ -518,7 +518,7 @@ def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tens
 
     Args:
         slab_labels: Labels (D, H, W) of the slab's source box.
-        present: Classes that occur in it but the background, which competes too.
+        present: Classes that occur in it, without the background, which competes too.
         slab: The slab.
     """
     # `slab_labels` holds the source box alone, so it is read from its own start.
