@@ -268,8 +268,8 @@ def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str])
     """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
 
     Args:
-        _: Class of the loss; not used here. The function for transforms, which is called in the same
-            way, depends on it.
+        _: Class of the loss; not used here. The function for transforms, which is called in the
+            same way, depends on it.
         parameters: Names of the arguments that the class takes.
         stated: Names of the arguments that the user states.
 

@@ -178,8 +178,8 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if unfolded:
         num_bytes += _columns_bytes(features, weight, result, transposed=transposed)
     else:
-        # The kernels of oneDNN have a layout of their own. The copy of the input is free before the
-        # result is brought back to the usual layout.
+        # The kernels of oneDNN have a layout of their own. The copy of the input is freed before
+        # the result is copied back to the usual layout, so the larger of the two copies counts.
         num_bytes += max(features.nbytes, result.nbytes)
     return num_bytes
 

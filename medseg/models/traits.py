@@ -83,7 +83,8 @@ class Traits(NamedTuple):
     def small_size(self) -> Shape:
         """A small input size, in voxels (D, H, W): the fixed one, or three times the divisor.
 
-        Smaller features may be computed in another precision, see `medseg.models.blocks.Conv3d`.
+        Three, because features of two voxels along an axis may be computed in another precision,
+        see `medseg.models.blocks.Conv3d`.
         """
         if self.fixed_size:
             return self.fixed_size

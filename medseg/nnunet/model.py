@@ -82,7 +82,8 @@ class Fold:
     Attributes:
         name: `0`, `1`, … or `all`.
         path: Its checkpoint.
-        mirror_axes: Axes of a tile along which its network was trained with mirrored images.
+        mirror_axes: Spatial axes of the network's input along which it was trained with mirrored
+            images.
     """
 
     name: str
@@ -202,7 +203,7 @@ class NnunetModel:
 
     @cached_property
     def usual_pass_bytes(self) -> int:
-        """Memory of a pass of the network, counted without values; for the forecast."""
+        """Memory of a pass of the network, counted on tensors without values, for the forecast."""
         num_bytes = count_pass(
             lambda: make_network(self.plan),
             (1, self.plan.num_image_channels, *self.plan.patch_size),
