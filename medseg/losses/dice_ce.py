@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Voxels per slab; each takes some 24 bytes. A CPU is fast with small slabs, a GPU needs enough
-# voxels for all its cores.
+# Voxels per slab, each of which takes 8 bytes per class: two copies in fp32. A CPU is fast with
+# small slabs, a GPU needs enough voxels for all its cores.
 SLAB_VOXELS_CPU = 2**18
 SLAB_VOXELS_GPU = 2**20
 
@@ -70,8 +70,8 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
         self.hard_weight = hard_weight
-        # None chooses by the device of the logits. The memory accounting sets it to the slab of a
-        # GPU, for which it computes on CPU tensors.
+        # None chooses by the device of the logits. The memory accounting sets `SLAB_VOXELS_GPU`,
+        # because it stands for a GPU with tensors on a CPU.
         self.slab_voxels: int | None = None
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:

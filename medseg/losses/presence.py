@@ -21,8 +21,8 @@ class PresenceLoss(nn.Module):
         """Set the pooling.
 
         Args:
-            voxels: Number of voxels that are averaged, at least one. All voxels of an image that
-                has fewer.
+            voxels: Number of voxels that are averaged, at least one. An image that has fewer is
+                averaged over all of its voxels.
 
         Raises:
             ValueError: If `voxels` is below 1.
@@ -49,7 +49,8 @@ class PresenceLoss(nn.Module):
         class_voxels = [(target == k).flatten(1).sum(1) for k in classes]
         sizes = torch.stack(class_voxels, dim=1)  # (N, K-1)
         is_present = sizes > 0
-        # Otherwise a present class would be rewarded for more voxels than it has.
+        # A present class pools no more voxels than it has, or it would be rewarded for predicting
+        # more.
         num_pooled = torch.where(is_present, sizes.clamp(max=max_pooled), max_pooled)
         # The first `num_pooled` of the M differences of a class, which are its largest.
         is_pooled = torch.arange(max_pooled, device=largest.device) < num_pooled[..., None]

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
 # Forms in which losses expect the target: class indices (N, D, H, W), the same with a channel axis
-# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A class may name its own as the attribute
-# `target_form`.
+# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A class of losses may name its form by the
+# attribute `target_form`.
 TARGET_FORMS = ("indices", "channel", "one_hot")
 # Losses of torch on class indices; its other losses compare tensors of one shape.
 INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -28,7 +28,8 @@ VOXELWISE_LOSSES = (
     "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
 
-# Logit of the predicted class in `check_loss`, where the others have 0: a probability near 1.
+# Logit of the predicted class in `check_loss`, where the other classes have 0: its probability is
+# near 1.
 SURE_LOGIT = 10.0
 
 
@@ -117,7 +118,8 @@ class TrainingLoss(nn.Module):
         total = sum(weights)
         output_losses = []
         for weight, output in zip(weights, logits, strict=True):
-            # Skipped, because even a product with 0 would keep its activations for backward.
+            # Skipped, because even a product with 0 would keep the output's activations for the
+            # backward pass.
             if weight == 0:
                 continue
             output_target = _resize_labels(target, output.shape[2:])
@@ -147,7 +149,7 @@ class TrainingLoss(nn.Module):
             indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
             lines.append(sample.flatten(1)[:, indices])
             labels.append(sample_labels[indices])
-        # Such a loss is computed over all samples together, so they form one line.
+        # A batch loss is computed over all samples together, so they form one line.
         if is_batch_loss(term.loss):
             lines = [torch.cat(lines, dim=1)]
             labels = [torch.cat(labels)]
@@ -176,7 +178,7 @@ def _is_voxelwise(loss: nn.Module) -> bool:
     module = type(loss).__module__
     if module.startswith("monai.losses."):
         return type(loss).__name__ in VOXELWISE_LOSSES
-    # Those of torch compare voxel by voxel. Nothing is known of other packages' losses.
+    # Losses of torch compare voxel by voxel. Nothing is known of other packages' losses.
     return module.startswith("torch.nn.")
 
 
@@ -250,7 +252,7 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 
     Args:
         loss_class: Class of the loss.
-        arguments: Arguments that it gets, after `default_arguments`.
+        arguments: Arguments that it gets, with those of `default_arguments`.
     """
     if hasattr(loss_class, "target_form"):
         return str(loss_class.target_form)
@@ -265,11 +267,11 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str]) -> dict[str, Any]:
     """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
 
-    The class comes first because all kinds of extensions are called alike; losses do not need it.
-
     Args:
+        _: Class of the loss; not used here. The function for transforms, which is called in the
+            same way, depends on it.
         parameters: Names of the arguments that the class takes.
-        stated: Names of those that the user states.
+        stated: Names of the arguments that the user states.
 
     Returns:
         Arguments to add, by name.

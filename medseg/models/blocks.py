@@ -132,7 +132,7 @@ class Conv3d(nn.Conv3d):
         # Distance in slices from the first to the last that a kernel reads.
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
         is_small = min(features.shape[2:]) <= 2 or features.shape[2] <= reach
-        # Weights in half precision are of a prediction, which has no gradient.
+        # Weights in half precision belong to a prediction, which needs no gradient.
         if features.device.type == "cpu" and is_small and self.weight.dtype == torch.float32:
             with torch.autocast("cpu", enabled=False):
                 return super().forward(features.to(self.weight.dtype))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-# Arguments that no convolution here needs.
+# Values of torch's arguments by which a convolution has no padding, dilation or groups.
 NO_PADDING = (0, 0, 0)
 NO_DILATION = (1, 1, 1)
 ONE_GROUP = 1
@@ -167,7 +167,7 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     """
     if func is aten.convolution.default:
         unfolded = is_unfolded(args)
-        transposed = args[6]  # as in `convolve_as_whole`, where the features come first
+        transposed = args[6]  # after the features and five of `arguments` in `convolve_as_whole`
     elif func is convolution_by:
         transposed, unfolded = args[-2:]
     else:
@@ -178,8 +178,8 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if unfolded:
         num_bytes += _columns_bytes(features, weight, result, transposed=transposed)
     else:
-        # The kernels of oneDNN have a layout of their own. The copy of the input is free before the
-        # result is brought back to the usual layout.
+        # The kernels of oneDNN have a layout of their own. The copy of the input is freed before
+        # the result is copied back to the usual layout, so the larger of the two copies counts.
         num_bytes += max(features.nbytes, result.nbytes)
     return num_bytes
 
@@ -190,7 +190,7 @@ def is_unfolded(args: tuple[Any, ...]) -> bool:
     Args:
         args: Arguments of `aten.convolution`; tensors may be on the meta device.
     """
-    # The choice is asked for a CPU.
+    # Torch is asked for its choice on a CPU, whatever the device of the tensors.
     cpu_args: list[Any] = []
     for argument in args:
         if isinstance(argument, Tensor):

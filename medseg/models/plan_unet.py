@@ -30,8 +30,8 @@ PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
 # Without its requirements: the U-Nets need torch alone, and pip might install a torchvision for
 # another torch than that of this machine.
 INSTALL = "pip install --no-deps dynamic_network_architectures"
-# Attributes of a unit for layers that it also holds in the chain `all_modules`, by which it calls
-# them.
+# Attributes of a unit that are second names of its layers: it calls them through the chain
+# `all_modules`.
 NAMED_TWICE = ("conv", "norm", "dropout", "nonlin")
 
 
@@ -118,7 +118,7 @@ class PlanUNet(nn.Module):
         arguments: Its arguments in the plan.
         transpose: Axis of the image that becomes axis 0, 1 and 2 of the network.
         flips: Whether the network sees the axes z, y and x of the image reversed.
-        scale: Factor of each channel; channels for which it has none stay as they are.
+        scale: Factor of each channel; channels beyond the end of the list stay as they are.
         shift: Added to each channel after that.
         deep_supervision: Whether the logits of all levels are returned in training, as nnU-Net
             trains.
@@ -182,8 +182,9 @@ class PlanUNet(nn.Module):
 def _remove_second_names(network: nn.Module) -> None:
     """Leave one name to each layer, because a file of weights would hold it under all of them.
 
-    In nnU-Net a layer of the encoder has four: two in its unit, and the encoder is also an
-    attribute of the decoder. Only the names are removed, not what the forward pass calls.
+    In nnU-Net a layer of the encoder has four names: it has two in its unit, and each of these
+    occurs twice, because the encoder is also an attribute of the decoder. Only the names are
+    removed, not what the forward pass calls.
     """
     del network.decoder.encoder  # type: ignore[union-attr]
     for module in network.modules():

@@ -2,7 +2,7 @@
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
 
-The others are found by tracing: a forward pass on the meta device, without values.
+The other traits are found by tracing: a forward pass on the meta device, without values.
 
 * Divisor of the input size: by the sizes of the features, verified by a second trace.
 * Blocks that can be recomputed or placed on a device: modules that are called once, take tensors
@@ -83,7 +83,8 @@ class Traits(NamedTuple):
     def small_size(self) -> Shape:
         """A small input size, in voxels (D, H, W): the fixed one, or three times the divisor.
 
-        Smaller features may be computed in another precision, see `medseg.models.blocks.Conv3d`.
+        Three, because features of two voxels along an axis may be computed in another precision,
+        see `medseg.models.blocks.Conv3d`.
         """
         if self.fixed_size:
             return self.fixed_size
@@ -174,7 +175,7 @@ def find_traits(
         # Without a trace it is not known whether all weights are used: assume that some are not.
         return Traits(divisor, tuple(names), fixed_size, has_unused=True)
     if divisor is None:
-        # Even if the arguments state an only size, the network may accept others too.
+        # Even if the arguments state one size, the network may accept others too.
         divisor, fixed_size = _find_divisor(network, trace, in_channels, shape, num_classes)
     elif fixed_size is None:
         _verify_divisor(network, divisor, in_channels, num_classes)
@@ -462,8 +463,8 @@ def _describe_result(result: Any) -> str:
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
     """Refuse a stated divisor if the network does not accept an odd multiple of it."""
-    # About 40 voxels, and at least three multiples. Odd, because an even multiple of the divisor
-    # would not show that the network requires twice the divisor.
+    # Each length is an odd multiple of the divisor, at least three times it and about 40 voxels. An
+    # even multiple would not show that the network requires twice the divisor.
     lengths = []
     for step in divisor:
         multiple = max(3, math.ceil(40 / step))
@@ -500,7 +501,7 @@ def _find_divisor(
     Returns:
         The divisor, and the fixed size: None, or `shape` if no divisor is found.
     """
-    # Without the results of global pooling, whose size is one.
+    # The results of global pooling, whose size is one, do not count.
     feature_shapes = [features for features in trace.feature_shapes if max(features) > 1]
     # How many times smaller than the input the smallest features are, axis by axis.
     reductions = []

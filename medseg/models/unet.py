@@ -26,8 +26,8 @@ from medseg.models.blocks import (
 STEMS = ("conv", "strided", "space_to_depth")
 # Largest number of planes of features of which `Head` predicts the logits at a time. It is small,
 # because the allocator reuses only small blocks of memory (`medseg.memory.heap`). It is not
-# smaller, because `Conv3d` computes fewer than 3 planes in fp32. With 8, more than 8 planes are
-# split into equal parts of at least 4.
+# smaller, because `Conv3d` computes fewer than 3 planes in fp32. With 8, a split gives no part of
+# fewer than 4: 9 planes become 5 and 4.
 PART_PLANES = 8
 
 
@@ -246,7 +246,7 @@ class UNet(nn.Module):
         self.in_channels = in_channels
         self.divisor: tuple[int, int, int] = total_strides(strides)
         # Kernel of each resolution, the image's first. It depends on the stride to the next
-        # resolution; the coarsest has none, and its kernel covers all axes.
+        # resolution. The coarsest has none; with 2 in its place the kernel covers all axes.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         self.cell: Shape = strides[0] if num_stem_strides else POINT
         # After space-to-depth the stem sees the resolution of the first level, else the image's.

@@ -109,7 +109,7 @@ class NnunetEnsemble(CombinedModel):
                 other_time += previous_cost.other_time
                 operations += previous_cost.operations
             logits = StepArray(member.logits_bytes(grid))
-            # Larger ones are a file in any case, see `NnunetModel.store_logits`.
+            # Larger logits are a file in any case, see `NnunetModel.store_logits`.
             if logits.num_bytes > MAX_FOLDS_BYTES:
                 logits = StepArray(0)
             segment = logits_cost.memory[SEGMENT]
@@ -187,7 +187,7 @@ class NnunetEnsemble(CombinedModel):
             alone, so that of all members is the same.
         """
         member = self.parts[number - 1]
-        # It never has labels, only durations and tiling plans.
+        # This result never gets labels, only durations and tiling plans.
         member_result = Segmentation(np.empty(0))
         announce = self.announced(number, on_step)
         prepared = member.prepare_scan(volume, more_channels, member_result, announce)

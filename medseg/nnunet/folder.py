@@ -206,7 +206,7 @@ def _pick_folder(top: Path, path: Path, key: str) -> Path:
             "give the folder that holds it"
         )
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
-    # Without a supported one, another is chosen, and is then refused with the reason.
+    # If none is supported, another one is chosen, which `_read_plan` then refuses with the reason.
     candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
@@ -261,7 +261,7 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
 def _notes(folder: Path, checkpoints: dict[str, Path]) -> tuple[str, ...]:
     """Report which files of a folder are not used, and which are used in place of missing ones."""
     notes: list[str] = []
-    # nnU-Net writes it to the subfolder `crossval_results_folds_…`.
+    # nnU-Net writes this file to the subfolder `crossval_results_folds_…`.
     if _folders_with(folder, POSTPROCESSING):
         notes.append(
             f"{POSTPROCESSING} beside the weights was not opened, because a pickle can execute "
@@ -333,7 +333,7 @@ def _fold_order(child: Path) -> tuple[int, str]:
 def _unpack(path: Path, source: str) -> tempfile.TemporaryDirectory[str]:
     """Unpack the files `UNPACKED` of a zip file into a temporary folder.
 
-    Their checksums are compared meanwhile.
+    Unpacking compares each file with its checksum in the zip file.
 
     Args:
         path: The zip file.

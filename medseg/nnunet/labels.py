@@ -24,8 +24,9 @@ DOUBTFUL_LOGITS = 2**16
 # Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
 # a head with the terms of its sum in float64.
 PLANE_BYTES = 45
-# Neighbouring numbers of a precision differ by at most its epsilon times the larger magnitude. The
-# factor leaves room for the smaller magnitude, which is that of the best of two negative logits.
+# Neighbouring numbers of a precision differ by at most its epsilon times the larger magnitude. Of
+# two negative logits the best has the smaller magnitude, from which `_doubtful_voxels` computes the
+# difference; this factor makes up for that.
 STEP_FACTOR = 1.01
 
 
@@ -35,8 +36,8 @@ def mean_planes(
     """Average the planes of several folds, in the precision and the order of nnU-Net.
 
     Args:
-        folds: Planes (K, H, W) of each fold. A fold is asked for only when that before has ended,
-            because all folds use one network.
+        folds: Planes (K, H, W) of each fold. A fold is asked for only when the one before has
+            ended, because all folds use one network.
         num_folds: Number of the folds.
         shape: Shape of all planes of a fold, (D, K, H, W).
 
@@ -212,8 +213,8 @@ def _doubtful_voxels(best: Tensor, second: Tensor, inputs: Sequence[Tensor]) -> 
     """
     precision = torch.finfo(inputs[0].dtype)
     largest_input = max(float(source.abs().max()) for source in inputs)
-    # Exact logits may differ from both estimates by the error. Once rounded, they may be equal if
-    # they are one step of the precision apart; its smallest step is eps * tiny.
+    # Each exact logit may differ from its estimate by the error. Once rounded, two logits may be
+    # equal if they are one step of the precision apart; its smallest step is eps * tiny.
     min_margin = 2 * ESTIMATE_ERROR * largest_input + precision.eps * precision.tiny
     margin = best.abs().mul_(STEP_FACTOR * precision.eps).add_(min_margin)
     return (second >= best - margin).flatten().nonzero()[:, 0]
@@ -262,7 +263,7 @@ def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int)
 
 def _rounded(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Round logits of a spline, float64, to the precision of the sums; return them in float32."""
-    # Those that torch interpolates are float32, and nnU-Net does not round them.
+    # Logits that torch interpolates are float32, and nnU-Net does not round them.
     if dtype is torch.half and logits.dtype is torch.float64:
         # NumPy rounds float64 to half once; torch would round to float32 on the way.
         return torch.from_numpy(logits.numpy().astype(np.float16)).float()

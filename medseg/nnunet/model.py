@@ -51,26 +51,27 @@ from medseg.weights.files import checksum
 
 STEPS = ("prepare", "segment")
 PREPARE, SEGMENT = STEPS
-# Step before them in the second stage of a cascade: the first stage segments the scan.
+# In a cascade a step comes before `STEPS`: the first stage segments the scan.
 PREVIOUS = "previous"
 # Networks run one at a time, because a model loads the weights of each fold into one network.
 _NETWORK_LOCK = threading.Lock()
 # The times below are of work outside of the networks. Their unit is the time in which one voxel of
 # a channel is read, checked and normalised: 15 ns on an AMD EPYC.
-# To filter a voxel of a channel along one axis for a cubic spline.
+# Time to filter a voxel of a channel along one axis for a cubic spline.
 FILTER_TIME = 2.0
-# To interpolate a logit of the scan, by an estimate or exactly, see `medseg.nnunet.labels`.
+# Times to interpolate a logit of the scan, by an estimate or exactly, see `medseg.nnunet.labels`.
 ESTIMATE_TIME = 0.18
 EXACT_TIME = 1.0
-# To add a logit of a tile to the sums.
+# Time to add a logit of a tile to the sums.
 SUM_TIME = 0.18
-# To start a pass of a network, whatever the size of its tile.
+# Time to start a pass of a network, whatever the size of its tile.
 PASS_TIME = 3000.0
 # Size in bytes above which arrays that are seldom used (`waits` in `medseg.io.scratch`) are files:
-# the scan, its image and its labels, 600 MiB for 800 slices. A case takes minutes and uses them for
-# seconds only; their pages come back to memory within half a second.
+# the scan, its image and its labels. For a CT of 800 slices this saves 600 MiB. A case takes
+# minutes and uses them for seconds only; their pages come back to memory within half a second.
 WAITING_BYTES = 2**25
-# Options of `inference` for a pass of our own networks, which are refused here.
+# Options of `inference` for the passes of medseg's own networks; a model folder of nnU-Net refuses
+# them.
 REFUSED_OPTIONS = ("tile_size", "half_weights")
 
 
@@ -81,7 +82,8 @@ class Fold:
     Attributes:
         name: `0`, `1`, … or `all`.
         path: Its checkpoint.
-        mirror_axes: Axes of a tile along which its network was trained with mirrored images.
+        mirror_axes: Spatial axes of the network's input along which it was trained with mirrored
+            images.
     """
 
     name: str
@@ -134,7 +136,7 @@ class NnunetModel:
         device: Device of the network.
         bytes_per_voxel: Memory of a pass per voxel of a tile.
         least_slab_bytes: Smallest budget with which a tile runs in slabs.
-        checkpoints: SHA-256 of each checkpoint by its path, below the name of the configuration.
+        checkpoints: Name of the configuration to the SHA-256 of each of its checkpoints, by path.
         operations_per_voxel: Additions and multiplications of a pass per voxel of a tile.
         precision: `fp32`, `bf16` on a CPU, or `fp16` on a GPU.
         previous: First stage of a cascade; None for other models.
@@ -201,7 +203,7 @@ class NnunetModel:
 
     @cached_property
     def usual_pass_bytes(self) -> int:
-        """Memory of a pass of the network, counted without values; for the forecast."""
+        """Memory of a pass of the network, counted on tensors without values, for the forecast."""
         num_bytes = count_pass(
             lambda: make_network(self.plan),
             (1, self.plan.num_image_channels, *self.plan.patch_size),
@@ -252,7 +254,8 @@ class NnunetModel:
         Raises:
             UserError: If the bound is too small even for slabs.
         """
-        # The first stage is checked before, because `least_bytes` may be that of its tile.
+        # The first stage is checked first: `least_bytes` may be that of its tile, and the message
+        # below would then name the tile of the wrong stage.
         previous = None if self.previous is None else self.previous.within(budget_gib)
         if self.least_bytes > budget_gib * 2**30:
             raise UserError(
@@ -269,7 +272,7 @@ class NnunetModel:
     def expected(self, grid: VoxelGrid) -> ExpectedCost:
         """Compute the cost of a case from the header of its scan.
 
-        It is that of the whole scan, because the crop to the nonzero voxels is not known yet.
+        The cost is that of the whole scan, because the crop to the nonzero voxels is not known yet.
 
         Args:
             grid: Grid of the scan, in storage order.
@@ -783,7 +786,7 @@ def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:
     """Measure the memory of a pass in fp32 per voxel of a tile.
 
-    The tile is small, because a pass on that of the plan may take a minute. At the deepest
+    The tile is small, because a pass on a tile of the plan's size may take a minute. At the deepest
     level it still has two voxels along an axis, unless the plan's own tile has only one there: an
     instance norm needs more than one voxel.
     """

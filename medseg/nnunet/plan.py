@@ -18,7 +18,7 @@ from medseg.io.volume import MIN_SPACING_MM
 SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
 
 # Limits far above those of any plan of nnU-Net, so that a hostile plan cannot keep the program
-# busy. The patch is in voxels along an axis, the features are channels of a level.
+# busy. `MAX_PATCH` is in voxels along an axis, `MAX_FEATURES` in channels of a level.
 MAX_SPACING_MM = 100.0
 MAX_PATCH = 1024
 MAX_HEADS = 255
@@ -403,10 +403,10 @@ def _read_channels(
             raise PlanError(
                 f"{key}: expected a list of {len(names)}, one for each channel of dataset.json"
             )
-    # For the type checker: the loop has checked both.
+    # For the type checker: the loop above has checked both lists.
     assert isinstance(schemes, list)
     assert isinstance(masked, list)
-    # The second name is that of version 2.0.
+    # nnU-Net 2.0 used the second name.
     intensities = plans.get(
         "foreground_intensity_properties_per_channel",
         plans.get("foreground_intensity_properties_by_modality", {}),
@@ -474,7 +474,7 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
         )
     arguments = _mapping(configuration.get(f"{key}_kwargs", {}), f"{key}_kwargs")
     separate_z = arguments.get("force_separate_z")
-    # Where the key is missing, nnU-Net's function by splines takes False, that by torch None.
+    # Where the key is missing, nnU-Net's spline function takes False, its torch function None.
     if function == SPLINE and "force_separate_z" not in arguments:
         separate_z = False
     if separate_z not in (None, True, False):
@@ -602,7 +602,7 @@ def _older_network(configuration: Mapping[str, Any]) -> tuple[str, dict[str, Any
         "conv_op": f"torch.nn.modules.conv.Conv{dimensions}",
         "kernel_sizes": configuration.get("conv_kernel_sizes"),
         "strides": configuration.get("pool_op_kernel_sizes"),
-        # An unknown class is refused later.
+        # `_read_network` refuses an unknown class.
         NETWORKS.get(class_name, "n_conv_per_stage"): encoder_blocks,
         "n_conv_per_stage_decoder": configuration.get("n_conv_per_stage_decoder"),
         "conv_bias": True,

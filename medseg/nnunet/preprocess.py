@@ -26,7 +26,7 @@ EPSILON = 1e-8
 # Memory while a channel is scaled by its own statistics, by scheme: a copy in float32, and for a
 # standard deviation as much again.
 SCALING_BYTES = {"ZScoreNormalization": 8, "RescaleTo01Normalization": 4}
-# The same for a z-score within a mask, which copies the voxels of the mask too.
+# Memory while a channel is scaled by a z-score within a mask, whose voxels are copied too.
 MASKED_SCALING_BYTES = 16
 # The mask, and the memory while its holes are filled.
 MASK_BYTES = 1
@@ -92,7 +92,7 @@ def prepare(
     # In a cascade all labels of the previous stage are one more channel.
     num_channels = len(images) if previous is None else len(images) + 1
     image = new_tensor((num_channels, *padded_shape), torch.float32, waits=True)
-    # The voxels of a new tensor are undefined; those of the padding stay zero.
+    # The padding must be zero, but the voxels of a new tensor are undefined.
     if tuple(padded_shape) != shape:
         image.zero_()
     mask = None
@@ -175,7 +175,7 @@ def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
 
     def nonzero_masks() -> Iterator[np.ndarray]:
         """Yield a mask (H, W) of these voxels for each plane."""
-        # The same plane of all channels.
+        # `planes` holds the same plane of all channels.
         for planes in zip(*images, strict=True):
             mask = planes[0] != 0
             for plane in planes[1:]:

@@ -2,8 +2,8 @@
 
 The score of a label is its indicator (1 where a voxel has it), interpolated. The label of the
 largest score wins. Of several largest, it is the label of the nearest voxel if that is among them,
-else the lowest one. `batchgenerators` resamples label maps so for nnU-Net from version 0.25 on;
-older versions took the last label with a score of at least one half.
+else the lowest one. nnU-Net resamples label maps so with `batchgenerators` 0.25 and later; older
+versions of that package took the last label with a score of at least one half.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resample_previous(
     if resampling.function == NONE:
         raise PlanError(f"asks for {NONE} of labels of {shape} voxels for {new_shape} voxels")
     score_planes = SplinePlanes(shape, new_shape, orders_of(resampling, current_mm, new_mm))
-    nearest_planes = SplinePlanes(shape, new_shape, (0, 0, 0))
+    nearest_planes = SplinePlanes(shape, new_shape, orders=(0, 0, 0))
     values = [int(value) for value in np.unique(labels)]
     planes = [torch.from_numpy(plane) for plane in labels]
     for number in range(score_planes.num_planes):

@@ -173,7 +173,8 @@ class _NnunetPass(SlabPass):
         """Run a convolution with its norm and activation, or a residual block."""
         if not _is_residual(block):
             return self._run_unit(block.all_modules, source)
-        # Only decoders join feature maps, and they have no residual blocks.
+        # A residual block reads one feature map: only decoders join two, and they have no residual
+        # blocks.
         shortcut = cast(Features, source)
         for module in _shortcut_modules(block):
             shortcut = self._run_shortcut(module, shortcut)
@@ -268,7 +269,7 @@ def _applied(function: nn.Module, values: Tensor, channels: slice) -> Tensor:
         return F.instance_norm(
             values, weight=weight, bias=bias, use_input_stats=True, eps=function.eps
         )
-    # In evaluation both norms use the statistics of the training.
+    # In evaluation a norm with running statistics uses those of the training.
     mean = _select(function.running_mean, channels)
     variance = _select(function.running_var, channels)
     return F.batch_norm(values, mean, variance, weight, bias, training=False, eps=function.eps)

@@ -32,8 +32,8 @@ FILTER_VALUES = 2**22
 COPIED_PLANES = 16
 # Coefficients of more bytes are a temporary file.
 MAX_COEFFICIENTS_BYTES = 2**26
-# Largest error of `SplinePlanes.estimate`, as a share of the largest source value: three
-# interpolations of five roundings of 2⁻²⁴ each, 9e-7, doubled.
+# Largest error of `SplinePlanes.estimate`, as a share of the largest source value. Three
+# interpolations with five roundings of 2⁻²⁴ each err by at most 9e-7; this is twice as much.
 ESTIMATE_ERROR = 2e-6
 
 
@@ -328,8 +328,9 @@ def filtering_bytes(shape: Shape, axes: Sequence[int]) -> int:
 def _filter_depth(rows: np.ndarray) -> None:
     """Filter some rows (D, h, W) of all planes along the first axis, in place.
 
-    They may be a view of a file, where a few rows bring many pages into memory. The filter lets no
-    other thread release them, so it works on a copy, which is made of a few planes at a time.
+    They may be a view of a file, where a few rows bring many pages into memory. While scipy
+    filters, no other thread can release the pages, so it filters a copy, which is made of a few
+    planes at a time.
     """
     copied_rows = np.empty_like(rows)
     for start in range(0, len(rows), COPIED_PLANES):

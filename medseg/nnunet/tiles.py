@@ -284,7 +284,7 @@ def _add(sums: Tensor, planes: Tensor, start: int, place: tuple[slice, ...]) -> 
     for number, plane in enumerate(planes):
         slot = (start + number) % len(sums)
         target = sums[slot][place]
-        # The result of `target += plane` for halves and floats, in a quarter of the time.
+        # The same result as `target += plane`, for halves and floats, in a quarter of the time.
         target.copy_(target.float().add_(plane))
 
 

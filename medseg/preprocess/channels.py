@@ -100,10 +100,10 @@ def place_channel(
         target lies outside the channel.
 
     Raises:
-        UserError: If it covers no voxel of the target.
+        UserError: If the channel covers no voxel of the target.
     """
     # NaN marks the voxels outside; the image itself holds none.
-    image = resample_to(image, source, target, math.nan)
+    image = resample_to(image, source, target, outside=math.nan)
     is_outside = np.isnan(image)
     outside_share = float(is_outside.mean())
     if is_outside.all():
@@ -138,9 +138,9 @@ def read_channels(
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         files: DICOM files of the first channel, as for `read_image`.
-        scales: HU scale of each channel. Channels for which it has none are taken as stored.
+        scales: HU scale of each channel. Channels beyond the end of the list are as stored.
         modalities: Modality of each channel, `ct`, `mr` or `other`; a DICOM series of another
-            modality is refused. Channels for which it has none are `ct`.
+            modality is refused. Channels beyond the end of the list are `ct`.
 
     Returns:
         Channels (C, D, H, W) in the storage order of the first, and the first channel as a volume

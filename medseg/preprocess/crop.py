@@ -77,9 +77,9 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         return crop
     _, rows, columns = inner.shifted((0, -y, -x)).slices()
     planes = array[inner.slices()]
-    # Their place in the crop. A nearest slice outside the box comes to the end of the crop on its
-    # side: to the first slice if the volume ends before the box (`first_read - z` is negative), to
-    # the last if the volume begins behind it.
+    # The place of these planes in the crop. A nearest slice outside the box comes to the end of the
+    # crop on its side: to the first slice if the volume ends before the box (`first_read - z` is
+    # negative), to the last if the volume begins behind it.
     last_in_crop = box.shape[0] - 1
     crop_start = min(max(first_read - z, 0), last_in_crop)
     crop_stop = crop_start + len(planes)
@@ -115,8 +115,8 @@ def resample_crop(
     """Resample a volume to a crop as training does, which caches the volume on the lattice.
 
     A crop on the lattice is resampled from the volume, in one step. A crop on another grid takes
-    two: the volume is resampled to the lattice, and that to the crop. One step is left where the
-    lattice is the volume's own grid.
+    two: the volume is resampled to the lattice, and the result to the crop. Where the lattice is
+    the volume's own grid, the first step changes nothing and is left out.
 
     Args:
         image: Volume (D, H, W).
@@ -212,10 +212,11 @@ def probability_channel(
         Channel (D, H, W), float32: the probability of the region, from -1 (probability 0) to 1. It
         is -1 beyond the grid in plane and beyond the content of the crop.
     """
-    # No name for the copies of all labels, which are large: they are freed before the resampling.
+    # The large copies of the labels' probabilities have no name, so that they are freed before the
+    # resampling.
     region_probs = torch.as_tensor(probs[list(values)]).to(torch.float32).sum(0)
-    crop_probs = resample_image(region_probs, grid, crop.grid, 0.0, slices_go_on=True)
-    return erase_outside_(crop_probs, crop, 0.0).mul_(2.0).sub_(1.0)
+    crop_probs = resample_image(region_probs, grid, crop.grid, outside=0.0, slices_go_on=True)
+    return erase_outside_(crop_probs, crop, outside=0.0).mul_(2.0).sub_(1.0)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:

@@ -74,7 +74,7 @@ def replace_fill(image_hu: np.ndarray, fill: float) -> float:
         pieces, num_pieces = ndimage.label(plane == fill)  # piece number of each pixel; 0: none
         if not num_pieces:
             continue
-        # By piece number, of which 0 is all that is not fill.
+        # The arrays below are indexed by piece number; number 0 is all that is not fill.
         is_large = np.bincount(pieces.ravel(), minlength=num_pieces + 1) >= MIN_PIECE
         is_at_border = np.zeros(num_pieces + 1, dtype=bool)
         is_at_border[_border(pieces)] = True

@@ -55,7 +55,7 @@ PART_VOXELS = 2**19
 # Slabs in work at a time; four use the memory bandwidth. With the source voxels that it reads and
 # its temporary tensors, a slab of a scan of 512 x 512 columns takes 7 to 26 MB (measured).
 MAX_THREADS = 4
-# Decimals to which source positions, in voxels, are rounded; the others are rounding noise.
+# Decimals to which source positions, in voxels, are rounded; further decimals are rounding noise.
 POSITION_DECIMALS = 9
 # Distance in source voxels by which rounding may move a voxel out of the field of view. It also
 # separates a scale above 1 from rounding noise.
@@ -166,8 +166,7 @@ def axis_taps(
     # Taps without weight in all outputs are dropped. One tap remains for an axis that keeps its
     # lattice, which then needs no sum, see `_neighbours`. 1e-9 is far below float32's precision.
     is_used = (np.abs(weight) > 1e-9).any(0)
-    # Clamped only now: the weights depend on the distances to the taps before clamping, also where
-    # these lie beyond the source.
+    # Clamped only now: the weights need the true distances, also of taps beyond the source.
     index = np.clip(index[:, is_used], 0, num_inputs - 1)
     return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
 
@@ -246,7 +245,7 @@ def plan_slabs(
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (num_rows * num_columns)
     else:
-        # Planes of the source in a slab, then those of the target that they give.
+        # `source_step` planes of the source fit into a slab, and give `step` planes of the target.
         source_step = SLAB_VOXELS / (len(y.index) * num_columns)
         step = round(source_step * len(z.index) / num_planes)
     min_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
@@ -379,7 +378,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
             # Without reading its results, `map` would hide an error.
             list(pool.map(work_alone, slabs))
     finally:
-        # What a worker sets holds for all threads that start later.
+        # The number of threads that a worker sets holds for all threads that start later.
         torch.set_num_threads(num_threads)
 
 
@@ -420,7 +419,7 @@ def resample_image(
 ) -> Tensor:
     """Resample an image to a grid with the same axes.
 
-    The grid may be a whole one or any crop, also one that reaches outside.
+    The target may be a whole grid or any crop of one, and may reach beyond the source.
 
     Memory beside the result: that of the slabs in work, see `MAX_THREADS`.
 
@@ -521,7 +520,7 @@ def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tens
 
     Args:
         slab_labels: Labels (D, H, W) of the slab's source box.
-        present: Classes that occur in it but the background, which competes too.
+        present: Classes that occur in it, without the background, which competes too.
         slab: The slab.
     """
     # `slab_labels` holds the source box alone, so it is read from its own start.
