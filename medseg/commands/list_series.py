@@ -83,7 +83,7 @@ def list_series(config: ListConfig) -> int:
     rows = [_table_row(name, series) for name, series in _named(scans)]
     text = csv_text(rows, TABLE_COLUMNS)
     _refuse_other_table(output, text)
-    replace_text(output, text, RAW_NAMES)
+    replace_text(output, text, errors=RAW_NAMES)
     print(f"written: {output}, {len(scans)} cases")
     table = quote_for_shell(f"input={output}")
     print(f"next: medseg predict {table} output=<folder>", flush=True)
@@ -150,6 +150,7 @@ def _file_counter() -> Iterator[Callable[[], None]]:
 
 def _row(series: ListedSeries) -> dict[str, Any]:
     """Describe a series by the printed columns."""
+    # A `ListedSeries` holds the `Series` of its headers.
     identity = series.series.identity
     voxels = ""
     if series.shape:
