@@ -23,7 +23,7 @@ from medseg.studies.train_arguments import compose_train, compose_unchecked
 from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 
-# File beside the runs of a fold with the experiments and arguments that they come from.
+# File beside the runs of a fold: the note of their recipe, see `note_recipe`.
 EXPERIMENTS = "experiments.json"
 # Hexadecimal digits that are kept of a SHA-256.
 DIGEST_LENGTH = 12
@@ -115,7 +115,8 @@ def stage_steps(
     """
     cache = f"data.cache={phantom_runs / 'cache'}"
     steps: list[Step] = []
-    # Argument with the weights that the next training starts from.
+    # Argument with the weights that the next training starts from. Its path, like that of the
+    # cache, needs no quotes: `train` quotes the values of `PATH_KEYS` itself.
     init_from: list[str] = []
     pretrain = getattr(config, f"pretrain_{stage}")
     if pretrain:
@@ -179,12 +180,12 @@ def recipe_of(
 def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write the recipe of runs beside them, or compare it with that of earlier runs.
 
-    A study reuses finished runs, which would be wrong with another recipe. A note is overwritten if
-    no run has a checkpoint yet, since there is nothing to reuse.
+    A study reuses finished runs, which would be wrong with another recipe. The file of an earlier
+    recipe (`EXPERIMENTS`) is overwritten if no run has a checkpoint yet: there is nothing to reuse.
 
     Args:
         folder: Run folder, or folder of several.
-        recipe: From `recipe_of`, or the arguments of a single run.
+        recipe: From `recipe_of`; for a single run, a dictionary with its arguments.
 
     Raises:
         UserError: If earlier runs in the folder come from another recipe.
