@@ -194,7 +194,7 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
     for number, (name, added) in enumerate(config.rows.items()):
         # `arguments` is overwritten, because the next row adds to those of this one.
         arguments = merge_arguments(arguments, added)
-        yield Row(f"rows.{name}", name, arguments, tuple(added), is_switch=number > 0)
+        yield Row(f"rows.{name}", name, arguments, added=tuple(added), is_switch=number > 0)
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:

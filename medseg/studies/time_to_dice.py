@@ -140,7 +140,7 @@ class _Progress:
     """
 
     def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
-        # CPU time that this row is not charged for: that of earlier rows and of the cache.
+        # CPU time that this row is not charged for: earlier rows and the cache have taken it.
         self._begin_s = cpu_s()
         self._history = run_dir / HISTORY_FILE
         self._path = run_dir.parent / "points.csv"

@@ -38,6 +38,7 @@ BATCH_STEPS = 16 * WANTED_STEPS
 CUBES = (128, 112, 96, 80, 64, 48, 32)
 # Length of the cube from which the speed of the machine is predicted.
 REFERENCE_CUBE = 64
+# The smaller and the wider network, as names of files in `conf/model`.
 UNET, WIDE_UNET = "unet", "unet_lean"
 # Share of the time that trains; the rest prepares, starts, validates, predicts and scores. Spacing,
 # patch and network are chosen by it, but the number of steps follows from measured times.
@@ -267,7 +268,10 @@ def with_steps(setting: Setting, steps: int) -> Setting:
 
 
 def least_steps(setting: Setting, fingerprint: Fingerprint) -> int:
-    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan."""
+    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan.
+
+    There are at least `LEAST_STEPS`.
+    """
     num_seen_voxels = LEAST_PASSES * scan_voxels(fingerprint, setting.spacing_mm)
     return max(LEAST_STEPS, math.ceil(num_seen_voxels / math.prod(setting.patch_size)))
 

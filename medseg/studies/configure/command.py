@@ -191,6 +191,7 @@ def measure_setting(
         )
         next_setting = with_smaller_patch(setting, fingerprint, planner)
         if next_setting is None:
+            # The wish in the message is 5 % above the measured peak, as the margin of predictions.
             raise UserError(
                 f"fit_gib={wishes.fit_gib:g}: the smallest patch took {costs.peak_gib:.2f} GiB; "
                 f"the nearest possible wish is fit_gib={costs.peak_gib * 1.05:.2f}"

@@ -168,7 +168,12 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
     # The field is named `hu`, but its values are in the unit of the first channel.
     percentiles = source.audit.hu
     return CaseFacts(
-        name, grid.shape, grid.spacing_mm, percentiles["p01"], percentiles["p99"], labels
+        name=name,
+        shape=grid.shape,
+        spacing_mm=grid.spacing_mm,
+        low=percentiles["p01"],
+        high=percentiles["p99"],
+        labels=labels,
     )
 
 
