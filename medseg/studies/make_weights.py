@@ -174,8 +174,8 @@ def _write_weights(
 def _in_half(tensor: Tensor) -> Tensor:
     """Round weights to float16, for files of half the size.
 
-    The networks compute in bfloat16, which is coarser, so nothing is lost. A tensor of integers, or
-    with a number too large for float16, stays as it is.
+    Where a network computes in bfloat16, which is coarser, nothing is lost. A tensor of integers,
+    or with a number too large for float16, stays as it is.
     """
     half = tensor.half()
     if tensor.is_floating_point() and bool(half.isfinite().all()):
