@@ -188,7 +188,8 @@ EXTRAS = {"optuna": "search"}
 def run_command(command: str) -> None:
     """Run a command with the arguments `key=value …` of this process, and exit with its code."""
     module = COMMANDS[command].module
-    if command == "train":  # it prepares the process first
+    # `main` of `train` prepares the process, and then calls `run`.
+    if command == "train":
         import_module(module).main()
         return
     job = partial(_call_command, command)
@@ -228,7 +229,7 @@ def import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     finally:
-        # What the import has made stays until the end: later collections skip it too.
+        # What the import has made lives until the program ends, so later collections skip it too.
         gc.freeze()
         gc.enable()
 
@@ -311,14 +312,14 @@ class JobDefectError(Exception):
 def _prepare_process(schema: type) -> None:
     """Set streams, memory and environment of this process before torch is loaded."""
     prepare_streams()
-    # OpenMP reads this when torch is loaded: threads that wait sleep. Beside three other programs
-    # on two cores, busy waiting at each barrier made a prediction take five times as long.
+    # Threads that wait are to sleep; OpenMP reads this when torch is loaded. Beside three other
+    # programs on two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
-    # `configure` measures what its trainings will compute.
+    # `configure` times trainings, so it computes as they do.
     if issubclass(schema, (TrainConfig, ConfigureConfig)):
         train_without_amx()
-    # Otherwise Hydra prints many lines on a composition error and exits itself.
+    # Without this variable, Hydra prints many lines on a composition error and exits itself.
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")
 
 

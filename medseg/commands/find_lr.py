@@ -23,7 +23,7 @@ CONSTANT_SCHEDULE = {TARGET: "torch.optim.lr_scheduler.ConstantLR", "factor": 1.
 
 
 def find_lr(config: FindLrConfig) -> int:
-    """Train for `steps` while the rate climbs, and print the argument of `train` for the best one.
+    """Train for `steps` with rising rates, and print the argument of `train` for the best rate.
 
     The losses are written to `find_lr.csv` and `find_lr.png`.
 

@@ -104,7 +104,7 @@ def _use_of(case: Case) -> str:
     """Say what a case is for, in the first line of the summary."""
     if case.split is not None:
         return case.split
-    # For each fold `train` or `val`, or None where the fold does not use the case.
+    # `fold_sides` has `train` or `val` for each fold, or None where the fold does not use the case.
     has_folds = len(case.fold_sides) > 0
     if has_folds and not any(case.fold_sides):
         return "in no fold"
@@ -116,7 +116,7 @@ def _use_of(case: Case) -> str:
 def require_unchanged(output: Path, data: DataSet, task_text: str) -> None:
     """Refuse to replace a case table or a task with other content, or a file of something else.
 
-    A person may have written or edited it.
+    A person may have written or edited such a file.
     """
     account = output / ACCOUNT_FILE
     if account.exists() and not read_text(account).startswith(ACCOUNT_HEADER):

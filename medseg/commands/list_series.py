@@ -150,6 +150,7 @@ def _file_counter() -> Iterator[Callable[[], None]]:
 
 def _row(listed: ListedSeries) -> dict[str, Any]:
     """Describe a series by the printed columns."""
+    # A `ListedSeries` holds the `Series` of its headers.
     identity = listed.series.identity
     voxels = ""
     if listed.shape:

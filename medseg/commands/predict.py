@@ -37,7 +37,7 @@ def predict(config: PredictConfig) -> int:
     Raises:
         UserError: If the input, the output or a checkpoint is not usable at all.
     """
-    # Before other threads start: it hides pydicom for a moment, which they may import.
+    # Before other threads start: it hides pydicom for a moment, and they may import pydicom.
     import_nibabel()
     console = Console(stderr=True)
     with sigterm_exits(), Progress(console=console, disable=not console.is_terminal) as progress:
@@ -60,7 +60,7 @@ def predict(config: PredictConfig) -> int:
 class Display(Observer):
     """Bars of a prediction in a terminal, and the outcome of each case.
 
-    There are three: headers that are read, cases of a batch, and steps of the present case.
+    There are three bars: headers that are read, cases of a batch, and steps of the present case.
 
     Args:
         progress: Bars; disabled where there is no terminal.
@@ -149,7 +149,7 @@ def _print_outcome(case: BatchCase) -> None:
 def _results_of(case: BatchCase) -> str:
     """Name the files of a case in its line.
 
-    The label map stands for all of them. Where `save` has no labels these are the other files, or,
+    The label map stands for all of them. Where `save` has no labels, the other files are named, or,
     without any, the report, which every case has.
     """
     if case.output in case.result_paths:

@@ -108,7 +108,7 @@ def print_case(audited: AuditedCase) -> None:
 def print_findings(case: Case, findings: Sequence[Finding]) -> None:
     """Print findings with the code by which they can be ignored.
 
-    Information is in the table only.
+    Findings that are mere information are only in the table.
     """
     for finding in findings:
         is_information = finding.severity is Severity.information

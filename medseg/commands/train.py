@@ -35,7 +35,7 @@ def main() -> None:
             read=read,
         )
     finally:
-        # `entry.run` always exits, so this comes after it, also after Ctrl-C.
+        # In `finally`, because `entry.run` always ends by an exception, such as SystemExit.
         for sweep_dir in sweeps.SweepFolder.started:
             if sweep_dir.is_dir():
                 print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")
@@ -69,7 +69,7 @@ def _check_objects_and_tell(config: TrainConfig) -> None:
 def train(config: TrainConfig) -> int:
     """Open the run folder and train; returns the exit code.
 
-    When memory ran out, the command that finds a plan for this machine is told.
+    When memory ran out, it prints the command that finds memory switches for this machine.
     """
     overrides = HydraConfig.get().overrides
     code = _train(config)
@@ -121,7 +121,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
     if config.resume is None and num_restarts():
         config.resume = "auto"
     if config.resume == "auto":
-        # It stays None where there is no earlier run, so that a new one begins.
+        # `resume` stays None where there is no earlier run, so that a new one begins.
         config.resume = None
         earlier_run = find_run(config)
         if earlier_run is not None:

@@ -133,7 +133,7 @@ def _progress(history: list[dict[str, float]], steps: Any) -> str:
 
 
 def curve(values: list[float]) -> str:
-    """Draw values as bars in one line of text; of more than `WIDTH`, the means of neighbours.
+    """Draw values as bars in a line of text; above `WIDTH` values, a bar is a mean of neighbours.
 
     Example:
         >>> curve([0.0, 1.0, 7.0])
@@ -165,7 +165,7 @@ def machine() -> list[tuple[str, str]]:
         import pynvml
     except ModuleNotFoundError:
         return rows
-    # It fails without a driver, or at a slice of a GPU; the rows so far are shown all the same.
+    # `pynvml` fails without a driver, or at a slice of a GPU; the rows so far are shown then too.
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for number in range(pynvml.nvmlDeviceGetCount()):

@@ -50,7 +50,8 @@ def install_baselines(folder: Path) -> Path:
     """
     python_folder = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages_folder = folder / "lib" / python_folder / "site-packages"
-    # File that lists what is installed. The keys `peers` and `peers_env` call baselines peers.
+    # File that lists what is installed; "peers" is the name of the baselines in keys (`peers`,
+    # `peers_env`).
     marker = folder / "medseg-peers"
     installed_packages = []
     if marker.is_file():
@@ -80,7 +81,7 @@ def install_baselines(folder: Path) -> Path:
             f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
             "peers=false"
         )
-    # Last: an installation that was interrupted is repeated.
+    # Written last, so that an installation that was interrupted is repeated.
     replace_text(marker, "\n".join(PACKAGES))
     return packages_folder
 

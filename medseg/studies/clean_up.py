@@ -62,7 +62,7 @@ class Choice:
         clean_ups: What is done to each part; a part that stays as it is has no entry.
         rows: One for each candidate that was tested, with the keys of `COLUMNS`.
         num_tests: Number of tests, over all parts.
-        num_patients: Number of patients of the scans.
+        num_patients: Number of patients of the held-out scans.
         dices: Dice coefficients after the whole clean-up; empty if nothing was chosen.
         lowered: Parts whose mean Dice would fall if all chosen steps were applied together. If
             there are any, no step was taken.
@@ -136,7 +136,7 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     clean_ups: list[CleanUp] = []
     rows: list[dict[str, Any]] = []
     for part, scores_by_clean_up in scores.items():
-        # Here, not before the loop: without parts there are no tests to divide by.
+        # Not before the loop: without parts, `num_tests` is 0.
         level = LEVEL / num_tests
         chosen, part_rows = _choose_for_part(part, scores_by_clean_up, held_out.patients, level)
         rows += part_rows
@@ -165,7 +165,8 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
     """List what may be done to a part: nothing first, then removals that remove more and more.
 
-    If the part is a single label, each of them follows once more with its holes filled.
+    If the part is a single label, all these candidates follow once more, each of which then also
+    fills the holes of the part.
 
     Args:
         part: Region or label.
@@ -230,7 +231,7 @@ def _mask_after(clean_up: CleanUp, pred: np.ndarray, grid: VoxelGrid, task: Task
     """Make the mask of a part after its clean-up alone, (D, H, W)."""
     values = task.part_values(clean_up.part)
     mask = np.zeros(pred.shape, dtype=bool)
-    # Only speed: the clean-up changes nothing outside the box of the part.
+    # The box only saves time: the clean-up changes nothing outside it.
     box = label_box(pred, values)
     if box is not None:
         labels_in_box = pred[box.slices()].copy()
@@ -265,7 +266,7 @@ def _choose_for_part(
             continue
         row = _compare(removal, nothing, scores, patients)
         rows.append(row)
-        # Of equal means the first one stays, which removes least.
+        # Of candidates with equal means the first one stays, which removes least.
         if _is_significant_rise(row, level) and row["dice"] > best_dice:
             chosen = removal
             best_dice = row["dice"]
@@ -285,7 +286,7 @@ def _choose_for_part(
 
 
 def _is_significant_rise(row: Mapping[str, Any], level: float) -> bool:
-    """Whether the mean Dice rises and the test is significant, which it may also be for a fall."""
+    """Whether the mean Dice rises significantly; the test by itself may also find a fall."""
     return row["p"] <= level and row["dice"] > row["dice_before"]
 
 
@@ -343,8 +344,8 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
     lowered: dict[str, None] = {}
     for group, scores_before in before.items():
         difference = paired_difference(after[group], scores_before, patients=held_out.patients)
-        # None if no case has a finite Dice. The bound is not 0, because rounding may change the
-        # last digit of means of equal numbers.
+        # The difference is None if no case has a finite Dice. It is not compared with 0, because
+        # rounding may change the last digit of means of equal numbers.
         if difference is not None and difference.difference < -1e-9:
             part, _ = group
             lowered[part] = None

@@ -51,7 +51,7 @@ class Study:
     Attributes:
         folder: Folder of the study.
         model: Model folder with the networks of all folds, for `medseg.Segmenter(weights=…)`.
-        pooled: Rows of `pooled.csv`, one for each region.
+        pooled: Rows of `pooled.csv`, one for each region and trust in its reference.
     """
 
     folder: Path
@@ -77,7 +77,7 @@ def train(folder: str | Path, keys: Keys) -> Run:
     for step in train_steps(folder, *arguments):
         _run(step)
     summary = read_summary(folder)
-    # A run of an older version may not name it in its summary.
+    # The summary of a run of an older version may not name a checkpoint.
     checkpoint = Path(summary.get("checkpoint") or last_checkpoint(folder))
     return Run(folder, checkpoint, summary)
 

@@ -109,7 +109,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
     # Each row has a folder beside the folder `runs`.
     check_names(list(rows), "runs")
-    # A second source has extra phantoms, which only train.
+    # There may be a second source, of extra phantoms, which only train.
     source = find_sources(config.data, config.task)[0]
     cases = [case for case in source.split.test if case.labels is not None]
     if not cases:
@@ -163,7 +163,7 @@ def arguments_for_evaluate(config: CompareSpacingConfig, arguments: Sequence[str
     """
     task_arguments = []
     for argument in arguments:
-        # Without the `+` or `~` of `+task.labels.trachea=5`.
+        # For `+task.labels.trachea=5` this is `task`.
         group = key_of(argument).split(".")[0]
         if group == "task":
             task_arguments.append(argument)
@@ -279,7 +279,7 @@ def _predict(
     Raises:
         UserError: If no case was predicted, or the command failed as a whole.
     """
-    # The device and the threads of the last stage serve for both.
+    # Both stages are predicted on the device and with the threads that the last one trained with.
     trainer = stages[-1].config.trainer
     step = [
         "predict",
@@ -292,7 +292,7 @@ def _predict(
     step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
-    # Empty where single cases failed: their messages are read from the summary below.
+    # Why the command failed as a whole; empty if it did not, though single cases may have failed.
     failure = run_and_get_failure(step)
     reports = {}
     for case in cases:
@@ -300,7 +300,7 @@ def _predict(
         if path.is_file():
             reports[case] = json.loads(path.read_text(encoding="utf-8"))
     messages = failed_predictions(folder)
-    # `failure` is empty if only single cases failed: `run_row` then reports these as missing.
+    # If only some cases failed, `run_row` reports them as missing, with their messages.
     if failure or not reports:
         case_failures = [f"{case}: {message}" for case, message in messages.items()]
         raise UserError(f"no case could be predicted: {'; '.join(case_failures) or failure}")
@@ -310,7 +310,7 @@ def _predict(
 def failed_predictions(predictions: Path) -> dict[str, str]:
     """Read from the `summary.csv` of a batch why cases have no prediction: case to message."""
     path = predictions / "summary.csv"
-    # The command failed before it wrote the table.
+    # There is no table if the command failed before it wrote one.
     if not path.is_file():
         return {}
     # The message of a failed case is in the column of warnings.
@@ -341,8 +341,8 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
         whole: Shape of the largest whole input, (D, H, W); None if no region was found.
 
     Returns:
-        The keys of `COSTS`. `step_…` is of a step as it was trained, on a patch if the stage has
-        patches; `whole_…` is of a step on the whole input.
+        The keys of `COSTS`. Those in `step_…` describe a step of the training, on a patch if the
+        stage has patches; `whole_…` describes a step on the whole input.
     """
     config = stage.config
     step = _count_step(stage, config.stage.patch_size or whole)
@@ -414,10 +414,10 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     rule = make_grid_rule(config.spacing)
     divisor = find_divisor(config)
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
-    # A rule with a range of spacings chooses another one, by that of the scan.
+    # The rule may have a range of spacings: it then chooses the spacing by that of the scan.
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # As `predict_body` does: with a patch of one voxel, `crop` leaves the size as it is. Only then
-    # does `network_size` enlarge it to one that the network takes.
+    # As in `predict_body`: with a patch of one voxel, `crop` does not enlarge the scan.
+    # `network_size` then enlarges it to a size that the network takes.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, patch_size=(1, 1, 1), divisor=divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is not None:

@@ -89,7 +89,7 @@ def cross_validate(config: CrossValidateConfig) -> int:
     budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
     run_steps(_prediction_steps(config, folds, stages, budget))
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
-    # As the user gave them, label to value: `label_values` above is the inverse.
+    # Label to value, as the user gave them; `label_values` above maps value to label.
     given_values = config.data.label_values or {}
     run_steps([evaluate_step(output, reference, plain(config.task), given_values)])
     whole_rows = _write_tables(folds, output, organs, is_cascade)
@@ -113,7 +113,7 @@ def _write_tables(
     rows = fold_rows(folds, output, organs, is_cascade)
     write_rows(rows, output, folds.names_by_heading)
     shutil.copyfile(output / "scores" / METRICS_FILE, output / METRICS_FILE)
-    # Harder scans are no further observations, so the pooled scores are of whole ones only.
+    # Harder scans are no independent observations, so only whole scans are pooled.
     whole_rows = [row for row in rows if row["case"] in folds.names_by_heading[WHOLE]]
     write_pooled(whole_rows, folds.cases, fold_costs(folds.folders), output)
     return whole_rows
@@ -132,7 +132,7 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
                 f"{config.stage.name} alone; name an experiment of each stage by coarse= and "
                 "fine=, or choose stage=single"
             )
-    # A spacing may be chosen from the cases, so their table belongs to what is checked.
+    # The check needs the case table too, because a spacing may be chosen from the cases.
     check_experiments(config, [*arguments, f"data.cases={Path(str(config.cases)).absolute()}"])
 
 

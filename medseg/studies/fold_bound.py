@@ -40,7 +40,7 @@ def write_bound(
     """
     output = Path(config.output)
     folds = _scores_by_fold(rows, patients_of(cases.values()))
-    # No patient is in two folds.
+    # Folds have no patient in common, so no entry is overwritten.
     scores: Scores = {}
     for fold_scores in folds:
         scores |= fold_scores

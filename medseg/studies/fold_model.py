@@ -81,12 +81,12 @@ def write_model(
         "Scores": (output / POOLED_MD).read_text(encoding="utf-8"),
         "Clean-up": choice.markdown(),
     }
-    write_model_folder(output / MODEL, networks, sections, budget)
+    write_model_folder(output / MODEL, networks, sections, arguments=budget)
     return output / MODEL
 
 
 def _with_clean_up(rows: Sequence[Row], choice: Choice) -> list[Row]:
-    """Replace the Dice of each row by that after the chosen clean-up."""
+    """Replace the Dice of each row by the Dice after the chosen clean-up."""
     cleaned_rows = []
     for row in rows:
         # `dices` is empty where nothing was chosen: the Dice stays.
@@ -120,7 +120,9 @@ def _read_networks(
     networks = []
     for fold, folder in enumerate(folders):
         for stage in stages:
-            metadata, weights = read_weights(last_checkpoint(folder / stage), stage, stage)
+            metadata, weights = read_weights(
+                last_checkpoint(folder / stage), stage=stage, key=stage
+            )
             task = metadata["task"]
             task = {**task, "volume_ml": {**ranges_ml, **task.get("volume_ml", {})}}
             metadata = without_folders({**metadata, **study_metadata, "task": task})

@@ -26,7 +26,7 @@ class HeldOut:
     """Held-out predictions and their references.
 
     Attributes:
-        cases: Scans that have both.
+        cases: Scans that have a prediction and a reference.
         predictions: Folder of the predicted label maps, `<case>.nii.gz`.
         task: Task of the model that made them.
         label_values: Value in the reference files to its label.

@@ -130,7 +130,7 @@ def ladder(config: LadderConfig) -> int:
     # A mistake in any row is found before the first one is measured.
     configs = [compose(row) for row in rows]
     for row_config in configs:
-        # Changed in place: bf16 becomes fp16 on a GPU without it.
+        # The configuration is changed in place: bf16 becomes fp16 on a GPU that lacks bf16.
         use_supported_half(row_config.memory, row_config.trainer.accelerator)
     check_writable(output)
     packages = None
@@ -192,9 +192,9 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
         for baseline, precision in baselines:
             yield baseline_row(baseline, precision, baseline_arguments)
     for number, (name, added) in enumerate(config.rows.items()):
-        # Overwritten: the next row adds to these.
+        # `arguments` is overwritten, because the next row adds to those of this one.
         arguments = merge_arguments(arguments, added)
-        yield Row(f"rows.{name}", name, arguments, tuple(added), is_switch=number > 0)
+        yield Row(f"rows.{name}", name, arguments, added=tuple(added), is_switch=number > 0)
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
@@ -232,7 +232,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measure a row, or read an earlier measurement of the same row from its folder.
 
-    It runs in a new process, so that rows do not share memory and caches.
+    The measurement runs in a new process, so that rows do not share memory and caches.
 
     Args:
         folder: Folder of the row.
@@ -403,13 +403,13 @@ def table_row(
 
     Args:
         row: The row.
-        memory: Its switches.
+        memory: Memory switches of the row.
         measured: From `measure_row`.
-        summary: Summary of its training; empty if it was not trained.
+        summary: Summary of the row's training; empty if it was not trained.
     """
     # Of the switches, only the precision is applied to a baseline.
     checkpointing = "none" if row.baseline else memory.checkpointing
-    # It is a word such as `none`, or a list of names of blocks.
+    # The key holds a word such as `none`, or a list of names of blocks.
     if not isinstance(checkpointing, str):
         checkpointing = " ".join(checkpointing)
 
@@ -423,12 +423,12 @@ def table_row(
         "arguments": " ".join(row.added),
         "precision": memory.precision.value,
         "checkpointing": checkpointing,
-        "saved_bytes_per_voxel": rounded("saved_per_voxel", 2),
-        "peak_mib": rounded("peak_bytes", 1, 2**20),
-        "parameters_mib": rounded("parameter_bytes", 2, 2**20),
-        "seconds_per_step": rounded("seconds_per_step", 4),
+        "saved_bytes_per_voxel": rounded("saved_per_voxel", digits=2),
+        "peak_mib": rounded("peak_bytes", digits=1, unit=2**20),
+        "parameters_mib": rounded("parameter_bytes", digits=2, unit=2**20),
+        "seconds_per_step": rounded("seconds_per_step", digits=4),
         "device": measured.get("device"),
-        "peak_allocated_mib": rounded("peak_allocated_bytes", 1, 2**20),
+        "peak_allocated_mib": rounded("peak_allocated_bytes", digits=1, unit=2**20),
         "dice": summary.get("val_dice_best"),
         "train_s": summary.get("train_s"),
     }

@@ -36,8 +36,8 @@ from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
 
 STAGES = ("coarse", "fine")
-# Values of the trust in a reference with which it may calibrate the bound. A `partial` reference
-# leaves out an unknown part.
+# Values of the trust in a reference with which it may calibrate the bound; the empty text means
+# that the table states none. A `partial` reference leaves out an unknown part.
 CALIBRATING_TRUST = ("", "reference", "approximate")
 
 
@@ -56,7 +56,8 @@ def make_weights(config: MakeWeightsConfig) -> int:
     """
     runs, output = Path(config.runs), Path(config.output)
     check_experiments(config)
-    # Read before the training, so that damaged tables and a patient in both are refused here.
+    # Both tables are read before the training, so that a damaged one, or a patient who is in both,
+    # is refused here.
     cases = read_cases(Path(config.cases))
     held_out = _read_held_out(config, cases)
     check_writable(output)
@@ -78,11 +79,11 @@ def make_weights(config: MakeWeightsConfig) -> int:
 
 
 def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Case]:
-    """Read the cases that calibrate the bound; none without `held_out`.
+    """Read the cases that calibrate the bound; without the key `held_out` there are none.
 
     Args:
         config: Names the tables.
-        cases: Training cases of the coarse stage, and of the fine one if it has no others.
+        cases: Training cases of the coarse stage, and of the fine one without `fine_cases`.
 
     Raises:
         UserError: If the networks train on one of the held-out patients.
@@ -128,8 +129,9 @@ def _all_cases_arguments(table: str) -> list[str]:
 def _coarse_stage_arguments(config: MakeWeightsConfig) -> dict[str, list[str]]:
     """Name the checkpoints of the coarse stage for the fine experiments that take its output.
 
-    If `cross_validate` ran in the same folder, they are those of its folds: each case then gets a
-    coarse stage that has not trained on it. Otherwise it is the one that is trained on all cases.
+    If `cross_validate` ran in the same folder, these are the checkpoints of its folds: each case
+    then gets a coarse stage that has not trained on it. Otherwise there is one checkpoint, of the
+    coarse stage that is trained on all cases.
 
     Returns:
         Experiment to its further arguments.
@@ -160,7 +162,9 @@ def _write_weights(
     """
     networks: list[StageWeights] = []
     for stage in STAGES:
-        metadata, weights = read_weights(last_checkpoint(runs / "all" / stage), stage, stage)
+        metadata, weights = read_weights(
+            last_checkpoint(runs / "all" / stage), stage=stage, key=stage
+        )
         metadata["dice_bound"] = bound
         weights = {name: _in_half(tensor) for name, tensor in weights.items()}
         networks.append(StageWeights(without_folders(metadata), weights))
@@ -170,8 +174,8 @@ def _write_weights(
 def _in_half(tensor: Tensor) -> Tensor:
     """Round weights to float16, for files of half the size.
 
-    The networks compute in bfloat16, which is coarser, so nothing is lost. A tensor of integers, or
-    with a number too large for float16, stays as it is.
+    Where a network computes in bfloat16, which is coarser, nothing is lost. A tensor of integers,
+    or with a number too large for float16, stays as it is.
     """
     half = tensor.half()
     if tensor.is_floating_point() and bool(half.isfinite().all()):

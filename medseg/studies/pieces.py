@@ -24,20 +24,21 @@ from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import AS_STORED
 
-# Share of the organ's height that is in view: in `bases` and in `apices`, and in `middle`.
+# Share of the organ's height that a part shows: `bases` and `apices` each, and `middle`.
 SHARE_OF_END = 0.25
 SHARE_OF_MIDDLE = 0.35
-# An organ of less height is not cut.
+# An organ of less height is not cut into `bases`, `middle` and `apices`.
 LEAST_HEIGHT_MM = 100.0
-# Distance of a part without organ from the organ, since references may stop a slice early.
+# Distance of a part without organ (`below`, `above`) from the organ, whose reference may stop a
+# slice early.
 GAP_MM = 5.0
 # Least height of a part without organ.
 LEAST_MM = 15.0
 # A half chest with less than this share of a region's voxels shows only a sliver of it, and nothing
 # in view tells on which side the sliver lies.
 LEAST_SHARE = 0.1
-# Trust in the reference of such a region. Scores are summarised by trust, so those of slivers stand
-# apart.
+# Trust in the reference of a region of which only a sliver is in view. Scores are summarised by
+# trust, so those of slivers stand apart.
 SLIVER = "sliver"
 HALVES = ("right_half", "left_half")
 # Files of an image and of its labels.
@@ -107,7 +108,7 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
     if not _exist(files):
         scan, scan_grid = oriented_image(case)
         # The seed follows from the name: a case has the same disease in every study.
-        rng = sample_rng(zlib.crc32(case.name.encode()), 0)
+        rng = sample_rng(seed=zlib.crc32(case.name.encode()), n=0)
         image = torch.from_numpy(case.hu.apply(scan).astype(np.float32).clip(*HU_LIMITS))
         for values in present_organs:
             organ = torch.from_numpy(np.isin(labels, values).astype(np.uint8))
@@ -138,7 +139,7 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
     slices = np.flatnonzero(has_organ)
     if len(slices) == 0:
         return
-    # All below in slices; the organ reaches from `first` to `stop`, half-open.
+    # All lengths below are in slices; the organ reaches from `first` to `stop`, half-open.
     first = int(slices[0])
     stop = int(slices[-1]) + 1
     num_slices = len(has_organ)
@@ -236,7 +237,7 @@ def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:
     """Describe the parts of a case as cases of their own, in the order of `files`."""
     parts = []
     for name, (image, labels) in files.items():
-        # The files are NIfTI, so a case that was a DICOM series names none any more.
+        # The files are NIfTI, so the part of a case that was a DICOM series has no series.
         part = replace(case, name=f"{case.name}_{name}", image=image, labels=labels, series=None)
         parts.append(part)
     return parts

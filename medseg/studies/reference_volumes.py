@@ -69,7 +69,8 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
         volumes: Volumes in the references; those of parts that the scan cuts do not count.
 
     Returns:
-        Part to its range in ml; without parts that fewer than `LEAST_PATIENTS` patients show whole.
+        Part to its range in ml. A part is left out if fewer than `LEAST_PATIENTS` patients show it
+        whole.
     """
     # Imported here because it takes half a second.
     from scipy.stats import t

@@ -64,7 +64,7 @@ TRIAL_LOCK_FILE = "trial.lock"
 OPEN_KEYS = frozenset(
     {"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"}
 )
-# A trial with one of these is not resumed.
+# Statuses with which a trial has ended, and is not resumed.
 ENDED = FAILURES | {Status.finished, Status.pruned}
 DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
     Objective.val_dice: "maximize",
@@ -360,7 +360,7 @@ class SearchJournal:
             values: Key or group to its value in this configuration.
         """
         with locked(self.folder / STUDY_LOCK_FILE):
-            # Another process, or an earlier start, has done so.
+            # Another process, or an earlier start of the search, has made the first trial.
             if self.study.get_trials(deepcopy=False):
                 return
             first_values = {}
@@ -373,7 +373,7 @@ class SearchJournal:
     def trials(self) -> Iterator[tuple[Trial, dict[str, str]]]:
         """Yield trials that only this process may run, each with its overrides.
 
-        Those that killed processes have left come first, then new ones.
+        Trials that killed processes have left come first, then new ones.
         """
         while True:
             # A generator stops at `yield`: the lock is held until the caller asks for the next
@@ -406,7 +406,7 @@ class SearchJournal:
             for number in numbers:
                 folder = self.folder / str(number)
                 folder.mkdir(exist_ok=True)
-                # Not taken: a living process runs this trial.
+                # The lock is not free: a living process runs this trial.
                 if not trial_lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
                     continue
                 self.study.sampler = self._make_sampler(number)
@@ -448,11 +448,11 @@ class SearchJournal:
         if values is not None:
             state = TrialState.COMPLETE
         elif is_defect:
-            # The sampler ignores such a trial.
+            # The sampler ignores a failed trial.
             state = TrialState.FAIL
         else:
-            # The sampler ranks such a trial below all that have a result, and so avoids values that
-            # do not fit into memory.
+            # The trial was pruned or refused, ran out of memory, or diverged. The sampler ranks it
+            # below all trials that have a result, and so avoids values like its own.
             state = TrialState.PRUNED
         self.study.tell(number, values=values, state=state)
 
@@ -504,7 +504,7 @@ def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
     """Return the value of a key in a trial as text: drawn at the first call, then read again."""
     if parameter.choices is not None:
         return trial.suggest_categorical(key, [text_of(choice) for choice in parameter.choices])
-    # A parameter without choices has both ends of a range.
+    # A key without choices has a range with both ends.
     low, high = cast(float, parameter.low), cast(float, parameter.high)
     if parameter.type is ParameterType.int:
         step = int(parameter.step or 1)

@@ -140,7 +140,7 @@ class _Progress:
     """
 
     def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
-        # CPU time that this row is not charged for: that of earlier rows and of the cache.
+        # CPU time that this row is not charged for: earlier rows and the cache have taken it.
         self._begin_s = cpu_s()
         self._history = run_dir / HISTORY_FILE
         self._path = run_dir.parent / "points.csv"
@@ -148,7 +148,7 @@ class _Progress:
         lines = read_csv(self._path) if self._path.is_file() else []
         self.points: list[Point] = []
         for line in lines:
-            # The end of a process has empty cells.
+            # A row for the end of a process has empty cells.
             self.points.append({key: float(value) for key, value in line.items() if value})
         self._earlier_minutes = max((point["cpu_minutes"] for point in self.points), default=0.0)
 
@@ -222,7 +222,7 @@ def train_row(
         open_run(config)
         try:
             status = status_of(run_in_process(config, is_enough))
-        # Also if SystemExit ends the study, because it was asked to stop.
+        # In `finally`, because a study that is asked to stop ends by SystemExit.
         finally:
             progress.add_validations()
             progress.end()
@@ -250,7 +250,7 @@ def cpu_s() -> float:
     for child in study.children(recursive=True):
         try:
             times = child.cpu_times()
-        # It has just ended; from now on the times of its parent include it.
+        # The child has just ended; from now on the times of its parent include its own.
         except psutil.Error:
             continue
         total_s += times.user + times.system + times.children_user + times.children_system

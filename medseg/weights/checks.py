@@ -21,7 +21,7 @@ MAX_DEPTH = 20
 # Characters of a text.
 MAX_TEXT = 1_000_000
 MAX_INTEGER = 2**63
-# Axes of a tensor of weights; one of a 3D convolution has five.
+# Axes of a tensor of weights; the tensor of a 3D convolution has five.
 MAX_AXES = 8
 DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -49,7 +49,8 @@ MAX_NAMES = 2
 # An argument of a network with one of these words in its name is taken to count blocks, each of
 # which has at least one tensor of weights.
 COUNT_WORDS = ("block", "depth", "layer", "unit")
-# With one of these words in its name too, it is the size of a block instead, as `block_channels`.
+# An argument with one of these words in its name too is the size of a block instead, such as
+# `block_channels`.
 SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
@@ -121,7 +122,7 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
         if is_dense:
             # A tensor that repeats its memory (`Tensor.expand`) counts as if it were written out.
             total_bytes += value.numel() * value.element_size()
-        # More bytes than the file has: memory that is repeated, or shared by too many names.
+        # With more bytes than the file holds, memory is repeated, or shared by too many names.
         if not is_dense or total_bytes > MAX_NAMES * num_bytes:
             raise UserError(
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "

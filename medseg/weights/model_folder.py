@@ -109,7 +109,7 @@ def find_stages(folder: Path, folds: Sequence[str] | None = None) -> dict[str, l
             f"{', '.join(files) or 'none'} of {', '.join(sorted(tasks)) or 'none'}; "
             "copy the folder again"
         )
-    # In the order of the alphabet, `coarse` comes before `fine`, as it runs.
+    # In the order of the alphabet, `coarse` comes before `fine`, as in a prediction.
     return {stage: _choose_folds(files[stage], stage, folds, source) for stage in sorted(files)}
 
 
@@ -246,7 +246,7 @@ def _label_rows(task: Mapping[str, Any]) -> list[str]:
 def _network_row(network: StageWeights, sha256: str) -> str:
     """Write the row of a network in the table of files."""
     spacing_mm = network.metadata.get("spacing_mm", "not stated")
-    # It may also be the text `not stated`, or `native` for a stage that does not resample.
+    # The spacing may also be the text `not stated`, or `native` for a stage that does not resample.
     if not isinstance(spacing_mm, str):
         spacing_mm = "×".join(f"{mm:g}" for mm in spacing_mm)
     num_weights = sum(tensor.numel() for tensor in network.weights.values())

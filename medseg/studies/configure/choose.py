@@ -24,7 +24,7 @@ VOXELS_ACROSS = 48
 LEAST_VOXELS_ACROSS = 12
 # Factor between a spacing that is tried and the next coarser one.
 COARSER = 2**0.25
-# Voxels that a training sees, in units of the voxels of a scan.
+# Voxels that a training sees, divided by the voxels of the median scan.
 WANTED_PASSES = 100
 LEAST_PASSES = 5
 # Optimiser steps of a training.
@@ -38,9 +38,10 @@ BATCH_STEPS = 16 * WANTED_STEPS
 CUBES = (128, 112, 96, 80, 64, 48, 32)
 # Length of the cube from which the speed of the machine is predicted.
 REFERENCE_CUBE = 64
+# The smaller and the wider network, as names of files in `conf/model`.
 UNET, WIDE_UNET = "unet", "unet_lean"
-# Share of the time that trains; the rest prepares, starts, validates, predicts and scores. Only
-# spacing and patch are chosen by it: the number of steps follows from measured times.
+# Share of the time that trains; the rest prepares, starts, validates, predicts and scores. Spacing,
+# patch and network are chosen by it, but the number of steps follows from measured times.
 TRAINING_SHARE = 0.7
 
 
@@ -94,7 +95,7 @@ def fits(prediction: Prediction, wishes: Wishes) -> bool:
 
 
 def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Setting:
-    """Choose everything but the number of steps, which follows from timed ones.
+    """Choose everything but batch size and number of steps, which follow from timed steps.
 
     Args:
         fingerprint: Facts of the cases.
@@ -117,7 +118,7 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Settin
     for setting in settings:
         if seen_voxels >= WANTED_STEPS * setting.step_voxels:
             affordable_settings.append(setting)
-    # With too little time for any, the smallest patch.
+    # With too little time for any patch, the smallest one is taken.
     setting = first_fitting(affordable_settings or settings[-1:], wishes, planner)
     return widened(setting, seen_voxels, wishes, planner)
 
@@ -134,7 +135,9 @@ def _make_setting(
         wishes: Has the switches.
         planner: Knows the required multiple of a patch.
     """
-    setting = Setting(spacing_mm, (cube, cube, cube), UNET, wishes.memory[0])
+    setting = Setting(
+        spacing_mm, patch_size=(cube, cube, cube), model=UNET, memory=wishes.memory[0]
+    )
     divisor = planner.divisor(setting)
     patch = patch_shape(cube, spacing_mm, fingerprint.extent_mm, divisor)
     return replace(setting, patch_size=patch)
@@ -149,7 +152,7 @@ def spacings(fingerprint: Fingerprint) -> Iterator[Triple]:
     """
     _, size_mm = fingerprint.smallest_label
     voxel_mm = size_mm / VOXELS_ACROSS
-    # 1.001: rounding noise must not leave out the coarsest one.
+    # The factor 1.001: rounding noise must not leave out the coarsest spacing.
     while voxel_mm <= size_mm / LEAST_VOXELS_ACROSS * 1.001:
         # Two digits are enough, and people read the numbers.
         z, y, x = (float(f"{max(voxel_mm, mm):.2g}") for mm in fingerprint.spacing_mm)
@@ -182,8 +185,8 @@ def affordable_spacing(fingerprint: Fingerprint, seen_voxels: float) -> Triple:
 def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape) -> Shape:
     """Make a patch with about the voxels of a cube, about equally long in mm along all axes.
 
-    No axis is shorter than two multiples of the divisor. Otherwise none is longer than the scan,
-    whose length is rounded up to a multiple.
+    Each axis has a multiple of the divisor, and at least twice the divisor. Above that, it is no
+    longer than the scan, rounded up to a multiple.
 
     Args:
         cube: Length of the cube, voxels.
@@ -265,7 +268,10 @@ def with_steps(setting: Setting, steps: int) -> Setting:
 
 
 def least_steps(setting: Setting, fingerprint: Fingerprint) -> int:
-    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan."""
+    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan.
+
+    There are at least `LEAST_STEPS`.
+    """
     num_seen_voxels = LEAST_PASSES * scan_voxels(fingerprint, setting.spacing_mm)
     return max(LEAST_STEPS, math.ceil(num_seen_voxels / math.prod(setting.patch_size)))
 

@@ -52,7 +52,7 @@ REPORT = "configure.md"
 FACTS = "configure.json"
 # Sets of memory switches to choose from, as names of files in `conf/memory`, the fastest first.
 SWITCHES = ("plain", "checkpoint")
-# The same in bfloat16, for devices that compute it fast.
+# The sets for devices that compute fast in bfloat16.
 HALF_SWITCHES = ("amp", "amp_checkpoint", "lean")
 # A setting is chosen anew if a step takes more than this multiple of its predicted time.
 MOST_SLOWNESS = 1.5
@@ -100,7 +100,8 @@ def configure(config: ConfigureConfig) -> int:
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
-    # Of a step of one patch, like `costs`: `with_steps` chooses the batch size only afterwards.
+    # The prediction is of a step of one patch, like `costs`: `with_steps`, below, chooses the batch
+    # size.
     prediction = planner.predict(setting)
     steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
     setting = with_steps(setting, steps)
@@ -122,7 +123,8 @@ def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
     Raises:
         UserError: If the patients are too few for the folds, or the table has other folds.
     """
-    # The second group are synthetic scans that are added to the table; they only train.
+    # The second group of `find_cases` is synthetic scans, which are added to the table and only
+    # train.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
     patients = {case.patient for case, _ in cases}
@@ -162,8 +164,8 @@ def measure_setting(
 ) -> tuple[Setting, Costs]:
     """Time a setting, and replace it if it is slow or takes too much memory.
 
-    One that is slower than predicted is chosen anew, once. While one takes more memory than there
-    is, it gets a smaller patch.
+    If its steps are slower than predicted, a setting is chosen anew, once. As long as the setting
+    takes more memory than there is, it gets a smaller patch.
 
     Returns:
         The last setting, and what was measured of it.
@@ -189,6 +191,7 @@ def measure_setting(
         )
         next_setting = with_smaller_patch(setting, fingerprint, planner)
         if next_setting is None:
+            # The wish in the message is 5 % above the measured peak, as the margin of predictions.
             raise UserError(
                 f"fit_gib={wishes.fit_gib:g}: the smallest patch took {costs.peak_gib:.2f} GiB; "
                 f"the nearest possible wish is fit_gib={costs.peak_gib * 1.05:.2f}"

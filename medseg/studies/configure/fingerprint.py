@@ -165,10 +165,15 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
             num_voxels = int(np.count_nonzero(source.labels[box] == value))
             volume_ml = num_voxels * math.prod(grid.spacing_mm) / MM3_PER_ML
             labels[label] = LabelFacts(volume_ml, (depth_mm, height_mm, width_mm))
-    # Named `hu`, but in the unit of the first channel.
+    # The field is named `hu`, but its values are in the unit of the first channel.
     percentiles = source.audit.hu
     return CaseFacts(
-        name, grid.shape, grid.spacing_mm, percentiles["p01"], percentiles["p99"], labels
+        name=name,
+        shape=grid.shape,
+        spacing_mm=grid.spacing_mm,
+        low=percentiles["p01"],
+        high=percentiles["p99"],
+        labels=labels,
     )
 
 

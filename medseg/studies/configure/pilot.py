@@ -33,10 +33,10 @@ from medseg.task import LabelValues, Task
 
 GIB = 2**30
 RESAMPLING = "antialiased"
-# Training cases of the pilot.
+# Largest number of training cases of the pilot.
 NUM_TRAINED = 3
-# A training on the CPU uses 100 % of each core. If it gets less than this of even one, other
-# programs took the rest.
+# A training on the CPU uses 100 % of each of its cores. If all that it gets is less than this share
+# of one core, other programs take the rest.
 BUSY_PERCENT = 70.0
 # Lines of the history over which the median of the seconds is taken.
 NUM_LINES = 6
@@ -81,7 +81,7 @@ class Pilot:
         shutil.rmtree(self.folder, ignore_errors=True)
         prepare_s = self._prepare([largest, *training_cases], setting)
         steps = self.timed_steps
-        text = experiment_text(replace(setting, steps=steps), self.task, {})
+        text = experiment_text(replace(setting, steps=steps), self.task, reasons={})
         replace_text(self.folder / "experiment.yaml", text)
         # The largest case shows the peak of the memory.
         held_out, _ = largest
@@ -107,8 +107,8 @@ class Pilot:
         # Start and end of a command, without the work on its case; taken to be the same for
         # `predict` and `evaluate`.
         overhead_s = max(0.0, predict_s - largest_case_s)
-        # From the largest case to a mean one: time is proportional to the number of tiles, and they
-        # cover the field of view.
+        # Times of the largest case are scaled to a mean case by the volume of the field of view: it
+        # is covered by tiles, and time is proportional to their number.
         mean_share = self._mean_share()
         train_peak_gib = summary["peak_resident_mib"] / 2**10
         predict_peak_gib = report["peak_resident_bytes"] / GIB
@@ -155,7 +155,7 @@ class Pilot:
 
     def _train_step(self, run_dir: Path) -> Step:
         """Make the command of the timed training."""
-        # They replace the user's arguments with the same keys.
+        # These replace arguments of the user with the same keys.
         pilot_arguments = [
             f"experiment={self.folder / 'experiment.yaml'}",
             f"data.cases={self.folder / 'cases.csv'}",
@@ -195,7 +195,7 @@ def pick_cases(
 ) -> tuple[LabelledCase, list[LabelledCase]]:
     """Pick the largest case, and up to `NUM_TRAINED` cases of other patients to train on.
 
-    The marks of the table (split, folds) are removed from them: the pilot sets its own.
+    The cases lose the marks of the case table (split, folds): the pilot sets its own split.
     """
     unmarked_cases = []
     for case, label_values in cases:

@@ -61,7 +61,7 @@ class MachinePlanner:
 
     def _config(self, setting: Setting) -> PlanConfig:
         """Compose the configuration of a setting as `plan` would."""
-        replace_text(self.file, experiment_text(setting, self.task, {}))
+        replace_text(self.file, experiment_text(setting, self.task, reasons={}))
         experiment = f"experiment={text_of(str(self.file))}"
         register_experiments([experiment])
         # Size of the largest case at the spacing of the setting: its validation takes most memory.
