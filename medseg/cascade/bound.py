@@ -63,7 +63,7 @@ class DiceBound:
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
-        # With little agreement the formula falls below 0, which says nothing.
+        # With little agreement the formula falls below 0, and a bound below 0 says nothing.
         return max(0.0, 1.0 - self.factor * (1.0 - agreement + self.offset))
 
     def stated(self, agreement: float) -> StatedBound:

@@ -155,7 +155,7 @@ class Cascade:
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`, the keys of `durations_s`; a region that is not found has no step."""
+        """Steps of `segment`, the keys of `durations_s`, which lacks regions that are not found."""
         if self.fine is None:
             return ["segment", "join"]
         refining = [f"refine_{region.name}" for region in self.task.regions]
@@ -421,7 +421,8 @@ def _segment_whole(
         prediction, crop, _, _ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.findings += warnings_of("out_of_memory", prediction.warnings)
-    # For `join`, the task is one region with all labels. Class 0, the background, is left out.
+    # For `join`, the task is one region with all labels. It takes no probabilities of class 0, the
+    # background.
     whole = Region(stage.task.name, tuple(stage.task.labels))
     region_results = [(whole, prediction.probs[1:], crop.grid)]
     if prediction.std is None:

@@ -209,7 +209,7 @@ class TrainedStage:
         changed_text = "the labels"
         if measured:
             changed_text += f" ({measured})"
-        # Told with every result: the choice of the user changes all of them.
+        # Every result gets this warning, since the choice of the user changes all of them.
         self.warnings = (
             f"the {self.name} stage runs in tiles of {size_text} voxels instead of "
             f"{validated_text}, in which it was validated; this changes {changed_text}; "
@@ -409,7 +409,7 @@ class TrainedStage:
         Both are on the CPU, as in `Prediction`.
         """
         # The image has the number format of the stage that it was made for. `self` is either that
-        # stage or its copy by `_on_cpu`, which has another precision.
+        # stage or its copy by `_on_cpu`, which may have another precision.
         image = image.to(self.image_dtype)
         # Slabs are brought to the device one by one.
         if plan.slab_bytes is None:
