@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.2.0"
-# Name of the Python API to the module that defines it.
+# Each name of the Python API, and the module that defines it.
 _MODULES = {
     "LungSegmenter": "medseg.prediction.segmenter",
     "Segmenter": "medseg.prediction.segmenter",

@@ -162,7 +162,7 @@ def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for number, node in enumerate(_value_at(values, "loss.terms", list)):
         yield "loss", f"loss.terms[{number}]", node
     for number, node in enumerate(_value_at(values, "augment.transforms", list)):
-        # This word stands for the effects that the other keys of `augment` describe.
+        # The word `effects` stands for those that the other keys of `augment` describe.
         if node != "effects":
             yield "transform", f"augment.transforms[{number}]", node
 

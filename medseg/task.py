@@ -98,7 +98,7 @@ class Task:
 
     @property
     def num_region_labels(self) -> int:
-        """Number of labels of the region with the most of them; for tasks with regions."""
+        """Largest number of labels of a region; only for tasks with regions."""
         return max(len(region.labels) for region in self.regions)
 
     @property
@@ -199,7 +199,7 @@ class Task:
 
     @property
     def window_hu(self) -> tuple[float, float]:
-        """Window of the first channel, which is drawn in pictures.
+        """Window of the first channel, the one that pictures show.
 
         Raises:
             ValueError: If that channel has none.
@@ -235,7 +235,7 @@ class Task:
     def from_dict(cls, data: dict[str, Any]) -> Task:
         """Read what `to_dict` wrote.
 
-        Versions with one CT channel had `window_hu` in place of `channels`.
+        Older versions, which knew one CT channel only, wrote `window_hu` in place of `channels`.
         """
         regions = []
         for region in data["regions"]:
@@ -267,8 +267,8 @@ class CleanUp:
     """What is done to the predicted voxels of one region or label.
 
     Attributes:
-        part: Name of the region; of the label in a task without regions.
-        min_ml: Components that are smaller are removed, but never the largest; 0 keeps all.
+        part: Name of the region or, in a task without regions, of the label.
+        min_ml: Smaller components are removed, but never the largest one; 0 keeps all.
         only_largest: Whether the largest component alone stays; `min_ml` has then no effect.
         fill_holes: Whether enclosed cavities are filled; for parts of a single label.
 
@@ -284,7 +284,7 @@ class CleanUp:
     def __post_init__(self) -> None:
         has_name = isinstance(self.part, str)
         has_volume = isinstance(self.min_ml, (int, float))
-        # A subset of these two values; for Python, 1 and 0 are equal to them.
+        # Each flag must be True or False; 1 and 0 pass too, since Python holds them equal to these.
         has_flags = {self.only_largest, self.fill_holes} <= {True, False}
         if not (has_name and has_volume and has_flags):
             raise TypeError(f"expected a name, a volume in ml and two flags, got {self!r}")
@@ -327,7 +327,7 @@ def is_side_pair(first: Region, second: Region) -> bool:
 
 
 def _name_without_side(region: Region) -> list[str]:
-    """Words of the name of a region but `left` and `right`, in lower case."""
+    """Words of the name of a region in lower case, without `left` and `right`."""
     return [word for word in _words_of(region.name) if word not in SIDES]
 
 

@@ -46,8 +46,8 @@ class Worker:
         self._pipe, worker_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(worker_pipe,), daemon=True)
         self._process.start()
-        # While this process held that end too, the death of the worker would not close the pipe,
-        # and `recv` would wait forever.
+        # This end belongs to the worker. While this process held it too, the death of the worker
+        # would not close the pipe, and `recv` would wait forever.
         worker_pipe.close()
 
     def __enter__(self) -> Self:
@@ -68,7 +68,8 @@ class Worker:
             WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
                 memory.
             NotSentError: If the worker cannot read the request, or send the result or the error.
-            Exception: What the function raises, or pickle for an argument that it does not take.
+            Exception: What the function raises, or what pickle raises for an argument that it
+                cannot pack.
         """
         # Pickled apart from `send_bytes`: an OSError of pickling is not the death of the worker.
         request = ForkingPickler.dumps((function, arguments))

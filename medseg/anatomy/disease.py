@@ -24,7 +24,7 @@ from medseg.preprocess.effect import Effect, Spacing
 # All numbers are drawn from the generator of a sample: one more draw, or another order of the
 # draws, would change the samples of every seed.
 
-# Grain of the noise that roughens borders and texture.
+# Grain of the noise that roughens borders and texture: the distance of its random points.
 GRAIN_MM = 12.0
 MAX_LESIONS = 3
 
@@ -32,19 +32,21 @@ MAX_LESIONS = 3
 FLUID_HU = (-5.0, 25.0)
 # Width of the border of fluid.
 FLUID_EDGE_MM = 1.5
-# What fills the place of a missing lung: fluid, and fat in a share of the cases.
+# The place of a missing lung is filled by fluid or, in a share of the cases, by fat, whose density
+# has this range.
 FAT_HU = (-115.0, -75.0)
 FAT_SHARE = 0.3
 # Range of the density of lung without air: contrast medium makes it denser than fluid.
 DENSE_HU = (30.0, 110.0)
 # Density of air in an airway.
 AIRWAY_HU = -950.0
-# Share of dense lesions with open airways, and share with vessels denser than the tissue.
+# Share of the dense lesions that are crossed by vessels denser than themselves. Open airways are
+# drawn apart from the vessels, for the same share.
 BRANCHED_SHARE = 0.6
 # Distance of neighbouring branches, and range of their radii.
 BRANCH_GRAIN_MM = 24.0
 BRANCH_RADIUS_MM = (0.7, 2.5)
-# Largest thickness of the lung beside fluid that has lost its air.
+# Fluid squeezes the air out of the lung beside it: largest thickness of this dense layer.
 MAX_SQUEEZED_MM = 35.0
 # Largest height by which fluid climbs at the wall, and distance from the wall within which it does.
 MENISCUS_MM = 15.0
@@ -112,12 +114,12 @@ class Place(NamedTuple):
         apex.
 
         Args:
-            max_share: Largest share, above 0.02; most are small.
+            max_share: Largest share. The least is 0.02, and small shares are more frequent.
             tilt: See `back_mm`.
             rough_mm: Standard deviation of the border.
         """
         back_mm = self.back_mm(tilt)
-        # The exponent makes small shares more frequent.
+        # The exponent of the uniform number makes small shares more frequent.
         share = 0.02 + (max_share - 0.02) * self.rng.random() ** 1.5
         return back_mm - self.level_mm(back_mm, share) + rough_mm * self.rough
 
@@ -150,7 +152,7 @@ class Place(NamedTuple):
         return float(torch.quantile(organ_mm[::step], 1.0 - share))
 
 
-# Each kind draws its place, then its density.
+# Each kind of lesion draws its place from the generator, then its density.
 def _consolidation(place: Place) -> Lesion:
     depth_mm = place.ball(radius_mm=(8.0, 50.0), rough_mm=6.0)
     return Lesion(depth_mm, place.rng.uniform(*DENSE_HU), edge_mm=5.0, has_branches=True)
@@ -257,8 +259,8 @@ def paint_missing(
 ) -> None:
     """Paint fluid or fat where a whole lung was, as after its removal; changes both arrays.
 
-    All of it becomes background; what belongs to other labels stays. An organ that is too dense to
-    be a lung stays as it is.
+    The whole lung becomes background; what belongs to other labels stays. An organ that is too
+    dense to be a lung stays as it is.
 
     Args:
         image_hu: (D, H, W) float32.
@@ -273,8 +275,8 @@ def paint_missing(
     if float(image_hu[labels == value].median()) > MAX_LUNG_HU:
         return
     place = _place(labels, value, rng, spacing_mm)
-    # All voxels count as deeper than the border of the filling, half of `FLUID_EDGE_MM`, so that
-    # they get its whole density.
+    # The border of the filling ends at a depth of half of `FLUID_EDGE_MM`. All voxels get a larger
+    # depth, so that they take the whole density.
     depth_mm = torch.full_like(image_hu, RIM_MM)
     range_hu = FLUID_HU
     if rng.random() < FAT_SHARE:
@@ -287,8 +289,9 @@ class LungEffect(Effect):
     """Change painted into lungs of a sample: into its first channel and its labels, in place.
 
     Attributes:
-        probability: Of each lung or of the sample, see the class. Where it is 0, nothing is drawn
-            from the generator, so that samples are the same as without the effect.
+        probability: That a lung of a sample is painted, or that a sample is; each subclass says
+            which. Where it is 0, nothing is drawn from the generator, so that samples are the same
+            as without the effect.
         window_hu: HU of -1 and 1 in the image.
         organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
 
@@ -322,7 +325,7 @@ class LungEffect(Effect):
         return image, labels
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability; lazily, see `__call__`."""
+        """Draw each lung with the probability, and only when it is asked for, see `__call__`."""
         for value in values:
             if rng.random() < self.probability:
                 yield value
@@ -373,7 +376,8 @@ class Disease(LungEffect):
         """Draw each lung with the probability, or one of them with it, see `each_lung`."""
         if self.each_lung:
             yield from super().draw(values, rng)
-        # The number is drawn first, even where there is no lung: see the top of the module.
+        # The random number is drawn even where there is no lung: the number of draws must not
+        # change, see the top of the module.
         elif rng.random() < self.probability and values:
             yield values[int(rng.integers(len(values)))]
 
@@ -444,7 +448,10 @@ def _pour(
 
 
 def _share_inside(depth_mm: Tensor, edge_mm: float) -> Tensor:
-    """Share of a painted density: it rises from 0 to 1 over a border of `edge_mm` about depth 0."""
+    """Share of a painted density: 0 outside, 1 inside, between them a border `edge_mm` wide.
+
+    Depth 0 is the middle of the border, where the share is 0.5.
+    """
     return (0.5 + depth_mm / edge_mm).clamp_(0.0, 1.0)
 
 
@@ -492,7 +499,7 @@ def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Sp
         airways = _branches(place, spacing_mm)
         lesion_hu += airways * (AIRWAY_HU - lesion_hu)
     share = _share_inside(lesion.depth_mm, lesion.edge_mm).mul_(place.reach)
-    # In place, since these are volumes; `lesion_hu` is not used after it.
+    # In place, since `lesion_hu` and `share` are as large as the image; neither is used afterwards.
     change_hu = lesion_hu.sub_(image_hu).clamp_(min=0.0)
     image_hu.add_(share.mul_(change_hu))
 
@@ -524,8 +531,8 @@ def _branches(place: Place, spacing_mm: Spacing) -> Tensor:
 def _depth_below_wall(organ: Tensor, spacing_mm: Spacing) -> Tensor:
     """Estimate the distance of an organ's voxels from its surface, 0 … `WALL_MM`, (D, H, W).
 
-    It follows from the share of the neighbours within `WALL_MM` that belong to the organ: a half at
-    a flat surface, and all of them at that depth.
+    It follows from the share of the neighbours within `WALL_MM` that belong to the organ: a half of
+    them at a flat surface, and all of them at the depth `WALL_MM`.
     """
     share = organ[None, None].float()
     # The mean over a box, axis by axis.
@@ -575,7 +582,7 @@ def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
 
 
 def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:
-    """Grow a mask (D, H, W) by a box of voxels per axis; returns 1 inside, else 0, float32."""
+    """Grow a mask (D, H, W) by a number of voxels along each axis; 1 inside, else 0, float32."""
     grown = mask[None, None].float()
     for axis, num_voxels in enumerate(voxels):
         radius = [0, 0, 0]
@@ -598,5 +605,5 @@ def _smooth_noise(
     values = torch.from_numpy(rng.standard_normal(coarse_shape, dtype=np.float32))
     size = tuple(shape)
     noise = F.interpolate(values[None, None], size, mode="trilinear", align_corners=True)[0, 0]
-    # Interpolation lowers the variance between the points: brought back to 1.
+    # Interpolation lowers the variance between the points; the division brings it back to 1.
     return noise / noise.std().clamp(min=1e-3)

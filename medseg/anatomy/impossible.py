@@ -19,13 +19,13 @@ def remove_impossible(
     Args:
         labels: Label map (D, H, W).
         image_hu: The image on the same grid.
-        grid: Grid of both, of which they may be a part.
+        grid: Grid with the spacing of both arrays, which may cover only a part of it.
         task: Labels, `least_hu` and the modality.
 
     Returns:
         A warning for each label that loses at least `MIN_REPORTED_ML`.
     """
-    # A mask is handed on by the method that reads a part of it by its slices.
+    # `Rejection` takes a function that reads a part of a mask by its slices: here `__getitem__`.
     reasons = []
     if task.least_hu is not None:
         is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)

@@ -94,7 +94,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
 def side_warnings(probs: np.ndarray, labels: np.ndarray, task: Task) -> list[str]:
     """Warn of regions in which the coarse stage also finds the other side of the organ.
 
-    It does so where a scan ends between the sides.
+    The coarse stage does so where a scan ends between the sides.
 
     Args:
         probs: Probabilities of the background and all labels, (1 + L, D, H, W).
@@ -214,8 +214,8 @@ def touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
 def airless_warnings(labels: np.ndarray, image_hu: np.ndarray, task: Task) -> list[str]:
     """Warn of a side of an organ without air, where the other side is full of it.
 
-    It may be ill throughout, or not there: fluid in the place of a lung that was taken out looks
-    much like a consolidated lung.
+    The airless side may be ill throughout, or not there: fluid in the place of a lung that was
+    taken out looks much like a consolidated lung.
 
     Args:
         labels: Label map (D, H, W).

@@ -41,9 +41,9 @@ def turned_pairs(
     half of some slices. A pair is reported if few slices are denser at the back.
 
     Args:
-        image_hu: Image (D, H, W) in HU, best at about 2 mm.
+        image_hu: Image (D, H, W) in HU, best at a spacing of about 2 mm.
         boxes: Region name to its tight box.
-        grid: Grid of both.
+        grid: Grid of the image and the boxes.
         task: Labels and regions.
     """
     turned = []
@@ -51,7 +51,7 @@ def turned_pairs(
         if left.name not in boxes or right.name not in boxes:
             continue
         left_box, right_box = boxes[left.name], boxes[right.name]
-        # The box that holds both.
+        # The smallest box around both along z and y.
         low_z, low_y, _ = map(min, left_box.start, right_box.start)
         high_z, high_y, _ = map(max, left_box.stop, right_box.stop)
         # Half way between the centres of both: the mean of the four ends.
@@ -91,7 +91,7 @@ def apex_excess(
         image_hu: Image (D, H, W) in HU.
         labels: Label map (D, H, W) in the task's values.
         boxes: Region name to its tight box.
-        grid: Grid of all.
+        grid: Grid of image, labels and boxes.
         task: Labels and regions.
 
     Returns:

@@ -53,7 +53,7 @@ def lone_side_warnings(
         if not (is_cut_at_wall and shows_other_skin):
             continue
         # If the skin on the other side is only a body wall away, the region belongs to that side.
-        # There is such a plane: the first one, at which the scan is cut.
+        # At least one plane is denser than `OPEN_SHARE`: the first one, at which the scan is cut.
         skin = int(np.flatnonzero(body_share > OPEN_SHARE)[-1]) + 1
         wall_mm = (skin - stop) * grid.spacing_mm[2]
         if wall_mm <= MAX_WALL_MM:

@@ -30,7 +30,7 @@ def agreement(
         regions: Label values of each region that the coarse stage found.
 
     Returns:
-        Region name to a number in [0, 1]; 0 for a region that neither has any more.
+        Region name to a number in [0, 1]; 0 for a region that is in neither map.
     """
     fine_labels = _at_centres(labels, grid, coarse_grid)
     agreements = {}
@@ -40,8 +40,8 @@ def agreement(
         num_both = int((coarse & fine).sum())
         num_voxels = int(coarse.sum() + fine.sum())
         agreements[name] = 0.0
-        # A region may be in neither map: the coarse one has lost labels that it shares with a
-        # region that is absent.
+        # A region may be in neither map: the labels that it shares with an absent region have been
+        # removed from the coarse map.
         if num_voxels:
             agreements[name] = 2 * num_both / num_voxels
     return agreements

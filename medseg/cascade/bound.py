@@ -8,7 +8,8 @@ the calibration patients as well as of the new patient.
 
 The patients that `make_weights held_out=` names are segmented by the networks themselves. In a
 cross-validation each patient is segmented by the networks that were trained without that patient,
-and new ones by networks that were trained on all: the bound then holds if these are no worse.
+and new patients by networks that were trained on all: the bound then holds if these networks are no
+worse than those of the cross-validation.
 
 The bound covers only regions that the scan really shows, and says nothing about missed or false
 regions. Scans of one patient are not independent, so a patient counts once, with the worst of its
@@ -62,7 +63,7 @@ class DiceBound:
 
     def at(self, agreement: float) -> float:
         """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
-        # With little agreement the formula falls below 0, which says nothing.
+        # With little agreement the formula falls below 0, and a bound below 0 says nothing.
         return max(0.0, 1.0 - self.factor * (1.0 - agreement + self.offset))
 
     def stated(self, agreement: float) -> StatedBound:
@@ -78,8 +79,8 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     """Fit the bound to held-out patients.
 
     Args:
-        scores: Of patients that were segmented by networks which had not seen them; each has a
-            region at least.
+        scores: Agreements and Dice coefficients of patients whom the networks had not seen in
+            training; each patient has at least one region.
         level: Share of patients for which the bound shall hold, in (0, 1).
 
     Returns:
@@ -87,7 +88,7 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
     """
     patient_factors = []
     for regions in scores.values():
-        # The largest, since all regions of a patient must reach their bounds.
+        # The largest factor of a patient, since all of its regions must reach their bounds.
         patient_factors.append(max(_factor(agreement, dice) for agreement, dice in regions))
     patient_factors.sort()
     num_patients = len(patient_factors)
@@ -112,7 +113,7 @@ def count_covered(groups: Sequence[Scores], level: float) -> int | None:
     the scores are.
 
     Returns:
-        The number; None if the others of some group are too few.
+        The number; None if, for some group, the patients of the others are too few to calibrate.
     """
     num_covered = 0
     for index, scores in enumerate(groups):

@@ -51,7 +51,8 @@ class Cascade:
     """Trained stages of one task, and how to run them.
 
     Attributes:
-        coarse: Finds the regions in the whole scan; segments all labels of a task without regions.
+        coarse: Finds the regions in the whole scan. For a task without regions it segments all
+            labels.
         fine: Refines one region in its crop; None for a task without regions.
         options: Tiles, memory, flips.
 
@@ -120,7 +121,8 @@ class Cascade:
     @property
     def waiting_bytes(self) -> float:
         """Size above which an array that waits is a file, see the top of `medseg.io.scratch`."""
-        # No limit, since no array here waits in that sense: crops are read in any order.
+        # No limit: an array that waits is read in the order in which it was written, and the crops
+        # here are read in any order.
         return math.inf
 
     @property
@@ -135,14 +137,14 @@ class Cascade:
 
     @property
     def task(self) -> Task:
-        """Task of the results; the networks may know helper labels beside."""
+        """Task of the results: without the helper labels that the networks may know besides."""
         return self.last.task.without_helpers()
 
     @property
     def dice_bound(self) -> DiceBound | None:
         """Bound that was calibrated for these two stages together.
 
-        None for other pairs, several checkpoints and flips.
+        None if they were not calibrated together, or if several checkpoints or flips are averaged.
         """
         # The files of two stages that were calibrated together hold the same bound.
         if self.fine is None or self.fine.dice_bound != self.coarse.dice_bound:
@@ -153,7 +155,7 @@ class Cascade:
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`: the keys of `durations_s`, where absent regions have no entry."""
+        """Steps of `segment`, the keys of `durations_s`, which lacks regions that are not found."""
         if self.fine is None:
             return ["segment", "join"]
         refining = [f"refine_{region.name}" for region in self.task.regions]
@@ -241,7 +243,8 @@ class Cascade:
     ) -> Localisation:
         """Run the coarse stage; `result` receives its tiling plan and findings."""
         with timed("localise"):
-            # The probabilities take the memory of several volumes: only some fine stages need them.
+            # The probabilities take the memory of several volumes: they are kept only for a fine
+            # stage that has them as a channel.
             localisation = localise(
                 images, grid, self.coarse, self.options, keep_probs=fine.has_coarse_channel
             )
@@ -277,7 +280,7 @@ class Cascade:
             del result.boxes[name]
         self._clean_up(labels, grid, result)
         result.dice_at_least = self._stated_bounds(result)
-        # In a task with regions, the localisation has already said it.
+        # In a task with regions, the localisation has already warned of an empty result.
         if not task.regions and not any(result.volumes_ml.values()):
             sentence = (
                 "no label found at all: the result is empty; check that the scan shows the organs "
@@ -293,9 +296,9 @@ class Cascade:
     def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
         """Apply the clean-up of the model, in place, and say what it changed.
 
-        It is the last step that changes labels, since it was chosen on results that had gone
-        through all others. The agreements of the stages are not computed again: the bound on Dice
-        was calibrated with those before the clean-up.
+        It is the last step that changes labels, since a cross-validation chose it on results that
+        had gone through all other steps. The agreements of the stages are not computed again: the
+        bound on Dice was calibrated with agreements from before a clean-up.
         """
         clean_ups = self.last.clean_up
         if not clean_ups:
@@ -418,7 +421,8 @@ def _segment_whole(
         prediction, crop, _, _ = predict_body(images, grid, stage, options)
     _note_crop(result, "segment", "whole scan", stage, prediction.tiling_plan, crop.grid)
     result.findings += warnings_of("out_of_memory", prediction.warnings)
-    # For `join`, the task is one region with all labels. Class 0, the background, is left out.
+    # For `join`, the task is one region with all labels. It takes no probabilities of class 0, the
+    # background.
     whole = Region(stage.task.name, tuple(stage.task.labels))
     region_results = [(whole, prediction.probs[1:], crop.grid)]
     if prediction.std is None:
@@ -501,8 +505,8 @@ def _note_crop(
         step: Step of `Cascade.steps`, the key of the notes.
         name: Content of the crop, for the warning.
         stage: The stage that saw the crop.
-        plan: How it went through the network.
-        grid: Grid of the crop.
+        plan: How the crop went through the network.
+        grid: Grid of the crop; None if there was no crop.
     """
     result.tiling_plans[step] = str(plan)
     if stage.rule.size is not None and grid is not None:
@@ -544,7 +548,7 @@ def _contiguous(labels: np.ndarray) -> np.ndarray:
 def _flipped(values: Tensor, axes: Sequence[int]) -> Tensor:
     """Copy a tensor on the CPU, reversed along axes; the copy may lie in a scratch file."""
     copied = new_tensor(tuple(values.shape), values.dtype)
-    # Through NumPy, whose flip is a view: that of torch would be a second copy in memory.
+    # NumPy's flip is a view; torch's flip would be a second copy in memory.
     np.copyto(copied.numpy(), np.flip(values.numpy(), tuple(axes)))
     return copied
 
@@ -568,7 +572,7 @@ def refine(
         region: The region, one of the stage's task.
         stage: The fine stage.
         options: How the networks run; the defaults where None.
-        intensities: Map of each channel to the range of the network; None = by its values.
+        intensities: Map of each channel to the range of the network; None = chosen from `images`.
         localisation: Result of the coarse stage with its probabilities, for a stage with a coarse
             channel.
 
@@ -582,8 +586,8 @@ def refine(
         flipped_axes = [X_AXIS]
     image = _input_image(images, grid, crop, region, stage, flipped_axes, intensities, localisation)
     prediction = stage.predict_probs(image, options or InferenceOptions())
-    # Class 0 is the background, and those of the region follow. They are copied even without an
-    # axis: a view would keep the background and the classes of other regions in memory.
+    # Class 0 is the background, and the classes of the region follow. They are copied even if no
+    # axis is flipped: a view would keep the background and the classes of other regions in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped_axes)
     if prediction.std is None:
         return prediction._replace(probs=probs)
@@ -603,11 +607,11 @@ def _input_image(
 ) -> Tensor:
     """Make the input (C, D, H, W) of the fine stage for a region; arguments as for `refine`.
 
-    Channel by channel: in float32, no more than one is in memory. The crop is reversed along
-    `flipped_axes`.
+    The channels are made one after the other, so that only one of them is in memory in float32. The
+    crop is reversed along `flipped_axes`.
     """
     # The lattice at the stage's spacing, on which training stores its cases. A crop on another grid
-    # is resampled from there, as in training.
+    # is resampled from this lattice, as in training.
     lattice = grid.resampled(stage.spacing_mm)
     intensities = intensities or stage.intensities(images)
     result = new_tensor((stage.num_channels, *crop.grid.shape), stage.image_dtype)
@@ -616,7 +620,7 @@ def _input_image(
         channel = resample_crop(
             image, grid, lattice, crop, outside, stage.resampling, limits=stage.limits[number]
         )
-        # A trailing underscore: changed in place.
+        # A trailing underscore says that a function changes its argument in place.
         channel = erase_outside_(channel, crop, outside)
         channel = normalise_(channel, intensities[number])
         _copy_flipped(result[number], channel, flipped_axes)

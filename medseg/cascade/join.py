@@ -21,8 +21,8 @@ RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
 
 # Native voxels of one slab: three planes of 512×512. A voxel needs five float32 values and three
-# bytes at a time. An array of the slab has 3 MiB: larger ones leave the cache of the processor, and
-# from 4 MiB on the system clears their memory anew each time (`medseg.memory.heap`).
+# bytes at a time. A float32 array of the slab has 3 MiB: larger arrays leave the cache of the
+# processor, and from 4 MiB on the system clears their memory anew each time (`medseg.memory.heap`).
 SLAB_VOXELS = 3 * 2**18
 NO_VOXELS = VoxelBox((0, 0, 0), (0, 0, 0))
 
@@ -37,8 +37,8 @@ def join(
 ) -> np.ndarray:
     """Merge the fine results on the native grid and clean the label map.
 
-    Beside the crops and the result it needs at most 50 MB for a slab to paste, and 100 MB for a
-    slab to clean.
+    Beside the crops and the result, at most 50 MB are needed while a slab is pasted, and 100 MB
+    while a slab is cleaned (see `medseg.inference.components`).
 
     Args:
         regions: Fine results, in any order.
@@ -48,7 +48,8 @@ def join(
             a localisation it is skipped too: the coarse stage has removed the gas.
         localisation: Result of the coarse stage, which must mark a tenth of each component. None
             skips this check.
-        warnings: Receives a sentence for each label that loses a larger component by this check.
+        warnings: Receives a sentence for each label that loses at least `MIN_REPORTED_ML` by the
+            check against the coarse stage.
 
     Returns:
         Label map (D, H, W) on the oriented native grid, uint8.
@@ -231,8 +232,8 @@ def _claimable_box(
         grid: Oriented native grid.
         slab: Planes of the native grid.
     """
-    # In voxels of the crop: the filter reaches one of them, or one voxel of a coarser native grid,
-    # which is `scale` voxels of the crop.
+    # How far the filter reaches, in voxels of the crop: one voxel of the crop, or one of a coarser
+    # native grid, which is `scale` voxels of the crop.
     reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
     # The planes of the crop that are read for the slab.
     box_read = crop_grid.box_from(grid, slab).expanded(reach).clipped(crop_grid.shape)
@@ -240,7 +241,7 @@ def _claimable_box(
     tight = _bounds(footprint.rows[planes], footprint.columns[planes])
     if tight.is_empty:
         return tight
-    # Those around voxels with enough probability, back in voxels of the native grid.
+    # The voxels within reach of one with enough probability, then mapped to the native grid.
     claimable = tight.shifted((planes.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
     return grid.box_from(crop_grid, claimable).intersect(slab)
 
@@ -295,10 +296,10 @@ def _claim(
 
     Args:
         labels: Label map (D, H, W) on the target grid; written in place.
-        best_probs: Probability of the labels that it has so far, (D, H, W); written in place.
+        best_probs: Probability (D, H, W) of the label that each voxel has so far; written in place.
         probs: Probabilities (L, d, h, w) of the region's labels on the source grid.
         source: Grid of the crop.
-        target: Grid of the part of a slab.
+        target: Grid of `labels`, a part of a slab.
         values: Label value of each of the L probabilities.
     """
     # Most probable label of the region so far, and its probability.

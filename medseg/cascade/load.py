@@ -77,7 +77,7 @@ def load_stage(
             the quickest by a measurement on a CPU without the half precision of the training, and
             torch elsewhere.
         backend_room_bytes: Memory that a backend other than torch may take, where the options name
-            none.
+            no backend.
 
     Raises:
         UserError: If the file is missing, damaged, not of medseg, of another stage or of a newer
@@ -110,7 +110,7 @@ def load_stage(
         use_channels_last(network)
     if options.half_weights:
         _store_half(trained)
-    # After the rounding, which halves the bytes to move.
+    # Moved only now, since the rounding to half precision halves the bytes to move.
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
@@ -174,7 +174,7 @@ def _build_stage(
         RuntimeError: If the weights do not fit.
         Exception: Of any kind, if the metadata are damaged.
     """
-    # First: numbers out of range could fill the memory while the network is built.
+    # Checked first: numbers out of range could fill the memory while the network is built.
     check_ranges(metadata, len(weights))
     task = with_known_labels(Task.from_dict(metadata["task"]))
     name = metadata["stage"]
@@ -219,7 +219,7 @@ def _build_stage(
         resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
         has_coarse_channel=has_coarse_channel,
     )
-    # Older checkpoints lack these keys, like `resampling`, `grid_rule` and `coarse_channel` above.
+    # Older checkpoints lack the following keys too, like those that `metadata.get` reads above.
     if metadata.get("patch_size"):
         trained.least_size = _triple(metadata["patch_size"])
     if metadata.get("dice_bound"):
@@ -312,7 +312,7 @@ def load_stages(
         backend_room_bytes: See `load_stage`, for all checkpoints together.
 
     Raises:
-        UserError: As `load_stage`, and if the checkpoints differ in their input.
+        UserError: As `load_stage`, and if the checkpoints differ in one of `SAME_SETTINGS`.
     """
     loaded: list[TrainedStage] = []
     for path in paths:
@@ -352,7 +352,7 @@ def _triple(values: Sequence[Any]) -> Any:
     """Convert numbers along z, y and x to a tuple.
 
     Raises:
-        ValueError: If there are not three of them.
+        ValueError: If there are not three numbers.
     """
     z, y, x = values
     return z, y, x
@@ -368,7 +368,7 @@ def with_known_labels(task: Task) -> Task:
     if not task.name.isidentifier() or not path.is_file():
         return task
     content: Any = yaml.safe_load(read_text(path))
-    # Files with `@package _global_` have the keys of the task below `task`.
+    # A file with `@package _global_` has the keys of the task below `task`, others at the top.
     included = content.get("task", content)
     if included["labels"] != task.labels:
         return task

@@ -42,8 +42,9 @@ class Localisation:
         boxes: Region name to the tight box of its cleaned mask, in voxels of `grid`; absent regions
             are missing.
         findings: What was found about missing or implausible regions.
-        tiling_plan: How the volume went through the network; None where labels were given.
-        crop_grid: Grid of the network's input; None where labels were given.
+        tiling_plan: How the volume went through the network; None from `locate_regions`, which is
+            given a label map.
+        crop_grid: Grid of the network's input; None from `locate_regions`.
         probs: Probabilities of the background and all labels (K, d, h, w), float16, before the
             clean-up; None unless asked for.
         probs_grid: Their grid: the part of `grid` that the network saw.
@@ -100,8 +101,9 @@ def predict_body(
     first_modality = stage.task.channels[0].modality
     body_on_lattice = body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
     body = scaled.box_from(lattice, body_on_lattice)
-    # Without a least size, (1, 1, 1), the box of the body does not grow: the network pads it.
-    crop = stage.rule.crop(body, scaled, (1, 1, 1), stage.divisor)
+    # With the least of all patch sizes, the box of the body does not grow. Without a patch size it
+    # would grow to a size that the network takes; here the input of the network is padded instead.
+    crop = stage.rule.crop(body, scaled, patch_size=(1, 1, 1), divisor=stage.divisor)
 
     def network_input(channel: Tensor, outside: float, intensity: Intensity) -> Tensor:
         # All steps bind the same name: another one would keep a second crop in memory.
@@ -144,7 +146,7 @@ def localise(
         scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled
             one.
         intensities: Map of each channel to the range of the network, where the volume is a
-            resampled one; None = by its values.
+            resampled one; None = chosen from `images`.
         keep_probs: Whether the result has the probabilities.
 
     Returns:
@@ -168,8 +170,8 @@ def localise(
     coarse_hu = view_or_resample(
         resampled, lattice, Crop(crop.lattice, scan_box), stage.outside[0], stage.resampling
     ).numpy()
-    # Changes `labels` in place, through a view. Only what the network saw can show where the
-    # patient ends.
+    # `remove_impossible` changes `labels` in place, through a view. It gets only what the network
+    # saw, since only that can show where the patient ends.
     removal_warnings = remove_impossible(
         labels[seen_in_scan], coarse_hu[seen_in_scan], coarse_grid, stage.task
     )

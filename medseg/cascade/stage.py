@@ -142,7 +142,7 @@ class TrainedStage:
 
     @property
     def limits(self) -> list[tuple[float, float] | None]:
-        """Values to which each channel is clipped while it is resampled."""
+        """Range to which each channel is clipped while it is resampled; None for all but CT."""
         return [HU_LIMITS if channel.modality == "ct" else None for channel in self.task.channels]
 
     @property
@@ -165,8 +165,8 @@ class TrainedStage:
         """Choose the map of each channel to the range of the network.
 
         Args:
-            images: Image (D, H, W) of each channel of one case; whole ones, since a crop has other
-                statistics.
+            images: Image (D, H, W) of each channel of one case: the whole scan, since a crop has
+                other statistics.
         """
         return [
             intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
@@ -209,7 +209,7 @@ class TrainedStage:
         changed_text = "the labels"
         if measured:
             changed_text += f" ({measured})"
-        # Told with every result: the choice of the user changes all of them.
+        # Every result gets this warning, since the choice of the user changes all of them.
         self.warnings = (
             f"the {self.name} stage runs in tiles of {size_text} voxels instead of "
             f"{validated_text}, in which it was validated; this changes {changed_text}; "
@@ -357,9 +357,9 @@ class TrainedStage:
         )
 
     def _least_slab_bytes(self, shape: tuple[int, int, int]) -> float:
-        """Smallest budget for an image of a size, or for a tile of it, in slabs.
+        """Smallest budget in which an image of a size, or a tile of it, can run in slabs.
 
-        Infinite where the networks cannot run in slabs.
+        Infinite where the networks cannot run in slabs at all.
         """
         if not self.allows_slabs:
             return math.inf
@@ -378,7 +378,7 @@ class TrainedStage:
 
         Args:
             network: One of `networks`.
-            images: Images or tiles; a single one in slabs.
+            images: Images or tiles; with `slab_bytes`, a single one.
             slab_bytes: Memory that a slab may take; None runs the images in one pass.
         """
         if slab_bytes is not None:
@@ -408,8 +408,8 @@ class TrainedStage:
 
         Both are on the CPU, as in `Prediction`.
         """
-        # The image has the number format of the stage that it was made for. This stage may be the
-        # copy of that one by `_on_cpu`, with another precision.
+        # The image has the number format of the stage that it was made for. `self` is either that
+        # stage or its copy by `_on_cpu`, which may have another precision.
         image = image.to(self.image_dtype)
         # Slabs are brought to the device one by one.
         if plan.slab_bytes is None:
@@ -529,7 +529,7 @@ def flips(task: Task, tta: bool | None) -> Sequence[tuple[int, ...]]:
     """List the sets of axes to flip, one for each pass of a network.
 
     Args:
-        task: A flip along x would exchange the sides of a task that has them.
+        task: If it has sides, x is never flipped, since that would exchange them.
         tta: Whether there is test-time augmentation; None is no.
 
     Returns:

@@ -121,8 +121,8 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     schema_fields = dataclasses.fields(schema)  # type: ignore[arg-type]
     points = [field.name for field in schema_fields if field.name in EXTENSION_KEYS]
     if points:
-        # Before references are resolved: the key that they refer to may be an argument of another
-        # class.
+        # Before references are resolved: that fails where a reference names an argument which only
+        # another class has, and a class that is not allowed shall be refused as such.
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
         for point, key, node in list_nodes(unresolved):
             check_target(point, key, node, composed.get("trusted_targets") or ())
@@ -218,7 +218,7 @@ def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
 def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
     """Convert the values of a group; the result is shared by all callers."""
     values = pickle.loads(pickled)
-    # Both are put below the key of the group, so that an error names the whole key.
+    # Schema and values are put below the key of the group, so that an error names the whole key.
     # `unsafe_merge` may change its arguments, which nobody else has.
     merged = OmegaConf.unsafe_merge({key: OmegaConf.structured(schema)}, {key: values})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
@@ -370,7 +370,8 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
     # Such as data.label_values={liver: 7}: the key exists, so Hydra refused a name in its value.
     if last == OPEN_KEY and key in keys:
         return f"{key}: it has no such name yet; +{key}={{…}} adds names"
-    # The key itself is there where a file or `+` has set it; "" is the root.
+    # `key` itself is among the keys where a file or `+` has set it, and "" is the root: neither is
+    # a suggestion.
     keys -= {key, ""}
     # Such as data.label_values.liver=7.
     if parent.rpartition(".")[2] == OPEN_KEY and parent in keys:
@@ -402,7 +403,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _keys(node: Any, key: str = "") -> Iterator[str]:
-    """List the dotted keys of nested mappings: of groups, too, and "" for the root."""
+    """List the dotted keys of nested mappings: those of groups, too, and "" for the root."""
     yield key
     if not isinstance(node, dict):
         return
@@ -514,12 +515,12 @@ def _check_range(key: str, value: Any, interval: str) -> None:
     """
     if not interval or value is None:
         return
-    # Null in a list is no number: the class of the argument decides about it.
+    # Null in a list is no number: the class that takes the argument decides about it.
     numbers = [number for number in _as_sequence(value) if number is not None]
     for number in numbers:
         if not _lies_in(number, interval):
             raise UserError(f"{key}: must lie in {interval}, but got {value}")
-    # A single number has such a name too: `data_range` of a loss is a width.
+    # The name of a single number may end so too: `data_range` of a loss is a width.
     has_bounds = key.endswith("_range") and len(numbers) == 2
     if has_bounds and numbers[0] > numbers[1]:
         raise UserError(f"{key}: the lower bound comes first, but got {numbers}")

@@ -23,8 +23,8 @@ from medseg.knob import Knob, key_below
 from medseg.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
-# Hydra's option by which its script for the shell asks; the command line to complete is in
-# COMP_LINE.
+# Hydra's option by which its script for the shell asks for completions; the command line to
+# complete is in the variable COMP_LINE.
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 QUERY = "query=bash"
 # Characters of a value that neither the shell nor Hydra's grammar reads as something else; those of

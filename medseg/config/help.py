@@ -28,7 +28,8 @@ TYPE_NAMES = {
     list: "list",
     dict: "mapping",
 }
-# Instead of the type of a key that takes several; its sentence, on the next line, names them.
+# Shown as the type of a key that takes values of several types: the sentence about the key, on the
+# next line, names them.
 ANY_TYPE = "see below"
 
 
@@ -51,7 +52,7 @@ class Key(NamedTuple):
 
     @property
     def can_be_null(self) -> bool:
-        """Whether null is a value of it: keys have one type, or one type and None."""
+        """Whether the key may be null: its type is then a union of one type and None."""
         return isinstance(self.kind, types.UnionType)
 
     def type_text(self) -> str:
@@ -115,7 +116,8 @@ def _entries(
     for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
         name = key_below(path, field_name)
         # Keys that the composed configuration lacks have a default in the schema, or must be given
-        # (`???`). A default is an attribute of the class: what has a `default_factory` is composed.
+        # (`???`). A default is an attribute of the class. A `default_factory` is not, but a key
+        # with one is always composed.
         value = values.get(field_name, getattr(schema, field_name, "???"))
         choices = group_files(name) if name in groups else ()
         group = _group_schema(name, hint, value)

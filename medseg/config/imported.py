@@ -26,7 +26,7 @@ VALUES = f"+{IMPORTED}=values"
 # Keys that name a case table, and whether they also name a data set in the layout of another
 # program.
 TABLE_KEYS = {"data.cases": True, "cases": True, "ref": False}
-# Where the task comes from, for the commands that a study starts.
+# Environment variable that tells the commands which a study starts where the task comes from.
 SOURCE_VARIABLE = "MEDSEG_TASK_SOURCE"
 TASK_SUFFIXES = (".yaml", ".yml")
 
@@ -58,7 +58,7 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
         if VALUES in arguments:
             return list(arguments)
         return [VALUES, *arguments]
-    # For the commands that this one starts, perhaps in another folder.
+    # For the commands that this one starts; absolute, since they may run in another folder.
     os.environ[SOURCE_VARIABLE] = str(source.absolute())
     _store(IMPORTED, content, group="task")
     if has_task_file:
@@ -135,7 +135,7 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
         path: The table, or the folder or file of the data set.
         may_import: Whether it may be a data set in the layout of another program.
     """
-    # Here, so that other commands import no reader.
+    # Imported here, so that commands without data of their own load no reader.
     from medseg.data.case_table import table_at
 
     folder = path if path.is_dir() else path.parent

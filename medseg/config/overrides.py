@@ -71,7 +71,7 @@ HYDRA_OPTIONS = frozenset(
         "--experimental-rerun",
     }
 )
-# Hydra's own option whose value, one of these kinds, may be left out.
+# Hydra's own option, in its two forms, whose value may be left out; it is one of `INFO_KINDS`.
 INFO_OPTIONS = frozenset({"-i", "--info"})
 INFO_KINDS = frozenset({"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"})
 # Hydra's own options without a value.
@@ -101,7 +101,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     long form `--info` stays.
 
     Raises:
-        UserError: If an option has no value, or a key has several.
+        UserError: If an option has no value, or a key has several values.
 
     Example:
         >>> expand_options("predict", ["ct (1).nii.gz", "-o", "labels.nii.gz", "overwrite=true"])
@@ -110,7 +110,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
     options = OPTIONS.get(command, {})
     positional_key = POSITIONAL_KEYS.get(command, "")
     expanded: list[str] = []
-    # Keys that an option or an argument alone stands for, to all their values.
+    # Keys that were given by an option, or by an argument that stands alone, to all their values.
     paths_by_key: dict[str, list[str]] = defaultdict(list)
     waiting = list(arguments)
     argument = ""
@@ -156,7 +156,7 @@ def _values_of_key(key: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _cure_for_several_paths(command: str, key: str) -> str:
-    """Say how to type what several paths may have been meant for; empty but for the input."""
+    """Say how to type what several paths may have been meant for; only for the key `input`."""
     if key != "input":
         return ""
     cure = "; give the output as -o <path>"
@@ -194,7 +194,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
         if argument in HYDRA_OPTIONS and waiting:
             options.append(waiting.pop(0))
         elif argument in INFO_OPTIONS:
-            # Without a kind, Hydra would take the first key for one.
+            # Without a kind, Hydra would take the first `key=value` for it.
             kind = "all"
             if waiting and waiting[0] in INFO_KINDS:
                 kind = waiting.pop(0)

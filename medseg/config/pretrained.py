@@ -1,6 +1,7 @@
 """Keys of a training that starts from a model folder of nnU-Net: its network and preprocessing.
 
-They are arguments before those of the user, who may replace each of them.
+They become arguments that stand before those of the user, so that the user may replace each of
+them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
     # A model folder of nnU-Net is a folder or the zip of its export; other files are weights.
     if not path.is_dir() and path.suffix.lower() != ".zip":
         return list(arguments)
-    # Loads torch, which other commands must not wait for.
+    # Imported only here: it loads torch, which other commands must not wait for.
     from medseg.nnunet.folder import is_start, open_fold
 
     if not is_start(path):
@@ -119,7 +120,7 @@ def _stated(arguments: Sequence[str], composed: DictConfig, compose: Compose) ->
     """Find the keys among `PLANNED` that the command line or its experiment states.
 
     Args:
-        arguments: Those that decide, see `GROUPS`.
+        arguments: The arguments that set a key of `GROUPS`.
         composed: The configuration that they compose.
         compose: See `with_plan`.
     """

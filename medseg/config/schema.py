@@ -1,11 +1,11 @@
-"""Schema of each command: the options of the packages composed, and keys of commands alone.
+"""Schema of each command: options of the packages, and keys that only the command has.
 
 The values are in `conf/`. `check.py` merges the values that Hydra composed into the dataclass of
 the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers
 outside their range, whatever their source. A tuple's length is part of its type. Extension points
 (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
-`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints all
-this. The file is long because each key has its documentation beside it.
+`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints its
+keys with their documentation, which makes this file long: it stands beside each key.
 """
 
 from collections.abc import Iterator

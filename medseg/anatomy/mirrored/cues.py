@@ -20,36 +20,38 @@ from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
-# The values up to `SCALES` were chosen by the anatomy. Solid tissue has nothing light, below
-# `LIGHT_HU`, within this distance, which is twice the spacing at which a scan is read.
+# The values up to `SCALES` were chosen by the anatomy. Around solid tissue there is no gas, fat or
+# bone within this distance, which is twice the spacing at which a scan is read.
 SOLID_MM = 5.0
+# Tissue of a lower density is light, as fat or gas.
 LIGHT_HU = -20.0
 # A column along z that is nowhere denser lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
 # Depths below a lung at which the liver is looked for.
 BELOW_LUNG_MM = (8.0, 60.0)
-# Least volume at these depths that a scan must show, and least share of all that lies there. A scan
-# that ends at the bases of the lungs shows less.
+# Least volume that a scan must show at these depths, and its least share of what a scan would show
+# that goes on below all of the lung. A scan that ends at the bases of the lungs shows less.
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
 # Less dense voxels between the lungs are air of the trachea.
 TRACHEA_HU = -600.0
 # Least and largest area of the trachea, or of its fork, in a slice.
 TRACHEA_MM2 = (60.0, 700.0)
-# Least length along which it must be seen.
+# Least length along which the trachea must be seen.
 TRACHEA_MM = 20.0
 # Distance from the middle of the spine at which the descending aorta lies; both sides are compared.
 AORTA_REACH_MM = (10.0, 35.0)
 # Part of the height of the lungs, from below, in which the heart is looked for.
 HEART_SHARES = (0.1, 0.5)
-# Measure of a cue that counts 1, in the unit of its function. Of 21 scans of whole chests the liver
-# has 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 without two of much volume loss), the aorta -0.3 to
-# 0.7, the heart -13 to 28 mm.
+# What a cue must measure to have the size 1, in the unit of the function that measures it. In 21
+# scans of whole chests the liver measures 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 mm without two
+# scans of lungs that have lost much volume), the aorta -0.3 to 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
-# Largest size of a cue after the scaling: it bounds the weight of a single one in their sum.
+# Largest size of a cue after the scaling: it bounds the weight of one cue in the sum of all.
 MAX_CUE = 2.0
-# A sum of the cues below minus this means a mirrored image. Of whole chests that are not mirrored,
-# the least sum is -0.1, the second least 0.6; the least cue of the liver is 0.64.
+# An image is mirrored if the sum of its cues is at most minus this, and the liver clearly says so.
+# Of whole chests that are not mirrored, the least sum is -0.1, the second least 0.6; the least cue
+# of the liver is 0.64.
 MIRRORED_EVIDENCE = 0.8
 # Size from which a single cue says something.
 CLEAR_CUE = 0.5
@@ -70,8 +72,8 @@ class Lungs(NamedTuple):
     """Both lungs on a coarse grid, told apart by their place.
 
     Attributes:
-        left: Mask (D, H, W) of the one at larger x.
-        right: Mask of the other.
+        left: Mask (D, H, W) of the lung at larger x.
+        right: Mask (D, H, W) of the other lung.
         image_hu: The image, (D, H, W).
         spacing_mm: Spacing (z, y, x).
     """
@@ -285,7 +287,7 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
 
 
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Mask (H, W) of the columns of a lung but the outermost ones, below which lies its wall."""
+    """Mask (H, W) of the columns of a lung without the outermost, below which lies its wall."""
     # The distance that tissue must have from a lung in `tissue_below` is kept from its wall, too.
     # Pixels are taken as square: the spacing along y holds for x, too.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
@@ -346,11 +348,11 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
             continue
         y, x = centre
         rows = np.flatnonzero(gap.is_between[z])
-        # Those beside the trachea.
+        # The rows beside the trachea.
         rows = rows[np.abs(rows - y) * y_mm <= TRACHEA_MM / 2]
         if len(rows):
-            # In voxels, to the first one of the left lung and to the last one of the right lung,
-            # which is the voxel before `gap.start`.
+            # Mean distances in voxels from the trachea to the first voxel of the left lung, and to
+            # the last one of the right lung, which is the voxel before `gap.start`.
             to_left = gap.stop[z, rows].mean() - x
             to_right = x - gap.start[z, rows].mean() + 1
             differences_mm.append((to_left - to_right) * x_mm)
@@ -392,7 +394,7 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
     is_lung = lungs.left | lungs.right
     near_mm, far_mm = AORTA_REACH_MM
     excesses = []
-    # Without the ends of the lungs, 15 % of their height each.
+    # The ends of the lungs, 15 % of their height each, are left out.
     for z in _levels(lungs, low_share=0.15, high_share=0.85):
         front = _spine_front(lungs, gap, z)
         if front is None:
@@ -404,8 +406,8 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
         rows = rows[(before_mm >= -near_mm) & (before_mm <= 2 * near_mm)]
         if not len(rows):
             continue
-        # Of each column the distance to the left of the spine, and the share of these rows in which
-        # it is lung.
+        # For each column: its distance to the left of the spine, and the share of these rows in
+        # which it is lung.
         to_left_mm = (np.arange(is_lung.shape[2]) - x) * x_mm
         lung_share = is_lung[z, rows].mean(axis=0)
         on_left = (to_left_mm >= near_mm) & (to_left_mm <= far_mm)
@@ -463,6 +465,6 @@ def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
         rows = rows[rows < (lung_rows[0] + lung_rows[-1]) / 2]
         middle = (gap.start[z, rows] + gap.stop[z, rows]) / 2
         offsets.extend((middle - gap.outer_middle[z, rows]).tolist())
-    if len(offsets) < 10:  # rows of all slices
+    if len(offsets) < 10:  # one offset for each row of each slice
         return None
     return float(np.mean(offsets)) * lungs.spacing_mm[2]

@@ -1,8 +1,8 @@
 """Cues in a CT of the chest that tell which end is the head: the trachea and the liver.
 
 A conversion may turn the voxels of a patient upside down, about the axis from front to back, and
-keep the header. It reverses z and x: the spine stays at the back, but the left lung lies where the
-header says right, and a network, which names the sides by their place, exchanges them.
+keep the header. This turn reverses z and x: the spine stays at the back, but the left lung lies
+where the header says right, and a network, which names the sides by their place, exchanges them.
 """
 
 from typing import NamedTuple
@@ -109,7 +109,8 @@ def find_air(
         if np.count_nonzero(mask) * voxel_ml < MIN_AIR_ML:
             return None
         masks.append(mask)
-    # x increases to the patient's left. The names of the labels may be exchanged.
+    # Sorted by place, since the names of the labels may be exchanged; x increases to the patient's
+    # left.
     left, right = sorted(masks, key=centre_x, reverse=True)
     return Lungs(left, right, coarse_hu, coarse_mm)
 
