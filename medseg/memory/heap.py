@@ -48,7 +48,8 @@ def map_large_blocks() -> None:
     gives no huge pages, or the user has set glibc's variables.
     """
     is_glibc = platform.libc_ver()[0] == "glibc"
-    # By the user, or by the process that started this one, whose variables glibc has read.
+    # Set by the user, or by the process that started this one: glibc has then read the variables
+    # of this process when it began.
     is_set = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
     if is_set or not is_glibc or not _has_huge_pages():
         return
