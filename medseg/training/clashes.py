@@ -198,7 +198,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
     total_steps = config.schedule.get("total_steps")
-    # `medseg.runs.folder` refuses a run folder that is resumed with more steps, and names the key.
+    # A run folder to resume is left to `medseg.runs.folder`, which knows its former steps: if these
+    # pass the end of the schedule already, the run may go on.
     names_run_folder = config.resume not in (None, "auto")
     ends_early = total_steps is not None and total_steps < steps
     if ends_early and not names_run_folder:
@@ -266,6 +267,8 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
             f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that "
             f"task={config.task.name} distinguishes; leave axis 2 out"
         )
+    # A flip along any axis makes a mirror image, in which left and right look exchanged. Only the
+    # fine stage need not tell them apart.
     if config.stage.name is not StageName.fine:
         yield (
             f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot "
