@@ -62,7 +62,7 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
     terms = []
     for key, node in _loss_nodes(config):
         bound_class = _bind_loss(key, node, config)
-        # Class indices or one-hot, see `losses.TARGET_FORMS`.
+        # One of `losses.TARGET_FORMS`, such as class indices.
         target_form = node.get("target_form")
         if not target_form:
             target_form = losses.find_target_form(bound_class.func, bound_class.keywords)

@@ -44,7 +44,7 @@ class History(pl.Callback):
     Args:
         path: CSV file.
         history_every: Optimiser steps between two lines of training; the loss is their mean.
-        steps: Steps of the whole run, for the lines on the console.
+        steps: Steps of the whole run; the last one always gets a line.
         metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a
             column `val_<name>`.
     """
