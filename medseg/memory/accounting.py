@@ -25,7 +25,7 @@ from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
 from medseg.models.convolution import convolution_bytes
 from medseg.models.traits import build_on_meta
 
-# Kinds of owners (`Owner.kind`). Tensors that outlast a pass have one of their own.
+# Kinds of owners (`Owner.kind`). Tensors that outlast a pass have a kind of their own.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
@@ -134,7 +134,7 @@ def count_step(
         averages: Whether a moving average of the weights is kept.
         compute: Allocate and compute everything on the CPU: slow, with the same result; used to
             check the count.
-        is_gpu: Count what a GPU keeps; else, a CPU.
+        is_gpu: Count what a step keeps on a GPU; else, on a CPU.
         timeline: Gets the operations of the last micro-batch and of the optimiser; None = they are
             not recorded.
 
@@ -156,7 +156,7 @@ def count_step(
         _assign_weights(network, tracker)
         tracker.now = Owner(OPTIMIZER)
         optimizer = make_optimizer(network.parameters())
-        # From the second step on the state is there from the beginning.
+        # From the second step on the optimiser's state is there when the step begins.
         _make_state(optimizer)
         # The copies count as long as this name holds them.
         _averages = _copy_weights(network) if averages else []
@@ -173,7 +173,8 @@ def count_step(
         saved: dict[str, int] = {}
         offloaded = 0
         tracker.restart_peak()  # what was live while the state was made does not count
-        # The second micro-batch is the first one that finds gradients; all later ones are like it.
+        # The second micro-batch is the first one that finds gradients of an earlier one; all later
+        # ones are like it.
         for _ in range(min(accumulate, 2)):
             loss_value = _forward(network, image, target, loss, precision, tracker, timeline)
             offloaded = tracker.live_bytes(HOST)
@@ -367,11 +368,12 @@ def _forward(
     Returns:
         The loss, with the graph.
     """
-    # The network sets its own parts, see `_watch_parts`, and then this one again.
+    # The hooks of `_watch_parts` make the parts of the network the owner while they run, and this
+    # owner again at the end.
     tracker.now = Owner(FORWARD, LOSS)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if timeline is not None:
-        # Operations of the micro-batch before; a timeline shows the last one.
+        # The operations of the micro-batch before go: a timeline shows the last micro-batch.
         timeline.segments.clear()
         hooks = saved_tensors_hooks(tracker.save, _unchanged)
     # The fake tensors are on the CPU, also where a GPU is counted.

@@ -180,7 +180,7 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
         # Of equally good choices the one with the smallest index.
         return min(choices)
 
-    _, stops = best_division(0, 0)
+    _, stops = best_division(start=0, device_index=0)
     device_map: dict[str, str] = {}
     start = 0
     for device, stop in zip(devices, stops, strict=True):

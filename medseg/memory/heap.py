@@ -6,22 +6,22 @@ then leave holes there, which stay resident: a step of a network took up to twic
 tensors. Mapped blocks go back to the system when they are freed, but the kernel must clear each of
 their pages anew, which huge pages make cheaper. Measured with six networks in seven settings on one
 thread: 1 to 52 % less resident memory (that of the libraries is not counted), and from 17 % less to
-5 % more processor time of a step. Three of them at another time on the same machine: 20 to 33 %
-less memory, 0 to 23 % more time. Since version 6.13 Linux aligns a block to huge pages only if its
-size is a multiple of a huge page. Other blocks have some 500 small pages at their ends, whose page
-faults are expensive in a virtual machine. Not chosen: mapping without huge pages (40 to 60 %
-slower), a model of glibc's heap in `plan` (the memory would only be predicted, not saved), another
-allocator (must be preloaded by the user).
+5 % more processor time of a step. Three of these networks at another time on the same machine:
+20 to 33 % less memory, 0 to 23 % more time. Since version 6.13 Linux aligns a block to huge pages
+only if its size is a multiple of a huge page. Other blocks have some 500 small pages at their ends,
+whose page faults are expensive in a virtual machine. Not chosen: mapping without huge pages (40 to
+60 % slower), a model of glibc's heap in `plan` (the memory would only be predicted, not saved),
+another allocator (must be preloaded by the user).
 
 Blocks of 2 to 4 MiB. Choice of 2026-11-27. Torch aligns the tensors for which it asks for huge
 pages, those of 2 MiB and more, to a page. For such a block glibc takes a page more from its heap
 and frees the rest, which it does not always merge again (its bug 30723, mended after version 2.38):
 a freed block is then too small for the next one of the same size. A network whose tensors have 3.9
 MiB took 1,810 MiB after six steps, and 875 MiB with mapped blocks, for 16 % more processor time.
-Where such tensors are few, mapping them saves 1 to 5 % and costs up to 35 %. So the network of a
-training decides, see `medseg.training.mapped_blocks`. Not chosen: returning free memory after each
-step (1,178 MiB), tensors that are not aligned (1,034 MiB, and huge pages only by glibc's tunables,
-for which the process must start anew).
+Where such tensors are few, mapping them saves 1 to 5 % of the memory and costs up to 35 % more
+processor time. So the network of a training decides, see `medseg.training.mapped_blocks`. Not
+chosen: returning free memory after each step (1,178 MiB), tensors that are not aligned (1,034 MiB,
+and huge pages only by glibc's tunables, for which the process must start anew).
 """
 
 import ctypes
@@ -48,7 +48,8 @@ def map_large_blocks() -> None:
     gives no huge pages, or the user has set glibc's variables.
     """
     is_glibc = platform.libc_ver()[0] == "glibc"
-    # By the user, or by the process that started this one, whose variables glibc has read.
+    # Set by the user, or by the process that started this one: glibc has then read the variables
+    # of this process when it began.
     is_set = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
     if is_set or not is_glibc or not _has_huge_pages():
         return

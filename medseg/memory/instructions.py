@@ -6,9 +6,9 @@ Choice of 2026-11-24. On processors with AMX, oneDNN 3.12 (of torch 2.13.0) comp
 a convolution's weights in bf16 by `brgemm_convolution_bwd_weights_t`. For flat images, such as
 8×88×96 voxels with 8 or 16 channels, it transposes the image into a buffer that is too small: the
 training ends by "double free or corruption", or goes on with overwritten tensors. Guard pages
-behind each block showed the writes, for kernels of 1 and of 3; the same shapes stay within their
+behind each block showed the writes, for kernels of size 1 and 3; the same shapes stay within their
 memory with AVX-512, and in fp32. Alternatives: a list of safe shapes (the coarse stage has other
-shapes in each step), matrix products for kernels of 1 (those of 3 remain), fp32 (slower still).
+shapes in each step), matrix products for kernels of size 1 (size 3 remains), fp32 (slower still).
 Consequence: a step of the fine stage (patches of 128×160×160, bf16) takes 0.71 s instead of 0.46 s
 on the same processor with AMX. Prediction has no backward pass and keeps AMX. If you know that your
 patches are safe, set `ONEDNN_MAX_CPU_ISA=DEFAULT`. `tests/memory/test_instructions.py` fails on

@@ -60,8 +60,8 @@ LONG_S = 0.05
 # An operation is cut by the greatest common divisor of the depths of its tensors. Below this, small
 # numbers among its arguments (kernel size, number of an axis) could be taken for a depth.
 LEAST_DIVISOR = 8
-# What torch raises for an operation whose arguments cannot be made alone, or do not fit; anything
-# else is a defect of ours.
+# What torch raises for an operation that does not accept arguments made from their shapes alone, or
+# for which the memory is too small; any other exception is a defect of ours.
 OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 # Beginning of the name, for the profiler, of a run of an operation; the number of the run follows.
 MARK = "medseg operation "
@@ -197,18 +197,20 @@ class KernelCosts:
             rounds_s: See `_durations`.
         """
         largest_bytes = self._measured_bytes()
-        # Of each operation one or two parts, the larger one last; none if it is too large.
+        # Of each operation one or two parts, the larger one last; no part if the operation is too
+        # large and cannot be divided.
         parts = {key: parts_of(call, largest_bytes) for key, call in missing.items()}
         larger = {key: call_parts[-1].call for key, call_parts in parts.items() if call_parts}
         with torch.no_grad():
-            # First, because it needs the first run of each operation in this process.
+            # This comes first, because `_lasting` must see the first run of each operation in this
+            # process.
             lasting = self._lasting(larger)
             # Operations that cannot run alone are missing from here on.
             larger_runs = self._watched(larger)
             smaller: dict[str, Call] = {}
             for key, run in larger_runs.items():
-                # The smaller part serves to extrapolate the workspace. Without one on the larger
-                # part there is none on the whole.
+                # The smaller part serves to extrapolate the workspace. An operation that takes no
+                # workspace on its larger part takes none as a whole.
                 if run.workspace and len(parts[key]) > 1:
                     smaller[key] = parts[key][0].call
             smaller_runs = self._watched(smaller)
@@ -289,13 +291,13 @@ class KernelCosts:
                     continue
                 self.costs[key] = Cost(int(workspace), int(written), int(lasting), float(seconds))
                 self._circumstances[key] = circumstances
-        except (OSError, ValueError, TypeError, AttributeError):  # none yet, or a damaged one
+        except (OSError, ValueError, TypeError, AttributeError):  # no file yet, or a damaged one
             self.costs = {}
             self._circumstances = {}
 
     def _write(self, measured: Mapping[str, Cost]) -> None:
         """Add costs to the file."""
-        # Read anew, because another process may have added some since then.
+        # The file is read anew, because another process may have added costs in the meantime.
         stored = KernelCosts(self.path.parent, self.device)
         stored.costs |= measured
         stored._circumstances |= {key: self._circumstances[key] for key in measured}
@@ -308,10 +310,12 @@ class KernelCosts:
         """Run each operation for the first time.
 
         Returns:
-            Bytes that stay taken when its result is gone, by key; 0 for an operation that fails.
+            Bytes that stay taken when the result of the operation is gone, by key; 0 for an
+            operation that fails.
         """
         lasting = dict.fromkeys(calls, 0)
-        # So that loading the libraries does not count as a part of the first operation.
+        # The libraries are loaded before, so that this does not count as a part of the first
+        # operation.
         start_libraries(self.device)
         for key, call in calls.items():
             with self._noted_failure(key):
@@ -415,7 +419,7 @@ class KernelCosts:
                 peak_bytes = torch.cuda.max_memory_allocated()
                 workspace = peak_bytes - torch.cuda.memory_allocated()
                 del _result  # before the next operation runs
-                watched[key] = Run(workspace, 1.0, seconds)
+                watched[key] = Run(workspace, written_share=1.0, seconds=seconds)
         return watched
 
     def _clock(self) -> Callable[[], float]:
@@ -433,9 +437,9 @@ class KernelCosts:
     def _seconds(self, call: Call) -> float:
         """Time one run of an operation.
 
-        It must not be repeated at once. In a step each operation runs among others, and its code
-        and its tensors are no longer in the processor's caches. A repetition would find them there:
-        steps took 10 to 25 % longer than the sum of repeated operations.
+        The run must not be repeated at once. In a step each operation runs among others, and its
+        code and its tensors are no longer in the processor's caches. A repetition would find them
+        there: steps took 10 to 25 % longer than the sum of repeated operations.
         """
         clock = self._clock()
         run = self._prepared(call)
@@ -541,8 +545,8 @@ def parts_of(call: Call, measured_bytes: int) -> list[Part]:
         measured_bytes: Bytes of the largest tensor of an operation that is measured whole.
 
     Returns:
-        The part with the most slices last. A small operation is its own only part, also a larger
-        one that cannot be divided; there is none if that needs more than MAX_BYTES.
+        The part with the most slices last. A small operation is its own only part. So is a larger
+        one that cannot be divided, unless it needs more than MAX_BYTES: then there is no part.
     """
     leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
     operands = [leaf for leaf in leaves if _is_operand(leaf)]
@@ -594,8 +598,8 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
         if len(leaf) not in (3, 5):
             return leaf
         depth = leaf[-3]
-        # The depths of all tensors are multiples of the denominator. Other lists, such as kernel
-        # sizes or zeros of a padding, stay.
+        # The depths of all tensors are multiples of the denominator. A list with another number in
+        # that place, such as kernel sizes or the zeros of a padding, stays.
         if depth == 0 or depth % denominator:
             return leaf
         return [*leaf[:-3], depth * numerator // denominator, *leaf[-2:]]

@@ -67,7 +67,10 @@ class MemoryOptions:
     ] = CompileMode.default
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each contradiction that shows without knowing the network."""
+        """Yield a sentence for each contradiction that shows without knowing the network.
+
+        The argument, the key of the group, is not used: the sentences name `memory` themselves.
+        """
         policy = self.checkpointing
         is_list_of_names = False
         if isinstance(policy, list):

@@ -137,7 +137,7 @@ def tf32_as(precision: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _set_precision(product_precision, in_convolutions)
+        _set_precision(product_precision, in_convolutions=in_convolutions)
 
 
 def _product_precision() -> str:

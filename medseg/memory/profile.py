@@ -233,7 +233,8 @@ def bytes_beside(pid: int, child_pids: Sequence[int]) -> int:
         pid: The parent.
         child_pids: Processes that it has started; one that has ended takes nothing.
     """
-    # Saves reading the sizes of the parent, for which the kernel walks through all its pages.
+    # Without children the sizes of the parent are not read: the kernel would walk through all of
+    # its pages for them.
     if not child_pids:
         return 0
     try:
@@ -293,7 +294,8 @@ class MemoryProfile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # With the lock, so that the thread is not in the middle of a sample: the last one is this.
+        # The lock is held, so that the thread is not in the middle of a sample: the sample below is
+        # the last one.
         with self._lock:
             self._is_over.set()
         self._sample()

@@ -74,8 +74,8 @@ def apply_switches(
         offload_activations(network, device_type)
     if compile:
         # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
-        # Left to choose, torch would treat sizes as variables from the second shape on, such as
-        # that of a validation case, which it cannot do for every network.
+        # Without `dynamic` torch would treat sizes as variables from the second shape on, such as
+        # that of a validation case, and it cannot do so for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
 

@@ -232,7 +232,8 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Reads the device of a tensor and makes none. A shortcut: four of ten calls of a step.
+        # This operation reads the device of a tensor and makes no tensor. It gets a shortcut,
+        # because it is four of ten calls of a step.
         if func is torch.ops.prim.device.default:
             return func(*args)
         has_timeline = self._timeline is not None
@@ -249,8 +250,9 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             argument_owner = owner
         self._see_all((args, tuple(kwargs.values())), argument_owner)
-        # Views take no memory and next to no time. The marks of an optimiser's step for a profiler
-        # have an address among their arguments: no measurement of them would be found again.
+        # Views take no memory and next to no time. The marks that an optimiser sets for a profiler
+        # have an address among their arguments, so that each would have another key, and would be
+        # measured in every plan.
         is_recorded = has_timeline and not func.is_view and func.namespace != "profiler"
         if is_recorded:
             segment, key = self._record(func, args, kwargs)

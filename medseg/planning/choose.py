@@ -64,7 +64,7 @@ class Candidate:
 
     def fastest(self, budget: int) -> Option | None:
         """Find the fastest recomputed blocks within a budget of resident bytes; None: none fit."""
-        # Another phase, such as the validation, does not fit.
+        # Then a phase beside the step, such as the validation, does not fit.
         if self.beside.peak_resident > budget:
             return None
         # The model knows the tensors of the step alone, not what lies beside them.
@@ -261,7 +261,7 @@ def front(candidates: Sequence[Candidate]) -> list[Option]:
     """
     options: list[Option] = []
     for candidate in candidates:
-        # From no recomputation on, the fastest for ever lower peaks.
+        # The first set recomputes nothing; each next one is the fastest with a lower peak.
         option: Option | None = candidate.option(())
         while option is not None:
             options.append(option)
@@ -357,7 +357,8 @@ def smaller_runs(
             continue
         # `combinations` chooses the micro-batches anew, which must divide the new batch size.
         memory = replace(config.memory, accumulate=1)
-        # `shape` is that of the configured sample, so it is unset.
+        # The key `shape` holds the size of the configured sample, which this run does not have, so
+        # it is unset.
         yield changes, replace(config, memory=memory, model=model, stage=stage, shape=None), patch
 
 

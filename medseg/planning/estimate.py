@@ -31,7 +31,7 @@ BUFFER_GROWTH = 1.125
 # Free memory that the heap keeps between the small tensors of a step where large ones are mapped:
 # the smaller of these bytes and this share of the step's tensors. Measured at a bound of 64 MiB
 # (`KEPT_BYTES`): ten trainings of five networks held 18 to 60 MiB more than their tensors, and
-# small steps about half as much again as their tensors.
+# those with small steps about 1.5 times their tensors.
 STEP_KEPT_BYTES, STEP_KEPT_SHARE = 48 * 2**20, 0.5
 # On a GPU the allocator takes more of the card than the tensors need, by this share of them: free
 # memory in fragments.
@@ -430,7 +430,8 @@ def _host_bytes(
         config: Checked configuration.
         memory: Count of the step.
         evaluation: Cost of the largest validation case.
-        in_all_phases: Bytes of libraries and of loader workers.
+        in_all_phases: Bytes of the training process without its tensors, of what its libraries
+            keep, and of the loader workers.
         shared_batch_bytes: Bytes of a batch that a worker has made, in shared memory.
         sample_bytes: Memory of making a sample in this process; None where workers make them.
         validation_bytes: Memory of making the sample of the largest case, or of drawing it.
@@ -442,7 +443,7 @@ def _host_bytes(
     # Before the network runs, the sample is made while the weights are in memory.
     making_validation_sample = memory.parameters + validation_bytes
     resident = {
-        # `with_step` adds its tensors, with the batch and the optimiser's state.
+        # `with_step` adds the tensors of the step, with the batch and the optimiser's state.
         STEP: in_all_phases + kept_between_steps(memory.peak, sample_bytes),
         # An evaluation includes the weights and the sample.
         VALIDATION: between_steps + max(evaluation.resident, making_validation_sample),

@@ -140,7 +140,7 @@ def _check_keys(config: PlanConfig) -> None:
         raise UserError(
             "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use"
         )
-    # A search counts and measures the steps of many configurations.
+    # A search counts and measures the steps of many configurations; these keys concern that of one.
     is_for_one_configuration = budget_gib is not None or not config.measure or config.compute
     if config.fit_gib is not None and is_for_one_configuration:
         raise UserError(

@@ -44,7 +44,8 @@ SMALL_MONAI = [
 # The tiny training is repeated until two in a row agree, that is, differ by no more than these
 # shares of the larger value.
 MEMORY_TOLERANCE, SECONDS_TOLERANCE = 0.02, 0.2
-# After so many trainings without agreement the last two count. The next plan measures anew.
+# After so many trainings without agreement the last two count, until a plan on a quiet machine
+# measures anew.
 MOST_TRAININGS = 5
 
 
@@ -89,7 +90,7 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
     Args:
         folder: Folder of the machine's measurements.
         has_logger: Whether a logger is loaded, which brings libraries of its own.
-        has_monai: Whether the network is one of MONAI's, likewise.
+        has_monai: Whether the network is one of MONAI's, which brings libraries too.
 
     Raises:
         UserError: If a training fails.

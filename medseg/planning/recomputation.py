@@ -23,7 +23,7 @@ from medseg.memory.tracker import HeldStorage, Segment, Timeline
 
 MIB = 2**20
 # The solver may violate the budget by a few bytes. It then runs again for a budget that is lower by
-# so many.
+# this number.
 SOLVER_TOLERANCE_BYTES = 64
 
 
@@ -300,7 +300,7 @@ class StepModel:
             recomputable_takers = takers.intersection(self.blocks)
             literals = {Literal(part, is_recomputed=False) for part in savers}
             literals |= {Literal(part, is_recomputed=True) for part in recomputable_takers}
-            # A block that both saves and takes it holds it either way: no condition.
+            # A block that both saves and takes a storage holds it either way: no condition.
             if literals and not savers & takers:
                 conditional[frozenset(literals)] += storage.num_bytes
         return dict(conditional)

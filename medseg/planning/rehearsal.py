@@ -78,7 +78,7 @@ class RehearsalWatch(pl.Callback):
         self._read_memory(trainer)
         self.computed_s = 0.0
         self.counted_until_s = None
-        # Only now, so that reading the memory is not a part of the next step.
+        # The next step begins only here, so that reading the memory is not a part of it.
         self.step_start_s = time.process_time()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -35,8 +35,8 @@ def largest_batch(peak: Callable[[int], int], budget: int) -> int:
     Returns:
         Number of samples; 0 if one does not fit.
     """
-    # Not extrapolated from two counts: as long as the optimiser's update is the peak, it does not
-    # depend on the samples at all.
+    # The number is not extrapolated from two counts: as long as the peak lies in the optimiser's
+    # update, it does not depend on the samples at all.
     too_many = 1
     while peak(too_many) <= budget:
         too_many *= 2
@@ -47,8 +47,8 @@ def largest_batch(peak: Callable[[int], int], budget: int) -> int:
 def input_shape(config: PlanConfig) -> Shape:
     """Voxels (D, H, W) of the sample to plan for.
 
-    It is the first that is set of: `shape`, the stage's patch, and the size of all crops. If none
-    is, it is `extent_mm` at the configured spacing.
+    It is the first of these that is set: `shape`, the stage's patch, and the size of all crops. If
+    none is set, it is `extent_mm` at the configured spacing.
     """
     stated_shape = config.shape or config.stage.patch_size or config.spacing.size
     return stated_shape or _whole_shape(config, config.stage.max_voxels)
@@ -59,7 +59,7 @@ def keep_numbers(config: PlanConfig, numbers: Numbers) -> None:
 
     They are not kept if `shape` is not the size of the samples that these runs will see.
     """
-    # None: the samples are whole volumes or crops, and `shape` says how large these are.
+    # If this is None, the samples are whole volumes or crops, and `shape` says how large these are.
     fixed_shape = config.stage.patch_size or config.spacing.size
     if config.shape and fixed_shape and config.shape != fixed_shape:
         return
@@ -175,8 +175,9 @@ def count_memory(
     except ValueError as error:
         raise UserError(f"plan: {error}") from error
     except (RuntimeError, TypeError) as error:
-        # With real tensors it is a fault of the part. Without, a loss or an optimiser of another
-        # package may compute outside of torch (e.g. with NumPy), which fake tensors do not allow.
+        # With real tensors the error is a fault of the part. Without them a loss or an optimiser of
+        # another package may compute outside of torch (e.g. with NumPy), which fake tensors do not
+        # allow.
         if compute:
             raise
         raise UserError(

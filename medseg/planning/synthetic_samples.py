@@ -144,8 +144,8 @@ def synthetic_case(folder: Path, config: PlanConfig, task: Task, shape: Shape) -
         if channel.window_hu:
             intensities.append(None)
             continue
-        # For the statistics alone; the file is written already. A percentile or a standard
-        # deviation of a constant image is refused.
+        # The file is written already: this voxel serves the statistics alone, which are refused for
+        # a constant image.
         image[0, 0, 0] = 1
         intensity = intensity_of(image, channel.modality, channel.normalise, window_hu=None)
         intensities.append(intensity)

@@ -72,8 +72,7 @@ def make_module(
             "choose trainer.sync_batchnorm=false"
         )
     if device_type == "cpu":
-        # So that large blocks go back to the system when they are freed, and do not stay in the
-        # heap.
+        # Mapped blocks go back to the system when they are freed, and do not stay in the heap.
         map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
@@ -150,11 +149,12 @@ def make_trainer(
         benchmark=memory.cudnn_benchmark,
         gradient_clip_val=trainer.gradient_clip,
         gradient_clip_algorithm=trainer.clip_by.value,
-        # In micro-batches, unlike `max_steps`; `None` below: also beyond the end of an epoch.
+        # Counted in micro-batches, unlike `max_steps`. With `check_val_every_n_epoch=None` the
+        # count goes on beyond the end of an epoch.
         val_check_interval=min(config.stage.validate_every, config.steps) * memory.accumulate,
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        limit_val_batches=1 if config.debug.fast else 1.0,  # one case, or all (a share)
+        limit_val_batches=1 if config.debug.fast else 1.0,  # 1 case, or the share 1.0
         use_distributed_sampler=False,  # samples are a function of (seed, n)
         log_every_n_steps=10,
         logger=make_loggers(config, start_step),
@@ -242,7 +242,7 @@ def make_data_module(
         paths = config.stage.coarse_folds
         stages = [_load_coarse("stage.coarse_folds", path, config) for path in paths]
         coarse_by_case = _coarse_stage_by_case(config, stages)
-        # For the other cases, which are phantoms, any of them will do.
+        # For the cases that are not in `coarse_by_case`, the phantoms, any of the stages will do.
         coarse = stages[0]
     if sources is None:
         sources = find_sources(config.data, config.task)
@@ -293,7 +293,8 @@ def _coarse_stage_by_case(
             patient of a case.
     """
     paths = config.stage.coarse_folds or []
-    # Also the cases that are held out now: a checkpoint may have trained on them.
+    # All cases of the table, also those that are held out now: a checkpoint may have trained on
+    # them.
     table_group, _phantom_group = find_cases(config.data, config.task)
     all_cases, _label_values = table_group
     patient_by_case = {case.name: case.patient for case in all_cases}
@@ -434,8 +435,10 @@ def _balance_parts(
         )
     # Whole crops differ in size. A usual one will do: only the ratio of the parts matters.
     shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
-    # The rate does not matter for the bytes, so it is not scaled.
-    optimizer_factory = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
+    # The learning rate does not matter for the bytes, so it is not scaled.
+    optimizer_factory = make_optimizer(
+        config.optimizer, lr_factor=1.0, trusted=config.trusted_targets
+    )
     memory = count_step(
         lambda: make_network(config),
         (1, count_channels(config), *shape),

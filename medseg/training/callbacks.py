@@ -41,7 +41,7 @@ class ValidationPictures(pl.Callback):
 
     Args:
         folder: Where the pictures go.
-        views: One per region; a single one for the coarse stage.
+        views: One per region; a single one for a stage other than the fine one.
         num_cases: Cases drawn at each validation.
     """
 
@@ -95,7 +95,7 @@ class ValidationPictures(pl.Callback):
         finally:
             # Parts of a figure refer to each other, so that only the garbage collector frees them.
             # By itself it looks at old objects seldom, and up to seven pictures of 7 MiB each would
-            # stay in memory meanwhile. This takes up to 0.3 s.
+            # stay in memory meanwhile. Collecting takes up to 0.3 s.
             gc.collect()
         self.drawn[case, region] = path.name
         for logger in trainer.loggers:
@@ -222,7 +222,7 @@ class Distortions(pl.Callback):
     The first sample of a case, which may be a slab, stands for it.
 
     Args:
-        names: Name of each region; of the whole scan for the coarse stage.
+        names: Name of each region; of the whole scan for a stage other than the fine one.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -244,8 +244,8 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     `medseg.training.clashes` checks those of our UNet.
     """
     if stated_divisor(config.model, config.spacing) is None:
-        # An instance norm needs two voxels at the deepest level. For a network of one input size it
-        # need not be asked: that size is checked below.
+        # An instance norm needs two voxels at the deepest level. A network that accepts one input
+        # size alone has them at that size, which is checked below.
         instance_norms = (InstanceNorm, _InstanceNorm)
         has_norm = any(isinstance(module, instance_norms) for module in network.modules())
         needs_two_voxels = has_norm and network.traits.fixed_size is None

@@ -68,7 +68,7 @@ class Checkpoints(Checkpoint):
         """
         self.stop.install()
         if self.owes_validation:
-            # As Lightning's training loop runs a validation, but from its first case on.
+            # The validation runs as in Lightning's training loop, but from its first case on.
             validation = trainer.fit_loop.epoch_loop.val_loop
             validation.restarting = False
             trainer.validating = True
@@ -81,7 +81,7 @@ class Checkpoints(Checkpoint):
     ) -> None:
         """Exit here if asked to stop.
 
-        Not where the step was saved: the loggers receive a step after `on_train_batch_end`.
+        The step was saved in `on_train_batch_end`, but the loggers receive it only after that hook.
         """
         if self.has_saved:
             self._flush_loggers(trainer)
@@ -109,8 +109,8 @@ class Checkpoints(Checkpoint):
             return
         has_cases = sum(trainer.num_val_batches) > 0
         if is_last:
-            # With cases it is saved after the validation: a run that resumes from its last step
-            # would not make that validation any more.
+            # With validation cases the last step is saved after its validation: a run that resumes
+            # from its last step would not make that validation any more.
             if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return
@@ -145,7 +145,7 @@ class Checkpoints(Checkpoint):
         self._end_if_worse(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ignore a stop request that came with the last step: the rest takes a moment."""
+        """Ignore a stop request that came with the last step: little is left to do."""
         self.is_leaving = False
 
     def _end_if_worse(self, trainer: pl.Trainer) -> None:
@@ -187,7 +187,8 @@ class Checkpoints(Checkpoint):
             destination = replace_path(path)
         with destination as written_path:
             trainer.save_checkpoint(written_path, weights_only=weights_only)
-            # Before the file takes its name: a run that resumes from it has all lines up to here.
+            # The loggers write before the file takes its name: a run that resumes from it then has
+            # all lines up to here.
             self._flush_loggers(trainer)
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:

@@ -198,8 +198,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
     total_steps = config.schedule.get("total_steps")
-    # Where `resume` names a run folder, `medseg.runs.folder` compares this later with the steps of
-    # that run, and its message names the key of the schedule.
+    # A run folder to resume is left to `medseg.runs.folder`, which knows its former steps: if these
+    # pass the end of the schedule already, the run may go on.
     names_run_folder = config.resume not in (None, "auto")
     ends_early = total_steps is not None and total_steps < steps
     if ends_early and not names_run_folder:

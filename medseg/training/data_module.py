@@ -111,7 +111,7 @@ class CasesDataModule(pl.LightningDataModule):
 
     @property
     def train_trust(self) -> list[str] | None:
-        """Levels of trust in its reference with which a region is used in training; None = any."""
+        """Levels of trust that a region's reference may have to be used in training; None = any."""
         trust = self.config.data.train_trust
         return [trust] if isinstance(trust, str) else trust
 
@@ -263,8 +263,8 @@ class CasesDataModule(pl.LightningDataModule):
     def pins_memory(self) -> bool:
         """Whether samples go to pinned memory, from which a GPU copies them while it computes.
 
-        Without the key, where the run uses a GPU: pinning starts the driver, which takes some of a
-        card that others may hold.
+        Without the key `data.pin_memory` they do so only where the run uses a GPU: pinning starts
+        the driver, which takes some memory of a card that others may use.
         """
         if self.pin_memory is not None:
             return self.pin_memory
@@ -401,8 +401,8 @@ class TrainLoader(DataLoader[Any]):
 
         The workers inherit the blocked signals by each start method: fork, spawn and forkserver.
         """
-        # Started now, and not together with the first worker: the start of Python's resource
-        # tracker unblocks SIGTERM.
+        # Python's resource tracker must run before the signals are blocked. Else it would start
+        # together with the first worker, and its start unblocks SIGTERM.
         resource_tracker.ensure_running()
         former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         workers_run_already = self._iterator is not None
@@ -418,9 +418,9 @@ class TrainLoader(DataLoader[Any]):
             # for them. They block SIGTERM, so it would wait for ever, unless they are killed first.
             workers = getattr(iterator, "_workers", None)
             if workers:
-                # With None in place of an object: only when this process ends. When the iterator is
-                # deleted, torch ends the workers. A priority, because Python calls what has none
-                # only after that wait.
+                # None in place of an object: `_kill` is called only when this process ends. If the
+                # iterator is deleted before, torch ends the workers itself. Finalizers without a
+                # priority would be called only after that wait.
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
         finally:
@@ -511,7 +511,7 @@ def _localise(
         case.intensities, task.channels, case.images, coarse.task.channels, strict=True
     ):
         # The intensity of the case is that of the fine stage: it serves for a channel that both
-        # stages scale alike. A CT window has none.
+        # stages scale alike. A case has none for a channel with a CT window.
         if not intensity or channel != fine_channel:
             intensity = intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
         intensities.append(intensity)

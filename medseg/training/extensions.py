@@ -62,7 +62,7 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
     terms = []
     for key, node in _loss_nodes(config):
         bound_class = _bind_loss(key, node, config)
-        # Class indices or one-hot, see `losses.TARGET_FORMS`.
+        # One of `losses.TARGET_FORMS`, such as class indices.
         target_form = node.get("target_form")
         if not target_form:
             target_form = losses.find_target_form(bound_class.func, bound_class.keywords)
@@ -229,7 +229,7 @@ def make_loggers(config: TrainConfig, start_step: int = 0) -> list[Logger]:
     for key, node in nodes.items():
         bound_class = _bind("logger", key, node, config.trusted_targets)
         loggers.append(_call(key, bound_class))
-    # Only now that all of them could be made, because this changes files.
+    # Steps are dropped only now that all loggers could be made, because this changes files.
     if start_step:
         for logger in loggers:
             drop_repeated_steps(logger, start_step)

@@ -44,7 +44,7 @@ class History(pl.Callback):
     Args:
         path: CSV file.
         history_every: Optimiser steps between two lines of training; the loss is their mean.
-        steps: Steps of the whole run, for the lines on the console.
+        steps: Steps of the whole run; the last one always gets a line.
         metrics: Names of further scores of the validation, logged as `val/<name>`; each becomes a
             column `val_<name>`.
     """
@@ -73,7 +73,7 @@ class History(pl.Callback):
         self.lr = 0.0  # of the present step
         self.last_step = 0  # of the last line
         # Time of the last line. Each validation since then moves it on by its duration, so that the
-        # difference to the present time is that of the steps alone.
+        # difference to the present time is the duration of the steps alone.
         self.last_time_s = 0.0
         # Start of a validation after which no step has begun yet.
         self.pause_start_s: float | None = None
@@ -244,7 +244,8 @@ class HistoryBar(RichProgressBar):
         figures = {}
         for row in self.history.rows:
             for key in ("loss", "val_dice"):
-                # A line of an earlier attempt has an empty text where a later one lacks the key.
+                # A column without a value is an empty text in a line that was read from the file,
+                # and is missing in a line of this attempt.
                 if row.get(key, "") != "":
                     figures[key] = row[key]
         return figures

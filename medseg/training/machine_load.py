@@ -73,7 +73,7 @@ class MachineLoad:
         """
         if self.uses_gpu:
             return sum(map(_gpu_peak_bytes, _used_gpus()))
-        # At least the peak: the two may have been largest at different times.
+        # The sum is at least the peak: the two may have been largest at different times.
         return peak_resident_bytes() + self.worker_bytes
 
 

@@ -31,8 +31,8 @@ def map_blocks(config: TrainConfig) -> None:
     Usually they are mapped from 4 MiB on. They are mapped from 2 MiB on if the results of a forward
     pass that have 2 to 4 MiB take more in all than the free memory that the heap may keep anyway.
     All results of the pass count, also those that recomputed blocks discard, so that the choice is
-    the same for all sets of switches that `plan` compares. Samples of whole volumes differ in size,
-    and leave it at 4 MiB.
+    the same for all sets of switches that `plan` compares. Samples of whole volumes differ in size:
+    then blocks are mapped from 4 MiB on.
     """
     if not maps_large_blocks():
         return

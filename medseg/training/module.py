@@ -114,7 +114,8 @@ class SegmentationModule(pl.LightningModule):
             torch.manual_seed(torch_seed(self.seed, self.global_step, stack["number"][0]))
             losses += sample_losses(self.loss, self.network(stack["image"]), stack["target"])
         loss = mean_of_samples(losses)
-        # Not `item()`, which waits for the device: the history reads it when it writes a line.
+        # Not `item()`, which waits for the device: the history reads the loss when it writes a
+        # line.
         self.train_loss = loss.detach()
         self.log(
             "train/loss",
@@ -178,8 +179,8 @@ class SegmentationModule(pl.LightningModule):
             Predicted labels, uint8 (D, H, W), 0 beyond the scan.
         """
         (stack,) = batches  # of one case
-        # Gives the free memory that the steps or the case before have left back to the system:
-        # otherwise that of this case might come on top of it.
+        # Free memory that the steps or the case before have left goes back to the system: otherwise
+        # the memory of this case might come on top of it.
         release_free_memory()
         # Prediction drops voxels beyond the scan when it pastes the crop back, so they do not
         # count. The stack is changed in place, because the picture shows its target.
@@ -194,7 +195,7 @@ class SegmentationModule(pl.LightningModule):
             labels = labels.masked_fill(is_ignored, 0)
             target = target.masked_fill(is_ignored, 0)
         classes = tuple(range(1, int(self.metadata["num_classes"])))  # without the background
-        # The Dice by class; those of metrics are added by name.
+        # The Dice by class; the scores of metrics are added by name.
         scores: dict[Any, float] = dice_per_label(labels, target, classes)
         for name, metric in self.metrics.items():
             scores[name] = metric(labels, target, stack["spacing_mm"][0])
@@ -244,7 +245,8 @@ class SegmentationModule(pl.LightningModule):
         """
         checkpoint["medseg"] = {**self.metadata, "step": self.global_step}
         if self.average is not None:
-            # Only from a checkpoint with the state of the optimiser does a run resume.
+            # A run resumes only from a checkpoint with the state of the optimiser; others need no
+            # weights but the average.
             if "optimizer_states" in checkpoint:
                 checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]
             weights = dict(checkpoint["state_dict"])
@@ -263,7 +265,8 @@ class SegmentationModule(pl.LightningModule):
         num_processed = checkpoint["global_step"] * self.accumulate
         for counts in (progress["total"], progress["current"]):
             shift = num_processed - counts["processed"]
-            # Those that are ready, started and completed too, which may differ by one.
+            # The counts of micro-batches that are ready, started and completed may differ from
+            # `processed` by one, so all are moved by the same number.
             for key in counts:
                 counts[key] += shift
         if self.average is not None:

@@ -170,7 +170,7 @@ def _with_rare_classes(
     extended = dict(weights)
     for name, value in weights.items():
         shape = shapes.get(name, value.shape)
-        # The same number of outputs for each class.
+        # A layer of the logits has as many outputs per class in the network as in the weights.
         makes_logits = shape != value.shape and shape[0] * num_old == value.shape[0] * num_new
         if not makes_logits or shape[1:] != value.shape[1:]:
             continue

@@ -74,7 +74,7 @@ def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
     batch_size = config.stage.batch_size
     accumulate = config.memory.accumulate
     ranks = config.trainer.num_ranks
-    # Samples that the network sees at once: of different shapes, one by one.
+    # Samples that the network sees at once: a single one where their shapes differ.
     samples_per_pass = 1
     shape_reason = ", samples of different shapes"
     if _has_one_shape(config):
@@ -89,7 +89,7 @@ def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
         if config.trainer.sync_batchnorm:
             samples_by_key[key] = samples_per_pass * ranks
     loss_nodes = [config.loss, *config.loss.get("terms", [])]
-    # The argument of our losses, and that of MONAI's.
+    # The names of this argument in our losses, and in those of MONAI.
     for key in ("batch_dice", "batch"):
         if any(node.get(key) for node in loss_nodes):
             samples_by_key[f"loss.{key}=true"] = samples_per_pass

@@ -99,7 +99,9 @@ def propose_lr(config: TrainConfig, batch_size: int) -> float:
     if config.lr_scaling is not LrScaling.none:
         return lr
     batch_ratio = batch_size / config.stage.batch_size
-    optimizer_factory = make_optimizer(config.optimizer, 1.0, config.trusted_targets)
+    optimizer_factory = make_optimizer(
+        config.optimizer, lr_factor=1.0, trusted=config.trusted_targets
+    )
     if grows_with_gradient(optimizer_factory):
         return lr * batch_ratio
     return lr * batch_ratio**0.5
@@ -110,15 +112,17 @@ def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
 
     Those of an adaptive optimiser hardly do (Malladi et al. 2022). The weights of the tried steps
     are zero, so that neither weight decay nor a ratio to their norm (LARS) counts. Some optimisers
-    adapt only after some steps (RAdam), so a later one is compared.
+    adapt only after some steps (RAdam), so a later step is compared.
 
     Args:
         make: From parameters to an optimiser.
     """
-    length = float(step_from_zero(make, 1.0, ADAPTED_STEPS).norm())
-    longer_length = float(step_from_zero(make, GRADIENT_RATIO, ADAPTED_STEPS).norm())
-    # Steps that grow with the gradient are longer by GRADIENT_RATIO, others are equal: the root of
-    # the ratio divides the two.
+    step = step_from_zero(make, scale=1.0, num_steps=ADAPTED_STEPS)
+    longer_step = step_from_zero(make, scale=GRADIENT_RATIO, num_steps=ADAPTED_STEPS)
+    length = float(step.norm())
+    longer_length = float(longer_step.norm())
+    # Of the two steps, the second is GRADIENT_RATIO times as long if steps grow with the gradient,
+    # and about as long as the first if they do not: the root of the ratio lies between the two.
     return longer_length > GRADIENT_RATIO**0.5 * length
 
 

@@ -66,7 +66,10 @@ class TrainerOptions:
         return self.devices * self.num_nodes
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each contradiction between devices, ranks and clipping."""
+        """Yield a sentence for each contradiction between devices, ranks and clipping.
+
+        The argument, the key of the group, is not used: the sentences name `trainer` themselves.
+        """
         if self.gpus is not None:
             names_one_per_rank = len(set(self.gpus)) == self.devices
             if not names_one_per_rank or self.accelerator is Accelerator.cpu:
