@@ -30,7 +30,7 @@ from medseg.wording import first_few
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment
 
-# Names in a message.
+# Most names that a message lists.
 MAX_LISTED = 20
 
 
@@ -107,7 +107,7 @@ def read_reference(
             return _read_masks(path, masks, read_values)
     suffix = volume_suffix(path)
     if suffix == SEGMENTATION_SUFFIX:
-        # Asked with all labels: which of them are kept must not change how the file is read.
+        # All labels are given: which of them are kept must not change how the file is read.
         segments = _segments_of(path, label_values)
         if segments:
             return _read_segments(path, segments, read_values)

@@ -48,7 +48,7 @@ def files_of(path: Path) -> list[Path]:
     if masks and next(dicom_files(path), None) is None:
         return masks
     if path.exists():
-        # Called for its refusal of what is no image.
+        # Called only because it refuses what is no image.
         input_format(path)
     if path.is_dir() or is_dicomdir(path):
         # A DICOMDIR is the index of all files in and below its folder.

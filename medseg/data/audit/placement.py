@@ -36,10 +36,11 @@ MIN_FACES = 200  # fewer faces say nothing
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# The change must be more than SHIFT_GAIN times that at the labels' own faces, and more than
-# SHIFT_SHARPNESS times the median of all distances. Measured: organs full of air shifted by 5
-# voxels at least 4.3 and 4.0, edges that belong to other structures up to 1.5 and 3. Organs in soft
-# tissue stay below both.
+# An edge of the image is found beside the faces of the labels if the image changes there more than
+# SHIFT_GAIN times as much as at the faces themselves, and more than SHIFT_SHARPNESS times the
+# median change over all distances. Measured, the two ratios: organs full of air shifted by 5 voxels
+# at least 4.3 and 4.0, edges that belong to other structures up to 1.5 and 3. Organs in soft tissue
+# stay below both bounds.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
 _AXES = ("head to feet", "back to front", "left to right")  # axes z, y, x, for the sentence
@@ -121,7 +122,7 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """
     shifts = []
     for axis in range(3):
-        # Lines of all voxels along the axis, of which there is one every STEP_MM.
+        # Every voxel along the axis, on lines that lie STEP_MM apart.
         steps = [max(1, round(STEP_MM / step_mm)) for step_mm in grid.spacing_mm]
         steps[axis] = 1
         sampling = tuple(slice(None, None, step) for step in steps)
@@ -228,5 +229,5 @@ def _fit(labels: np.ndarray, image_hu: np.ndarray, moves: list[int]) -> float:
             num_beside += num_moved
     mean_hu = sum_hu / max(1, num_faces)
     mean_beside_hu = sum_beside_hu / max(1, num_beside)
-    # At least 1 HU: an image that is constant there must not make any label fit.
+    # At least 1 HU: an image that is constant at the moved faces must not make any label fit.
     return mean_hu / max(1.0, mean_beside_hu)

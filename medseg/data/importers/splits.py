@@ -160,7 +160,8 @@ def _read_fold(
         The cases that the fold uses, with their side.
 
     Raises:
-        UserError: If a list names an unknown case or one of the other list, or none is trained on.
+        UserError: If a list names an unknown case or a case of the other list, or no case is
+            trained on.
     """
     side_of_case: dict[str, str] = {}
     for side in FOLD_SIDES:
