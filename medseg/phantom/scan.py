@@ -14,7 +14,8 @@ from medseg.phantom.shapes import Field, Points
 from medseg.phantom.spec import VIEWS, PhantomSpec
 from medseg.phantom.tissue import draw_noise, draw_planes
 
-# Smaller pieces of a lung, cut off its thin edges by the voxel grid, are removed.
+# Pieces of a lung that are smaller than this are removed: the voxel grid cuts them off its thin
+# edges.
 _MIN_PIECE_ML = 1.0
 # Number of points that are drawn at a time: few enough for the processor's cache.
 _NUM_POINTS = 200_000
@@ -76,7 +77,8 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         hu, lung_share, organ_share, airway_share = fields
         noisy_hu = [add_noise(plane, spec, rng) for plane in hu]
         image[slices] = np.rint(noisy_hu)
-        # The right lung and the spine have negative shares, see `draw_planes`.
+        # The right lung and the spine have negative shares, see `draw_planes`. The values are those
+        # of `PHANTOM_LABELS`.
         labels[slices] = np.select([lung_share > 0.5, lung_share < -0.5], [1, 2])
         organs[slices] = np.select(
             [organ_share > 0.5, organ_share < -0.5, airway_share > 0.5], [3, 4, 5]
