@@ -1,9 +1,10 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar.
 
-Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
-image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
-sets have two entries. If none of a case's source files exists here (only the cache was copied), an
-entry of that name from another machine is used if there is exactly one.
+Layout: `<cache>/<spacing>-<configuration hash>/<case>-<source hash>/{image.npy, image_1.npy, …,
+labels.npy, case.json}`. The source hash is that of the absolute paths of the case's files and of
+how they are read, so cases of one name from two data sets have two entries. If none of the files
+exists here (only the cache was copied), the entry of a case of this name from another machine is
+used if there is exactly one.
 
 An entry is written to a temporary folder and renamed, so it is complete or absent; a lock lets one
 process at a time build it. A process that uses an entry notices when another one rebuilds it.
@@ -74,7 +75,8 @@ class CachedCase:
         grid: The oriented, resampled grid of the arrays.
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left
             out.
-        label_boxes: The same for each label.
+        label_boxes: Label name to the tight box of its voxels on `grid`; absent labels are left
+            out.
         intensities: Map of each channel to the range of the network, computed from the values of
             this case; None where the channel has a window, which is the same for all cases.
         trust: Region name to the trust in its reference.
@@ -144,7 +146,7 @@ class CoarseProbs:
     Attributes:
         file: Probabilities of the background and all labels, (K, d, h, w) float16, on the grid of
             the coarse stage.
-        grid: Their grid.
+        grid: Grid of the probabilities.
     """
 
     file: Path
@@ -441,8 +443,8 @@ def _entry_folder(
         configuration["resampling"] = resampling
     if ordered_labels:
         configuration["structures"] = list(ordered_labels)
-    # What is read, and how: runs that read a scan in two ways have two entries. With one, each run
-    # would rebuild what the other has built.
+    # What is read, and how: runs that read a scan in two ways have two entries. If they shared
+    # one, each run would rebuild what the other has built.
     reading = _read_as(case)
     for role, path in sources_of(case, task).items():
         reading[role] = os.path.realpath(path)

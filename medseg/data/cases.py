@@ -86,10 +86,12 @@ def find_sources(data: DataOptions, task: TaskOptions) -> list[CaseSource]:
         test_patients=data.test_patients,
     )
     if not extra:
-        return [CaseSource(split, label_values, 1.0)]
+        return [CaseSource(split, label_values, share=1.0)]
     return [
-        CaseSource(split, label_values, 1.0 - data.phantom_share),
-        CaseSource(Split(train=tuple(extra), val=(), test=()), extra_values, data.phantom_share),
+        CaseSource(split, label_values, share=1.0 - data.phantom_share),
+        CaseSource(
+            Split(train=tuple(extra), val=(), test=()), extra_values, share=data.phantom_share
+        ),
     ]
 
 

@@ -65,8 +65,8 @@ class _Organ(NamedTuple):
     """A region or label in which a boundary is looked for.
 
     Attributes:
-        box: Its tight box on the grid of the cache.
-        values: Its label values.
+        box: Tight box of the region or label on the grid of the cache.
+        values: Label values of the region, or the value of the label.
     """
 
     box: VoxelBox

@@ -100,7 +100,7 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
 
     Args:
         path: The source.
-        files: Its files, where they are not those of `files_of`.
+        files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)
     description = {
@@ -120,7 +120,7 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
     Args:
         path: The source; it may have moved since.
         recorded: Result of `fingerprint`.
-        files: Its files, where they are not those of `files_of`.
+        files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)
     # A file that is renamed keeps its size and time.

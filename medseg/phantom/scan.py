@@ -97,7 +97,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         np.flip(image, flipped_axes).copy(),
         np.flip(labels, flipped_axes).copy(),
         np.flip(organs, flipped_axes).copy(),
-        grid.reoriented((0, 1, 2), spec.flips),
+        grid.reoriented(order=(0, 1, 2), flips=spec.flips),
     )
 
 

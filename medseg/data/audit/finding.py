@@ -341,8 +341,8 @@ class CaseAudit:
 
     Attributes:
         grid: Grid of the oriented scan, before any resampling.
-        hu: `min`, `p01`, `p50`, `p99`, `max` of the first channel, in HU if it is a CT, else in the
-            unit of its file.
+        hu: `min`, `p01`, `p50`, `p99`, `max` of the first channel, in HU if it is a CT, else in its
+            own unit.
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
         thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if

@@ -60,7 +60,7 @@ USUAL_WINDOW_HU = (-1250, 250)
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
-# Where a scanner's padding is the lowest value, it is divided too; it may differ from these by the
+# Lowest values where they are a scanner's padding, divided too. DIVIDED_ROUNDING allows for the
 # rounding of a stored number.
 DIVIDED_PADDINGS = (-2.048, -3.024)  # -2048 and -3024 HU
 DIVIDED_ROUNDING = 5e-4

@@ -245,7 +245,7 @@ class DataSet:
             items.append(Item(Kind.label, IGNORE, Fate.used, why))
         if self.structures is None:
             why = "prepare reads the voxels and refuses a value that is not named here"
-            # A note, which counts nothing.
+            # A note: with number=0 it adds nothing to the count of its row.
             items.append(Item(Kind.label, "", Fate.used, why, number=0))
         return items
 
@@ -289,7 +289,7 @@ class DataSet:
             f"where labels overlap, the last of {', '.join(self.labels)} counts; "
             "prepare counts these voxels"
         )
-        # A note, which counts nothing.
+        # A note: with number=0 it adds nothing to the count of its row.
         return [Item(Kind.structure, "", Fate.merged, why, number=0)]
 
     def task(self) -> dict[str, Any]:

@@ -366,7 +366,7 @@ def import_msd(source: Path) -> DataSet:
     account = Account()
     account.claim(path)
     account.leave_out_keys(about, MSD_KEYS, path.name)
-    # Before the counts below, which take the lengths of lists: `_entries` refuses what is no list.
+    # `_entries` refuses what is no list; the counts below rely on it.
     entries = _entries(about, path, account)
     num_test = len(about.get("test", ())) + len(about.get("testing", ()))
     _check_count(about, "numTraining", len(about["training"]), account)
