@@ -381,7 +381,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
         Matrix whose rows add up to one.
     """
     num_slices = math.floor(size / slice_voxels + phase) + 1
-    # In voxels from the beginning of the axis: slices as a column, voxels as a row.
+    # Positions in voxels from the beginning of the axis: slices as a column, voxels as a row.
     slice_starts = ((np.arange(num_slices) - phase) * slice_voxels)[:, None]
     slice_stops = slice_starts + slice_voxels
     voxel_starts = np.arange(size)

@@ -859,7 +859,8 @@ def _patients_of_fold(patients: Sequence[str], fold: int, num_folds: int) -> set
         raise UserError(
             f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}."
         )
-    # Ordered by hash, so that consecutive names (by hospital, by date) do not end in one fold.
+    # The names are ordered by hash, so that consecutive ones (by hospital, by date) do not end in
+    # one fold.
     hashes = {name: hashlib.sha256(name.encode()).digest() for name in patients}
     ordered = sorted(patients, key=lambda name: hashes[name])
     # Every num_folds-th patient: the sizes of the folds differ by at most one.

@@ -152,7 +152,8 @@ class _Scan(NamedTuple):
 class Samples(Dataset[Sample]):
     """Samples of one stage for training or validation; sample n depends on (seed, n) alone.
 
-    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region.
+    A sample of the coarse stage is a whole scan or a part of it, a sample of the fine stage the
+    crop of a region or a patch of it.
     Samples 0 … len-1 go once through all items (cases, or pairs of a case and a region that it has)
     in a random order, the next len samples in another random order, and so on without end. Regions
     on the patient's right are mirrored along x, so that all look like left ones. The target of a
@@ -297,7 +298,7 @@ class Samples(Dataset[Sample]):
                     # Mirrored, the old stop becomes the new start.
                     inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
-                # Also cuts what was read beyond the crop.
+                # `apply` also cuts off what was read beyond the crop.
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
                 num_scanned = len(self.task.channels)
@@ -555,7 +556,7 @@ class Samples(Dataset[Sample]):
                 continue
             y, x = candidates[rng.integers(len(candidates))]
             cache_voxel = (z, search_box.start[1] + int(y), search_box.start[2] + int(x))
-            # From indices of the cache's grid to those of the lattice.
+            # Indices of the cache's grid become those of the lattice.
             axis_maps = case.grid.axis_map_to(crop.lattice)
             voxel = []
             for index, (scale, offset) in zip(cache_voxel, axis_maps, strict=True):

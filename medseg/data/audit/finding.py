@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     Attributes:
         severity: Its consequence.
         message: Format of the sentence: a clause without a capital and without a full stop.
-        cure: Format of the advice, likewise; empty if there is none.
+        cure: Format of the advice, a clause like the message; empty if there is none.
     """
 
     severity: Severity

@@ -252,7 +252,7 @@ def check_channels(
         share = replace_fill(images[number], fill)
         finding = find("padding:replaced", share=share, value=fill, air=AIR_HU)
         fill_findings.append(_of_channel(finding, number))
-    # Measured again, since the fill no longer counts.
+    # All channels are measured after the replacement, so that the fill does not count.
     facts = [measure_image(image) for image in images]
     return CheckedChannels(images, facts, fill_findings + audit_channels(facts, modalities))
 
@@ -280,7 +280,8 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
 def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> list[Finding]:
     """Check the values of all channels.
 
-    Those of a CT are checked as by `audit_image`, others only for holding more than one value.
+    A CT is checked by `audit_image`; a channel of another modality must only hold more than one
+    value.
 
     Args:
         channels: Histogram of each channel.

@@ -218,7 +218,8 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
         tight_mask = mask[box_in_crop.slices()]
         box = box_in_crop.shifted(labels_box.start)
         centre = []
-        # From the counts along each axis: the indices of all voxels would take far more memory.
+        # The counts along each axis are enough: the indices of all voxels would take far more
+        # memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
             counts = tight_mask.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))

@@ -130,10 +130,11 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         is_labelled = np.moveaxis(labels[sampling] != 0, axis, -1)
         before_face = is_labelled[..., :-1]
         behind_face = is_labelled[..., 1:]
-        # In voxels along the axis, 0 where no shift is found.
+        # The shifts are in voxels along the axis, 0 where none is found.
         shift_in = _edge_shift(lines_hu, behind_face & ~before_face)
         shift_out = _edge_shift(lines_hu, before_face & ~behind_face)
-        # Both edges must have moved by the same number of voxels, within MIN_SHIFT.
+        # Both edges must have moved the same way, by numbers of voxels that differ by MIN_SHIFT at
+        # most.
         is_same_way = shift_in * shift_out > 0 and abs(shift_in - shift_out) <= MIN_SHIFT
         shift = round((shift_in + shift_out) / 2)
         shift_mm = abs(shift) * grid.spacing_mm[axis]

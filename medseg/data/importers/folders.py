@@ -446,7 +446,7 @@ def _slicer_groups(
     labels_by_value: LabelMembers = {}
     for label, (segment_name,) in labels_by_name.items():
         labels_by_value[label] = [value_of_name[str(segment_name)]]
-    # In the order of the values.
+    # The labels are sorted by their values.
     return structures, dict(sorted(labels_by_value.items(), key=lambda item: item[1][0]))
 
 

@@ -150,7 +150,8 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     channels_key = "modality" if is_first_version else "channel_names"
     channel_names = _names_in_order(field(about, channels_key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
-    # Compared with a list: the value in the file may be a list or a mapping, which has no hash.
+    # The keys of `SUFFIXES` are compared as a list: the value in the file may be a list or a
+    # mapping, which has no hash.
     if ending not in list(SUFFIXES):
         raise UserError(
             f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; "
@@ -388,7 +389,7 @@ def import_msd(source: Path) -> DataSet:
         channels = [channel_of(name) for name in _names_in_order(modalities)]
     _check_channels(path, images, len(channels))
     if not channels:
-        # As many channels as an entry has files, all of the modality of the first.
+        # The task gets as many channels as an entry has files, all of the guessed modality.
         channel = channel_of(guess_modality(cases, notes))
         channels = [channel] * max(map(len, images), default=1)
     return DataSet(
@@ -638,7 +639,7 @@ def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
 
 def _names_in_order(names_by_number: Mapping[str, Any]) -> list[str]:
     """List the names of channels in the order of their numbers, which are texts in JSON."""
-    # By length first: "10" comes after "9".
+    # Shorter texts come first, so that "10" follows "9".
     numbers = sorted(names_by_number, key=lambda number: (len(number), number))
     return [str(names_by_number[number]) for number in numbers]
 

@@ -19,9 +19,9 @@ class Place(NamedTuple):
 
     Attributes:
         fold: Fold that validates the case, while all others train on it, for the column `fold`;
-            None where there is none, or where `sides` say it.
+            None where no fold validates it, or where `sides` tells which.
         sides: Its side in each fold, for the columns `fold_0`, `fold_1`, …: `train`, `val`, or None
-            where the fold leaves it out; empty where the column `fold` can say it.
+            where the fold leaves it out; empty where the column `fold` is enough.
     """
 
     fold: int | None = None
