@@ -210,7 +210,7 @@ def by_level(table: Table, z_mm: Field) -> list[Field]:
     Returns:
         One array of the shape of `z_mm` per column, in mm.
     """
-    # Monotone between the rows: unlike a spline, it makes no bulges.
+    # The curves are monotone between the rows: unlike splines, they make no bulges.
     curves = PchipInterpolator(table[:, 0], table[:, 1:])
     values = curves(np.clip(z_mm, table[0, 0], table[-1, 0])).astype(np.float32)
     return list(np.moveaxis(values, -1, 0))

@@ -162,7 +162,7 @@ def _draw_channel(
     organs: Sequence[Organ],
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8]]:
     """Draw the image and the labels of one channel, (D, H, W) each."""
-    # The same noise in each channel: the surfaces of the organs coincide.
+    # Each channel has the same noise, so that the surfaces of the organs coincide.
     wave = SmoothNoise(spec.rng("waves"), grain_mm=38).at(points)
     contrast = np.zeros(points.shape, np.float32)
     labels = np.zeros(points.shape, np.uint8)
@@ -207,7 +207,7 @@ def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
     lowest_ml, highest_ml = organ.volume_ml
     margin = MARGIN
     if lowest_ml > 0:
-        # Of a range too narrow for the margin on both sides, only its geometric mean is left.
+        # A range too narrow for the margin on both sides leaves only its geometric mean.
         margin = min(MARGIN, math.sqrt(highest_ml / lowest_ml))
     plausible_ml = min(max(volume_ml, lowest_ml * margin), highest_ml / margin)
     return (plausible_ml / volume_ml) ** (1 / 3)
@@ -262,7 +262,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
         # the organ and the body.
         needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
-        # As large as all organs may be, or as this one must be, but with a gap to its neighbours.
+        # As large as any organ may be, or as this one must be if that is more, but with a gap to
+        # its neighbours.
         radius = min(max(largest, needed), 0.9 * room)
         radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
