@@ -37,8 +37,8 @@ class Warp(NamedTuple):
 
     def margin(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """Count the voxels (z, y, x) by which a source must exceed the patch on each side."""
-        # The largest offset of a voxel's centre in the patch, and of the points that its corners
-        # are sampled at.
+        # `half` is the largest offset of a voxel's centre in the patch, `reach` that of the points
+        # at which the corners of the patch are sampled.
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
         # A point between two slices is interpolated from where its tilted line crosses them, up to
@@ -113,11 +113,11 @@ class Affine:
     translation_mm: tuple[float, float, float]
 
     def draw(self, rng: np.random.Generator, spacing_mm: tuple[float, float, float]) -> Warp | None:
-        """Draw the warp of a sample; None without one."""
+        """Draw the warp of a sample; None where it is not warped."""
         if rng.random() >= self.probability:
             return None
-        # First for offsets in mm. The map leads from the patch to the source: the anatomy becomes
-        # larger when a smaller part of the source fills the patch.
+        # The matrix is first made for offsets in mm. The map leads from the patch to the source:
+        # the anatomy becomes larger when a smaller part of the source fills the patch.
         matrix = np.eye(3) / rng.uniform(*self.scale_range)
         shear_zy, shear_zx, shear_yx = rng.uniform(-self.shear_max, self.shear_max, size=3)
         matrix = np.array([[1, shear_zy, shear_zx], [0, 1, shear_yx], [0, 0, 1]]) @ matrix
@@ -381,7 +381,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
         Matrix whose rows add up to one.
     """
     num_slices = math.floor(size / slice_voxels + phase) + 1
-    # In voxels from the beginning of the axis: slices as a column, voxels as a row.
+    # Positions in voxels from the beginning of the axis: slices as a column, voxels as a row.
     slice_starts = ((np.arange(num_slices) - phase) * slice_voxels)[:, None]
     slice_stops = slice_starts + slice_voxels
     voxel_starts = np.arange(size)
@@ -389,7 +389,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     # How much of each voxel lies in each slice, (num_slices, size).
     overlaps = np.minimum(slice_stops, voxel_stops) - np.maximum(slice_starts, voxel_starts)
     overlaps = np.maximum(overlaps, 0.0)
-    # Without slices beyond the axis.
+    # Slices beyond the axis, which no voxel lies in, are left out.
     overlaps = overlaps[overlaps.sum(axis=1) > 1e-9]
     averaging = overlaps / overlaps.sum(axis=1, keepdims=True)
     # Slices that are cut by the border have their centre of mass beside their middle.
@@ -419,8 +419,8 @@ def _resample_affine(
 ) -> Tensor:
     """Sample a patch of a source, zero outside, see `Warp`.
 
-    Two passes of the two-dimensional kernel, which is vectorised and several times as fast as the
-    three-dimensional one on a CPU, see `_resample_lines`.
+    It makes two passes of the two-dimensional kernel (`_resample_lines`), which is vectorised and
+    several times as fast as the three-dimensional one on a CPU.
 
     Args:
         source: (D, H, W) float32.

@@ -1,9 +1,10 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar.
 
-Layout: `<cache>/<spacing>-<configuration hash>/<case>-<hash of its files' paths>/{image.npy,
-image_1.npy, …, labels.npy, case.json}`. The paths are absolute, so cases of one name from two data
-sets have two entries. If none of a case's source files exists here (only the cache was copied), an
-entry of that name from another machine is used if there is exactly one.
+Layout: `<cache>/<spacing>-<configuration hash>/<case>-<source hash>/{image.npy, image_1.npy, …,
+labels.npy, case.json}`. The source hash is that of the absolute paths of the case's files and of
+how they are read, so cases of one name from two data sets have two entries. If none of the files
+exists here (only the cache was copied), the entry of a case of this name from another machine is
+used if there is exactly one.
 
 An entry is written to a temporary folder and renamed, so it is complete or absent; a lock lets one
 process at a time build it. A process that uses an entry notices when another one rebuilds it.
@@ -74,7 +75,8 @@ class CachedCase:
         grid: The oriented, resampled grid of the arrays.
         region_boxes: Region name to the tight box of its labels on `grid`; absent regions are left
             out.
-        label_boxes: The same for each label.
+        label_boxes: Label name to the tight box of its voxels on `grid`; absent labels are left
+            out.
         intensities: Map of each channel to the range of the network, computed from the values of
             this case; None where the channel has a window, which is the same for all cases.
         trust: Region name to the trust in its reference.
@@ -139,12 +141,12 @@ class CachedCase:
 class CoarseProbs:
     """Probabilities that a coarse stage gives to the labels of a case.
 
-    Cheap to pickle: they are mapped on each access.
+    Cheap to pickle: the probabilities are mapped on each access.
 
     Attributes:
         file: Probabilities of the background and all labels, (K, d, h, w) float16, on the grid of
             the coarse stage.
-        grid: Their grid.
+        grid: Grid of the probabilities.
     """
 
     file: Path
@@ -169,8 +171,9 @@ def coarse_probs(
     Args:
         case: The case. When its entry is built anew, its probabilities are removed with the old
             one.
-        key: What they depend on beside the case, such as the checksum of the coarse checkpoint.
-        predict: Returns them, (K, d, h, w), and their grid.
+        key: What the probabilities depend on beside the case, such as the checksum of the coarse
+            checkpoint.
+        predict: Returns the probabilities, (K, d, h, w), and their grid.
     """
     folder = case.folder / f"coarse-{_digest({'key': key})}"
     # One process predicts a case, the others wait for it: the ranks of a run share the cases.
@@ -435,13 +438,13 @@ def _entry_folder(
         "channels": [[channel.modality, channel.normalise] for channel in task.channels],
         "ignore_label": task.ignore_label,
     }
-    # Absent for the default, so that entries of versions without the choice keep their folder.
+    # The default adds no key, so that entries of versions without the choice keep their folder.
     if resampling != ANTIALIASED:
         configuration["resampling"] = resampling
     if ordered_labels:
         configuration["structures"] = list(ordered_labels)
-    # What is read, and how: runs that read a scan in two ways have two entries, and do not keep
-    # rebuilding the one of the other.
+    # What is read, and how: runs that read a scan in two ways have two entries. If they shared
+    # one, each run would rebuild what the other has built.
     reading = _read_as(case)
     for role, path in sources_of(case, task).items():
         reading[role] = os.path.realpath(path)
@@ -463,7 +466,7 @@ def _image_file(number: int) -> str:
 def _find_entry(case: Case, folder: Path, task: Task) -> _Entry | None:
     """Find the current entry of a case; None if there is none.
 
-    It is that of its own folder, else the only one that came from another machine.
+    It is the one in the case's own folder, else the only one that came from another machine.
     """
     sources = sources_of(case, task)
     record = _current_record(case, folder, sources)
@@ -560,8 +563,8 @@ def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
     """Make the description of an entry that has been found or built.
 
     Raises:
-        CaseRefusedError: If it has an error that this case does not ignore: whoever built the entry
-            ignored it.
+        CaseRefusedError: If it has an error that this case does not ignore, although the case did
+            when the entry was built.
     """
     folder, record = entry
     stamp = _stamp(folder)
@@ -648,7 +651,7 @@ def _build(
     region_boxes = _boxes(labels, region_values)
     label_boxes = _boxes(labels, {name: (value,) for name, value in task.labels.items()})
     part_boxes = region_boxes if task.regions else label_boxes
-    # Found here, since it depends on the spacing of the entry.
+    # Not part of the audit of the source: what vanishes depends on the spacing of the entry.
     vanished = audit_vanished(source.audit.volumes_ml, part_boxes, task, _folder_text(spacing_mm))
     audit = replace(source.audit, findings=(*source.audit.findings, *vanished))
     label_counts = {}
@@ -694,7 +697,8 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / SIDECAR).write_text(text, encoding="utf-8")
         _flush(temporary)
-        # A folder cannot be renamed to that of one that holds files, so an older entry goes first.
+        # A folder cannot be renamed onto one that holds files, so an older entry is first moved
+        # away.
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)
@@ -718,5 +722,5 @@ def _remove(*paths: Path) -> None:
     """Remove folders or files where there are any."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):  # no folder, and perhaps no file
+        with suppress(OSError):  # the path was a folder, or there was nothing
             path.unlink()

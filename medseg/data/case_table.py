@@ -32,8 +32,8 @@ TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
 FOLD_PREFIX = "fold_"
 FOLD_SIDES = ("train", "val")
-# File systems end names at 255 bytes, and the cache adds a few to a case's name for its temporary
-# folder.
+# File systems limit names to 255 bytes, and the cache names temporary folders after a case, with a
+# few bytes more.
 MAX_NAME_BYTES = 180
 # Far above any real table: more cells in a line, or a greater fold, mean another kind of file.
 MAX_COLUMNS = 1000
@@ -138,10 +138,10 @@ def read_case_table(
     Its columns are `case`, `image`, `image_1`, …, `labels`, `patient`, `split`, `fold`, `fold_0`,
     …, `series`, `study_date`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the
     first two and the labels are needed. The table is CSV in UTF-8 (with or without byte order
-    mark), with its own commas quoted; paths are relative to its folder. Unknown columns are ignored
-    and blank lines skipped. An empty cell means that there is no value; `patient` defaults to the
-    case's name. Files are not checked for existence: a missing one must not stop the others, and a
-    machine that holds only the cache has none.
+    mark), with cells that contain commas in quotes; paths are relative to its folder. Unknown
+    columns are ignored and blank lines skipped. An empty cell means that there is no value;
+    `patient` defaults to the case's name. Files are not checked for existence: one missing file
+    must not stop the other cases, and a machine that holds only the cache has no files.
 
     Args:
         path: The table, or a folder that contains it, see `table_at`.
@@ -208,7 +208,7 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
     Args:
         path: The table, for messages.
         columns: Cells of the header.
-        labels_column: Column of the label maps, if it is needed.
+        labels_column: Column of the label maps; None where they are not needed.
 
     Raises:
         UserError: With the columns and the cure.
@@ -374,7 +374,7 @@ def _read_case(
     labels = None
     if labels_column and cells[labels_column]:
         labels = table.parent / cells[labels_column]
-    # The scale of a row goes before that of the configuration, each of its two numbers by itself.
+    # A row may give one of the two numbers alone; the configuration then gives the other.
     slope = _number(cells, "hu_slope", hu.slope, where)
     offset = _number(cells, "hu_offset", hu.offset, where)
     codes = cells.get("ignore_findings", "").split()
@@ -406,7 +406,7 @@ def normalise_name(name: str) -> str:
 def _read_more_images(cells: Mapping[str, str], folder: Path) -> tuple[Path | None, ...]:
     """Read the columns `image_1`, `image_2`, …, whose paths are relative to a folder."""
     images = []
-    for _, image in _numbered_cells(cells, CHANNEL_PREFIX, 1):
+    for _, image in _numbered_cells(cells, CHANNEL_PREFIX, first=1):
         images.append(folder / image if image else None)
     return tuple(images)
 
@@ -421,7 +421,7 @@ def _read_trust(cells: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_fold(cells: Mapping[str, str], where: str) -> int | None:
-    """Read the column `fold`; None without it or with an empty cell.
+    """Read the column `fold`; None where there is no such column, or its cell is empty.
 
     Raises:
         UserError: If it is no whole number from 0 to `MAX_FOLD`.
@@ -448,7 +448,7 @@ def _read_fold_sides(cells: Mapping[str, str], where: str) -> tuple[str | None, 
         UserError: If a side is unknown.
     """
     sides = []
-    for column, side in _numbered_cells(cells, FOLD_PREFIX, 0):
+    for column, side in _numbered_cells(cells, FOLD_PREFIX, first=0):
         if side not in ("", *FOLD_SIDES):
             raise UserError(
                 f"{where}: {column} is {side!r}, expected {', '.join(FOLD_SIDES)} or nothing."
@@ -476,7 +476,7 @@ def check_case_name(name: str, where: str) -> None:
         UserError: With the place that gives it.
     """
     is_safe = not name.startswith(".") and not any(sign in name for sign in "/\\")
-    # `CONTROL_CHARACTERS` holds the surrogates, which `encode` would not take.
+    # `CONTROL_CHARACTERS` also matches surrogates, which `encode` cannot write in UTF-8.
     is_text = not CONTROL_CHARACTERS.search(name) and len(name.encode()) <= MAX_NAME_BYTES
     if not is_safe or not is_text:
         raise UserError(
@@ -665,7 +665,7 @@ def _marked(split_of: Mapping[str, str], split: str) -> set[str]:
 
 
 def _in_a_fold_or_held_out(cases: Sequence[Case], held_out: Collection[str]) -> list[Case]:
-    """Select the cases that the table marks in any of its folds, and all of held-out patients."""
+    """Select cases that the table marks in any of its folds, and all cases of held-out patients."""
     return [case for case in cases if any(case.fold_sides) or case.patient in held_out]
 
 
@@ -741,8 +741,8 @@ def _validation_patients(
                 f"choose one of {numbers}."
             )
         return val, "the column fold"
-    # Folds by the hash of names are at least two, so patients are always left for training, and no
-    # message names what has chosen those for validation: the second value has no effect.
+    # The second value has no effect from here on: folds by the hash of names are at least two, so
+    # patients are always left for training, and the error that would name the choice is not raised.
     if isinstance(fold, int):
         return _patients_of_fold(patients, fold, num_folds), "the column split"
     # No fold was given: few patients make fewer folds, and a single one is trained on without
@@ -859,7 +859,8 @@ def _patients_of_fold(patients: Sequence[str], fold: int, num_folds: int) -> set
         raise UserError(
             f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}."
         )
-    # Ordered by hash, so that consecutive names (by hospital, by date) do not end in one fold.
+    # The names are ordered by hash, so that consecutive ones (by hospital, by date) do not end in
+    # one fold.
     hashes = {name: hashlib.sha256(name.encode()).digest() for name in patients}
     ordered = sorted(patients, key=lambda name: hashes[name])
     # Every num_folds-th patient: the sizes of the folds differ by at most one.

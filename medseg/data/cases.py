@@ -19,7 +19,8 @@ from medseg.task_options import TaskOptions, make_task
 if TYPE_CHECKING:
     from medseg.phantom.scene import SceneSpec
 
-# Processes that make synthetic scans at a time; one scan of full detail takes 2 to 5 GB of memory.
+# Most processes that make synthetic scans at a time; a scan of full detail takes 2 to 5 GB of
+# memory.
 MAX_PHANTOM_WORKERS = 4
 
 
@@ -31,7 +32,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     Returns:
         Always two groups, each with its label values: the cases of the user's table, or synthetic
         scans where `data.cases` is not given; then the synthetic scans that are added to the table,
-        an empty list without any.
+        an empty list where none are added.
 
     Raises:
         UserError: If the table or the label values are wrong.
@@ -85,10 +86,12 @@ def find_sources(data: DataOptions, task: TaskOptions) -> list[CaseSource]:
         test_patients=data.test_patients,
     )
     if not extra:
-        return [CaseSource(split, label_values, 1.0)]
+        return [CaseSource(split, label_values, share=1.0)]
     return [
-        CaseSource(split, label_values, 1.0 - data.phantom_share),
-        CaseSource(Split(train=tuple(extra), val=(), test=()), extra_values, data.phantom_share),
+        CaseSource(split, label_values, share=1.0 - data.phantom_share),
+        CaseSource(
+            Split(train=tuple(extra), val=(), test=()), extra_values, share=data.phantom_share
+        ),
     ]
 
 
@@ -152,7 +155,7 @@ def make_phantoms(
 def _scene_of_task(config: PhantomCountsOptions, task: Task) -> "SceneSpec":
     """Describe the scenes of organs of a task.
 
-    The result is a pattern for all cases: `write_phantoms` sets the index of each, and the detail.
+    The result is a pattern for all cases: `write_phantoms` sets the seed, index and detail of each.
     """
     from medseg.phantom.scene import SceneSpec
 

@@ -107,13 +107,13 @@ class StageCrops:
         rule: Size and spacing of the crops.
         scan_spacings: What the spacing of a training sample is drawn from; None draws it evenly
             over `rule.range_mm`, see `draw_spacing_mm`.
-        region_margin_mm: Added on every side of a region.
+        region_margin_mm: Margin that is added on every side of a region.
         box_jitter_mm: Standard deviation by which each face of a training box is moved.
         patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are
             at least as large.
         tile_size: Tile of the sliding window in validation, voxels (D, H, W); None: the whole crop
             at once.
-        divisor: Required multiple of the input size, (z, y, x).
+        divisor: The input size of the network must be a multiple of this, (z, y, x).
         coarse_boxes: Case name to region name to the box that the coarse stage found; where there
             is none, the box of the reference is used.
         coarse_probs: Case name to the probabilities of the coarse stage; empty where they are no

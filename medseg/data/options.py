@@ -117,7 +117,7 @@ class StageOptions:
 
     @property
     def for_validation(self) -> "StageOptions":
-        """The same stage without any key of the sampling.
+        """The same stage with all other keys at their defaults.
 
         Its samples are then whole volumes, or the crops that prediction would cut.
         """

@@ -30,7 +30,7 @@ from medseg.wording import first_few
 if TYPE_CHECKING:
     from medseg.io.simpleitk import Segment
 
-# Names in a message.
+# Most names that a message lists.
 MAX_LISTED = 20
 
 
@@ -98,7 +98,7 @@ def read_reference(
     read_values = label_values
     if kept is not None:
         kept_values = {value: label for value, label in label_values.items() if label in kept}
-        # Without any kept label all are read, so that files of other structures are still refused.
+        # If no label is kept, all are read, so that files of other structures are still refused.
         read_values = kept_values or label_values
     if path.is_dir():
         masks = masks_in(path)
@@ -107,7 +107,7 @@ def read_reference(
             return _read_masks(path, masks, read_values)
     suffix = volume_suffix(path)
     if suffix == SEGMENTATION_SUFFIX:
-        # Asked with all labels: which of them are kept must not change how the file is read.
+        # All labels are given: which of them are kept must not change how the file is read.
         segments = _segments_of(path, label_values)
         if segments:
             return _read_segments(path, segments, read_values)
@@ -213,7 +213,7 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     """Choose the structures of each label.
 
     Args:
-        path: For messages.
+        path: The file or folder of the labels, for messages.
         names: Names of the structures that are there.
         label_values: Value, or name of a structure, to label name; values are ignored.
 
@@ -338,7 +338,7 @@ def _merge(
     Where labels overlap, the later one counts, and a warning says so.
 
     Args:
-        path: For messages.
+        path: The file or folder of the labels, for messages.
         masks: The mask of each structure, at least one; each is read when its turn comes.
         chosen: The structures.
 

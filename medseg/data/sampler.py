@@ -49,7 +49,7 @@ def torch_seed(seed: int, step: int, part: int = 0) -> int:
         A seed, 0 ≤ seed < 2**63.
     """
     (state,) = np.random.SeedSequence([seed, step, part]).generate_state(1, np.uint64)
-    # Without its last bit, so that it fits a signed integer of 64 bits.
+    # The last bit is dropped, so that the seed fits a signed integer of 64 bits.
     return int(state) >> 1
 
 

@@ -40,8 +40,8 @@ from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-# Random slices of the region in which a boundary is looked for; without a hit the patch lies
-# anywhere in the crop.
+# Number of random slices of the region in which a boundary is looked for; if none has one, the
+# patch lies anywhere in the crop.
 BOUNDARY_TRIES = 8
 # Smallest share of the body's slices that is cut out as a scan of its own.
 LEAST_SLAB = 0.15
@@ -65,8 +65,8 @@ class _Organ(NamedTuple):
     """A region or label in which a boundary is looked for.
 
     Attributes:
-        box: Its tight box on the grid of the cache.
-        values: Its label values.
+        box: Tight box of the region or label on the grid of the cache.
+        values: Label values of the region, or the value of the label.
     """
 
     box: VoxelBox
@@ -91,7 +91,7 @@ class _Scan(NamedTuple):
     task: Task
 
     def part(self, axis: int, first: int, stop: int) -> "_Scan":
-        """Take slices (axis 0) or columns (axis 2) first to stop - 1, as if these were the scan."""
+        """Take slices (axis 0) or columns (axis 2), `first` to `stop - 1`, as if they were all."""
         starts = [0, 0, 0]
         stops = list(self.grid.shape)
         starts[axis] = first
@@ -141,18 +141,19 @@ class _Scan(NamedTuple):
         # `stack` would copy a single channel.
         stacked = torch.stack(channels) if len(channels) > 1 else channels[0][None]
         if is_on_grid:
-            labels = torch.from_numpy(crop_padded(self.labels, crop.box, 0))
+            labels = torch.from_numpy(crop_padded(self.labels, crop.box, outside=0))
         else:
             labels = resample_labels(
                 self.labels, self.grid, crop.grid, self.task.num_values, slices_go_on=True
             )
-        return stacked, erase_outside(labels, crop, 0)
+        return stacked, erase_outside(labels, crop, outside=0)
 
 
 class Samples(Dataset[Sample]):
     """Samples of one stage for training or validation; sample n depends on (seed, n) alone.
 
-    A sample of the coarse stage is a whole scan or a patch of it, one of the fine stage a region.
+    A sample of the coarse stage is a whole scan or a part of it, a sample of the fine stage the
+    crop of a region or a patch of it.
     Samples 0 … len-1 go once through all items (cases, or pairs of a case and a region that it has)
     in a random order, the next len samples in another random order, and so on without end. Regions
     on the patient's right are mirrored along x, so that all look like left ones. The target of a
@@ -170,7 +171,7 @@ class Samples(Dataset[Sample]):
         weights: How often each case is drawn in relation to the others, > 0; None draws all
             equally.
         train_trust: Take only regions whose reference has one of these trusts; in the coarse stage
-            only cases whose regions all have one or are absent. None takes all.
+            only cases whose regions all have one of them or are absent. None takes all.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
@@ -207,7 +208,8 @@ class Samples(Dataset[Sample]):
         if cases and not self.items:
             raise UserError(self._no_items(cases, train_trust))
         if weights is None:
-            # Not equal weights, which would draw other random numbers, and so another order.
+            # Not a list of equal weights, which would draw other random numbers, and so another
+            # order.
             self.weights = normalised_weights(None, len(self.items))
         else:
             self.weights = normalised_weights(item_weights, len(self.items))
@@ -296,7 +298,7 @@ class Samples(Dataset[Sample]):
                     # Mirrored, the old stop becomes the new start.
                     inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
-                # Also cuts what was read beyond the crop.
+                # `apply` also cuts off what was read beyond the crop.
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
                 num_scanned = len(self.task.channels)
@@ -332,7 +334,7 @@ class Samples(Dataset[Sample]):
     def _region_classes(self, labels: Tensor, region: Region) -> Tensor:
         """Map label values to the classes 1, 2, … of a region; the ignore label stays.
 
-        The classes of helper labels follow those of the largest region.
+        The classes of helper labels follow those of the region with the most labels.
         """
         values = list(self.task.region_values(region))
         # Class of each label value. Values of other regions become background, 0.
@@ -348,7 +350,8 @@ class Samples(Dataset[Sample]):
     def _draw_intensities(self, case: CachedCase, rng: np.random.Generator) -> list[Intensity]:
         """Make the intensity map of each channel.
 
-        It is that of the channel's window, which the augmentation moves, or that of the case.
+        It comes from the channel's window, which the augmentation moves, or, without a window, from
+        the case.
         """
         intensities = []
         for channel, intensity in zip(self.task.channels, case.intensities, strict=True):
@@ -381,7 +384,7 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             crop = Crop(scan.grid, body)
         else:
-            # Without a generator, the spacing is not varied. It is drawn before the slab.
+            # Without a generator, the spacing is not varied; with one, it is drawn before the slab.
             jitter_rng = rng if self.jitter else None
             spacing_mm = self.crops.spacing_mm(case, jitter_rng)
             scan, body = self._cut_slab(scan, body, rng)
@@ -441,7 +444,7 @@ class Samples(Dataset[Sample]):
     def _choose_region(
         self, case: CachedCase, region: Region, rng: np.random.Generator
     ) -> tuple[_Scan, Crop]:
-        """Choose the crop of the region, a patch of it, or one from elsewhere."""
+        """Choose the crop of the region, a patch of it, or a crop from elsewhere in the scan."""
         jitter_rng = rng if self.jitter else None
         crop = self.crops.crop(case, region, jitter_rng)
         if rng.random() < (self.stage.elsewhere_share or 0.0):
@@ -553,7 +556,7 @@ class Samples(Dataset[Sample]):
                 continue
             y, x = candidates[rng.integers(len(candidates))]
             cache_voxel = (z, search_box.start[1] + int(y), search_box.start[2] + int(x))
-            # From indices of the cache's grid to those of the lattice.
+            # Indices of the cache's grid become those of the lattice.
             axis_maps = case.grid.axis_map_to(crop.lattice)
             voxel = []
             for index, (scale, offset) in zip(cache_voxel, axis_maps, strict=True):
@@ -688,8 +691,8 @@ def collate(
         return stacks
     # The shape of the first is that of all.
     shape = network_size(samples[0]["target"].shape, multiple)
-    images = [pad_at_end(sample["image"], shape, AIR) for sample in samples]
-    targets = [pad_at_end(sample["target"], shape, 0) for sample in samples]
+    images = [pad_at_end(sample["image"], shape, outside=AIR) for sample in samples]
+    targets = [pad_at_end(sample["target"], shape, outside=0) for sample in samples]
     inside = [sample["inside"] for sample in samples]
     regions = [sample["region"] for sample in samples]
     batch: dict[str, Any] = {

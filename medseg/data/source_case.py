@@ -147,8 +147,8 @@ def _summarise(
         task: Labels and regions.
         facts: Histogram of the image.
         findings: All findings.
-        is_hu: Whether the values are HU. Without, the audit has no thumbnail and no profile, and
-            the case is not searched for near copies.
+        is_hu: Whether the values are HU. If not, the audit has no thumbnail and no profile, and the
+            case is not searched for near copies.
     """
     volumes_ml: dict[str, float] = {}
     if labels is not None:

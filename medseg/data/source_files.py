@@ -48,7 +48,7 @@ def files_of(path: Path) -> list[Path]:
     if masks and next(dicom_files(path), None) is None:
         return masks
     if path.exists():
-        # Called for its refusal of what is no image.
+        # Called only because it refuses what is no image.
         input_format(path)
     if path.is_dir() or is_dicomdir(path):
         # A DICOMDIR is the index of all files in and below its folder.
@@ -100,7 +100,7 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
 
     Args:
         path: The source.
-        files: Its files, where they are not those of `files_of`.
+        files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)
     description = {
@@ -120,7 +120,7 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
     Args:
         path: The source; it may have moved since.
         recorded: Result of `fingerprint`.
-        files: Its files, where they are not those of `files_of`.
+        files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)
     # A file that is renamed keeps its size and time.

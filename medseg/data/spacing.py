@@ -38,8 +38,8 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     channels = make_task(task).channels
     spacings_mm = []
     for case in cases:
-        # A 4D file holds all channels, and `images` repeats it once a channel: the header reader
-        # expects as many volumes as the file is listed.
+        # A 4D file holds all channels, and `images` repeats it for each channel. The header reader
+        # checks that the file has as many volumes as channels.
         num_volumes = case.images(len(channels)).count(case.image)
         grid = read_grid(case.image, case.series, channels[0].modality, num_volumes)
         spacings_mm.append(oriented_grid(grid).spacing_mm)

@@ -21,8 +21,8 @@ SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 IMAGE = "image"
 LABEL = "label"
 # A transform is tried on a probe, a sample of four labelled blocks, with this many random
-# generators. Interpolation between two blocks, or a block and the background, seldom gives one of
-# these values.
+# generators. `PROBE_VALUES` are the labels of the blocks: interpolation between two of them, or one
+# and the background, seldom gives one of these values.
 NUM_PROBES = 24
 PROBE_SHAPE = (20, 24, 28)
 PROBE_VALUES = (50, 100, 150, 200)
@@ -36,8 +36,8 @@ class Transforms:
 
     Args:
         transforms: `WindowShift`, `Affine`, objects of `Effect`, and functions from a dictionary
-            with `image` (C, D, H, W) and `label` (1, D, H, W) to such a dictionary. One with a
-            method `set_random_state`, as MONAI's have, is seeded for each sample.
+            with `image` (C, D, H, W) and `label` (1, D, H, W) to such a dictionary. A function with
+            a method `set_random_state`, as MONAI's have, is seeded for each sample.
 
     Raises:
         ValueError: If there are several objects of `Affine`.
@@ -62,7 +62,7 @@ class Transforms:
         return window_hu
 
     def draw_warp(self, rng: np.random.Generator, spacing_mm: Spacing) -> Warp | None:
-        """Draw the affine resampling of a sample; None without one."""
+        """Draw the affine resampling of a sample; None where it is not resampled."""
         return self.affines[0].draw(rng, spacing_mm) if self.affines else None
 
     def alter(
@@ -82,7 +82,7 @@ class Transforms:
             spacing_mm: See `Effect`.
             num_scanned: Channels that a scanner made, the first ones; those after them, such as the
                 coarse channel, only follow transforms that move voxels or cut the field of view.
-                None: all.
+                None: all channels.
         """
         for transform in self.transforms:
             # These have acted while the sample was read.

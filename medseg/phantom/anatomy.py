@@ -128,11 +128,11 @@ class Patient:
         apex_z_mm: Top of the lungs.
         dome_z_mm: Key of `SIDES` to the top of the diaphragm in that half of the chest.
         recess_mm: How far the space between diaphragm and ribs reaches below the dome.
-        width: Transverse shape of the chest, about 1.
-        depth: Sagittal shape of the chest, about 1.
+        width: Factor of the transverse size of the chest, about 1.
+        depth: Factor of the sagittal size of the chest, about 1.
         heart_xyz_mm: Middle of the heart.
-        heart_size: Size of the heart, about 1.
-        tube_size: Size of vessels and airways, about 1.
+        heart_size: Factor of the size of the heart, about 1.
+        tube_size: Factor of the radii of vessels and airways, about 1.
         shift_x_mm: Shift of the mediastinum towards a missing lung.
         gap_mm: Half thickness of the tissue between the lungs in front of the heart.
         muscle_mm: Muscle outside the ribs.
@@ -210,7 +210,7 @@ def by_level(table: Table, z_mm: Field) -> list[Field]:
     Returns:
         One array of the shape of `z_mm` per column, in mm.
     """
-    # Monotone between the rows: unlike a spline, it makes no bulges.
+    # The curves are monotone between the rows: unlike splines, they make no bulges.
     curves = PchipInterpolator(table[:, 0], table[:, 1:])
     values = curves(np.clip(z_mm, table[0, 0], table[-1, 0])).astype(np.float32)
     return list(np.moveaxis(values, -1, 0))
@@ -264,7 +264,7 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
         cavity = within(
             halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm
         )
-        # Without the mediastinum, the abdomen, and bone with 1 mm around it.
+        # The mediastinum, the abdomen, and bone with 1 mm around it are taken out of the cavity.
         cavity = intersection(cavity, -mediastinum, 5)
         cavity = intersection(cavity, -body["abdomen"], 2.5)
         cavity = within(cavity, 1 - body["bone"])

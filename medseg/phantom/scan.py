@@ -14,7 +14,8 @@ from medseg.phantom.shapes import Field, Points
 from medseg.phantom.spec import VIEWS, PhantomSpec
 from medseg.phantom.tissue import draw_noise, draw_planes
 
-# Smaller pieces of a lung, cut off its thin edges by the voxel grid, are removed.
+# Pieces of a lung that are smaller than this are removed: the voxel grid cuts them off its thin
+# edges.
 _MIN_PIECE_ML = 1.0
 # Number of points that are drawn at a time: few enough for the processor's cache.
 _NUM_POINTS = 200_000
@@ -76,7 +77,8 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         hu, lung_share, organ_share, airway_share = fields
         noisy_hu = [add_noise(plane, spec, rng) for plane in hu]
         image[slices] = np.rint(noisy_hu)
-        # The right lung and the spine have negative shares, see `draw_planes`.
+        # The right lung and the spine have negative shares, see `draw_planes`. The values are those
+        # of `PHANTOM_LABELS`.
         labels[slices] = np.select([lung_share > 0.5, lung_share < -0.5], [1, 2])
         organs[slices] = np.select(
             [organ_share > 0.5, organ_share < -0.5, airway_share > 0.5], [3, 4, 5]
@@ -85,7 +87,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         is_outside = _is_outside_circle(spec.matrix)
         for array, value in ((image, spec.padding_hu), (labels, 0), (organs, 0)):
             array[:, is_outside] = value
-    # After the padding, which may cut a lung into pieces.
+    # This follows the padding, which may cut a lung into pieces.
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
     # Both maps have the same values for the lungs. A voxel of a lung and of another organ becomes
     # the lung's.
@@ -95,7 +97,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         np.flip(image, flipped_axes).copy(),
         np.flip(labels, flipped_axes).copy(),
         np.flip(organs, flipped_axes).copy(),
-        grid.reoriented((0, 1, 2), spec.flips),
+        grid.reoriented(order=(0, 1, 2), flips=spec.flips),
     )
 
 

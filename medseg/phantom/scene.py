@@ -33,8 +33,8 @@ _SHARED_INDEX = 2**32 - 1
 # Half axes of a mean body, as a share of those of the scan: the middle of the range in
 # `make_scene`.
 MEAN_BODY_SHARE = 0.83
-# Factor by which the volume of an ellipsoid stays inside its plausible range: the uneven surface of
-# the organ changes it.
+# Factor by which the volume of an ellipsoid stays away from the ends of its plausible range, since
+# the uneven surface of the organ changes the volume.
 MARGIN = 1.3
 # Number of random points that are compared for the centre of an organ.
 _NUM_CANDIDATES = 2000
@@ -126,7 +126,8 @@ def make_scene(
         radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body.radii_xyz_mm)
         organs.append(organ._replace(radii_xyz=radii_xyz))
     if spec.ignore_label is not None:
-        # Looks like the body. It is the last organ, so its value covers those of the others.
+        # A region that looks like the body. It is the last organ, so its value covers those of the
+        # others.
         ignored = Organ(
             value=spec.ignore_label,
             sign=1,
@@ -161,8 +162,8 @@ def _draw_channel(
     organs: Sequence[Organ],
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8]]:
     """Draw the image and the labels of one channel, (D, H, W) each."""
-    # The same noise in each channel: the surfaces of the organs coincide.
-    wave = SmoothNoise(spec.rng("waves"), 38).at(points)
+    # Each channel has the same noise, so that the surfaces of the organs coincide.
+    wave = SmoothNoise(spec.rng("waves"), grain_mm=38).at(points)
     contrast = np.zeros(points.shape, np.float32)
     labels = np.zeros(points.shape, np.uint8)
     for organ in organs:
@@ -194,7 +195,7 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
         return (1040 + 300 * contrast) * inside - 1000 + 12 * rng.standard_normal(points.shape)
     # The unit is arbitrary, so that it differs from scan to scan.
     unit = np.exp(rng.normal(np.log(300), 0.5))
-    bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), 160).at(points))
+    bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), grain_mm=160).at(points))
     # The scanner gives the magnitude of a complex signal with noise in both parts.
     real, imaginary = 0.05 * rng.standard_normal((2, *points.shape))
     return np.asarray(unit * np.hypot(np.exp(0.9 * contrast) * bias * inside + real, imaginary))
@@ -206,7 +207,7 @@ def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
     lowest_ml, highest_ml = organ.volume_ml
     margin = MARGIN
     if lowest_ml > 0:
-        # Of a range too narrow for the margin on both sides, only its geometric mean is left.
+        # A range too narrow for the margin on both sides leaves only its geometric mean.
         margin = min(MARGIN, math.sqrt(highest_ml / lowest_ml))
     plausible_ml = min(max(volume_ml, lowest_ml * margin), highest_ml / margin)
     return (plausible_ml / volume_ml) ** (1 / 3)
@@ -261,7 +262,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
         # the organ and the body.
         needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
-        # As large as all organs may be, or as this one must be, but with a gap to its neighbours.
+        # As large as any organ may be, or as this one must be if that is more, but with a gap to
+        # its neighbours.
         radius = min(max(largest, needed), 0.9 * room)
         radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
@@ -295,7 +297,7 @@ def _find_room(
     """
     # Only the left half is searched: what is free there is free for the mirror image too.
     points = rng.uniform((0, -0.75, -0.75), 0.75, (_NUM_CANDIDATES, 3))
-    # To the surface of the body, to the mirror plane, and to each organ.
+    # Distances of the points to the surface of the body, the mirror plane, and each organ.
     distances = [1 - np.linalg.norm(points, axis=1)]
     if is_mirrored:
         distances.append(points[:, 0])

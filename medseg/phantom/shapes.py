@@ -77,13 +77,13 @@ def ellipse(u: Field, v: Field, half_u: Field | float, half_v: Field | float) ->
 def ellipsoid(points: Points, centre_xyz_mm: ArrayLike, radii_xyz_mm: ArrayLike) -> Field:
     """Measure an ellipsoid: its approximate distance, close near the surface.
 
-    With level = sqrt(Σ ((x - centre) / radius)²), which is 1 on the surface, it is
-    (level - 1) / |gradient of level|.
+    With level = sqrt(Σ ((x - centre) / radius)²), which is 1 on the surface, the
+    distance is (level - 1) / |gradient of level|.
     """
     centre = np.asarray(centre_xyz_mm, np.float32)
     radii = np.asarray(radii_xyz_mm, np.float32)
-    # The gradient of level is sqrt(slope) / level, where slope = Σ (x - centre)² / radius⁴. It
-    # begins with a small number, because the centre has no slope to divide by.
+    # The gradient of level is sqrt(slope) / level, where slope = Σ (x - centre)² / radius⁴. The
+    # sum begins with a small number, because the centre has no slope to divide by.
     square: Any = 0
     slope: Any = 1e-6
     for coordinates, middle, radius in zip(points, centre, radii, strict=True):
@@ -220,7 +220,7 @@ class SmoothNoise:
             size = np.sqrt((weights**2).sum(axis=1, keepdims=True))
             # Far beyond the lattice all weights are zero, and so is the noise.
             weights /= np.maximum(size, 1e-150)
-            values = np.tensordot(values, weights.astype(np.float32), (0, 1))
+            values = np.tensordot(values, weights.astype(np.float32), axes=(0, 1))
         return values
 
 

@@ -13,7 +13,7 @@ PHANTOM_LABELS: dict[int | str, str] = {
     4: "spine",
     5: "airway",
 }
-"""Values in the `organs` maps."""
+"""Value in the label maps `organs` of chests to name of the structure."""
 SIDES = {1: "left", -1: "right"}
 """Side of the patient by the sign of x, which increases towards the left (LPS)."""
 
@@ -235,10 +235,11 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         values["tilt_deg"] = tuple(rng.normal(0, 4, 3).tolist())
 
     # In 8 % of the cases the scan is centred on one half of the chest, in finer pixels.
-    off_centre_mm = _draw_trait(rng, 0.08, 55, 80)
+    off_centre_mm = _draw_trait(rng, share=0.08, low=55, high=80)
     if rng.random() >= 0.5:
         off_centre_mm = -off_centre_mm
-    # Replaced after the draws: those that follow are the same as for any other case.
+    # Cases 0 and 1 are changed only after these draws, so that the draws that follow are the same
+    # as for any other case.
     if index < 2:
         values |= {"view": "whole", "missing_lung": None}
         off_centre_mm = 0.0

@@ -212,7 +212,7 @@ def paint_abdomen(slab: Slab, patient: Patient, body: Fields) -> None:
     spec = patient.spec
     points = slab.points
     tissue = slab.tissue
-    # Only speed: planes above the diaphragm show nothing of the abdomen.
+    # This only saves time: planes above the diaphragm show nothing of the abdomen.
     if points.z.min() > patient.landmark_z_mm("dome") + 10:
         return
     # All of the abdomen as muscle, 3 mm away from the spine; what lies 3 mm deeper is fat, which

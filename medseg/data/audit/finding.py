@@ -18,7 +18,7 @@ class Kind(NamedTuple):
     Attributes:
         severity: Its consequence.
         message: Format of the sentence: a clause without a capital and without a full stop.
-        cure: Format of the advice, likewise; empty if there is none.
+        cure: Format of the advice, a clause like the message; empty if there is none.
     """
 
     severity: Severity
@@ -340,15 +340,15 @@ class CaseAudit:
     """Measurements and findings of one case.
 
     Attributes:
-        grid: Grid of the scan as it was made, oriented.
-        hu: `min`, `p01`, `p50`, `p99`, `max` of the image in HU (the first channel as it is, if it
-            is no CT).
+        grid: Grid of the oriented scan, before any resampling.
+        hu: `min`, `p01`, `p50`, `p99`, `max` of the first channel, in HU if it is a CT, else in its
+            own unit.
         voxels_sha256: Hash of the voxels; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
         thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if
             it is no CT.
         profile: Areas of tissues along the body in mm², see `medseg.data.audit.tissue_profile`;
-            empty if it is no CT, or a short one.
+            empty if it is no CT, or too short a one.
         findings: All findings, those that the case ignores included.
     """
 

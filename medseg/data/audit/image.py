@@ -28,9 +28,9 @@ SPIKE_REACH = 25  # distance up to which a value is nearby, in HU
 MAX_SPIKES = 4
 
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
-PADDING_SHARE = 0.001  # least share of voxels below it that is reported
-# Least share of a spike that is reported: of a constant inside the range of tissue, and at the
-# lowest value.
+PADDING_SHARE = 0.001  # padding is reported if it is at least this share of the voxels
+# Two kinds of spikes are reported if they hold at least this share of the voxels: a constant inside
+# the range of tissue, and one at the lowest value.
 SPIKE_REPORT_SHARE = 0.01
 # Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it,
 # air and organs full of it.
@@ -38,7 +38,7 @@ SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
 FAT_HU = -50  # every CT shows fat or air below
-OFFSET_HU = 1024
+OFFSET_HU = 1024  # by which values may be stored too high or too low
 # Least share of soft tissue. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about
 # 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
@@ -60,7 +60,8 @@ USUAL_WINDOW_HU = (-1250, 250)
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
-# The same with a scanner's padding as the lowest value, to the rounding of a stored number.
+# Lowest values where they are a scanner's padding, divided too. DIVIDED_ROUNDING allows for the
+# rounding of a stored number.
 DIVIDED_PADDINGS = (-2.048, -3.024)  # -2048 and -3024 HU
 DIVIDED_ROUNDING = 5e-4
 # Scanners clip air at -1024: a spike at the lowest value is normal up to here.
@@ -95,7 +96,7 @@ class ImageFacts:
         share_up_to = np.cumsum(self.counts) / self.counts.sum()
         figures = {"min": self.low_hu}
         for percent in (1, 50, 99):
-            # The first value up to which there are at least so many voxels.
+            # The first value up to which there is at least this share of the voxels.
             figures[f"p{percent:02d}"] = int(np.searchsorted(share_up_to, percent / 100)) - ZERO
         figures["max"] = self.high_hu
         return figures
@@ -235,7 +236,7 @@ def check_channels(
         images: Image (D, H, W) of each channel; a CT in HU.
         modalities: Modality of each.
         is_owned: Whether the images may be changed in place; otherwise an image in which something
-            is replaced is copied before.
+            is replaced is copied first.
     """
     images = list(images)
     fill_findings = []
@@ -251,7 +252,7 @@ def check_channels(
         share = replace_fill(images[number], fill)
         finding = find("padding:replaced", share=share, value=fill, air=AIR_HU)
         fill_findings.append(_of_channel(finding, number))
-    # Measured again, since the fill no longer counts.
+    # All channels are measured after the replacement, so that the fill does not count.
     facts = [measure_image(image) for image in images]
     return CheckedChannels(images, facts, fill_findings + audit_channels(facts, modalities))
 
@@ -279,7 +280,8 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
 def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> list[Finding]:
     """Check the values of all channels.
 
-    Those of a CT are checked as by `audit_image`, others only for holding more than one value.
+    A CT is checked by `audit_image`; a channel of another modality must only hold more than one
+    value.
 
     Args:
         channels: Histogram of each channel.
@@ -325,8 +327,8 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     has_moved_air = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE
     is_moved_down = _is_soft_at(tissue, -OFFSET_HU) and not _is_soft_at(tissue, 0)
     if has_moved_air and is_moved_down:
-        # The offset moves air to about -2048, and with its noise no lower than this: values below
-        # come from another scale or modality.
+        # The offset moves air to about -2048, with its noise down to `lowest_air_hu`: values below
+        # that come from another scale or modality.
         lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
         far_share = share_of(tissue, -np.inf, lowest_air_hu)
         if far_share >= TISSUE_SHARE:
@@ -403,7 +405,7 @@ def _scaled_ends(low: float, high: float) -> tuple[float, float]:
 def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it.
 
-    There are enough voxels, and no fewer than in the gap below soft tissue.
+    The moved range of soft tissue holds enough voxels, and no fewer than the moved gap below it.
     """
     soft_share = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
     gap_share = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)

@@ -36,7 +36,7 @@ GRID_TOLERANCE_MM = 0.1
 Rounded decimals and float32 directions differ by less, and it is a small part of any voxel.
 """
 
-MAX_LISTED = 10  # unknown values in a message
+MAX_LISTED = 10  # most unknown values that a message lists
 
 BODY_HU = -500  # the body is denser than this, air and organs full of it are not
 # Padding lies below FIELD_HU. A region is cut by the round field of view if FIELD_CM2 of its
@@ -58,7 +58,7 @@ def audit_grids(
         stored_shapes: Shapes of image and label map in storage order.
 
     Returns:
-        Nothing where the corners agree within `GRID_TOLERANCE_MM`.
+        One finding; none where the corners agree within `GRID_TOLERANCE_MM`.
     """
     if label_grid.is_close(image_grid, GRID_TOLERANCE_MM):
         return []
@@ -100,8 +100,8 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
         spacing = times(label_grid.spacing_mm)
         image_spacing = times(image_grid.spacing_mm)
         clauses.append(f"its spacing is {spacing} mm, the image's {image_spacing} mm")
-    # The columns of a direction are the unit vectors of the axes: the dot product of two is the
-    # cosine of their angle. The axis that is turned most counts.
+    # The columns of a direction are the unit vectors of the axes: the dot product of one column in
+    # both grids is the cosine of the angle between their axes. The axis that is turned most counts.
     cosines = (np.array(label_grid.direction) * np.array(image_grid.direction)).sum(axis=0)
     angle_deg = float(np.degrees(np.arccos(np.clip(cosines.min(), -1, 1))))
     if angle_deg > 0.1:
@@ -134,7 +134,7 @@ def map_values(
         Label map uint8 with unknown values as background (the input itself if nothing changes), and
         the findings.
     """
-    # Plane by plane: to find the values of all at once would sort a copy of the label map.
+    # Plane by plane: to find the values of all planes at once would sort a copy of the label map.
     values: set[int] = set()
     for plane in labels:
         values.update(_values_of(plane))
@@ -218,7 +218,8 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
         tight_mask = mask[box_in_crop.slices()]
         box = box_in_crop.shifted(labels_box.start)
         centre = []
-        # From the counts along each axis: the indices of all voxels would take far more memory.
+        # The counts along each axis are enough: the indices of all voxels would take far more
+        # memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
             counts = tight_mask.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))
@@ -468,8 +469,8 @@ def _contact_mm2(
     labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
 ) -> float:
     """Measure the area over which the voxels of two regions are neighbours."""
-    # Two neighbours, one of each region, both lie in each of the two boxes once these are a voxel
-    # larger: only their intersection is searched.
+    # Where voxels of the two regions are neighbours, both voxels lie in both boxes, enlarged by one
+    # voxel: only the intersection of these is searched.
     left_box = left.box.expanded((1, 1, 1))
     shared_box = left_box.intersect(right.box.expanded((1, 1, 1)))
     cropped_labels = labels[shared_box.clipped(labels.shape).slices()]
@@ -542,7 +543,7 @@ def audit_vanished(
     """Find regions that resampling has removed; in a task without regions, labels.
 
     Args:
-        volumes_ml: Volume of each label before, in ml.
+        volumes_ml: Volume of each label before resampling, in ml.
         boxes: Boxes of the regions, or labels, that still have voxels.
         task: Labels and regions.
         spacing: The spacing in mm, for the sentence.

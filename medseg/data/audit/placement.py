@@ -121,7 +121,7 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
     """
     shifts = []
     for axis in range(3):
-        # Lines of all voxels along the axis, of which there is one every STEP_MM.
+        # Every voxel along the axis, on lines that lie STEP_MM apart.
         steps = [max(1, round(STEP_MM / step_mm)) for step_mm in grid.spacing_mm]
         steps[axis] = 1
         sampling = tuple(slice(None, None, step) for step in steps)
@@ -129,10 +129,11 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         is_labelled = np.moveaxis(labels[sampling] != 0, axis, -1)
         before_face = is_labelled[..., :-1]
         behind_face = is_labelled[..., 1:]
-        # In voxels along the axis, 0 where no shift is found.
+        # The shifts are in voxels along the axis, 0 where none is found.
         shift_in = _edge_shift(lines_hu, behind_face & ~before_face)
         shift_out = _edge_shift(lines_hu, before_face & ~behind_face)
-        # Both edges must have moved by the same number of voxels, within MIN_SHIFT.
+        # Both edges must have moved the same way, by numbers of voxels that differ by MIN_SHIFT at
+        # most.
         is_same_way = shift_in * shift_out > 0 and abs(shift_in - shift_out) <= MIN_SHIFT
         shift = round((shift_in + shift_out) / 2)
         shift_mm = abs(shift) * grid.spacing_mm[axis]
@@ -229,5 +230,5 @@ def _fit(labels: np.ndarray, image_hu: np.ndarray, moves: list[int]) -> float:
             num_beside += num_moved
     mean_hu = sum_hu / max(1, num_faces)
     mean_beside_hu = sum_beside_hu / max(1, num_beside)
-    # At least 1 HU: an image that is constant there must not make any label fit.
+    # At least 1 HU: an image that is constant at the moved faces must not make any label fit.
     return mean_hu / max(1.0, mean_beside_hu)

@@ -96,8 +96,8 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
     if (differences_mm2 > NEAR_MEDIAN * larger_medians_mm2).any():
         return math.inf
     distances = []
-    # All shifts with enough overlap. The second profile begins `shift` steps after the first; a
-    # negative shift is before it.
+    # All shifts with enough overlap. The second profile begins `shift` steps after the first, or
+    # before it where the shift is negative.
     for shift in range(min_overlap - len(second), len(first) - min_overlap + 1):
         first_part = first[max(0, shift) :]
         second_part = second[max(0, -shift) :]

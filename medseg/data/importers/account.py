@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from medseg.io.inputs import leads_nowhere, volume_suffix
 
-# Names in a row of the closing table.
+# Most names in a row of the closing table.
 MAX_NAMES = 3
 # Keys of a row of the closing table and the headings of their columns, which are the same.
 COLUMNS = {"what": "what", "number": "number", "became": "became", "why": "why", "names": "names"}
@@ -70,6 +70,7 @@ class Account:
         self.original_names: dict[str, str] = {}
         # Absolute paths, in which links are not followed.
         self._claimed: set[str] = set()
+        # Absolute path of a file or folder to the reason why it is left out.
         self._reasons: dict[str, str] = {}
 
     def use(self, kind: Kind, name: str, why: str = "") -> None:
@@ -139,7 +140,7 @@ class Account:
         """
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)
-        # A link is a file to us, unless cases lie behind it: links may form a circle.
+        # A link counts as a file, unless claimed files lie behind it: links may form a circle.
         is_closed_link = os.path.islink(path) and not self._claims_below(path)
         if is_closed_link or not os.path.isdir(path):
             yield path, is_claimed, why

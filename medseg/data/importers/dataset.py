@@ -22,9 +22,9 @@ from medseg.wording import first_few
 WORD_BREAK = re.compile(r"[\s_.-]+")
 # Word in the name of a structure, in small letters, to the side that it names.
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
-# Label maps have one byte for each voxel.
+# Label maps of the task have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
-# Air to dense bone: a data set does not say which tissue it is about.
+# Window of a CT, from air to dense bone: a data set does not say which tissue it is about.
 WINDOW_HU = (-1000.0, 1000.0)
 # Words in the name of a channel that mean MR, many of them sequences.
 MR_WORDS = frozenset(
@@ -55,7 +55,7 @@ LabelMembers = dict[str, list[int | str]]
 Structures = Mapping[str, Sequence[int | str]]
 """Case name to the structures in its files, each by its name or its value; a name may repeat."""
 
-# Names of cases or files in a message; the others are counted.
+# Most cases or files that a message names; the others are counted.
 MAX_NAMED = 3
 DICOM = "dicom"
 UNFIT_NAME = "cannot name a label, which has letters, digits, _ and -"
@@ -68,7 +68,7 @@ class DataSet:
     Attributes:
         format: Name of the layout.
         name: Name of the task.
-        cases: Cases by name.
+        cases: Cases, with and without labels.
         labels: Labels of the task with their members.
         channels: Channels of the task.
         background: Further names in the files with their members, which become background.
@@ -164,7 +164,7 @@ class DataSet:
         for case in self.cases:
             trust = dict(case.trust)
             names = self._compared_names.get(case.name)
-            # Without labels or with a label map, nothing is known of its structures.
+            # Nothing is known of the structures of a case without labels or with a label map.
             if names is not None:
                 for label, members in self.labels.items():
                     if names.isdisjoint(map(_compared_name, members)):
@@ -245,7 +245,7 @@ class DataSet:
             items.append(Item(Kind.label, IGNORE, Fate.used, why))
         if self.structures is None:
             why = "prepare reads the voxels and refuses a value that is not named here"
-            # A note, which counts nothing.
+            # A note: with number=0 it adds nothing to the count of its row.
             items.append(Item(Kind.label, "", Fate.used, why, number=0))
         return items
 
@@ -255,8 +255,8 @@ class DataSet:
         num_present = num_cases - len(self._cases_without(member))
         where = f"in {num_present} of {num_cases} cases"
         if num_present < num_cases:
-            # Otherwise the import would have been refused. This is said of the structure; its label
-            # is only absent if none of its structures is there, see `state_absence`.
+            # Otherwise `require_structures` would have refused the import. The sentence is about
+            # this structure; its label is absent in a case only if none of its structures is there.
             where += ", stated as absent in the others"
         name = _display_name(member, label)
         if num_members > 1:
@@ -264,7 +264,7 @@ class DataSet:
         return Item(Kind.structure, name, Fate.used, where)
 
     def _spelling_items(self) -> list[Item]:
-        """List the structures of one file that become one: their names agree by `plain_name`."""
+        """List the names in one file that are one structure, since they agree by `plain_name`."""
         items = []
         why = "several of one name in a file are one structure"
         for case, names in (self.structures or {}).items():
@@ -289,13 +289,13 @@ class DataSet:
             f"where labels overlap, the last of {', '.join(self.labels)} counts; "
             "prepare counts these voxels"
         )
-        # A note, which counts nothing.
+        # A note: with number=0 it adds nothing to the count of its row.
         return [Item(Kind.structure, "", Fate.merged, why, number=0)]
 
     def task(self) -> dict[str, Any]:
         """Make the groups `task` and `data` of the configuration, in plain types.
 
-        Regions are made if every label has a side; a task with other labels has one stage.
+        Regions are made if every label has a side; without regions, the task has one stage.
         """
         # New values 1, 2, …, which `data.label_values` maps from those of the files.
         labels = {name: value for value, name in enumerate(self.labels, start=1)}
@@ -309,7 +309,8 @@ class DataSet:
         for name, members in {**self.labels, **self.background}.items():
             label_values[name] = members[0] if len(members) == 1 else members
         if self.ignore is not None:
-            # The value of the files stays if it lies above those of the labels and fits a byte.
+            # The ignored value of the files stays if it lies above the new values of the labels and
+            # fits a byte.
             keeps_value = len(labels) < self.ignore <= MAX_IGNORE_LABEL
             if keeps_value:
                 task["ignore_label"] = self.ignore
@@ -376,7 +377,7 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
 
     Raises:
         UserError: If a name is not in the data set, none is chosen, a label would consist of
-            nothing, or one of a list is a value or a structure that cannot name a label.
+            nothing, or a list names a label by a value or a structure that cannot name one.
     """
     groups = _groups_of(choice)
     known_members = set(itertools.chain.from_iterable(all_members.values()))
@@ -480,12 +481,12 @@ def check_dataset(data: DataSet, source: Path) -> DataSet:
         The data set with normalised names of patients; the account is changed in place.
 
     Raises:
-        UserError: If there is no case, two cases are the same, a name cannot name a file, or a file
-            is missing.
+        UserError: If there is no case, none has labels, two have one name or one scan, a name
+            cannot name a file, or a file is missing.
     """
     if not data.cases:
         raise UserError(f"{source}: the {data.format} data set has no case; check the folder.")
-    # As the reader of a case table does.
+    # Cases that `read_case_table` reads have their patients normalised, too.
     cases = tuple(replace(case, patient=normalise_name(case.patient)) for case in data.cases)
     data = replace(data, cases=cases)
     _check_names(data, source)
@@ -521,7 +522,7 @@ def _files_by_role(case: Case) -> dict[str, Path]:
 
 
 def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
-    """Enter the files of the cases, and all others at the same place.
+    """Enter the files of the cases in the account, and all others at the same place.
 
     Args:
         data: The data set, to whose account they are added.
@@ -529,7 +530,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
         source: Folder of the data set, or the file that lists its cases.
 
     Raises:
-        UserError: If the voxels that belong to a header are missing.
+        UserError: If the file with the voxels that belong to a header is missing.
     """
     root = Path(os.path.realpath(source if source.is_dir() else source.parent))
     for path in files:
@@ -647,7 +648,7 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
 def _use_of(case: Case, *, has_folds: bool) -> str | None:
     """Say in which part of a training a case is used; None if in none.
 
-    The mark in the column `split` counts before those of the folds.
+    A mark in the column `split` takes precedence over the folds.
     """
     suffix = "" if case.labels is not None else ", without labels"
     if case.split is not None:
@@ -727,7 +728,7 @@ def plain_name(name: str) -> str:
         ['spinal_cord', 'spinal_cord']
     """
     side, organ = side_of(safe_name(name))
-    # A label may keep its hyphens.
+    # `safe_name` keeps hyphens, since labels may have them; names are compared without.
     organ = "_".join(WORD_BREAK.split(organ)).casefold()
     if side is None:
         return organ
@@ -815,7 +816,7 @@ def require_pairs(
         labels_at: Folder of the labels.
 
     Raises:
-        UserError: With the name of the first.
+        UserError: With the first name that has no partner.
     """
     without_labels = sorted(set(images) - set(labels))
     if without_labels:

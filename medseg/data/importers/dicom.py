@@ -31,8 +31,8 @@ def import_dicom(folder: Path) -> DataSet:
     `plain_name` are one label.
 
     Raises:
-        UserError: If there are no labels, none of them has its series, two label one series, or the
-            series are of several modalities.
+        UserError: If there are no label files, none of them has its series, two of them label one
+            series, or the series are of several modalities.
     """
     catalogue = read_catalogue(folder)
     account = Account()
@@ -56,7 +56,7 @@ def import_dicom(folder: Path) -> DataSet:
     _account_series(catalogue, label_files, account)
     patients = {uid: _patient_name(series[uid], folder) for uid in label_files}
     _check_patients(patients, series)
-    # Labelled series of each patient, and those of them that have been named so far.
+    # Number of labelled series of each patient, and of those that have been named so far.
     counts = Counter(patients.values())
     numbers: Counter[str] = Counter()
     cases = []

@@ -101,7 +101,7 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         cases.append(Case(name, image, masks_at, patient=name, split=split_of.get(name)))
     for name in sorted(split_of.keys() - structures.keys()):
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
-    # The structures of any case: each need not be in all.
+    # All structures that any case has; a case may lack some of them.
     names = sorted(set(itertools.chain.from_iterable(structures.values())))
     labels = _merge_lobes(named_groups(names, account))
     # The file of a scan is called after its modality: `ct` or `mri`.
@@ -190,7 +190,7 @@ def import_luna16(folder: Path) -> DataSet:
     subsets are the folds.
 
     Raises:
-        UserError: If the masks are missing, or that of a scan, or a scan or a mask is there twice.
+        UserError: If there are no masks, a scan has none, or a scan or a mask is there twice.
     """
     account = Account()
     masks_at = folder / LUNA16_MASKS
@@ -270,7 +270,7 @@ def _mhd_files_by_uid(paths: Iterable[Path]) -> dict[str, Path]:
     The UID is the name of the file.
 
     Raises:
-        UserError: If one is there twice.
+        UserError: If two files have one UID.
     """
     files: dict[str, Path] = {}
     for path in sorted(paths):
@@ -397,7 +397,7 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
 def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     """Read the segments of each case; empty where no file names any.
 
-    Label maps of other programs may have the ending of 3D Slicer, too.
+    Label maps of other programs may have the ending of 3D Slicer, too, and name no segments.
 
     Raises:
         UserError: If some files name their segments and others do not.
@@ -432,8 +432,8 @@ def _slicer_groups(
     pairs = {(segment.name, segment.value) for segment in every_segment}
     num_values = len({segment.value for segment in every_segment})
     has_layers = any(segment.num_layers > 1 for segment in every_segment)
-    # As many names, values and pairs of both: each name has one value and each value one name. And
-    # as many labels: no name is another spelling of a second one.
+    # With as many pairs as names and values, each name has one value and each value one name. With
+    # as many labels, no name is another spelling of a second one.
     has_one_value_each = len(pairs) == len(segment_names) == num_values == len(labels_by_name)
     structures: dict[str, list[int | str]] = {}
     if has_layers or not has_one_value_each:
@@ -446,7 +446,7 @@ def _slicer_groups(
     labels_by_value: LabelMembers = {}
     for label, (segment_name,) in labels_by_name.items():
         labels_by_value[label] = [value_of_name[str(segment_name)]]
-    # In the order of the values.
+    # The labels are sorted by their values.
     return structures, dict(sorted(labels_by_value.items(), key=lambda item: item[1][0]))
 
 

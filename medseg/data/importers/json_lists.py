@@ -37,11 +37,11 @@ BACKGROUND = "background"  # name of the background among labels
 # A scan with values below this is a CT in HU: air is -1000, and MR has no negative values of this
 # size.
 CT_HU = -500
-# Each list of a datalist, and the split of its cases. None is an empty cell: the cases are trained
-# on, and folds may choose some of them for validation.
+# Key of each list of a datalist, and the split of its cases. None leaves the column `split` empty:
+# the cases are trained on, and folds may choose some of them for validation.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
-# Keys of an entry of these lists, and of dataset.json, that are read; all others are listed in the
-# closing table.
+# Keys that are read: of an entry of these lists, and of the two kinds of dataset.json. All others
+# are entered in the account as left out.
 ENTRY_KEYS = ("image", "label", "fold", "patient")
 NNUNET_KEYS = (
     "channel_names",
@@ -150,13 +150,15 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     channels_key = "modality" if is_first_version else "channel_names"
     channel_names = _names_in_order(field(about, channels_key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
-    # Compared with a list: the value in the file may be a list or a mapping, which has no hash.
+    # The keys of `SUFFIXES` are compared as a list: the value in the file may be a list or a
+    # mapping, which has no hash.
     if ending not in list(SUFFIXES):
         raise UserError(
             f"{path}: expected file_ending to be one of {', '.join(SUFFIXES)}, got {ending!r}; "
             "convert the files to one of them."
         )
-    # The reason for all files that no later step uses or explains better.
+    # The reason why files of these folders are left out, unless a later step uses them or gives a
+    # better reason.
     why = f"no file of a case that ends in {ending}"
     if "dataset" in about:
         why = "the key dataset does not name it"
@@ -339,7 +341,7 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
 def _check_count(about: Mapping[str, Any], key: str, count: int, account: Account) -> None:
     """Enter whether the number of cases that the file states is right.
 
-    It has no effect: the cases that are there count.
+    A wrong number does not change the import: the cases that are there count.
     """
     if key not in about:
         return
@@ -365,7 +367,7 @@ def import_msd(source: Path) -> DataSet:
     account = Account()
     account.claim(path)
     account.leave_out_keys(about, MSD_KEYS, path.name)
-    # This comes before the counts below: it refuses an entry of `LISTS` that is no list.
+    # `_entries` refuses what is no list; the counts below rely on it.
     entries = _entries(about, path, account)
     num_test = len(about.get("test", ())) + len(about.get("testing", ()))
     _check_count(about, "numTraining", len(about["training"]), account)
@@ -387,7 +389,7 @@ def import_msd(source: Path) -> DataSet:
         channels = [channel_of(name) for name in _names_in_order(modalities)]
     _check_channels(path, images, len(channels))
     if not channels:
-        # As many channels as an entry has files, all of the modality of the first.
+        # The task gets as many channels as an entry has files, all of the guessed modality.
         channel = channel_of(guess_modality(cases, notes))
         channels = [channel] * max(map(len, images), default=1)
     return DataSet(
@@ -404,7 +406,7 @@ def import_msd(source: Path) -> DataSet:
 
 
 Entries = list[tuple[str | None, dict[str, Any]]]
-"""Entries of the lists of a datalist: the split as in `LISTS`, and the mapping of the file."""
+"""Entries of a datalist: the split of each, as in `LISTS`, and its mapping in the file."""
 
 
 def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
@@ -453,7 +455,8 @@ def _msd_cases(
         account: Gets the folds that have no effect.
 
     Raises:
-        UserError: If a fold is no whole number, or a file has folds and a list of validation cases.
+        UserError: If a fold is no whole number, or the datalist has both folds and a list of
+            validation cases.
     """
     names = _case_names(path.parent, [files[0] for files in images])
     cases = []
@@ -589,7 +592,7 @@ def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
 
     Args:
         cases: The cases, whose label maps are read completely.
-        notes: Gets a sentence that says so.
+        notes: Gets a sentence that lists the values.
 
     Returns:
         Labels with the names `label_<value>`.
@@ -615,8 +618,8 @@ def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
     """Guess from the values of the first scan whether the scans are CT.
 
     Args:
-        cases: The cases, of which the first image is read.
-        notes: Gets a sentence that says so.
+        cases: The cases; only the image of the first is read.
+        notes: Gets a sentence about the guess.
 
     Returns:
         `ct` or `other`, the latter also for a data set without cases, which is refused later.
@@ -636,7 +639,7 @@ def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
 
 def _names_in_order(names_by_number: Mapping[str, Any]) -> list[str]:
     """List the names of channels in the order of their numbers, which are texts in JSON."""
-    # By length first: "10" comes after "9".
+    # Shorter texts come first, so that "10" follows "9".
     numbers = sorted(names_by_number, key=lambda number: (len(number), number))
     return [str(names_by_number[number]) for number in numbers]
 
@@ -647,7 +650,7 @@ def _images_by_case(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
     Raises:
         UserError: If the folder or a channel is missing, or a name has no number.
     """
-    # Case to the number of each channel to its file.
+    # Name of a case to its files by the number of the channel.
     files_of_case: dict[str, dict[int, Path]] = {}
     for name, path in _files_by_name(folder, raw.ending).items():
         match = re.fullmatch(r"(.+)_(\d{4})", name, re.ASCII)
@@ -718,14 +721,15 @@ def _label_groups(
     Args:
         named_values: Name to value or list of values; or value to name, as in the Decathlon.
         path: File, for messages.
-        account: Gets the regions that are divided.
+        account: Gets the regions that are divided, and the labels that are renamed or left out.
 
     Returns:
         Labels with their values, in the order of the values; further values of the background; and
         the value to ignore.
 
     Raises:
-        UserError: If a value is no whole number, or has several names.
+        UserError: If a value is no whole number, two names have the same values, or no label is
+            left beside the background.
     """
     members = _read_members(named_values, path)
     ignored = members.pop(IGNORE, ())
@@ -793,8 +797,8 @@ def _take_background(members: Members, path: Path, account: Account) -> LabelMem
 def _disjoint_groups(members: Members) -> LabelMembers:
     """Divide regions that overlap: values that belong to the same regions become one group.
 
-    A group has the name of the smallest of its regions, which says the most; with `_rest` where
-    that region holds further values, and a number where a label has that name.
+    A group is named after the smallest of its regions, the most specific one. The name gets `_rest`
+    where that region holds further values, and a number where it is taken.
 
     Returns:
         Name of each group to its values, in the order of their smallest values.
@@ -873,7 +877,7 @@ def _read_members(named_values: Mapping[str, Any], path: Path) -> Members:
 
 
 def _check_values(members: Members, reserved: set[int | str], path: Path) -> None:
-    """Refuse labels of which one would be lost.
+    """Refuse two names of the same values, since one of them would be lost.
 
     Args:
         members: Values of each label.
@@ -902,8 +906,8 @@ def _check_values(members: Members, reserved: set[int | str], path: Path) -> Non
 def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     """Name cases after their files, with their folders where two files have one name.
 
-    `_0000`, the number of a first channel, is left out where all names end in it, as those of files
-    that were written for nnU-Net do; else `liver_0000` is the name of a case.
+    `_0000`, the number of the first channel in files for nnU-Net, is left out where all names end
+    in it. Where only some do, it is part of the name: `liver_0000`.
 
     Args:
         folder: Folder of the datalist, whose own name is not part of the names.

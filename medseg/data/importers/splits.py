@@ -19,9 +19,9 @@ class Place(NamedTuple):
 
     Attributes:
         fold: Fold that validates the case, while all others train on it, for the column `fold`;
-            None where there is none, or where `sides` say it.
+            None where no fold validates it, or where `sides` tells which.
         sides: Its side in each fold, for the columns `fold_0`, `fold_1`, …: `train`, `val`, or None
-            where the fold leaves it out; empty where the column `fold` can say it.
+            where the fold leaves it out; empty where the column `fold` is enough.
     """
 
     fold: int | None = None
@@ -160,7 +160,8 @@ def _read_fold(
         The cases that the fold uses, with their side.
 
     Raises:
-        UserError: If a list names an unknown case or one of the other list, or none is trained on.
+        UserError: If a list names an unknown case or a case of the other list, or no case is
+            trained on.
     """
     side_of_case: dict[str, str] = {}
     for side in FOLD_SIDES:
