@@ -148,7 +148,12 @@ def _describe_end(exit_code: int | None) -> str:
         return f"ended with exit code {exit_code}"
     if exit_code == -signal.SIGKILL:
         return "was killed, as the system does when memory is full"
-    return f"was ended by {signal.Signals(-exit_code).name}"
+    number = -exit_code
+    name = f"signal {number}"
+    # Most real-time signals have no name.
+    with suppress(ValueError):
+        name = signal.Signals(number).name
+    return f"was ended by {name}"
 
 
 def _end_with_parent() -> None:

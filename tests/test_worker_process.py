@@ -67,6 +67,7 @@ def test_a_worker_that_is_killed_is_an_error() -> None:
     [
         (os._exit, 7, "its process ended with exit code 7"),
         (signal.raise_signal, signal.SIGSEGV, "its process was ended by SIGSEGV"),
+        (signal.raise_signal, 40, "its process was ended by signal 40"),
     ],
 )
 def test_a_worker_that_ends_otherwise_says_how(

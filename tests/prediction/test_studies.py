@@ -381,6 +381,13 @@ def test_an_unreadable_file_is_one_of_the_study_of_a_multi_frame_file_beside_it(
         read_image(tmp_path)
 
 
+def test_a_series_without_a_date_takes_none_from_its_study(tmp_path: Path) -> None:
+    series(tmp_path, "anna", 3)
+    series(tmp_path, "anna", 4, StudyDate="")
+    ((study,),) = find_studies([tmp_path], "ct")
+    assert study.date == "20240101"
+
+
 def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
