@@ -88,7 +88,7 @@ def from_first_rank(value: T) -> T:
 
     join_ranks()
     values = [value]
-    # It replaces the list's element on the other ranks.
+    # The broadcast replaces the list's element on the other ranks.
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -152,7 +152,8 @@ def redirect_output(run_dir: Path) -> None:
     # What is buffered so far still belongs to the old output.
     sys.stdout.flush()
     sys.stderr.flush()
-    # The descriptors instead of `sys.stdout`: libraries in C write to them too.
+    # The descriptors 1 and 2 (standard output and error) instead of `sys.stdout` and `sys.stderr`:
+    # libraries in C write to the descriptors.
     with log_file.open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
