@@ -256,6 +256,7 @@ def _page_rows(
         delta = None
         baseline_dice = baseline_dices.get((row["case"], row["region"]))
         if baseline_dice is not None:
+            # The scores have six decimals: further ones of their difference are rounding errors.
             delta = round(row["dice"] - baseline_dice, 6)
         page_row = {
             **row,

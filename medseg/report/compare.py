@@ -292,7 +292,8 @@ class Setting(NamedTuple):
     """Runs that differ in nothing but `REPEAT_KEYS`.
 
     Attributes:
-        number: Place in the order of first appearance, from 0, which also decides its colour.
+        number: Place of the setting in the order of first appearance, from 0. It also decides the
+            colour of the setting.
         runs: The runs.
         label: Text of keys and values for a legend.
         values: Text in each of `Comparison.setting_columns`.

@@ -137,6 +137,7 @@ def pack_volumes(
     labels = orientation.to_lps(labels)
     if reference is not None:
         reference = orientation.to_lps(reference)
+    # A limit below the size of niivue still leaves 100 kB to the volumes.
     free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
     box, packed_labels, packed_differences = _pack_labels(
         labels, reference, oriented_grid, free_bytes / 2
