@@ -77,7 +77,8 @@ def compare_rows(
 
     Args:
         rows: `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
-        baseline: The same of the baseline; a case and region that only one of them has is left out.
+        baseline: Rows of the baseline, likewise; a case and region that only one side has is left
+            out.
         patients: Case to its patient, whose cases count together.
 
     Returns:

@@ -389,7 +389,7 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
 
 
 def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
-    """Select the regions whose labels the reference files name, all of them.
+    """Select the regions all of whose labels the reference files name.
 
     Raises:
         UserError: If there is none, or a value cannot be one of a label map.

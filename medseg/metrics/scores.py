@@ -237,7 +237,7 @@ def _sorted_distances(
 
     Args:
         elements: Which corners are elements of the surface, (D+1, H+1, W+1).
-        other_elements: The same of the other surface.
+        other_elements: Which corners are elements of the other surface, likewise.
         areas_mm2: Area of each element of the surface, in C order.
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """

@@ -136,7 +136,7 @@ def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:
     memory.accumulate = num_micro_batches // num_ranks()
     trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"]) if is_under_torchrun() else 1
     trainer.num_nodes = num_ranks() // trainer.devices
-    # One rank has nothing to exchange with a strategy of several; several ranks need such a one.
+    # A strategy such as DDP exchanges gradients: one rank needs none, several ranks need one.
     if num_ranks() == 1:
         trainer.strategy = Strategy.auto
     elif trainer.strategy is Strategy.auto:

@@ -64,7 +64,7 @@ _STATUS_OF = {
 
 
 def status_of(code: int) -> Status:
-    """Translate the exit code of a process to a status; any other code means failed.
+    """Translate the exit code of a process to a status; an unknown code means failed.
 
     A negative code is the number of the signal that ended the process.
 
