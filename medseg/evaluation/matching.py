@@ -26,11 +26,11 @@ from medseg.task import LabelValues, Task
 
 
 class Reference(NamedTuple):
-    """A case with a reference.
+    """A case of the case table or of the folder of references.
 
     Attributes:
         name: Name of the case.
-        labels: Its label map, or None.
+        labels: Its label map; None where the case table names none.
         case: Its row of the case table; None where the references are a folder.
     """
 
@@ -98,7 +98,7 @@ def find_references(
     Raises:
         UserError: If there is none, or two files of a folder belong to one case.
     """
-    # A folder without label maps is taken for that of a data set, with its case table.
+    # A folder without label maps is taken for the folder of a data set, which has a case table.
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)
     if ref.is_dir():
@@ -214,7 +214,7 @@ def check_grid(
     Args:
         owner: What the grid belongs to, in the genitive, for the message.
         grid: A grid.
-        other_owner: The same of the other grid.
+        other_owner: What the other grid belongs to, likewise.
         other: The other grid.
         cure: End of the message: what to do.
 
@@ -260,7 +260,7 @@ def _merge_masks(masks: Mapping[str, Path]) -> Volume:
 def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
     """Find the masks that `predict` saved: report to label to mask.
 
-    A report is included if any of its masks exists; a mask that lacks is noticed when it is read.
+    A report is included if any of its masks exists; a missing mask is noticed on reading.
     """
     masks_by_report = {}
     for report in sorted(folder.glob("*.json")):
@@ -287,7 +287,7 @@ def _files_of_labels(folder: Path) -> set[Path]:
 
 
 def _is_case(file: Path) -> bool:
-    """Whether a file with the name of a label's mask is the label map of a case, with a report.
+    """Whether a file with the name of a label's mask is a label map: it has a report of its own.
 
     `a.left.nii.gz` is the mask of the label `left` of the case `a`, or the label map of a case
     `a.left`.

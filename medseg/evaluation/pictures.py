@@ -30,7 +30,7 @@ def draw_overlay(
     Args:
         scan: Case with the file of the scan.
         pred: Label map of the prediction, oriented, (D, H, W).
-        target: The same of the reference.
+        target: Label map of the reference, likewise.
         grid: Grid of both.
         task: Labels and channels.
         folder: Folder of the overlays.

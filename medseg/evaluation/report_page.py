@@ -1,4 +1,4 @@
-"""Report of an evaluation: `report.html`, and `differences.csv` with those to a baseline."""
+"""Report of an evaluation: `report.html`, and `differences.csv` to compare with a baseline."""
 
 import math
 import os
@@ -36,7 +36,7 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
     """Read the scores of another evaluation.
 
     Args:
-        folder: Its output folder.
+        folder: Output folder of that evaluation.
 
     Returns:
         Rows with `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
@@ -77,7 +77,8 @@ def compare_rows(
 
     Args:
         rows: `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
-        baseline: The same of the baseline; a case and region that only one of them has is left out.
+        baseline: Rows of the baseline, likewise; a case and region that only one side has is left
+            out.
         patients: Case to its patient, whose cases count together.
 
     Returns:
@@ -182,7 +183,7 @@ def write_page(
     baseline_rows: Sequence[Row],
     patients: Mapping[str, str],
 ) -> None:
-    """Write `report.html`, and with a baseline `differences.csv` and a line for each region.
+    """Write `report.html`; with a baseline also `differences.csv` and a console line per region.
 
     Args:
         rows: Scores, at least one row.
@@ -227,7 +228,7 @@ def write_page(
         )
     baseline_dices = {}
     for row in baseline_rows:
-        # A table that was edited by hand may hold anything that is a number.
+        # A table that was edited by hand may hold NaN or infinity.
         if math.isfinite(row["dice"]):
             baseline_dices[row["case"], row["region"]] = row["dice"]
     page = render_cases(

@@ -72,7 +72,7 @@ def read_case_report(prediction: Path) -> CaseReport:
     """Read what a viewer shows of the report of a prediction; empty without such a report.
 
     Args:
-        prediction: Its label map.
+        prediction: Label map of the prediction.
     """
     try:
         report = read_json(beside(prediction, ".json"))
@@ -123,7 +123,8 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
     Args:
         reference: Reference of the case.
         prediction: Label map of the case.
-        task: Its channels: a report names one file, so scans of several come from a table only.
+        task: Task with the channels. A report names one file, so scans of several channels come
+            from a table only.
 
     Returns:
         A case with the file of the scan; None where it is not known, or is gone.

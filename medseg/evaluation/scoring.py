@@ -198,7 +198,7 @@ def evaluate_folder(
         score_plot(summary.rows, output / "scores.png")
     _print_result(summary, progress)
     if summary.rows:
-        # By the name of the case, which the scores and the files have, instead of by its key.
+        # The pairs by the name of the case, which the scores and the files have, not by its key.
         pairs = {}
         for key in common_keys:
             reference = references[key]
@@ -356,11 +356,11 @@ def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
 
 
 def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
-    """Remove what an earlier evaluation wrote and this one may not replace.
+    """Remove what an earlier evaluation wrote and this one perhaps does not replace.
 
     Without a scored case there is no page, without a baseline no table of differences, without
     `pictures` no picture: the old ones would stand beside the new scores. In a folder without the
-    table of an evaluation, files of these names are those of others, and stay.
+    table of an evaluation, files of these names come from something else, and stay.
     """
     if not _holds_evaluation(output):
         return
@@ -389,7 +389,7 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
 
 
 def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
-    """Select the regions whose labels the reference files name, all of them.
+    """Select the regions all of whose labels the reference files name.
 
     Raises:
         UserError: If there is none, or a value cannot be one of a label map.
@@ -523,7 +523,7 @@ def _write_tables(summary: EvaluationSummary, output: Path) -> None:
     write_csv(output / "costs.csv", costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
     scored_cases = {row["case"] for row in summary.rows}
     document = {"cases": len(scored_cases), **asdict(summary)}
-    # `metrics.csv` has them, with infinite distances, which JSON cannot hold.
+    # `metrics.csv` has the rows, with infinite distances, which JSON cannot hold.
     del document["rows"]
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     replace_text(output / "summary.json", f"{text}\n")

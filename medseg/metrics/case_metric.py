@@ -40,7 +40,7 @@ class CaseMetric:
 
         Args:
             pred_labels: Integers in [0, K), (D, H, W).
-            target_labels: The same of the reference.
+            target_labels: Labels of the reference, likewise.
             spacing_mm: Voxel spacing in mm, (z, y, x).
 
         Returns:

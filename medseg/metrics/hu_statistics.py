@@ -112,7 +112,8 @@ def _figures(
     volume: dict[str, float | None] = {"ml": round(ml_per_voxel * num_voxels, 2)}
     if not is_hu or num_voxels == 0:
         return volume | dict.fromkeys(HU_FIGURES)
-    # Nearest-rank method: a percentile is the smallest value with so many voxels at or below it.
+    # Nearest-rank method: a percentile is the smallest value with as many voxels at or below it as
+    # its rank says.
     ranks = [math.ceil(percent / 100 * num_voxels) for percent in PERCENTILES]
     bins = np.searchsorted(np.cumsum(histogram), ranks)
     percentiles_hu = (LOW_HU + bins).tolist()

@@ -102,9 +102,9 @@ def volume_ml(mask: np.ndarray, spacing_mm: tuple[float, float, float]) -> float
 
 
 # Marching-cubes classes: the distinct surfaces between eight voxel centres, up to rotation,
-# reflection and swap of inside and outside. First the centres that are inside (bit 4*z + 2*y + x),
-# then the normals (z, y, x) of the surface pieces; the length of a normal is the area of its piece
-# in eighths of a face of the unit cube.
+# reflection and swap of inside and outside. Each entry has the centres that are inside (bit
+# 4*z + 2*y + x) and the normals (z, y, x) of the surface pieces; the length of a normal is the area
+# of its piece in eighths of a face of the unit cube.
 _PIECES: tuple[tuple[int, tuple[tuple[int, int, int], ...]], ...] = (
     (0b00000001, ((1, 1, 1),)),
     (0b00000011, ((2, 2, 0), (2, 2, 0))),
@@ -131,8 +131,8 @@ def _normals_table() -> np.ndarray:
     """Absolute normals of the pieces of the 256 neighbourhoods, in faces of the unit cube.
 
     Returns:
-        (256, 4, 3): neighbourhood, piece and axis (z, y, x); read-only, as every call returns it.
-        Rows of pieces that a neighbourhood does not have are 0.
+        (256, 4, 3): neighbourhood, piece and axis (z, y, x). All calls return the same array, so it
+        is read-only. Rows of pieces that a neighbourhood does not have are 0.
     """
     table = np.zeros((256, 4, 3))
     for inside, normals in _PIECES:
@@ -166,7 +166,7 @@ def area_table_mm2(spacing_mm: tuple[float, float, float]) -> np.ndarray:
         corner is inside).
     """
     z_mm, y_mm, x_mm = spacing_mm
-    # Face of a voxel across each axis.
+    # Area of the face of a voxel across each axis.
     face_areas_mm2 = np.array([y_mm * x_mm, z_mm * x_mm, z_mm * y_mm])
     # The component of a normal along an axis is the area of the piece projected onto the plane
     # across that axis, so it scales with the face of a voxel in that plane.
@@ -233,11 +233,11 @@ def _sorted_distances(
     areas_mm2: np.ndarray,
     spacing_mm: tuple[float, float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort the elements of one surface by their distance from another; returns it and the areas.
+    """Sort the elements of one surface by distance from another; returns distances and areas.
 
     Args:
         elements: Which corners are elements of the surface, (D+1, H+1, W+1).
-        other_elements: The same of the other surface.
+        other_elements: Which corners are elements of the other surface, likewise.
         areas_mm2: Area of each element of the surface, in C order.
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """
@@ -341,9 +341,9 @@ def _distances_mm(
     num_elements = np.count_nonzero(elements)
     if not other_elements.any():
         return np.full(num_elements, np.inf)
-    # A k-d tree is several times faster for two similar organs, but many times slower where a
-    # prediction is noise or far from the reference. The transform returns indices only: its
-    # distance map would take more memory.
+    # Than this transform, a k-d tree is several times faster for two similar organs, but many times
+    # slower where a prediction is noise or far from the reference. The transform returns indices
+    # only: its distance map would take more memory.
     nearest_indices = distance_transform_edt(
         ~other_elements, sampling=spacing_mm, return_distances=False, return_indices=True
     )

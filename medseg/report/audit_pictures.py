@@ -25,7 +25,7 @@ _GAP_PX = 10
 _HEADER_PX = 50
 # Severity of a finding to its colour, the worst first.
 _SEVERITY_COLOURS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
-# Letters of 8 points that fit into the width of a case, and lines below its slices.
+# Letters of 8 points that fit into a line below the slices of a case, and most lines there.
 _LINE_LENGTH = 74
 _MAX_LINES = 7
 
@@ -37,7 +37,7 @@ class Slice(NamedTuple):
         plane: `coronal` or `axial`.
         image_hu: Image in HU, (rows, columns).
         labels: Label values of the same shape; None where there are none.
-        spacing_mm: Distance of rows and of columns.
+        spacing_mm: Distance of neighbouring rows, and of neighbouring columns, in mm.
     """
 
     plane: str
@@ -74,6 +74,7 @@ def cut_slices(
         labels: Label map of the same shape, or None.
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """
+    # An oriented volume has the axes (z, y, x): coronal slices are across y, axial ones across z.
     coronal = _cut_slice("coronal", 1, image_hu, labels, spacing_mm)
     axial = _cut_slice("axial", 0, image_hu, labels, spacing_mm)
     return coronal, axial
@@ -205,9 +206,9 @@ def _write_heading(canvas: Canvas, left_px: float, top_px: float, case: CaseView
         canvas.write(left_px, top_px, "✓", color=TEXT, fontsize=11)
     else:
         canvas.write(left_px, top_px, "●", color=_SEVERITY_COLOURS[worst], fontsize=11)
-    title = shortened(case.title, 46)
+    title = shortened(case.title, max_letters=46)
     canvas.write(left_px + 16, top_px, title, fontsize=11, fontweight="bold")
-    subtitle = shortened(case.subtitle, 74)
+    subtitle = shortened(case.subtitle, max_letters=74)
     grey = _SEVERITY_COLOURS["information"]
     canvas.write(left_px + 16, top_px + 18, subtitle, color=grey, fontsize=8)
 

@@ -104,7 +104,7 @@ def _dice_by_label(counts: np.ndarray, task: Task) -> dict[str, float]:
 
     Args:
         counts: Voxels of the prediction, of the reference and of both, by label value; (3, values).
-        task: Its labels.
+        task: Names and values of the labels.
     """
     dice = {}
     for name, value in task.labels.items():
@@ -170,7 +170,7 @@ def write_case_viewer(
         packed.volumes,
         words,
         structures_of(task),
-        task.channels[0].window_hu,
+        window=task.channels[0].window_hu,
         is_ct=task.is_ct,
     )
 

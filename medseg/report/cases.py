@@ -218,7 +218,7 @@ def _difference_charts(
             }
             rows.append(row)
     charts = list(differences(rows, "Difference of the Dice"))
-    # Only some of the cases may be in the baseline.
+    # Perhaps the baseline has only some of the cases.
     pairs = [point for point in points if point["delta"] is not None]
     if pairs:
         charts.append(case_differences(pairs))
@@ -256,6 +256,7 @@ def _page_rows(
         delta = None
         baseline_dice = baseline_dices.get((row["case"], row["region"]))
         if baseline_dice is not None:
+            # The scores have six decimals: further ones of their difference are rounding errors.
             delta = round(row["dice"] - baseline_dice, 6)
         page_row = {
             **row,
@@ -274,7 +275,7 @@ def _error_volumes_ml(row: Row) -> dict[str, float]:
     """Compute the missed and the extra volume, which follow from the Dice and both volumes."""
     # Dice = 2 · common / (prediction + reference).
     common_ml = row["dice"] * (row["volume_pred_ml"] + row["volume_ref_ml"]) / 2
-    # The Dice is rounded: the difference may be a little below 0.
+    # The Dice is rounded, so the common volume may come out a little too large.
     return {
         "missed_ml": max(0.0, row["volume_ref_ml"] - common_ml),
         "extra_ml": max(0.0, row["volume_pred_ml"] - common_ml),

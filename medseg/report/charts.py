@@ -25,11 +25,11 @@ from medseg.report.plots import rank_offsets
 
 _HEIGHT_PX = 260
 _SMALL_HEIGHT_PX = 200
-# With fewer results a chart per key shows nothing that the table does not.
+# Least number of results for a chart per key: with fewer it shows no more than the table.
 _MIN_RESULTS = 4
-# Charts of keys that a page shows.
+# Largest number of charts of keys on a page.
 _MAX_KEYS = 9
-# Points of a curve; a longer history is thinned evenly and keeps its end.
+# Largest number of points of a curve; a longer one is thinned evenly and keeps its end.
 _MAX_POINTS = 200
 # Ticks of the logarithmic axis of a Dice.
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
@@ -81,7 +81,7 @@ def _curve_layers(heading: str) -> Rows:
     Args:
         heading: Name of the values, for the tooltip.
     """
-    # Lengths of dash and gap in pixels: a whole line, or a dashed one.
+    # Lengths of dash and gap in pixels: without a gap the line is solid.
     dash = {"condition": {"test": "datum.finished", "value": [1, 0]}, "value": [5, 4]}
     tooltip = _tooltip(run="run", label="setting", x="step", y=heading)
     # The pointer, or a finger, takes the nearest point.
@@ -134,7 +134,9 @@ def by_key(comparison: Comparison) -> list[Chart]:
     charts = []
     for column in comparison.setting_columns:
         key = column.key
-        charts += _dice_chart(comparison, key, key, column.values, _SMALL_HEIGHT_PX)
+        charts += _dice_chart(
+            comparison, heading=key, title=key, values=column.values, height=_SMALL_HEIGHT_PX
+        )
     if len(charts) < 2 or num_results < _MIN_RESULTS:
         return []
     return charts[:_MAX_KEYS]
@@ -179,7 +181,7 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
         )
     x = _axis("trial", rows, "x", is_count=True)
     y = _axis(metric.title, rows, "y", is_dice=metric is VAL_DICE)
-    # The same axis; `best.y` or `best.error` is the field inside of `best`.
+    # The same vertical axis, with the field `y` or `error` inside of `best`.
     best_so_far = {**y, "field": f"best.{y['field']}"}
     layers: Rows = [
         {
@@ -610,7 +612,7 @@ def _dice_chart(
     rows: Rows = []
     for index, (value, dice) in points.items():
         rows.append({**_run_fields(comparison, index), "x": value, **_y_fields(dice)})
-    # The last part of a key such as `optimizer.lr`.
+    # Where the title is a key such as `optimizer.lr`, its last part decides.
     is_rate = title.rpartition(".")[2].endswith(_RATE_NAMES)
     tooltip = _tooltip(run="run", label="setting", x=title, y="validation Dice")
     layers: Rows = [{"mark": _DOT, "encoding": {"tooltip": tooltip}}]

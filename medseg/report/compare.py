@@ -23,14 +23,15 @@ FINISHED = "finished"
 OPEN = frozenset({"running", "interrupted", "unfinished"})
 # Status of a run that a search has ended early, since its results were poor.
 PRUNED = "pruned"
-# Runs that differ in nothing else are repeats of one setting: their standard deviation says how
-# much a difference is worth.
+# Keys in which the repeats of one setting may differ. The standard deviation over the repeats says
+# how much a difference between two settings is worth.
 REPEAT_KEYS = ("seed", "data.fold")
 # Text of a key or a figure that a run does not have.
 MISSING = "–"
 # Largest number of settings that a sentence names.
 MAX_NAMED = 5
-# A larger number in a file of a run means damage, and would overflow in the arithmetic of charts.
+# Largest number that is taken from a file of a run: a larger one means damage, and would overflow
+# in the arithmetic of charts.
 LARGEST = 1e30
 
 
@@ -41,7 +42,7 @@ class CaseScore(NamedTuple):
         step: Optimiser step.
         case: Name of the case.
         label: Name of the label.
-        dice: Its Dice coefficient.
+        dice: Dice coefficient of the label.
         picture: File name of the overlay, or "".
         patient: Patient of the case, or "" in runs of versions that did not record it.
     """
@@ -83,7 +84,7 @@ class Run:
         settings: Resolved configuration, flat, without the keys that only name folders. A run that
             never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
-        overrides: Arguments of a job of a multirun, by key; empty for other runs.
+        overrides: Arguments of the run by key, if it is a job of a multirun; else empty.
         summary: `summary.json`.
         history: Lines of `history.csv` without their empty cells.
         pictures: Overlays of validation cases at the last step that has any.
@@ -146,7 +147,7 @@ def format_duration(duration_s: float) -> str:
         >>> [format_duration(s) for s in (0.4, 59.6, 60, 3599, 7260, 200000)]
         ['0.4 s', '1 min', '1 min', '1 h', '2 h 1 min', '55 h 33 min']
     """
-    # Decided by the rounded value: 59.6 s is a minute.
+    # The rounded value decides the unit: 59.6 s is a minute.
     if round(duration_s) < 60:
         return f"{duration_s:.1f} s" if duration_s < 10 else f"{duration_s:.0f} s"
     hours, minutes = divmod(round(duration_s / 60), 60)
@@ -164,7 +165,7 @@ def format_count(number: float) -> str:
         >>> [format_count(n) for n in (950, 12_300, 999_900, 1_450_000)]
         ['950', '12.3 k', '1 M', '1.45 M']
     """
-    # Decided by the value that is shown: 999,900 is a million.
+    # The value that is shown decides the unit: 999,900 is a million.
     rounded = float(f"{number:.3g}")
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if rounded >= size:
@@ -217,7 +218,7 @@ VAL_DICE = Metric(
     key="val_dice",
     title="Val Dice",
     description="Best mean Dice over the validation cases",
-    read=_reader("val_dice_best", "val_dice"),
+    read=_reader("val_dice_best", column="val_dice"),
     format="{:.4f}".format,
     better=1,
 )
@@ -225,7 +226,7 @@ PEAK = Metric(
     key="peak_gib",
     title="Peak GiB",
     description="Peak memory: that of the GPU if there is one, else resident memory",
-    read=_reader("peak_gib", "peak_gib"),
+    read=_reader("peak_gib", column="peak_gib"),
     format="{:.2f}".format,
     better=-1,
 )
@@ -233,7 +234,7 @@ STEP = Metric(
     key="seconds_per_step",
     title="s/step",
     description="Median seconds per optimiser step, validation left out",
-    read=_reader(None, "seconds_per_step", median),
+    read=_reader(None, column="seconds_per_step", pick=median),
     format="{:.3g}".format,
     better=-1,
 )
@@ -249,7 +250,7 @@ STEPS = Metric(
     key="steps",
     title="Steps",
     description="Optimiser steps made",
-    read=_reader("steps", "step"),
+    read=_reader("steps", column="step"),
     format="{:.0f}".format,
     better=0,
 )
@@ -279,7 +280,7 @@ class Column(NamedTuple):
         key: Dotted key, or the name of a configuration group (`memory`).
         values: Value in each run, as text.
         repeated_keys: Differing keys that get no column of their own, since their values follow
-            from this one: interpolations of this key, or keys that the chosen group sets.
+            from this one: interpolations of this key, or keys that a file of this group sets.
     """
 
     key: str
@@ -291,7 +292,8 @@ class Setting(NamedTuple):
     """Runs that differ in nothing but `REPEAT_KEYS`.
 
     Attributes:
-        number: Place in the order of first appearance, from 0, which also decides its colour.
+        number: Place of the setting in the order of first appearance, from 0. It also decides the
+            colour of the setting.
         runs: The runs.
         label: Text of keys and values for a legend.
         values: Text in each of `Comparison.setting_columns`.
@@ -320,13 +322,14 @@ class Comparison:
     Attributes:
         runs: In natural order of their names.
         columns: Keys that differ between runs.
-        setting_columns: Those of the columns that are not of `REPEAT_KEYS`.
+        setting_columns: The columns whose key is not one of `REPEAT_KEYS`.
         settings: Settings by their number.
         setting_of: Setting of each run.
         ranked: Numbers of the settings from the best mean validation Dice to the worst; then the
             settings with unfinished runs, and last those without a result.
-        best: Number of the setting with the best mean of those whose runs have all finished; of
-            equal ones, that with the smaller peak. None if there is none.
+        best: Number of the best setting: of the settings whose runs have all finished, the one with
+            the best mean validation Dice, and of equal means the one with the smaller peak memory.
+            None if there is none.
         tied: Numbers of the other settings with a result that are not established to be worse than
             the best, see `is_established`; every pair of settings counts as a comparison that could
             have been made.
@@ -385,7 +388,7 @@ def compare(runs: Sequence[Run], baseline: str | None = None) -> Comparison:
     shared: dict[str, str] = {}
     differing_keys: list[str] = []
     for key, run_texts in texts.items():
-        # None: a run that never got a configuration.
+        # A text is None where the run never got a configuration.
         distinct_texts = list({text for text in run_texts if text is not None})
         if len(distinct_texts) > 1:
             differing_keys.append(key)
@@ -555,9 +558,9 @@ def _tied(
 def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
     """Make the rows of `report.csv`, one per run.
 
-    They have the keys that differ, status, metrics, and mean and standard deviation of the setting.
-    A key with the name of another column becomes `config.<key>`: `steps` are the steps made,
-    `config.steps` those asked for.
+    They have the keys that differ, status and metrics of the run, and mean and standard deviation
+    of the validation Dice over the runs of its setting. A key with the name of another column
+    becomes `config.<key>`: `steps` are the steps made, `config.steps` those asked for.
 
     `is_best` marks the runs of the best setting; `tied_with_best` marks those of settings that it
     is not established to beat.
@@ -617,7 +620,7 @@ def _texts_by_key(runs: Sequence[Run]) -> dict[str, list[str | None]]:
 def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
     """Text of a key in a run, see `_texts_by_key`.
 
-    That of a group is the name of the file that an override chose.
+    The text of a group is the name of the file that an override chose.
     """
     values: Mapping[str, Any] = run.overrides if is_group else run.settings
     if key in values:
@@ -635,7 +638,7 @@ def _group_keys(runs: Sequence[Run]) -> set[str]:
         if run.has_config:
             config_keys.update(run.settings)
     overridden = _overridden_keys(runs)
-    # Keys of an experiment are not below its name: it sets keys anywhere.
+    # The loop below would not find `experiment`: its files set keys anywhere, not below its name.
     group_keys = overridden & {"experiment"}
     for key in overridden - config_keys:
         if any(config_key.startswith(f"{key}.") for config_key in config_keys):
@@ -672,7 +675,8 @@ def _columns(runs: Sequence[Run], texts: Mapping[str, Sequence[str | None]]) -> 
         is_in_group = column_key in group_keys and key.startswith(f"{column_key}.")
         if not is_in_group:
             return False
-        # No file of the group may occur with two values of the key: as many pairs as files.
+        # The key follows from the file where no file occurs with two values of the key: there are
+        # then as many pairs as files.
         files = {column_text for column_text, _ in pairs}
         return len(pairs) == len(files)
 
@@ -716,7 +720,8 @@ def _setting(
 def _value_in(column: Column, indices: Sequence[int]) -> str:
     """Text of a setting in a column, from the indices of its runs.
 
-    The runs have the same text, except that those which did not name the file of a group have none.
+    All runs have the same text, except that runs which did not name a file of the column's group
+    have `MISSING`.
     """
     for index in indices:
         if column.values[index] != MISSING:

@@ -66,7 +66,7 @@ class Card:
     @property
     def total_ml(self) -> float | None:
         """Volume of all labels together; None for a failed scan."""
-        # The first one, see the attribute.
+        # `volumes_ml` has the volume of all labels first.
         return next(iter(self.volumes_ml.values()))
 
     @property

@@ -83,8 +83,8 @@ def paired_difference(
     pairs = _finite_pairs(scores, baseline)
     if not pairs:
         return None
-    # Of patients, since cases as independent samples would give 14 % false positives with two scans
-    # of each patient, and 36 % with five.
+    # Means of patients, since cases that count as independent samples would give 14 % false
+    # positives with two scans of each patient, and 36 % with five.
     means = _patient_means(pairs, patients or {})
     case_gains = [score - baseline_score for score, baseline_score in pairs.values()]
     # Above 0 where the case is better, whether a higher or a lower score is better.
@@ -125,7 +125,7 @@ def is_established(
 
     Args:
         scores: Case to its score; more is better.
-        others: The same of the other result; only common cases count.
+        others: Case to its score in the other result; only common cases count.
         patients: Case to its patient; a case that is missing is a patient of its own.
         num_comparisons: Number of comparisons that could have been made; the level is divided by it
             (Bonferroni).

@@ -44,7 +44,7 @@ def render_page(
     """
 
     def source(name: str) -> Markup:
-        # `Markup`: it must not be escaped.
+        # `Markup`: style sheets and scripts must not be escaped.
         return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
 
     # The specifications of all groups in one list, which the page's script draws.
@@ -96,7 +96,7 @@ def data_uri(path: Path, say: Callable[[str], None]) -> str:
     except OSError as error:
         say(f"{path} is left out: {error}")
         return ""
-    # It keeps the proportions; only the width is really limited.
+    # `thumbnail` keeps the proportions. Its limit of the height is too large to matter.
     image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
     file = io.BytesIO()
     # `subsampling=0` keeps colour in full resolution: the outlines are one pixel wide.

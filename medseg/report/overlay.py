@@ -20,7 +20,7 @@ _FILL_OPACITY = 0.32
 _ERROR_OPACITY = 0.75
 _DPI = 100
 
-# Axis of an oriented volume (z, y, x) that each plane is a slice of.
+# Plane to the axis of an oriented volume (z, y, x) along which its slices follow each other.
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
 # The slices of each plane, as shares of the labelled voxels that lie before a slice. Unlike shares
@@ -29,7 +29,7 @@ PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 # Planes in each row of the picture.
 _ROWS = (("axial",), ("coronal", "sagittal"))
-# The drawn part of the volume: the labels with a margin, and at least so much of the patient.
+# Margin around the labels in the drawn part of the volume, and the least length of that part.
 _VIEW_MARGIN_MM = 20.0
 _MIN_VIEW_MM = 150.0
 
@@ -106,7 +106,7 @@ class Canvas:
         """Draw one slice.
 
         Args:
-            box_px: Left, top, right and bottom of its place.
+            box_px: Left, top, right and bottom of the slice in the figure, in pixels.
             image_hu: Image, (rows, columns).
             values: Label values in the order of colours; other values are not drawn.
             window_hu: Values that are drawn black and white.
@@ -121,7 +121,7 @@ class Canvas:
         Returns:
             The axes, in which a pixel of the slice has the size 1.
         """
-        # As shares of the figure: of its width, height, width and height.
+        # The box as shares of the width and the height of the figure.
         figure_px = (self.width_px, self.height_px, self.width_px, self.height_px)
         left, top, right, bottom = np.divide(box_px, figure_px)
         rows, columns = image_hu.shape
@@ -356,6 +356,7 @@ def _layout(
             box_px = (round(left_px), top_px, drawn_right_px, round(bottom_px))
             panels.append(Panel(plane, index, box_px, index == worst[plane]))
             left_px = right_px + _GAP_PX
+        # `box_px[3]` is the bottom of a panel.
         top_px = max(panel.box_px[3] for panel in panels) + _GAP_PX
     return panels, top_px - _GAP_PX
 
@@ -374,7 +375,7 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
     Args:
         is_label: Labelled voxels, (D, H, W).
         plane: The plane.
-        worst: Slice that has to be among them; the nearest chosen one gives way. None = no such.
+        worst: Slice that has to be among them; it replaces the nearest chosen one. None = none.
     """
     num_voxels = _num_voxels_by_slice(is_label, plane)
     if not num_voxels.any():

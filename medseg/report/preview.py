@@ -21,7 +21,7 @@ _PANEL_PX = 424
 _GAP_PX = 4
 _HEADER_PX = 48
 _LINE_PX = 20
-# Letters of a title, and warnings that are written.
+# Largest number of letters of the title, and of warnings.
 _MAX_TITLE = 90
 _MAX_WARNINGS = 8
 # Letters of 10 points that fit into a line.
@@ -34,7 +34,7 @@ class PreviewSlice:
 
     Attributes:
         plane: `axial`, `coronal` or `sagittal`.
-        index: Its index along the axis of the plane.
+        index: Index of the slice along the axis that the plane is across.
         num_slices: Number of slices along that axis.
         image: Values (rows, columns).
         labels: Label values (rows, columns).
@@ -58,7 +58,7 @@ def cut_slices(
 
     Args:
         image: Oriented volume, (D, H, W).
-        labels: Its label values, (D, H, W).
+        labels: Label values of the volume, (D, H, W).
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """
     # Number of labelled voxels of each slice, by axis. They are counted one axial slice after the
@@ -130,7 +130,7 @@ def draw_preview(
         column, line = divmod(number, num_label_lines)
         left_px = 12 + column * _WIDTH_PX / num_columns
         top_px = slices_bottom_px + 24 + _LINE_PX * line
-        name = shortened(structure.name.replace("_", " "), 28)
+        name = shortened(structure.name.replace("_", " "), max_letters=28)
         canvas.write(left_px, top_px, name, color=structure.colour, fontsize=10, fontweight="bold")
         canvas.write(left_px + 190, top_px, figures.get(structure.value, ""), fontsize=10)
     warning_colour = "#fbbf24" if warnings else "#86efac"

@@ -25,9 +25,9 @@ from medseg.report.compare import (
 from medseg.report.differences import METHOD, describe_patients
 from medseg.report.html import data_uri, render_page
 
-# Hues that a reader can distinguish; with more settings, each gets a shade by its rank.
+# Number of hues that a reader can distinguish; with more settings, each gets a shade by its rank.
 _NUM_HUES = 8
-# Settings with a column in the table of cases.
+# Largest number of settings with a column in the table of cases.
 _MAX_CASE_SETTINGS = 8
 
 
@@ -46,7 +46,7 @@ def render(
         study: The search that made the runs, if one did.
         title: Heading.
         folder: Folder of the runs, as shown to the reader.
-        num_pictures: Largest number of overlays, of the best runs first.
+        num_pictures: Largest number of overlays, those of the best runs first.
         say: Takes a sentence about a picture that could not be read.
 
     Returns:
@@ -244,7 +244,8 @@ def _pictures(
         for picture in comparison.runs[index].pictures:
             overlays.append((index, picture))
     overlays = overlays[:num_pictures]
-    # By the Dice of the worst label. A Dice is at most 1: with 2, an unknown one comes last.
+    # They are sorted by the Dice of their worst label. A Dice is at most 1: an unknown one counts
+    # as 2, and comes last.
     overlays.sort(key=lambda overlay: min(overlay[1].dice.values(), default=2.0))
     pictures = []
     for number, (index, picture) in enumerate(overlays):
@@ -297,7 +298,7 @@ def _case_rows(
 def shown_metrics(comparison: Comparison) -> list[Metric]:
     """Select the metrics that some run has.
 
-    Those of which neither more nor less is better (steps, weights) are shown only where they
+    Metrics of which neither more nor less is better (steps, weights) are shown only where they
     differ.
     """
     metrics = []

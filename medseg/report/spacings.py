@@ -169,7 +169,8 @@ def _tied(
 ) -> list[str]:
     """List the rivals that the best strategy is not established to beat on their common regions.
 
-    The best was chosen after all were seen, so every pair of strategies counts as a comparison.
+    The best was chosen after all results were seen, so every pair of strategies counts as a
+    comparison.
     """
     # n strategies have n (n - 1) / 2 pairs; there are n - 1 rivals.
     num_pairs = len(rivals) * (1 + len(rivals)) // 2
@@ -263,5 +264,5 @@ def _case_table(strategies: Mapping[str, Strategy]) -> str:
 
 
 def distance_text(value_mm: float) -> str:
-    """Format a surface distance in mm; that of a region that was not found, infinite, is `none`."""
+    """Format a surface distance in mm; infinite, of a region that was not found, is `none`."""
     return f"{value_mm:.1f}" if math.isfinite(value_mm) else "none"

@@ -41,8 +41,8 @@ DIFFERENCES = [
 _FOLDER = Path(__file__).parent / "viewer_page"
 # Bytes of the page beside niivue and the volumes: markup, style sheet and text.
 _PAGE_BYTES = 40_000
-# Best compression of the grey values of a CT, each of one byte. Bins that would not fit even with
-# it need not be tried.
+# Highest ratio by which the grey values of a CT, each of one byte, are compressed. A number of bins
+# that would not fit even with this ratio is not tried.
 _BEST_RATIO = 4
 
 
@@ -51,7 +51,7 @@ class LabelBox:
     """Place of the label map of a page on the oriented scan, see `orient`.
 
     Attributes:
-        start: Voxel of the scan with the first voxel of the map, (z, y, x).
+        start: Voxel of the scan where the first voxel of the map lies, (z, y, x).
         step: Voxels of the scan from one voxel of the map to the next, along each axis; 1 unless
             the map would be too large.
         shape: Voxels of the map, (D, H, W).
@@ -64,7 +64,7 @@ class LabelBox:
 
 @dataclass(frozen=True)
 class ViewerVolumes:
-    """Volumes of a page, each a NIfTI file (.nii.gz) towards Superior, Posterior and Left.
+    """Volumes of a page, each a NIfTI file (.nii.gz) with axes to Superior, Posterior and Left.
 
     Attributes:
         image: The scan in 256 values, averaged over bins of whole voxels.
@@ -137,6 +137,7 @@ def pack_volumes(
     labels = orientation.to_lps(labels)
     if reference is not None:
         reference = orientation.to_lps(reference)
+    # A limit below the size of niivue still leaves 100 kB to the volumes.
     free_bytes = max(max_mb * 1e6 - _fixed_bytes(), 1e5)
     box, packed_labels, packed_differences = _pack_labels(
         labels, reference, oriented_grid, free_bytes / 2
@@ -175,7 +176,7 @@ def pack_volumes(
 
 
 def _factors_near(spacing_mm: float, grid: VoxelGrid) -> Shape:
-    """Choose the voxels of a bin along each axis so that bins have about a spacing, (z, y, x)."""
+    """Choose the voxels of a bin along each axis so that it has about the given spacing."""
     z, y, x = (
         min(size, max(1, round(spacing_mm / step_mm)))
         for size, step_mm in zip(grid.shape, grid.spacing_mm, strict=True)
@@ -220,7 +221,7 @@ def _pack_labels(
     x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(list(bounds.start)).tolist()
     step = 1
     while True:
-        # Every so many voxels along each axis: labels have no averages.
+        # Each `step`-th voxel along each axis is kept: labels cannot be averaged.
         thinning = (slice(None, None, step),) * 3
         small_labels = inner_labels[thinning]
         box = LabelBox(bounds.start, step, small_labels.shape)
@@ -257,7 +258,7 @@ def _differences(labels: np.ndarray, reference: np.ndarray) -> np.ndarray:
 def _binned_grid(grid: VoxelGrid, factors: Shape) -> VoxelGrid:
     """Make the grid of bins of whole voxels, each at the centre of its voxels."""
     z_mm, y_mm, x_mm = np.multiply(grid.spacing_mm, factors).tolist()
-    # Centre of the first bin: of n voxels, 0 to n - 1.
+    # Index of the centre of the first bin: n voxels along an axis are the voxels 0 to n - 1.
     first_centre = [(factor - 1) / 2 for factor in factors]
     x0_mm, y0_mm, z0_mm = grid.index_to_world_xyz_mm(first_centre).tolist()
     return VoxelGrid(
@@ -309,7 +310,7 @@ class ViewerWords:
         columns: Headings of the table of labels.
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient between the two stages.
-        usual_agreement: Smaller coefficients are marked.
+        usual_agreement: Agreements below this coefficient are marked.
         dice_at_least: Sentence about the lower bounds on the Dice coefficients of the regions with
             a reference; "" where none is stated.
         places: Points that the reader can jump to: name to world point (LPS) in mm, (x, y, z).

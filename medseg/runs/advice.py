@@ -68,7 +68,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
 
     Args:
         config: Configuration of the run.
-        checkpoint: Its best checkpoint.
+        checkpoint: Best checkpoint of the run.
 
     Returns:
         One command line for a shell; words in `<…>` are to be filled in.
@@ -92,7 +92,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
         arguments.append(f"trusted_targets=[{','.join(config.trusted_targets)}]")
     words = ["medseg"]
     for argument in arguments:
-        # Not quoted, since the user replaces `<…>` by a value: the quotes would stay around it.
+        # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
         is_placeholder = "<" in argument
         words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
@@ -199,7 +199,7 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
         if override == f"task={IMPORTED}":
             arguments += _task_file_argument()
             continue
-        # A path without the quotes that `quote_paths` has put around it.
+        # A path loses the quotes that `quote_paths` has put around it.
         is_quoted = len(value) > 1 and value[0] == value[-1] == "'"
         if name in PATH_KEYS and is_quoted:
             path = value[1:-1].replace("\\'", "'")
@@ -211,7 +211,8 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
 def _free_gib(config: TrainConfig) -> float:
     """Measure the memory that a rank will find once this process has ended, in GiB.
 
-    On GPUs it is that of the GPU with the least; on the CPU the ranks share that of the machine.
+    On GPUs it is the free memory of the GPU with the least; on the CPU the ranks share the free
+    memory of the machine.
     """
     import torch  # loaded by the run that has ended
 
@@ -224,9 +225,9 @@ def _free_gib(config: TrainConfig) -> float:
 
 
 def _free_bytes_of_gpu(number: int) -> int:
-    """Measure what is free on a GPU once this process has ended.
+    """Measure the memory that is free on a GPU once this process has ended.
 
-    It is a little less than that: what the driver keeps for this process is not counted.
+    The result is a little too low: what the driver keeps for this process is not counted as free.
     """
     import torch
 

@@ -27,7 +27,8 @@ from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-# For each start of the run what its result depends on beside the configuration: seed and versions.
+# Lists for each start of the run what its result depends on beside the configuration: seed and
+# versions.
 VERSIONS_FILE = "versions.json"
 # Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
@@ -45,7 +46,7 @@ Config = TypeVar("Config", bound=TrainConfig)
 
 
 def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
-    """Make a new run folder with the resolved configuration, or prepare that of `config.resume`.
+    """Make a new run folder with the resolved configuration, or prepare the one to resume.
 
     Args:
         config: Checked configuration; changed in place to the one of the run.
@@ -64,7 +65,7 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
         run_dir = _make_folder(config, is_named)
     else:
         run_dir = _open_again(config, config.resume)
-    # Refused now, instead of at the first checkpoint hours later.
+    # A folder that cannot be written to is refused now, not at the first checkpoint hours later.
     check_writable(run_dir / "checkpoints")
     return run_dir
 
@@ -136,7 +137,7 @@ def _take_over(run_dir: Path) -> bool:
             (run_dir / SUMMARY_FILE).unlink()
         except FileNotFoundError:
             return False  # another process was faster
-    # It lists the start of the run that ended.
+    # This file lists the start of the run that ended.
     (run_dir / VERSIONS_FILE).unlink(missing_ok=True)
     return True
 

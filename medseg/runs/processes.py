@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-# Interval at which the parent of a job looks whether it has ended or should stop, in s.
+# Interval at which the parent of a job looks whether the job has ended or should stop, in s.
 LOOK_S = 0.5
 # Ranks that were asked to stop may need a long step and a save before they end; they are killed
 # after this time, in s.
@@ -135,9 +135,9 @@ def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig
 def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda: False) -> int:
     """Run a job of a sweep in a process of its own.
 
-    It may run out of memory or be killed without ending the sweep. A stop signal to this process is
-    only recorded in `STOP`, since a library could catch and lose an exception; the job is then
-    asked to stop, and saves. On Linux the job receives SIGINT when this process dies.
+    The job may run out of memory or be killed without ending the sweep. A stop signal to this
+    process is only recorded in `STOP`, since a library could catch and lose an exception; the job
+    is then asked to stop, and saves. On Linux the job receives SIGINT when this process dies.
 
     Args:
         config: Configuration of an opened run folder.
@@ -190,7 +190,7 @@ def _rank(config: TrainConfig) -> None:
     """Entry point of a rank that the elastic agent starts."""
     _use_default_start_method()
     code = run_rank(config)
-    # It makes the agent stop the other ranks.
+    # Another exit code than 0 makes the agent stop the other ranks.
     if code:
         sys.exit(code)
 
@@ -211,7 +211,7 @@ def _use_default_start_method() -> None:
 
 
 def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int:
-    """Write the `summary.json` that a process could not write, as it was killed.
+    """Write the `summary.json` that a process could not write, as it was killed or ended early.
 
     No summary is written while another process trains this run: that process writes its own.
 
@@ -225,7 +225,7 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
         The exit code of the run.
     """
     if code >= 0:
-        # A run that has finished wrote one; any other may have ended before it could.
+        # A run that has finished wrote a summary; any other may have ended before it could.
         has_summary = code == 0 or (run_dir / SUMMARY_FILE).is_file()
         # The process found that another one holds the lock, and ended.
         is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
@@ -240,7 +240,7 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
             message += ": out of memory, the kernel has killed a process"
     write_end(run_dir, status_of(code), message)
     say(message)
-    # A process cannot end with a negative code: that of the status takes its place.
+    # A process cannot end with a negative code: the code of the status takes its place.
     if code < 0:
         return exit_code_of(status_of(code))
     return code

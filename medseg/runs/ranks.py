@@ -88,7 +88,7 @@ def from_first_rank(value: T) -> T:
 
     join_ranks()
     values = [value]
-    # It replaces the list's element on the other ranks.
+    # The broadcast replaces the list's element on the other ranks.
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
@@ -136,7 +136,7 @@ def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:
     memory.accumulate = num_micro_batches // num_ranks()
     trainer.devices = int(os.environ["LOCAL_WORLD_SIZE"]) if is_under_torchrun() else 1
     trainer.num_nodes = num_ranks() // trainer.devices
-    # One rank has nothing to exchange with a strategy of several; several ranks need such a one.
+    # A strategy such as DDP exchanges gradients: one rank needs none, several ranks need one.
     if num_ranks() == 1:
         trainer.strategy = Strategy.auto
     elif trainer.strategy is Strategy.auto:
@@ -152,7 +152,8 @@ def redirect_output(run_dir: Path) -> None:
     # What is buffered so far still belongs to the old output.
     sys.stdout.flush()
     sys.stderr.flush()
-    # The descriptors instead of `sys.stdout`: libraries in C write to them too.
+    # The descriptors 1 and 2 (standard output and error) instead of `sys.stdout` and `sys.stderr`:
+    # libraries in C write to the descriptors.
     with log_file.open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

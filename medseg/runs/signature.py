@@ -83,7 +83,7 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     values = flat(dict(config))
     decisive_values = {key: value for key, value in values.items() if not is_neutral(key)}
     if values["stage.name"] == StageName.single:
-        # Unset in a run of one stage; its `config.yaml` does not have them.
+        # These keys are unset in a run of one stage, and its `config.yaml` does not have them.
         for key in CASCADE_KEYS:
             decisive_values.pop(f"stage.{key}", None)
     # Samples over which synchronised batch normalisation takes its statistics.

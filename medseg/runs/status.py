@@ -64,7 +64,7 @@ _STATUS_OF = {
 
 
 def status_of(code: int) -> Status:
-    """Translate the exit code of a process to a status; any other code means failed.
+    """Translate the exit code of a process to a status; an unknown code means failed.
 
     A negative code is the number of the signal that ended the process.
 
@@ -223,7 +223,7 @@ def _is_file_error(error: BaseException) -> bool:
 def num_oom_kills() -> int:
     """Count the processes that the kernel of this machine has killed for lack of memory.
 
-    Kills since the machine started, in all control groups (containers) together. 0 outside Linux.
+    It counts from the start of the machine, over all control groups (containers). 0 outside Linux.
     """
     path = Path("/proc/vmstat")
     if not path.is_file():

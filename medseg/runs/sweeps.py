@@ -233,10 +233,10 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
         # Where the run is still locked, another process trains it, and will record its end.
         if not is_locked(job_dir / LOCK_FILE):
             replace(job, status=status_of(code), message=message).write(job_dir)
-        # After each job, since no process knows which job is the last one to end.
+        # The table is written after each job, since no process knows which job is the last to end.
         compare(sweep_dir)
     if is_orphan():
-        # At once, without the clean-up of Python: no launcher is left to receive a result.
+        # Ends at once, without the clean-up of Python: no launcher is left to receive a result.
         os._exit(code)
     return code
 
@@ -263,7 +263,7 @@ def note_refusal(message: str) -> None:
     if hydra_config.mode is not RunMode.MULTIRUN:
         return
     sweep_dir, job_dir = _folders()
-    # The record of a run that is there, of an earlier start, must not be replaced.
+    # The folder may hold a run of an earlier start, whose record must not be replaced.
     if (job_dir / CONFIG_FILE).is_file():
         job_dir = job_dir.with_name(f"{job_dir.name}_refused")
     job = Job(
@@ -363,7 +363,7 @@ def _folders() -> tuple[Path, Path]:
     """Folders of the sweep and of the present job, both absolute."""
     hydra_config = HydraConfig.get()
     sweep_dir = Path(hydra_config.sweep.dir).absolute()
-    # Hydra makes it absolute.
+    # Hydra has made this path absolute.
     job_dir = Path(hydra_config.runtime.output_dir)
     return sweep_dir, job_dir
 

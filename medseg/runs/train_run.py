@@ -95,7 +95,7 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     """
     run_dir = Path(config.run_dir)
     share_among_ranks(config.trainer, config.memory)
-    # These imports take seconds: not before the ranks are known to divide the batch.
+    # These imports take seconds, so they follow the check that the ranks can divide the batch.
     import torch
 
     from medseg.memory.device import use_supported_half
@@ -213,7 +213,7 @@ def _summarise(
         config: Configuration of the run.
         trainer: The trainer, which has finished.
         history: Seconds and memory of the run.
-        network: Its network.
+        network: Network of the run.
         best_score: Best validation Dice; None without a validation.
         checkpoint: The best checkpoint, or the last one without a validation.
     """
@@ -222,7 +222,7 @@ def _summarise(
 
     seconds_per_step = []
     for row in history.rows:
-        # Empty in lines of a validation.
+        # The cell is empty in lines of a validation.
         if row.get("seconds_per_step"):
             seconds_per_step.append(float(row["seconds_per_step"]))
     measured = {
