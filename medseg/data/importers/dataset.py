@@ -58,7 +58,6 @@ Structures = Mapping[str, Sequence[int | str]]
 # Most cases or files that a message names; the others are counted.
 MAX_NAMED = 3
 DICOM = "dicom"
-UNFIT_NAME = "cannot name a label, which has letters, digits, _ and -"
 
 
 @dataclass(frozen=True)
@@ -359,13 +358,23 @@ def _groups_of(choice: Any) -> dict[str, Any]:
             )
         name = _allowed_name(label)
         if name != label:
-            raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {name}.")
+            raise UserError(f"labels: {label!r} {_why_unfit(label)}; write {name}.")
     return groups
 
 
 def _allowed_name(label: str) -> str:
-    """Turn a name that a person has chosen into one that a label may have."""
+    """Turn a name that a person has chosen into one that a label may have.
+
+    A name may contain digits but not consist of them, since it would be read as a value.
+    """
     return f"label_{label}" if label.isdigit() else safe_name(label)
+
+
+def _why_unfit(label: str) -> str:
+    """Say why a name is not the one that `_allowed_name` makes of it."""
+    if label.isdigit():
+        return "cannot name a label, because a name of digits alone is read as a value"
+    return "cannot name a label, which has letters, digits, _ and -"
 
 
 def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers) -> LabelMembers:
@@ -377,7 +386,7 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
 
     Raises:
         UserError: If a name is not in the data set, none is chosen, a label would consist of
-            nothing, or a list names a label by a value or a structure that cannot name one.
+            nothing, or a list contains a value or a structure whose name no label may have.
     """
     groups = _groups_of(choice)
     known_members = set(itertools.chain.from_iterable(all_members.values()))
@@ -401,7 +410,7 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
                 members.append(part)
             else:
                 unknown.append(str(part))
-        # Each member once, in their order.
+        # Two parts may share members, such as a name and one of its values.
         chosen[label] = list(dict.fromkeys(members))
     if unknown:
         raise UserError(
@@ -428,7 +437,10 @@ def _parts_of(label: str, content: Any) -> Sequence[Any]:
 
 
 def _check_new_names(chosen: LabelMembers, all_members: LabelMembers) -> None:
-    """Refuse labels that a list names by a value or a structure which cannot name a label.
+    """Refuse a label whose name is neither one of the data set nor one that a label may have.
+
+    The names in a mapping were checked before. In a list, such as `labels=[1]`, a member may stand
+    that also becomes the name of its label.
 
     Raises:
         UserError: With an allowed name.
@@ -437,7 +449,9 @@ def _check_new_names(chosen: LabelMembers, all_members: LabelMembers) -> None:
         name = _allowed_name(label)
         if label not in all_members and name != label:
             members_text = ",".join(map(str, members))
-            raise UserError(f"labels: {label!r} {UNFIT_NAME}; write {{{name}: [{members_text}]}}.")
+            raise UserError(
+                f"labels: {label!r} {_why_unfit(label)}; write {{{name}: [{members_text}]}}."
+            )
 
 
 def _label_of_each_member(labels: LabelMembers) -> dict[int | str, str]:
@@ -534,7 +548,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     """
     root = Path(os.path.realpath(source if source.is_dir() else source.parent))
     for path in files:
-        for file in _data_files(path):
+        for file in _voxel_files_of_header(path):
             if not file.exists():
                 raise UserError(
                     f"{file} does not exist, but {path} holds its header; copy both files."
@@ -611,10 +625,10 @@ def _account_shared_files(data: DataSet) -> None:
         data.account.merge(Kind.file, real_path, why)
 
 
-def _data_files(path: Path) -> tuple[Path, ...]:
-    """Find the files with the voxels of an image whose header is a file of its own.
+def _voxel_files_of_header(path: Path) -> tuple[Path, ...]:
+    """List the files with voxels that a header names; empty for an image of another format.
 
-    Empty for an image of another format.
+    Files that do not exist are in the list too: `files_of` leaves them out.
     """
     if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):
         return ()
@@ -638,7 +652,7 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
     use = _use_of(case, has_folds=has_folds)
     if use is not None:
         return Item(Kind.case, case.name, Fate.used, use)
-    if case.fold_sides and case.split is None:
+    if case.fold_sides:
         why = "in no list of any fold: neither trained on nor validated"
     else:
         why = "no labels: not trained on"
@@ -749,20 +763,22 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
     safe_names = {name: safe_name(name) for name in names}
+    # Without regard to case: `Femur_L` and `femur_R` are a pair.
     sides_of_organ: dict[str, set[str | None]] = {}
     for label in safe_names.values():
         side, organ = side_of(label)
-        sides_of_organ.setdefault(organ, set()).add(side)
+        sides_of_organ.setdefault(organ.casefold(), set()).add(side)
     labels = {}
     for name, label in safe_names.items():
+        labels[name] = label
         side, organ = side_of(label)
+        if side is None:
+            continue
         # Without a partner on the other side, the `l` of `vessel_l` may be a mere letter.
-        is_pair = {"left", "right"} <= sides_of_organ[organ]
+        is_pair = {"left", "right"} <= sides_of_organ[organ.casefold()]
         is_written_out = side in WORD_BREAK.split(label.casefold())
-        if side is not None and is_pair and not is_written_out:
+        if is_pair and not is_written_out:
             labels[name] = f"{side}_{organ.casefold()}"
-        else:
-            labels[name] = label
     first_names: dict[str, str] = {}
     for name, label in labels.items():
         first_name = first_names.setdefault(label.casefold(), name)

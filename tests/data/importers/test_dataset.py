@@ -94,11 +94,12 @@ def test_labels_are_kept_and_merged_by_name() -> None:
         ),
         (
             {7: "x"},
-            "labels: '7' cannot name a label, which has letters, digits, _ and -; write label_7.",
+            "labels: '7' cannot name a label, because a name of digits alone is read as a value; "
+            "write label_7.",
         ),
         (
             [1],
-            "labels: '1' cannot name a label, which has letters, digits, _ and -; "
+            "labels: '1' cannot name a label, because a name of digits alone is read as a value; "
             "write {label_1: [1]}.",
         ),
         (5, "labels: expected names, [a,b], or new labels, {both: [a,b]}, but got 5."),
@@ -169,6 +170,11 @@ def test_names_of_labels_are_safe_and_sides_written_out_only_in_pairs() -> None:
         "Lobe (upper) R": "right_lobe_upper",
         "cleft_L": "left_cleft",
         "cleft_R": "right_cleft",
+    }
+    # The two sides of an organ, written with another case.
+    assert label_names(["Femur_L", "femur_R"]) == {
+        "Femur_L": "left_femur",
+        "femur_R": "right_femur",
     }
     written_out = ("Left lung", "right-Lung", "femur.left", "femur.right")
     assert list(label_names(written_out).values()) == [
