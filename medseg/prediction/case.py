@@ -21,7 +21,7 @@ from medseg.io.volume import Volume
 from medseg.memory.profile import MemoryProfile
 from medseg.metrics.hu_statistics import scan_statistics
 from medseg.prediction.options import PredictConfig, Save
-from medseg.prediction.result_files import Views, take_views
+from medseg.prediction.result_files import PictureVoxels, take_picture_voxels
 from medseg.prediction.scans import Scan, scan_grid
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.orient import orient
@@ -40,7 +40,7 @@ class CaseData:
         volume: The first channel, set by `read_case`; `segment_case` replaces its voxels by the
             labels.
         result: The segmentation, set by `segment_case`.
-        views: What the pictures need of the voxels, set by `segment_case`.
+        picture_voxels: What the pictures need of the voxels, set by `segment_case`.
         more_channels: The other channels on the grid of the first, (D, H, W) each, set by
             `read_case`; `segment_case` drops them.
         sources: Fingerprint of the files of each channel when they were read; None where they could
@@ -51,7 +51,7 @@ class CaseData:
 
     volume: Volume = field(init=False)
     result: Segmentation = field(init=False)
-    views: Views = field(default_factory=Views)
+    picture_voxels: PictureVoxels = field(default_factory=PictureVoxels)
     more_channels: list[np.ndarray] = field(default_factory=list)
     sources: list[dict[str, Any] | None] = field(default_factory=list)
     durations_s: dict[str, float] = field(default_factory=dict)
@@ -156,7 +156,9 @@ def segment_case(
             on_step=on_step,
             keep_probabilities=Save.probabilities in config.save,
         )
-        case.views = take_views(scan, case.volume, case.result, model.task, config)
+        case.picture_voxels = take_picture_voxels(
+            scan, case.volume, case.result, model.task, config
+        )
     # The next case is segmented while this one is written. The voxels are dropped, so that memory
     # holds those of one scan; the writers need only grid, header and labels.
     case.volume = replace(case.volume, array=case.result.labels)

@@ -80,7 +80,7 @@ def write_case(
                 scan,
                 case.volume,
                 case.result,
-                case.views,
+                case.picture_voxels,
                 chosen.model.task,
                 config,
             )

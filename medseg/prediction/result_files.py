@@ -36,7 +36,7 @@ from medseg.report.case_viewer import (
     write_case_viewer,
     written_figures,
 )
-from medseg.report.preview import MAX_LONG, PreviewSlice, cut_slices, draw_preview
+from medseg.report.preview import MAX_FULL_LINES, PreviewSlice, cut_slices, draw_preview
 from medseg.task import LabelValues, Task
 
 # Folder beside the label maps. Its files hold the standard deviation of the probabilities of
@@ -54,7 +54,7 @@ DICOM_KINDS = ("dicom_seg", "rtstruct")
 
 
 @dataclass(frozen=True)
-class Views:
+class PictureVoxels:
     """What the pictures of a case keep of its voxels, which are dropped once it is segmented.
 
     Attributes:
@@ -73,7 +73,8 @@ def result_paths(
 
     Args:
         output: Path of the label map.
-        model: What segments the scan; averaged views also give a map of their disagreement.
+        model: What segments the scan; if it averages several networks or flips, there is also a
+            map of their disagreement.
         save: Kinds of files.
 
     Returns:
@@ -113,9 +114,9 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
         )
 
 
-def take_views(
+def take_picture_voxels(
     scan: Scan, volume: Volume, result: Segmentation, task: Task, config: PredictConfig
-) -> Views:
+) -> PictureVoxels:
     """Copy what the pictures of a case need of its voxels.
 
     If the case has reference labels that cannot be used, a warning is added to the result.
@@ -132,7 +133,7 @@ def take_views(
         image, grid, orientation = orient(volume.array, volume.grid)
         slices = cut_slices(image, orientation.to_lps(result.labels), grid.spacing_mm)
     if Save.viewer not in config.save:
-        return Views(slices)
+        return PictureVoxels(slices)
     reference = None
     if scan.labels is not None:
         try:
@@ -145,7 +146,7 @@ def take_views(
                 result.status = "warnings"
     max_mb = config.viewer.max_mb
     packed = pack_case(volume.array, result.labels, volume.grid, reference, task, max_mb)
-    return Views(slices, packed)
+    return PictureVoxels(slices, packed)
 
 
 def _read_reference(
@@ -189,7 +190,7 @@ def write_results(
     scan: Scan,
     volume: Volume,
     result: Segmentation,
-    views: Views,
+    picture_voxels: PictureVoxels,
     task: Task,
     config: PredictConfig,
 ) -> None:
@@ -198,9 +199,10 @@ def write_results(
     Args:
         paths: From `result_paths`.
         scan: The scan.
-        volume: Grid and header of the scan; its voxels are the labels already.
+        volume: Grid and header of the scan. Its array is not used: `segment_case` has replaced the
+            voxels by the labels, to free them.
         result: The segmentation.
-        views: What the pictures need of the voxels of the scan.
+        picture_voxels: What the pictures need of the voxels of the scan.
         task: Labels, and the window of the preview.
         config: Options of some kinds of files.
 
@@ -214,7 +216,7 @@ def write_results(
         if kind == "labels":
             write_labels(path, result.labels, grid, header, structures)
         elif kind == "uncertainty":
-            assert result.disagreement is not None, "models with several views return it"
+            assert result.disagreement is not None, "given where `has_views` is true"
             write_labels(path, result.disagreement, grid, header)
         elif kind == "masks":
             structure = next(structure for structure in structures if structure.name == label)
@@ -225,11 +227,13 @@ def write_results(
             percent = paste_percent(crops, oriented_grid(grid))
             write_labels(path, orientation_of(grid).from_lps(percent), grid, header)
         elif kind == "preview":
-            _write_preview(path, result, views, task, structures)
+            _write_preview(path, result, picture_voxels, task, structures)
         elif kind == "viewer":
-            assert views.packed is not None, "`take_views` has made it for the viewer"
+            assert picture_voxels.packed is not None, (
+                "`take_picture_voxels` has made it for the viewer"
+            )
             identity = scan.identity_with(volume)
-            _write_viewer(path, views.packed, result, identity, task)
+            _write_viewer(path, picture_voxels.packed, result, identity, task)
         else:  # one of `DICOM_KINDS`
             _write_on_slices(kind, path, scan, result.labels, task, config)
 
@@ -294,11 +298,15 @@ def _write_on_slices(
 
 
 def _write_preview(
-    path: Path, result: Segmentation, views: Views, task: Task, structures: Sequence[Structure]
+    path: Path,
+    result: Segmentation,
+    picture_voxels: PictureVoxels,
+    task: Task,
+    structures: Sequence[Structure],
 ) -> None:
     """Draw the preview, with the figures of each label in its legend."""
     # With many labels a line of the legend holds three of them, and has room for volumes only.
-    has_volumes_only = len(task.labels) > MAX_LONG
+    has_volumes_only = len(task.labels) > MAX_FULL_LINES
     text_by_value = {}
     for name, value in task.labels.items():
         figures = written_figures(result.statistics.get(name, {}))
@@ -314,7 +322,7 @@ def _write_preview(
         bounds = [describe_bounds(result.dice_at_least)]
     title = path.name.removesuffix(ENDINGS["preview"])
     draw_preview(
-        views.slices,
+        picture_voxels.slices,
         path,
         title,
         structures,

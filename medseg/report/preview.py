@@ -13,7 +13,7 @@ from medseg.report.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
 from medseg.report.plots import shortened, write_png
 
 # Up to this number of labels, each has its own line; more labels are written in three columns.
-MAX_LONG = 6
+MAX_FULL_LINES = 6
 
 # Layout of the picture, which is as wide as three panels and two gaps.
 _WIDTH_PX = 1280
@@ -117,7 +117,7 @@ def draw_preview(
         UserError: If the file cannot be written.
     """
     warning_lines = _warning_lines(warnings)
-    num_columns = 1 if len(structures) <= MAX_LONG else 3
+    num_columns = 1 if len(structures) <= MAX_FULL_LINES else 3
     num_label_lines = math.ceil(len(structures) / num_columns)
     sizes_px = _sizes_px(slices)
     slices_bottom_px = _HEADER_PX + max(height_px for height_px, _ in sizes_px)

@@ -31,7 +31,7 @@ from medseg.io.write import write_image, write_labels
 from medseg.metrics.hu_statistics import HU_FIGURES
 from medseg.prediction import result_files as results_module
 from medseg.prediction.options import PredictConfig, Save
-from medseg.prediction.result_files import take_views
+from medseg.prediction.result_files import take_picture_voxels
 from medseg.prediction.scans import Scan
 from medseg.preprocess.orient import Orientation
 from medseg.report.overlay import Canvas
@@ -324,7 +324,7 @@ def test_a_reference_that_cannot_be_shown_is_a_warning_and_ignored_voxels_are_ba
     )
     result = Segmentation(labels, status="ok")
     case = Scan("a", tmp_path / "a.nii.gz", labels=tmp_path / "ref.nii.gz")
-    take_views(case, volume, result, task, config)  # type: ignore[arg-type]
+    take_picture_voxels(case, volume, result, task, config)  # type: ignore[arg-type]
     assert result.status == status
     if status == "ok":
         assert shown[0] is not None
