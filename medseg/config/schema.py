@@ -78,7 +78,7 @@ class PlanConfig(TrainConfig):
     shape: Annotated[
         Shape | None,
         Knob(
-            "Sample; null: stage.patch_size, spacing.size or extent_mm.",
+            "Sample; null: the first that is set of stage.patch_size, spacing.size and extent_mm.",
             "[1, inf)",
             "voxels (D, H, W)",
         ),
@@ -87,8 +87,8 @@ class PlanConfig(TrainConfig):
     validation_shape: Annotated[
         Shape | None,
         Knob(
-            "Largest validation case; null: spacing.size, `shape` if stage.patch_size is null, or "
-            "extent_mm.",
+            "Largest validation case; null: the first that is set of spacing.size, `shape` (if "
+            "stage.patch_size is null) and extent_mm.",
             "[1, inf)",
             "voxels (D, H, W)",
         ),
@@ -113,7 +113,11 @@ class PlanConfig(TrainConfig):
     ]
     allow: Annotated[Allow, Knob("With fit_gib: what the switches may change, see docs/memory.md.")]
     compute: Annotated[
-        bool, Knob("Run the step on the CPU and count its tensors; slower, with the same numbers.")
+        bool,
+        Knob(
+            "Compute the step on the CPU, to check the count: slow, with the same numbers; false: "
+            "count without computing."
+        ),
     ]
     largest_batch: Annotated[
         bool, Knob("Also find the largest stage.batch_size that fits into memory.budget_gib.")
@@ -528,7 +532,8 @@ CLASS_SCHEMAS: dict[str, type] = {UNET: UNetOptions, DICE_CE: DiceCeOptions}
 def schema_defaults(schema: type) -> dict[str, Any]:
     """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`.
 
-    Extension points are open nodes; a choice is its name, as in a file.
+    Extension points take the keys of any class, see `ExtensionNode`. The member of an enumeration
+    is replaced by its name, as a YAML file has it.
     """
     defaults: dict[str, Any] = {}
     hints = get_type_hints(schema)

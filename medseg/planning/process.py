@@ -135,7 +135,7 @@ def process_cost(folder: Path, *, has_logger: bool, has_monai: bool) -> ProcessC
 def agree(first: ProcessCost, second: ProcessCost) -> bool:
     """Whether two calibrations are equal within MEMORY_TOLERANCE and SECONDS_TOLERANCE.
 
-    Memory is compared as that of a run with one worker: the sum of all its numbers of bytes.
+    Memory is compared as the sum of all fields in bytes: the peak of a run with one worker.
     """
     # All fields but the last, the seconds.
     memory = [sum(cost[:-1]) for cost in (first, second)]
