@@ -62,9 +62,9 @@ SURE_BYTES = 2**28
 # Ratio of voxel bytes to compressed bytes that real scans hardly reach.
 SURE_RATIO = 16
 
-# Largest relative error of a scaled label that counts as rounding. It is the distance of
-# neighbouring 32-bit numbers near 1: half of it for the slope and the intercept of a header, which
-# most formats store in 32 bits, and half for the stored value or its product with the slope.
+# Largest relative error of a scaled label that counts as rounding: that of two roundings to 32-bit
+# floats, each of at most 2**-24. One is that of the slope and the intercept in the header, which
+# most formats store in 32 bits; the other that of the stored value or its product with the slope.
 ROUNDING = 2.0**-23
 
 # Largest distance from a whole number that counts as rounding, however large the label is.
@@ -625,8 +625,9 @@ def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     """Round the labels of a file to the whole numbers that they stand for.
 
     A label may miss its number by the rounding of the scale in the header: the stored value 255
-    with the slope 1/255 in 32 bits gives 1.00000006. The error is relative to the product and to
-    the intercept, which may nearly cancel.
+    with the slope 1/255 in 32 bits gives 1.00000006. The error is proportional to the product of
+    stored value and slope and to the intercept, not to the label: where these two nearly cancel,
+    the label is small and its error is not.
 
     A program that scales labels to the range of an integer type also rounds what it stores: labels
     up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its
@@ -649,6 +650,7 @@ def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     # them.
     if volume.dtype.kind in "iu" and step < 1.0:
         half_step = step / 2
+        # The step itself is rounded: a label may miss its number by slightly more than half of it.
         tolerance = np.maximum(tolerance, half_step * (1.0 + ROUNDING))
     is_whole = np.abs(values - whole) <= np.minimum(tolerance, MAX_ROUNDING)
     if not is_whole.all():

@@ -57,8 +57,10 @@ LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
 # If ROUNDS_S is too short for LEAST_ROUNDS, operations that take longer than this are timed once.
 # That is enough: in three rounds, the sums of 116 convolutions of 0.05 to 0.6 s were within 2 %.
 LONG_S = 0.05
-# An operation is cut by the greatest common divisor of the depths of its tensors. Below this, small
-# numbers among its arguments (kernel size, number of an axis) could be taken for a depth.
+# The parts of an operation are multiples of 1 / d of its slices, where d is the greatest common
+# divisor of the depths of its tensors: so each tensor has a whole number of slices in each part. An
+# operation with a smaller d than this is not divided, because small numbers among its arguments
+# (kernel size, number of an axis) could be taken for a depth.
 LEAST_DIVISOR = 8
 # What torch raises for an operation that does not accept arguments made from their shapes alone, or
 # for which the memory is too small; any other exception is a defect of ours.
@@ -161,8 +163,9 @@ class KernelCosts:
             return
         noun = "operation" if len(missing) == 1 else "operations"
         say(f"plan: measuring {len(missing)} {noun} on this machine; kept for later plans")
-        # In random order, so that each group has operations of all sets of switches: a processor
-        # that slows down favours none of them, and the groups so far tell how long the others take.
+        # In random order, so that each group has operations of all configurations that a plan
+        # compares: a processor that slows down favours none of them, and the time of the groups so
+        # far tells how long the others take.
         random.Random(0).shuffle(missing)
         progress = Progress("plan", len(missing), "operations")
         for start in range(0, len(missing), GROUP_SIZE):
@@ -257,8 +260,9 @@ class KernelCosts:
 
         Args:
             calls: The operations.
-            first_s: Seconds of a first run of each. They stand for long operations if there is no
-                time for LEAST_ROUNDS with them.
+            first_s: Seconds of a first run of each operation. If LEAST_ROUNDS of all operations
+                would exceed `rounds_s`, this run is the only one of the operations that take longer
+                than LONG_S.
             rounds_s: Seconds after which no further round begins, once LEAST_ROUNDS are done.
 
         Returns:
@@ -268,7 +272,6 @@ class KernelCosts:
         timed = dict(calls)
         lacks_time = LEAST_ROUNDS * sum(first_s.values()) > rounds_s
         if lacks_time:
-            # Long operations are not timed again.
             for key, seconds in first_s.items():
                 if seconds > LONG_S:
                     durations_s[key].append(seconds)
@@ -429,8 +432,8 @@ class KernelCosts:
         not lengthen it. Where an operation uses several threads, the calling one works from the
         beginning to the end: torch and oneDNN divide an operation evenly and give that thread the
         first and largest part. Measured with nine operations on two threads: the calling thread
-        took 1.00 to 1.4 times half of the processor time of both, and 0.50 to 0.65 times its time
-        without the other thread.
+        took 50 to 70 % of the processor time of both, so its part was never the smaller one, and
+        50 to 65 % of its time without the other thread, so its time shows what a thread saves.
         """
         return time.thread_time if self.device.type == "cpu" else time.perf_counter
 
@@ -616,15 +619,17 @@ def _cut(call: Call, weight: Operand | None, numerator: int, denominator: int) -
 
 
 def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose axes lie in memory in the order of other strides.
+    """Strides of a tensor without gaps in memory, with the order of axes of another tensor.
+
+    An image stored with its channels last, for example, keeps them last.
 
     Args:
         shape: Shape of the tensor.
-        stride: The other strides. Those of repeated axes, 0, stay.
+        stride: Strides of the other tensor. Those of repeated axes, 0, stay.
     """
     dense = [0] * len(shape)
-    # The innermost axis first. Of two equal strides, one is that of an axis of length 1; the later
-    # axis is taken for the inner one.
+    # The innermost axis first. Two axes have equal strides only if one of them has length 1, for
+    # elements would overlap otherwise; the later axis is taken for the inner one.
     axes_from_innermost = sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis))
     step = 1
     for axis in axes_from_innermost:

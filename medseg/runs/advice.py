@@ -109,7 +109,7 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
     Returns:
         List of one argument, or empty.
     """
-    import torch  # loaded by the run that has ended
+    import torch  # takes seconds, but the run that calls this has loaded it already
 
     from medseg.cascade.load import load_stage
 
@@ -119,8 +119,8 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
     for file in files:
         # A user's network may raise anything, and advice must not fail a run that has finished.
         with suppress(Exception):
-            # Measured on the CPU. The value is enough for a GPU too: a GPU supports each precision
-            # that a training may have, and a pass on it needs no more memory.
+            # Measured on the CPU, which computes in fp32 where it lacks the precision of the
+            # training. A GPU supports each of these precisions and so needs no more memory.
             stage = load_stage(file, None, torch.device("cpu"), trusted=trusted, options=options)
             least_gib = max(least_gib, stage.least_budget_gib)
     if least_gib == options.budget_gib:
@@ -148,18 +148,23 @@ def _data_arguments(config: TrainConfig) -> list[str]:
             # Paths are not quoted for Hydra here: the command does it, by `quote_paths`.
             text = value if is_path else text_of(value)
             arguments.append(f"data.{key}={text}")
-    # The task of an imported data set brings its label values along.
-    is_imported = SOURCE_VARIABLE in os.environ
+    # Without label values, those of the task are taken: equal ones need no argument.
     has_own_values = data.label_values and data.label_values != config.task.labels
-    if has_own_values and not is_imported:
+    # The task of an imported data set brings its label values along.
+    if has_own_values and not _is_task_imported():
+        # `++`, since names of labels are keys that the files of `conf/` may lack.
         arguments.append(f"++data.label_values={text_of(data.label_values)}")
     return arguments
 
 
+def _is_task_imported() -> bool:
+    """Whether the run took its task from the user's data or from a file, not from `conf/`."""
+    return bool(os.environ.get(SOURCE_VARIABLE, ""))
+
+
 def _task_argument(config: TrainConfig) -> list[str]:
     """Argument that names the task; none where it comes with the cases, or is the default."""
-    # The task was imported: the variable names its file, or the case table that it lies beside.
-    if os.environ.get(SOURCE_VARIABLE, ""):
+    if _is_task_imported():
         return _task_file_argument()
     name = config.task.name
     is_preset = (conf_dir() / "task" / f"{name}.yaml").is_file()
@@ -193,7 +198,9 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
         name = key.lstrip("+~")
         # Of Hydra's own keys a plan needs the search path only, where its files are found.
         is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
-        # `plan` adds `VALUES` itself, by `with_task`, as this command did.
+        # `VALUES` is the argument that every command adds itself, by `with_task`, for the values of
+        # the labels in imported files. `resume=auto` says nothing about the configuration, while
+        # `resume=<run folder>` names the run whose configuration is to be planned.
         if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
             continue
         if override == f"task={IMPORTED}":
@@ -214,7 +221,7 @@ def _free_gib(config: TrainConfig) -> float:
     On GPUs it is the free memory of the GPU with the least; on the CPU the ranks share the free
     memory of the machine.
     """
-    import torch  # loaded by the run that has ended
+    import torch  # takes seconds, but the run that calls this has loaded it already
 
     if config.trainer.accelerator is not Accelerator.cpu and torch.cuda.is_available():
         gpus = range(torch.cuda.device_count())
@@ -224,13 +231,13 @@ def _free_gib(config: TrainConfig) -> float:
     return bytes_per_rank / 2**30
 
 
-def _free_bytes_of_gpu(number: int) -> int:
+def _free_bytes_of_gpu(gpu_number: int) -> int:
     """Measure the memory that is free on a GPU once this process has ended.
 
     The result is a little too low: what the driver keeps for this process is not counted as free.
     """
     import torch
 
-    free_bytes, _ = torch.cuda.mem_get_info(number)
+    free_bytes, _ = torch.cuda.mem_get_info(gpu_number)
     # The process gives back what torch's allocator holds, whether it is in use or not.
-    return int(free_bytes + torch.cuda.memory_reserved(number))
+    return int(free_bytes + torch.cuda.memory_reserved(gpu_number))

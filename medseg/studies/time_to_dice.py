@@ -43,13 +43,15 @@ FORMATS = {"cpu_minutes": ".2f", "ratio": ".2f", "dice": ".4f", "step": ".0f"}
 # Columns of a validation in `history.csv` that are kept in `points.csv`.
 SCORES = ("step", "val_dice", "val_dice_worst")
 
-# Row of `points.csv`: a validation, with the keys of `SCORES` and the `cpu_minutes` until then, or
+# Line of `points.csv`: a validation, with the keys of `SCORES` and the `cpu_minutes` until then, or
 # the end of a process, with `cpu_minutes` only.
 Point = Mapping[str, float]
 
 
 def time_to_dice(config: TimeToDiceConfig) -> int:
-    """Train every row until its Dice reaches the target or its time is used up.
+    """Train each row until its Dice reaches the target or its time is used up.
+
+    A row is one configuration of the study; it becomes a line of `time_to_dice.csv`.
 
     Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after
     each row. CPU minutes count all processes of a training: start, steps and validations. The cache
@@ -107,6 +109,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         if outcome == Status.interrupted.value:
             return EXIT_RESUME
     print((output / "time_to_dice.md").read_text(encoding="utf-8"), end="")
+    # A row that did not reach the target is a result too: the target is beyond its time or steps.
     successes = ("reached", "stopped", "ended")
     return 0 if all(line["outcome"] in successes for line in table) else EXIT_FAILED
 
@@ -136,7 +139,7 @@ class _Progress:
     """Validations of a row over all its starts, with the CPU minutes until each.
 
     Attributes:
-        points: All rows of `points.csv` so far.
+        points: All lines of `points.csv` so far.
     """
 
     def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
@@ -148,7 +151,7 @@ class _Progress:
         lines = read_csv(self._path) if self._path.is_file() else []
         self.points: list[Point] = []
         for line in lines:
-            # A row for the end of a process has empty cells.
+            # A line for the end of a process has empty cells.
             self.points.append({key: float(value) for key, value in line.items() if value})
         self._earlier_minutes = max((point["cpu_minutes"] for point in self.points), default=0.0)
 
@@ -243,11 +246,11 @@ def cpu_s() -> float:
 
     Those that have ended are included; this process itself is not.
     """
-    study = psutil.Process()
-    study_times = study.cpu_times()
+    own_process = psutil.Process()
+    own_times = own_process.cpu_times()
     # `children_…` are the times of children that have ended.
-    total_s = study_times.children_user + study_times.children_system
-    for child in study.children(recursive=True):
+    total_s = own_times.children_user + own_times.children_system
+    for child in own_process.children(recursive=True):
         try:
             times = child.cpu_times()
         # The child has just ended; from now on the times of its parent include its own.
