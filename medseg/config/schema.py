@@ -1,9 +1,10 @@
 """Schema of each command: options of the packages, and keys that only the command has.
 
-The values are in `conf/`. `check.py` merges the values that Hydra composed into the dataclass of
-the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and numbers
-outside their range, whatever their source. A tuple's length is part of its type. Extension points
-(`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
+The values are in `conf/`; a few keys at the end of a class also have a default here, for code that
+builds the class without Hydra. `check.py` merges the values that Hydra composed into the dataclass
+of the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and
+numbers outside their range, whatever their source. A tuple's length is part of its type. Extension
+points (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
 `medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints its
 keys with their documentation, which makes this file long: it stands beside each key.
 """

@@ -135,12 +135,12 @@ def segment_case(
     config: PredictConfig,
     on_step: Callable[[str], None] | None = None,
 ) -> None:
-    """Segment a scan, take the views of it that the results need, and drop its voxels.
+    """Segment a scan, keep what its pictures need of the voxels, and drop them.
 
     Args:
         scan: The scan.
         model: What segments it.
-        case: Its data from `read_case`, to which result and views are added.
+        case: Its data from `read_case`, to which `result` and `picture_voxels` are added.
         config: Says which results are written.
         on_step: Called with the name of each step of the model when it begins.
 
