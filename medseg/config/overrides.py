@@ -300,10 +300,12 @@ def _quote_path(argument: str) -> str:
         return argument
     if not _is_list(name, value):
         return f"{key}={quote(value)}"
-    members = []
     inside = value[1:-1].strip()
-    # Without members there would be one match, the empty text.
-    for path in LIST_MEMBER.findall(inside) if inside else []:
+    # The expression would find one member in it, the empty text.
+    if not inside:
+        return argument
+    members = []
+    for path in LIST_MEMBER.findall(inside):
         members.append(path if _is_quoted(path) else quote(path))
     return f"{key}=[{','.join(members)}]"
 
