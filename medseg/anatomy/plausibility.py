@@ -40,8 +40,9 @@ def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRe
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask is not empty"
     z, y, x = np.add(box.start, ndimage.center_of_mass(mask[box.slices()]))
-    # The extent is taken on the line along array x through the centre, since world x may be oblique
-    # to it: the centre, the first and the last voxel of the box.
+    # The range of x is that of the line along array x through the centre: the axes of the array may
+    # be oblique to those of the world, so that x also changes along the others. The points are the
+    # centre, and the first and the last voxel of the box on this line.
     points = np.array([[z, y, x], [z, y, box.start[2]], [z, y, box.stop[2] - 1]])
     centre_x_mm, first_x_mm, last_x_mm = grid.index_to_world_xyz_mm(points)[:, 0].tolist()
     x_range_mm = (min(first_x_mm, last_x_mm), max(first_x_mm, last_x_mm))
@@ -157,8 +158,8 @@ def position_warnings(
         for left, right in turned_pairs(image_hu, boxes, grid, task)
     ]
     upside_down_signs = []
-    # Labels of a network are judged more strictly than those that people drew, for which the bound
-    # is `UPSIDE_DOWN_EXCESS`, below 0.
+    # Labels of a network are judged more strictly than those that people drew: the audit of a data
+    # set warns only below `UPSIDE_DOWN_EXCESS`, which is negative.
     if apex_excess(image_hu, labels, boxes, grid, task) <= 0:
         upside_down_signs.append(UPSIDE_DOWN_SIGN)
     evidence = head_evidence(image_hu, labels, grid.spacing_mm, task)

@@ -4,7 +4,6 @@ Hydra reads `key=value` only, misreads paths without quotes, and takes options o
 before the keys.
 """
 
-import csv
 import json
 import re
 from collections import defaultdict
@@ -52,8 +51,9 @@ MAX_ARGUMENTS = 2_000
 LIST_KEYS = frozenset({"coarse", "fine", "input"})
 # Command to the key of an argument that stands alone.
 POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
-# Command to its options, each with the key that it is short for.
+# Each option for the input or the output, with the key that it is short for.
 _FILES = {"-i": "input", "--input": "input", "-o": "output", "--output": "output"}
+# Command to its options.
 OPTIONS = {"import": _FILES, "list": _FILES, "predict": _FILES}
 # Hydra's own options whose value is the next argument.
 HYDRA_OPTIONS = frozenset(
@@ -90,8 +90,11 @@ HYDRA_SWITCHES = frozenset(
         "--shell-completion",
     }
 )
-# Values that YAML reads as a number, null or a truth value: none of them chooses a file of a group.
-NOT_A_FILE = re.compile(r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false", re.IGNORECASE)
+# Words that Hydra and YAML read as a number, null or a truth value, not as a text.
+NOT_A_TEXT = re.compile(r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false", re.IGNORECASE)
+# One member of a list, with the comma before it: in quotes of either kind, where commas divide
+# nothing and a backslash escapes the next character, else up to the next comma.
+LIST_MEMBER = re.compile(r"""(?:\A|,)\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?=,|\Z)""")
 
 
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
@@ -118,6 +121,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         previous = argument
         argument = waiting.pop(0)
         name, equals, value = argument.partition("=")
+        # Only the long form of `INFO_OPTIONS`: `-i` is the option of the input here.
         is_value_of_hydra = previous in HYDRA_OPTIONS or previous == "--info"
         # No `key=value`, option, `~key` or `+key`, and not empty.
         is_alone = not equals and argument[:1] not in ("-", "~", "+", "")
@@ -156,7 +160,10 @@ def _values_of_key(key: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _cure_for_several_paths(command: str, key: str) -> str:
-    """Say how to type what several paths may have been meant for; only for the key `input`."""
+    """Advise how to type an output or several scans; empty for other keys than `input`.
+
+    Whoever gives several paths may have meant one of these two.
+    """
     if key != "input":
         return ""
     cure = "; give the output as -o <path>"
@@ -166,7 +173,10 @@ def _cure_for_several_paths(command: str, key: str) -> str:
 
 
 def _is_list(key: str, value: str) -> bool:
-    """Whether a value of a path key is a list of paths, and not the name of a file in brackets."""
+    """Whether the value of a key is a list of paths, and not the name of a file in brackets.
+
+    False for keys that take no list.
+    """
     has_brackets = value.startswith("[") and value.endswith("]")
     if key not in LIST_KEYS or not has_brackets:
         return False
@@ -224,6 +234,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
                 f"{key[:80]}: expected at most {MAX_LENGTH} characters, but got {len(argument)}; "
                 "write the value in a file and give --config-dir"
             )
+        # An argument after `--info` may be its kind, or already the first key.
         is_info_kind = previous in INFO_OPTIONS and argument in INFO_KINDS
         is_value_of_hydra = previous in HYDRA_OPTIONS or is_info_kind
         if not is_value_of_hydra:
@@ -237,10 +248,9 @@ def _check_argument(argument: str) -> None:
         return
     if key.startswith("-"):
         example = ""
-        # Options of other commands, see `OPTIONS`, that this command does not have.
-        for name in ("input", "output"):
-            if key in (f"-{name[0]}", f"--{name}"):
-                example = f", such as {name}=<path>"
+        # This command has no such option. Other commands have some, and their key may be meant.
+        if key in _FILES:
+            example = f", such as {_FILES[key]}=<path>"
         raise UserError(
             f"{argument}: there is no such option; give key=value{example}; --help prints all keys"
         )
@@ -252,8 +262,8 @@ def _check_argument(argument: str) -> None:
         raise UserError(
             f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
-    # A comma divides the values of a sweep.
-    if any(NOT_A_FILE.fullmatch(part.strip()) for part in value.split(",")):
+    # None of these words chooses a file of a group. A comma divides the values of a sweep.
+    if any(NOT_A_TEXT.fullmatch(part.strip()) for part in value.split(",")):
         files = group_files(name)
         if files:
             raise UserError(
@@ -286,21 +296,31 @@ def _quote_path(argument: str) -> str:
     is_text = name in TEXT_KEYS or is_experiment_file
     if not is_text or value in ("", "null"):
         return argument
-    is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if is_quoted:
+    if _is_quoted(value):
         return argument
     if not _is_list(name, value):
         return f"{key}={quote(value)}"
-    # A line of CSV between the brackets: a comma inside quotes divides nothing.
-    paths = next(csv.reader([value[1:-1]], quotechar="'", skipinitialspace=True))
-    return f"{key}=[{','.join(quote(path.strip()) for path in paths)}]"
+    inside = value[1:-1].strip()
+    # The expression would find one member in it, the empty text.
+    if not inside:
+        return argument
+    members = []
+    for path in LIST_MEMBER.findall(inside):
+        members.append(path if _is_quoted(path) else quote(path))
+    return f"{key}=[{','.join(members)}]"
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether a text begins and ends with the same quote."""
+    return len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
 
 
 def quote(text: str) -> str:
     """Quote a text so that Hydra's grammar reads it unchanged."""
-    # Inside quotes Hydra takes backslashes as escapes only directly before a quote, of the text or
-    # the closing one. There all of them are doubled, and a quote of the text gets one more.
+    # Inside quotes Hydra takes backslashes as escapes only directly before a quote.
+    # Before each quote of the text: twice the backslashes, and one more that escapes the quote.
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    # At the end, before the closing quote: twice the backslashes.
     escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"'{escaped}'"
 
@@ -309,12 +329,14 @@ def text_of(value: Any) -> str:
     """Write a value as a command-line argument in Hydra's grammar.
 
     Example:
-        >>> values = (0.5, True, None, "amp", "Doe, John", [1, 2], {"liver": 1})
+        >>> values = (0.5, True, "true", None, "amp", "Doe, John", [1, 2], {"liver": 1})
         >>> [text_of(value) for value in values]
-        ['0.5', 'true', 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
+        ['0.5', 'true', "'true'", 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
     if isinstance(value, str):
-        if re.fullmatch(r"[A-Za-z_][\w./-]*", value):
+        is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
+        # Without quotes, Hydra would read `true`, `null` or `inf` as no text.
+        if is_plain and not NOT_A_TEXT.fullmatch(value):
             return value
         return quote(value)
     if isinstance(value, list):

@@ -71,28 +71,51 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
         width: Voxels along x, likewise.
     """
     area = height * width
-    # The smallest slab of a layer is one plane of output, with the planes that the kernel reaches.
-    # Its memory is the sum of the two numbers that `layer_bytes` returns.
+    # The input of the stem's convolution: cells with the stem `space_to_depth`, else voxels.
     _, cell_height, cell_width = network.stem.cell
-    stem_conv = cast(nn.Conv3d, network.stem.unit[0])
-    stem_bytes = layer_bytes(stem_conv, area // (cell_height * cell_width))
-    least_bytes = [sum(stem_bytes)]
-    # Only the finest level of encoder and decoder is looked at: a plane of a deeper level has twice
-    # the channels but a quarter of the voxels, so it needs less.
-    parts: list[nn.Module] = [network.encoder[0], network.decoder[0]]
+    stem_area = area // (cell_height * cell_width)
+    least_bytes = [_largest_layer_bytes(network.stem, stem_area)]
+    # The features of the first level: `network.cell` holds the stride of the stem `strided` too.
+    _, cell_height, cell_width = network.cell
+    first_area = area // (cell_height * cell_width)
     if isinstance(network.head, Head):
-        parts.append(network.head)
+        least_bytes.append(_largest_layer_bytes(network.head, first_area))
     else:
         # One plane of cells and its neighbours on both sides.
         least_bytes.append(3 * _refining_bytes(network.head, area))
-    _, cell_height, cell_width = network.cell
-    level_area = area // (cell_height * cell_width)
-    for part in parts:
-        for module in part.modules():
-            if isinstance(module, nn.Conv3d):
-                least_bytes.append(sum(layer_bytes(module, level_area)))
+    # Any level may need the most: the channels double from one to the next, but the voxels of a
+    # plane stay as many where the stride along y and x is 1.
+    level_area = first_area
+    for level, encoder in enumerate(network.encoder):
+        for name, part in encoder.named_children():
+            # Of this level, except for `down`, whose input is the level before.
+            least_bytes.append(_largest_layer_bytes(part, level_area))
+            if name == "down":
+                down_conv = cast(nn.Conv3d, cast(ConvNormAct, part)[0])
+                level_area //= math.prod(down_conv.stride[1:])
+        # The deepest level has no decoder.
+        if level < len(network.decoder):
+            # Too much for the convolution of `up`, which runs at the deeper level.
+            least_bytes.append(_largest_layer_bytes(network.decoder[level], level_area))
     # Twice, since layers have half of the budget; feature maps have the other half.
     return 2 * max(least_bytes)
+
+
+def _largest_layer_bytes(part: nn.Module, area: int) -> float:
+    """Estimate the memory of the convolution of a part that needs the most for its smallest slab.
+
+    That slab is one plane of output, with the planes of input that the kernel reaches.
+
+    Args:
+        part: Part of a network.
+        area: Voxels of a plane of the input of its convolutions.
+    """
+    largest_bytes = 0.0
+    for module in part.modules():
+        if isinstance(module, nn.Conv3d):
+            bytes_per_plane, extra_bytes = layer_bytes(module, area)
+            largest_bytes = max(largest_bytes, bytes_per_plane + extra_bytes)
+    return largest_bytes
 
 
 def _refining_bytes(head: RefiningHead, area: int) -> float:
@@ -289,8 +312,8 @@ class _UnetPass(SlabPass):
         # Beside its own planes of cells, a slab has one more on each side.
         extra_bytes = 2 * bytes_per_plane
         for start, stop in self.split(features.depth, bytes_per_plane, extra_bytes):
-            # The last convolution needs `reach` more planes of voxels on each side. As many planes
-            # of cells hold at least these.
+            # The last convolution needs `reach` more planes of voxels on each side: 0 or 1, since
+            # its kernel has 1 or 3. `reach` planes of cells hold at least as many.
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
             voxels.add_(self.convolve(head.detail, image, low * cell_depth, high * cell_depth))

@@ -43,7 +43,11 @@ class PackedCase(NamedTuple):
 
 
 class CaseReport(NamedTuple):
-    """What a viewer shows of the report of a prediction; see `Segmentation` for the fields."""
+    """What a viewer shows of the report of a prediction.
+
+    All fields but `identity`, of the patient, are described in
+    `medseg.inference.segmentation.Segmentation`.
+    """
 
     status: str = ""
     warnings: Sequence[str] = ()
@@ -190,7 +194,9 @@ def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     Args:
         figures: From `ScanStatistics`; figures in HU that are None get no heading.
     """
+    # A label that was not measured has no figures at all; its volume is shown as 0.
     texts = {"ml": f"{figures.get('ml') or 0:.0f}"}
+    # The figures in HU are None together. The percentiles are whole numbers already.
     if figures.get("mean_hu") is not None:
         share = figures["share_below_minus_950_hu"] or 0
         texts["mean HU"] = f"{figures['mean_hu']:.0f}"

@@ -1,4 +1,8 @@
-"""Spacing comparison: trains a cascade with each strategy of spacing, and scores the same cases."""
+"""Spacing comparison: trains a cascade with each strategy of spacing, and scores the same cases.
+
+A strategy is called a row: it is an entry of `rows` in the configuration, and the results of its
+training, prediction and scores are a `Strategy`.
+"""
 
 import json
 import math
@@ -54,7 +58,8 @@ from medseg.studies.train_arguments import (
 from medseg.training.network import find_divisor
 from medseg.training.options import TrainConfig
 
-# Columns of the costs of a stage, see `stage_costs`.
+# Columns of the costs of a stage, see `stage_costs`. Saved bytes are those that autograd keeps from
+# the forward to the backward pass.
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
 # Columns of a case and region, see `read_scores`.
 SCORES = (
@@ -69,7 +74,7 @@ SCORES = (
     "predict_s",
     "predict_peak_gb",
 )
-# Columns of `comparison.csv`.
+# Columns of `comparison.csv`; `row` is the name of the strategy.
 COLUMNS = (
     "row",
     "failure",
@@ -413,11 +418,12 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """
     rule = make_grid_rule(config.spacing)
     divisor = find_divisor(config)
+    # Resampled in the same two steps as in `medseg.cascade.localise`, since each rounds the shape:
+    # to the spacing of the stage, then to that of the rule, which may depend on that of the scan.
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
-    # The rule may have a range of spacings: it then chooses the spacing by that of the scan.
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # As in `predict_body`: with a patch of one voxel, `crop` does not enlarge the scan.
-    # `network_size` then enlarges it to a size that the network takes.
+    # Without a patch size `crop` would enlarge the box to a size that the network takes. As in
+    # prediction, a patch of one voxel keeps the box, and `network_size` is the size after padding.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, patch_size=(1, 1, 1), divisor=divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is not None:
@@ -453,7 +459,8 @@ def read_scores(
         report = reports[case]
         entry = {
             "case": case,
-            # The coarsest spacing, rounded as `predict by_spacing=…` does to choose by it.
+            # The coarsest spacing, rounded as in `predict`, which chooses a model of `by_spacing`
+            # by the rounded one.
             "slice_mm": round(max(grids[case].spacing_mm), 3),
             "region": row["region"],
             "trust": row["trust"],
@@ -473,17 +480,17 @@ def write(
     output: Path,
     patients: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the tables and the picture of the rows that are known so far.
+    """Write the tables and the picture of the strategies that are known so far.
 
     Args:
-        strategies: The rows, with their costs and scores.
+        strategies: Results of the rows, with their costs and scores.
         output: Folder of `comparison.csv`, `comparison.md` and `comparison.png`.
         patients: Held-out case to its patient; a case that is missing is a patient of its own.
     """
-    rows: list[dict[str, Any]] = []
+    csv_rows: list[dict[str, Any]] = []
     for strategy in strategies:
-        rows += _csv_rows(strategy)
-    write_csv(output / "comparison.csv", rows, COLUMNS)
+        csv_rows += _csv_rows(strategy)
+    write_csv(output / "comparison.csv", csv_rows, COLUMNS)
     replace_text(output / "comparison.md", markdown(strategies, patients))
     if any(strategy.scores for strategy in strategies):
         _draw(strategies, output / "comparison.png")

@@ -36,8 +36,9 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    # What `predict` would refuse in a checkpoint, numbers that are too large, is refused before the
-    # training. Our UNet needs no check: with such numbers it does not fit into memory here either.
+    # `predict` refuses a checkpoint whose arguments are numbers that are too large. They are
+    # refused here too, before time is spent on a training. Our UNet needs no check: with such
+    # numbers it does not fit into memory, so that there is no training.
     if node[TARGET] != UNET:
         try:
             check_arguments(node)
@@ -102,6 +103,7 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """
     if config.init_from is None:
         return
+    # A model folder of nnU-Net, one of its folds, or a zip file of it.
     if is_start(Path(config.init_from)):
         load_plan_weights(network, config)
         return
@@ -116,7 +118,8 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
         )
     if config.stage.coarse_channel and not metadata.get("coarse_channel"):
         weights = _with_zero_channel(network, weights)
-    # `<` of two sets: the file has some of the labels of the task, with the same values.
+    # `<` of two sets: the file has some of the labels of the task, with the same values. Values are
+    # 1, 2, … without a gap, so the labels that it lacks have the highest ones.
     has_fewer_labels = metadata["task"]["labels"].items() < make_task(config.task).labels.items()
     if has_fewer_labels:
         num_classes = int(metadata["num_classes"])
@@ -154,7 +157,7 @@ def _with_zero_channel(network: StageNetwork, weights: dict[str, Tensor]) -> dic
 def _with_rare_classes(
     network: StageNetwork, weights: dict[str, Tensor], num_old: int, num_new: int
 ) -> dict[str, Tensor]:
-    """Add the last classes to the weights of each layer that makes the logits.
+    """Add the classes that the weights lack, as the last ones, to each layer that makes the logits.
 
     Such a layer, of shape (outputs, ...), has `num_new` outputs in the network for `num_old` in the
     weights, or the same multiple of both where a head unfolds channels into voxels. Its outputs are
@@ -185,9 +188,9 @@ def _with_rare_classes(
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     """Complete the node of a network for a comparison with another one.
 
-    Metadata of an older version may lack arguments of our UNet, or the class itself.
+    Metadata of an older version may lack arguments of our UNet, or the class, which then is our
+    UNet.
     """
-    # Metadata without a class are of our UNet.
     node = {TARGET: UNET, **to_tuples(node)}
     node.pop("blocks", None)  # they change no result
     if node[TARGET] != UNET:
@@ -197,6 +200,7 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
         if parameter.default is not parameter.empty:
             completed[name] = parameter.default
     completed |= node
+    # Without strides the network has these; the other node may state the same ones.
     if not completed["strides"]:
         completed["strides"] = level_strides(None, count_strides(completed))
     return completed
@@ -205,6 +209,7 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
 def count_classes(config: TrainConfig) -> int:
     """Count the classes of the stage's network, with the background."""
     task = make_task(config.task)
+    # The fine stage sees a crop of one region at a time, and has no classes for labels of others.
     if config.stage.name is StageName.fine:
         return task.num_region_classes
     return task.num_classes

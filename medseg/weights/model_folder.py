@@ -259,8 +259,9 @@ def _clean_up_text(metadata: Mapping[str, Any]) -> str:
     least_hu = metadata["task"].get("least_hu")
     if least_hu is not None:
         steps.append(f"components with a median below {least_hu:g} HU go")
-    for values in metadata.get("clean_up", ()):
-        clean_up = CleanUp(**values)
+    for arguments in metadata.get("clean_up", ()):
+        clean_up = CleanUp(**arguments)
+        # The label or region, then `str` of the object: what is done, as `holes are filled`.
         steps.append(f"{clean_up.part}: {clean_up}")
     return "; ".join(steps) or "none"
 
@@ -273,6 +274,7 @@ def _bound_sentence(networks: Sequence[StageWeights]) -> str:
     if last_stage == "single":
         return "Bound on Dice: none; it rests on the agreement of two stages."
     if bound is None:
+        # The least number of patients with which `calibrate` reaches the level 0.9.
         return "Bound on Dice: none was calibrated; that takes a cross-validation of 9 patients."
     sentence = (
         f"Bound on Dice: calibrated on {bound['num_patients']} patients to hold for "

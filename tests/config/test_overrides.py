@@ -8,8 +8,9 @@ from pathlib import Path
 import forked
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
 
-from medseg.config.overrides import expand_options, quote, quote_paths
+from medseg.config.overrides import expand_options, quote, quote_paths, text_of
 from medseg.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,3 +121,31 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
 )
 def test_a_value_in_quotes_stays_and_a_quote_in_a_path_is_escaped(given: str, quoted: str) -> None:
     assert quote_paths([given]) == [quoted]
+
+
+@pytest.mark.parametrize(
+    ("given", "paths"),
+    [
+        ('["a,b",c]', ["a,b", "c"]),
+        ("['a,b',\"c, d\" , e f]", ["a,b", "c, d", "e f"]),
+        ("['it\\'s, a',\"b\"]", ["it's, a", "b"]),
+        ("[it's,'a'b]", ["it's", "'a'b"]),
+        ("[]", []),
+    ],
+)
+def test_a_comma_in_either_kind_of_quotes_divides_no_list(given: str, paths: list[str]) -> None:
+    (argument,) = quote_paths([f"fine={given}"])
+    override = OverridesParser.create().parse_override(argument)
+    values = override.value()
+    assert isinstance(values, list)
+    assert list(map(str, values)) == paths
+
+
+@pytest.mark.parametrize("text", ["true", "False", "null", "NULL", "inf", "nan", "nano", "1e5"])
+def test_hydra_reads_a_text_as_a_text_even_if_it_looks_like_another_value(text: str) -> None:
+    for value in (text, [text]):
+        override = OverridesParser.create().parse_override(f"key={text_of(value)}")
+        read = override.value()
+        first = read[0] if isinstance(read, list) else read
+        assert str(first) == text
+        assert isinstance(first, (str, QuotedString))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from medseg.geometry.strides import level_strides
 from medseg.inference.slab_pass import Features
 from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.models.blocks import BLOCKS, NORMS, replace_convolutions
@@ -182,3 +183,17 @@ def test_the_least_budget_of_a_network_whose_stem_needs_the_most() -> None:
         torch.testing.assert_close(logits, network(inputs), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="a plane of a layer needs"):
         run(network, inputs, 0.95 * budget)
+
+
+@pytest.mark.parametrize("stem", ["conv", "space_to_depth"])
+@pytest.mark.parametrize(
+    "spacing_mm", [(1.0, 2.5, 5.0), (1.0, 3.0, 3.0), (1.0, 5.0, 5.0), (5.0, 1.0, 1.0)]
+)
+def test_the_least_budget_is_enough_where_a_deeper_level_needs_the_most(
+    stem: str, spacing_mm: tuple[float, float, float]
+) -> None:
+    strides = level_strides(spacing_mm, 2 if stem == "conv" else 3)
+    network = make(depth=2, stem=stem, strides=strides)
+    shape = (32, 32, 32)
+    _, num_slabs = run(network, image(torch.float32, shape), least(network, shape))
+    assert num_slabs > 1

@@ -22,6 +22,9 @@ class Place(NamedTuple):
             None where no fold validates it, or where `sides` tells which.
         sides: Its side in each fold, for the columns `fold_0`, `fold_1`, …: `train`, `val`, or None
             where the fold leaves it out; empty where the column `fold` is enough.
+
+    Without both, all folds train on the case, or no fold holds it: it is no training case, or the
+    data set has no folds.
     """
 
     fold: int | None = None
@@ -48,12 +51,12 @@ class Folds(NamedTuple):
 
 
 def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) -> Folds:
-    """Read the folds of nnU-Net, which trains a fold on its list `train` alone.
+    """Read the folds of nnU-Net. It trains each fold on the list `train` of that fold alone.
 
     Args:
         paths: Where `splits_final.json` may lie.
         cases: Names of the training cases.
-        account: Gets the lists of the folds.
+        account: List of what was found in the data set; the files and lists are entered.
 
     Raises:
         UserError: If two files differ, a list names an unknown case, or a fold trains on what it
@@ -113,7 +116,7 @@ def _place_cases(sides_in_folds: Sequence[Mapping[str, str]], names: Collection[
         elif "val" in sides:
             places[name] = Place(fold=sides.index("val"))
         else:
-            places[name] = Place()
+            places[name] = Place()  # all folds train on it
     num_sides = 0 if fits_column else num_folds
     return Folds(places, advice, num_sides=num_sides)
 
@@ -154,7 +157,7 @@ def _read_fold(
         number: Number of the fold, for messages.
         names: All training cases.
         path: The file, for messages.
-        account: Gets the lists.
+        account: List of what was found in the data set; both lists are entered.
 
     Returns:
         The cases that the fold uses, with their side.
