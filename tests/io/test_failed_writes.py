@@ -44,7 +44,7 @@ def full(*_: object) -> None:
 def half_then(end: Callable[[], object]) -> Callable[..., object]:
     """A writer that writes a part of the file before something happens."""
 
-    def write(_: object, name: str, *__: object) -> object:
+    def write(_: object, name: str, *__: object, **___: object) -> object:
         Path(name).write_bytes(b"\0" * 100)
         return end()
 

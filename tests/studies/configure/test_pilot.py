@@ -80,7 +80,7 @@ def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> 
         facts.append(CaseFacts(name, (num_voxels, 1, 1), spacing_mm, 0.0, 1.0, {}))
     monkeypatch.setattr(module, "prepare_cases", machine.prepare)
     monkeypatch.setattr(module, "run_and_get_failure", machine.run)
-    monkeypatch.setattr(module, "experiment_text", lambda *_: "")
+    monkeypatch.setattr(module, "experiment_text", lambda *_, **__: "")
     monkeypatch.setattr(module, "last_checkpoint", lambda run_dir: run_dir / "last.ckpt")
     monkeypatch.setattr(module, "evaluate_step", lambda *_: ["evaluate"])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: machine.now_s))
