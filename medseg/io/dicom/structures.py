@@ -1,7 +1,6 @@
-"""What the writers of SEG and RTSTRUCT and the reader of both share.
+"""Headers and series of SEG and RTSTRUCT results, and label maps on the slices of a series.
 
-The headers and the series of a result, and label maps moved between the grid of a series and its
-slices.
+The writers of both kinds of results use this module, and so does their reader.
 """
 
 import hashlib
