@@ -44,8 +44,8 @@ def test_sums_between_the_slabs_of_a_pass_are_no_part_of_it(
     monkeypatch.setattr(app.medseg.nnunet.model, "logits_in_slabs", in_slabs)
     clock = PassClock()
     app.watch_passes(clock)
-    app.medseg.nnunet.model.call_network(None, None, None)  # type: ignore[arg-type]
-    app.medseg.nnunet.model.logits_in_slabs(None, None, 1.0, lambda _: busy(0.5))  # type: ignore[arg-type]
+    app.medseg.nnunet.model.call_network(None, None, None)
+    app.medseg.nnunet.model.logits_in_slabs(None, None, 1.0, lambda _: busy(0.5))
     assert 0.04 <= clock.seconds < 0.5
 
 
