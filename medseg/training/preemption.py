@@ -33,6 +33,9 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)
+            # A process that ignores interrupts, as in the background of a shell, goes on doing so.
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._interrupt)
 
     def end_at_once(self) -> None:
         """From now on, end this process at once on a request.
@@ -51,6 +54,15 @@ class StopRequest:
         # Only for the first signal: a second one must not disturb the process while it ends.
         if self.is_safe and not was_asked:
             raise Preempted
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Handle an interrupt as Python does, but let no stop signal disturb the end that follows.
+
+        A sweep that is interrupted asks its job to stop, which the terminal has interrupted too. An
+        exception in the midst of another one's clean-up may be printed and lost.
+        """
+        self.is_safe = False
+        raise KeyboardInterrupt
 
 
 # One object per process: a request before the run begins counts too.

@@ -39,4 +39,22 @@ def test_all_signals_of_clusters_are_handled_in_the_main_thread_alone(
     thread.join()
     assert handled == []
     stop.install()
-    assert handled == list(SIGNALS) == [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    assert handled == [*SIGNALS, signal.SIGINT]
+    assert list(SIGNALS) == [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_a_request_that_follows_an_interrupt_is_recorded_and_disturbs_nothing() -> None:
+    stop = StopRequest()
+    stop.end_at_once()
+    with pytest.raises(KeyboardInterrupt):
+        stop._interrupt(signal.SIGINT, None)
+    stop._note(signal.SIGTERM, None)
+    assert stop.is_asked
+
+
+def test_ignored_interrupts_stay_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    handled: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handled.append(number))
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
+    StopRequest().install()
+    assert signal.SIGINT not in handled
