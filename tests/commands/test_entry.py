@@ -235,15 +235,6 @@ def test_every_command_prints_its_configuration_outside_the_checkout(tmp_path: P
         assert ":" in result.stdout
 
 
-JOB_WITH_CODE = """
-import sys
-from medseg.commands import entry
-
-sys.argv[1:] = {arguments}
-entry.run("phantom", lambda config: {codes}[config.seed])
-"""
-
-
 @pytest.mark.parametrize(
     ("codes", "is_multirun", "exit_code", "said"),
     [
@@ -254,15 +245,25 @@ entry.run("phantom", lambda config: {codes}[config.seed])
     ],
 )
 def test_a_command_exits_with_the_code_of_its_job_and_a_multirun_says_how_many_failed(
-    codes: list[int], is_multirun: bool, exit_code: int, said: str, tmp_path: Path
+    codes: list[int],
+    is_multirun: bool,
+    exit_code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In another process: Hydra closes all handlers of logs, and with them pytest's streams."""
     seeds = ",".join(map(str, range(len(codes))))
-    arguments = ["-m", f"hydra.sweep.dir={tmp_path}"] if is_multirun else []
-    code = JOB_WITH_CODE.format(arguments=[*arguments, f"seed={seeds}"], codes=codes)
-    result = forked.run([sys.executable, "-c", code], cwd=tmp_path)
-    assert result.returncode == exit_code, result.stderr
-    assert result.stderr == said
+    options = ["-m", f"hydra.sweep.dir={tmp_path}"] if is_multirun else []
+    monkeypatch.setattr(sys, "argv", ["medseg", *options, f"seed={seeds}"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(entry, "map_large_blocks", lambda: None)  # changes the heap of this process
+    for name in ("OMP_WAIT_POLICY", "HYDRA_FULL_ERROR"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(SystemExit) as ended:
+        entry.run("phantom", lambda config: codes[config.seed])
+    assert ended.value.code == exit_code
+    assert capsys.readouterr().err == said
 
 
 DEFECT = """
