@@ -107,42 +107,34 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         case = audited.case
         findings: list[Finding] = []
         if audited.audit is not None:
-            findings += _compare(case, audited.audit, usual_mm, earlier, names_patients)
-            # Three searches for copies, from the strictest to the loosest. The first that finds one
-            # ends them, since the looser ones would find the same copy again.
+            findings += _odd_spacing(audited.audit, usual_mm)
+            findings += _repeated_image(case, audited.audit, earlier)
+            # Three searches for a copy of another patient's scan, from the strictest to the
+            # loosest. The first that finds one ends them, since the looser ones would find the
+            # same copy again.
+            copies = list(_near_images(case, audited.audit, earlier, names_patients))
             contrast = contrast_of(audited.audit.thumbnail)
             if contrast is not None:
-                if not _has_copy(findings):
-                    findings += _scaled_copies(case, contrast, earlier_contrasts, names_patients)
+                if not copies:
+                    copies += _scaled_copies(case, contrast, earlier_contrasts, names_patients)
                 earlier_contrasts.append((case, contrast))
             areas = areas_of(audited.audit.profile)
             if areas is not None:
-                if not _has_copy(findings):
-                    findings += _near_profiles(case, areas, earlier_areas, names_patients)
+                if not copies:
+                    copies += _near_profiles(case, areas, earlier_areas, names_patients)
                 earlier_areas.append((case, areas))
+            findings += copies
         compared_cases.append(replace(audited, comparison=tuple(findings)))
         earlier.append(audited)
     return compared_cases
 
 
-def _compare(
-    case: Case,
-    audit: CaseAudit,
-    usual_mm: Sequence[float],
-    earlier: Sequence[AuditedCase],
-    names_patients: bool,
-) -> Iterator[Finding]:
-    """Compare a case with the usual spacing, and with the cases before it in the table.
+def _odd_spacing(audit: CaseAudit, usual_mm: Sequence[float]) -> Iterator[Finding]:
+    """Find a spacing that is far from the usual one.
 
     Args:
-        case: The case.
-        audit: Its audit.
+        audit: Audit of the case.
         usual_mm: Median spacing of all cases, (z, y, x); empty where there are too few.
-        earlier: The cases before it.
-        names_patients: Whether the table names patients.
-
-    Yields:
-        At most one finding about the spacing, and at most one about a copy.
     """
     differences = []
     names = ("slices", "pixels")
@@ -156,15 +148,40 @@ def _compare(
             )
     if differences:
         yield find("spacing_outlier", differences=" and ".join(differences))
+
+
+def _repeated_image(
+    case: Case, audit: CaseAudit, earlier: Sequence[AuditedCase]
+) -> Iterator[Finding]:
+    """Find the first earlier case of the same patient that has the same voxels."""
+    for audited in earlier:
+        if audited.audit is None or audited.case.patient != case.patient:
+            continue
+        if audited.audit.voxels_sha256 == audit.voxels_sha256:
+            yield find(DUPLICATE, twin=audited.case.name)
+            return
+
+
+def _near_images(
+    case: Case, audit: CaseAudit, earlier: Sequence[AuditedCase], names_patients: bool
+) -> Iterator[Finding]:
+    """Find the case of another patient whose image is nearest, if it is near or the same.
+
+    Args:
+        case: The case.
+        audit: Its audit.
+        earlier: The cases before it in the table.
+        names_patients: Whether the table names patients.
+    """
     distances = []
     for audited in earlier:
-        if audited.audit is not None:
+        if audited.audit is not None and audited.case.patient != case.patient:
             distances.append((copy_distance(audited.audit, audit), audited.case))
     distance, twin = _nearest(distances, case)
     if distance == 0:
-        kind = DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients"
+        kind = f"{DUPLICATE}:patients"
         yield find(kind, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
-    elif distance < NEAR_HU and case.patient != twin.patient:
+    elif distance < NEAR_HU:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy" if claim else "near_copy:unclaimed"
         yield find(kind, twin=twin.name, difference=distance, claim=claim)
@@ -178,11 +195,6 @@ def _nearest(distances: Sequence[tuple[float, Case]], case: Case) -> tuple[float
         case: The case itself, returned at an infinite distance where there are no others.
     """
     return min(distances, key=lambda pair: pair[0], default=(math.inf, case))
-
-
-def _has_copy(findings: Sequence[Finding]) -> bool:
-    """Whether one of the findings says that the case is a copy."""
-    return any(finding.code in (DUPLICATE, "near_copy") for finding in findings)
 
 
 def _scaled_copies(
