@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit
-from medseg.data.audit.image import ImageFacts, check_channels, hash_voxels, make_thumbnail
+from medseg.data.audit.image import (
+    ImageFacts,
+    are_hu,
+    check_channels,
+    hash_voxels,
+    make_thumbnail,
+)
 from medseg.data.audit.labels import (
     ABSENT,
     audit_extent,
@@ -101,7 +107,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     first_image = images[0]
     # The checks of the labels look for air, tissue and bone by their HU, which an error in the
     # values puts in doubt.
-    is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
+    is_hu = task.is_ct and are_hu(facts, modalities)
     findings += volume.findings
     findings += audit_extent(grid)
     labels = None

@@ -277,6 +277,19 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     return findings
 
 
+def are_hu(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> bool:
+    """Whether the values of every CT channel can be HU; true where no channel is a CT.
+
+    Args:
+        channels: Histogram of each channel.
+        modalities: Modality of each.
+    """
+    for facts, modality in zip(channels, modalities, strict=True):
+        if modality == "ct" and _audit_scale(facts) is not None:
+            return False
+    return True
+
+
 def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> list[Finding]:
     """Check the values of all channels.
 
