@@ -548,7 +548,13 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     """
     root = Path(os.path.realpath(source if source.is_dir() else source.parent))
     for path in files:
-        for file in _voxel_files_of_header(path):
+        try:
+            voxel_files = _voxel_files_of_header(path)
+        except UserError as error:
+            # Not claimed, so that the account lists it as left out, with this reason.
+            data.account.explain(path, f"damaged, prepare will refuse its case ({error})")
+            continue
+        for file in voxel_files:
             if not file.exists():
                 raise UserError(
                     f"{file} does not exist, but {path} holds its header; copy both files."
@@ -629,17 +635,15 @@ def _voxel_files_of_header(path: Path) -> tuple[Path, ...]:
     """List the files with voxels that a header names; empty for an image of another format.
 
     Files that do not exist are in the list too: `files_of` leaves them out.
+
+    Raises:
+        UserError: If the header is damaged.
     """
     if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):
         return ()
     from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
-    try:
-        voxel_files = read_header(path).files
-    # A damaged header does not stop the import: `prepare` will refuse this case alone.
-    except UserError:
-        return ()
-    return voxel_files
+    return read_header(path).files
 
 
 def _case_item(case: Case, *, has_folds: bool) -> Item:

@@ -17,6 +17,7 @@ import numpy as np
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
+    MAX_NAMED,
     DataSet,
     LabelMembers,
     channel_of,
@@ -29,6 +30,7 @@ from medseg.io.inputs import SUFFIXES, case_name, volume_files
 from medseg.io.read import read_image, read_labels
 from medseg.io.text import read_json
 from medseg.task import IGNORE, Channel
+from medseg.wording import first_few
 
 NNUNET = "nnunet"
 MSD = "msd"
@@ -590,23 +592,39 @@ def file_paths(value: Any, path: Path) -> list[str]:
 def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
     """Find the values of all label maps, for data sets that name no labels.
 
+    A damaged label map does not stop the import: `prepare` will refuse its case alone.
+
     Args:
         cases: The cases, whose label maps are read completely.
-        notes: Gets a sentence that lists the values.
+        notes: Gets a sentence that lists the values, and one about damaged label maps.
 
     Returns:
         Labels with the names `label_<value>`.
 
     Raises:
-        UserError: If there is no value but 0.
+        UserError: If no label map can be read, or there is no value but 0.
     """
     present: set[int] = set()
+    errors: dict[str, UserError] = {}
     for case in cases:
-        if case.labels is not None:
+        if case.labels is None:
+            continue
+        try:
             present.update(np.unique(read_labels(case.labels).array).tolist())
+        except UserError as error:
+            errors[case.name] = error
     values = sorted(present - {0})
     if not values:
+        if errors:
+            raise next(iter(errors.values()))
         raise UserError("the label maps hold nothing but zeros; check the data set.")
+    if errors:
+        names = first_few(errors, MAX_NAMED)
+        first_error = next(iter(errors.values()))
+        notes.append(
+            f"{names}: the label map cannot be read, and its values are not among the labels; "
+            f"prepare will refuse the case ({first_error})"
+        )
     notes.append(
         "the data set does not name its labels; its label maps hold "
         f"{', '.join(map(str, values))}: name them with labels={{<name>: <value>, …}}"
@@ -615,26 +633,44 @@ def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
 
 
 def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
-    """Guess from the values of the first scan whether the scans are CT.
+    """Guess from the values of one scan whether the scans are CT.
 
     Args:
-        cases: The cases; only the image of the first is read.
+        cases: The cases; the first image that can be read is used.
         notes: Gets a sentence about the guess.
 
     Returns:
         `ct` or `other`, the latter also for a data set without cases, which is refused later.
+
+    Raises:
+        UserError: If no image can be read; the error is that of the first.
     """
     if not cases:
         return "other"
-    image = cases[0].image
-    # With `other`, a DICOM series of any modality can be read.
-    is_ct = int(read_image(image, modality="other").array.min()) < CT_HU
+    image, lowest = _first_minimum([case.image for case in cases])
+    is_ct = lowest < CT_HU
     content = "holds HU" if is_ct else "holds no HU"
     notes.append(
         f"the data set does not name its modality; {image.name} {content}: "
         "correct task.yaml if that is wrong"
     )
     return "ct" if is_ct else "other"
+
+
+def _first_minimum(images: Sequence[Path]) -> tuple[Path, float]:
+    """Find the first image that can be read, and its lowest value.
+
+    Raises:
+        UserError: If none can be read; the error is that of the first.
+    """
+    errors: list[UserError] = []
+    for path in images:
+        try:
+            # With `other`, a DICOM series of any modality can be read.
+            return path, float(read_image(path, modality="other").array.min())
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _names_in_order(names_by_number: Mapping[str, Any]) -> list[str]:
