@@ -18,7 +18,7 @@ DUPLICATE = "duplicate_image"
 READY = "ready"
 REFUSED = "refused"
 FAILED = "failed"
-# Column of the table that lists the codes of each severity. That of information is still called
+# Column of the table that lists the codes of each severity. The column of information is called
 # "notes", as in older tables.
 SEVERITY_COLUMNS = {
     Severity.error: "errors",
@@ -26,7 +26,8 @@ SEVERITY_COLUMNS = {
     Severity.information: "notes",
 }
 
-# Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
+# With fewer cases, no spacing counts as usual. Spacings of one hospital agree within a factor of
+# three.
 MIN_CASES = 5
 OUTLIER_FACTOR = 3.0
 # Largest `copy_distance` of copies. Scans of different patients differ by more than 100 HU, a scan
@@ -85,7 +86,7 @@ class AuditedCase:
 def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     """Add the findings that need a comparison of the cases: odd spacings and duplicates.
 
-    Of two copies, the one that is later in the table gets the finding.
+    Of two copies, the case that is later in the table gets the finding.
 
     Returns:
         The cases in their order.
@@ -96,8 +97,8 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         # One sequence per axis.
         spacings_by_axis = zip(*spacings_mm, strict=True)
         usual_mm = [median(spacings) for spacings in spacings_by_axis]
-    # Without the column `patient`, each case is taken for another patient. That is no claim of the
-    # table, which a copy would contradict.
+    # Without the column `patient`, each case counts as a patient of its own. Then the table makes
+    # no claim about patients that a copy could contradict.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
     earlier: list[AuditedCase] = []
     earlier_areas: list[tuple[Case, Areas]] = []
@@ -138,8 +139,8 @@ def _odd_spacing(audit: CaseAudit, usual_mm: Sequence[float]) -> Iterator[Findin
     """
     differences = []
     names = ("slices", "pixels")
-    # The shortest sequence ends the loop: only z and y are compared, since pixels are judged by
-    # their spacing along y; and nothing, where there is no usual spacing.
+    # The shortest sequence ends the loop: only z and y are compared, since the spacing along y
+    # stands for the pixels. Without a usual spacing, nothing is compared.
     for name, step_mm, median_mm in zip(names, audit.grid.spacing_mm, usual_mm, strict=False):
         if max(step_mm / median_mm, median_mm / step_mm) > OUTLIER_FACTOR:
             differences.append(
@@ -228,9 +229,10 @@ def _near_profiles(
 
 
 def _claim(case: Case, twin: Case, names_patients: bool) -> str:
-    """Say what the case table claims and two copies contradict: other patients, or other sides.
+    """Describe the claim of the case table that a copy contradicts.
 
-    Empty if it claims neither.
+    The table may claim that the two cases have different patients, or that they are on different
+    sides of the split. Empty if it claims neither.
     """
     if names_patients:
         return f"the patient is {case.patient!r} here and {twin.patient!r} there"
@@ -281,11 +283,11 @@ def contrast_of(thumbnail: Sequence[int]) -> Contrast | None:
 def contrast_distance(first: Contrast, second: Contrast) -> float:
     """Measure how far two images are from being copies with another scale and shift.
 
-    With the correlation r, a line fitted to the values of one as a function of those of the other
-    leaves √(1 - r²) of their standard deviation.
+    A line is fitted to the values of one image as a function of the values of the other. With the
+    correlation r, the residuals have √(1 - r²) of the standard deviation of the values.
 
     Returns:
-        This share, 0 to 1; 1 also where one image is the negative of the other.
+        √(1 - r²), 0 to 1; 1 for every negative r, as of an image and its negative.
     """
     # Mean 0 and length 1 make the dot product the correlation; rounding may bring it above 1.
     correlation = min(1.0, max(0.0, float(first @ second)))
@@ -307,7 +309,7 @@ def audit_csv(cases: Sequence[AuditedCase]) -> str:
 
 
 def _row(audited: AuditedCase) -> dict[str, object]:
-    """Make the line of a case, column to cell; a case that could not be read has few of them."""
+    """Make the row of a case, column to cell; a case that could not be read has few cells."""
     row: dict[str, object] = {
         "case": audited.case.name,
         "patient": audited.case.patient,
