@@ -30,7 +30,7 @@ class WorkerDiedError(Exception):
 
 
 class NotSentError(Exception):
-    """The worker could not read a request, or send a result: they must be values that pickle."""
+    """A request or an answer could not be packed or read: both must be values that pickle."""
 
 
 class Worker:
@@ -67,7 +67,8 @@ class Worker:
         Raises:
             WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
                 memory.
-            NotSentError: If the worker cannot read the request, or send the result or the error.
+            NotSentError: If the worker cannot read the request, or the result or the error cannot
+                be sent or read.
             Exception: What the function raises, or what pickle raises for an argument that it
                 cannot pack.
         """
@@ -75,10 +76,15 @@ class Worker:
         request = ForkingPickler.dumps((function, arguments))
         try:
             self._pipe.send_bytes(request)
-            result, error = self._pipe.recv()
+            packed = self._pipe.recv_bytes()
         except (EOFError, OSError) as lost:
             self._process.join(END_WAIT_S)
             raise WorkerDiedError(self._process.exitcode) from lost
+        # Unpacked apart from `recv_bytes`, for the same reason as the request.
+        try:
+            result, error = ForkingPickler.loads(packed)
+        except Exception as failure:
+            raise NotSentError(f"the answer cannot be read: {failure!r}") from failure
         if error is not None:
             raise error
         answer: Result = result
@@ -92,11 +98,12 @@ class Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Call functions until the pipe is closed."""
+    """Call functions until the parent closes the pipe, or ends in the midst of a message."""
     # Ctrl-C reaches the whole process group; the parent ends this process on its way out.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(EOFError):
+    # OSError: the pipe was closed in the midst of a message. `_answer` itself raises nothing.
+    with suppress(EOFError, OSError):
         while True:
             request = pipe.recv_bytes()
             pipe.send_bytes(_answer(request))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +88,48 @@ def test_what_cannot_pass_between_processes_is_told_and_the_worker_goes_on() -> 
         with pytest.raises(NotSentError, match=r"PairError: a and b\nTraceback"):
             worker.call(raise_pair_error)
         assert worker.call(int, "7") == 7
+
+
+class NotHere:
+    """Packs in the worker, and cannot be unpacked in this process."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[int]]:
+        return refuse_elsewhere, (os.getpid(),)
+
+
+def refuse_elsewhere(number: int) -> None:
+    if os.getpid() != number:
+        raise OSError("not here")
+
+
+def test_an_answer_that_cannot_be_read_is_told_and_the_worker_goes_on() -> None:
+    with Worker() as worker:
+        with pytest.raises(NotSentError, match=r"^the answer cannot be read: OSError"):
+            worker.call(NotHere)
+        assert worker.call(int, "7") == 7
+
+
+def cut_answer() -> None:
+    """Announce an answer of 100 bytes, send three, and end."""
+    (pipe,) = (one for one in gc.get_objects() if isinstance(one, Connection))
+    os.write(pipe.fileno(), struct.pack("!i", 100) + b"abc")
+    os._exit(7)
+
+
+def test_an_answer_that_is_cut_off_is_the_death_of_the_worker() -> None:
+    with Worker() as worker, pytest.raises(WorkerDiedError, match=r"ended with exit code 7$"):
+        worker.call(cut_answer)
+
+
+def test_a_request_that_is_cut_off_ends_the_worker_without_a_word(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Worker() as worker:
+        os.write(worker._pipe.fileno(), struct.pack("!i", 100) + b"abc")
+        worker._pipe.close()
+        worker._process.join()
+        assert worker._process.exitcode == 0
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])

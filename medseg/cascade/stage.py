@@ -256,14 +256,14 @@ class TrainedStage:
             # Each turn tries one way through the networks. If its memory runs out, the next turn
             # tries a way that needs less.
             while True:
-                can_use_slabs = plan.slab_bytes is None and stage.allows_slabs
+                smaller_bytes = stage._smaller_slab_bytes(plan, shape)
                 try:
                     mean, std = stage._run(image, plan, options)
                     return Prediction(mean, std, plan, warnings)
                 # Not only torch.OutOfMemoryError: "CUDA error: out of memory" of a kernel has no
                 # class of its own.
                 except RuntimeError as error:
-                    is_last_way = stage.device.type == "cpu" and not can_use_slabs
+                    is_last_way = stage.device.type == "cpu" and smaller_bytes is None
                     if is_last_way or not is_out_of_memory(error):
                         raise
                 # Outside of the `except` block, in which the error still holds the tensors of the
@@ -273,20 +273,44 @@ class TrainedStage:
                 if plan.batch_size > 1:
                     way = "one tile at a time"
                     plan = plan._replace(batch_size=1)
-                elif can_use_slabs:
+                elif smaller_bytes is not None:
                     way = "slabs, which give the same labels"
-                    # A pass within the budget failed, so the budget is more than there is: try a
-                    # quarter of it.
-                    quarter_bytes = options.budget_gib * 2**30 / 4
-                    slab_bytes = max(quarter_bytes, stage._least_slab_bytes(shape))
-                    plan = plan._replace(slab_bytes=slab_bytes)
+                    if plan.slab_bytes is not None:
+                        way = f"smaller {way}"
+                    plan = plan._replace(slab_bytes=smaller_bytes)
                 else:
                     way = "the CPU"
                     plan = first_plan._replace(batch_size=1)
                     stage = stage._on_cpu()
-                warnings.append(
+                warning = (
                     f"the {self.name} stage ran out of memory on the {place} and went on with {way}"
                 )
+                # Slabs may become smaller several times.
+                if warning not in warnings:
+                    warnings.append(warning)
+
+    def _smaller_slab_bytes(self, plan: TilingPlan, shape: tuple[int, int, int]) -> float | None:
+        """Choose the memory of slabs after a pass that ran out of memory: half of what it needed.
+
+        Args:
+            plan: Plan of the pass.
+            shape: Size of the image, (D, H, W).
+
+        Returns:
+            Memory of a pass in slabs, in bytes, at least `_least_slab_bytes`. None if the networks
+            cannot run in slabs, or the pass was one in the smallest slabs.
+        """
+        if not self.allows_slabs:
+            return None
+        least_bytes = self._least_slab_bytes(shape)
+        if plan.slab_bytes is None:
+            size = network_size(plan.tile_size or shape, self.divisor)
+            needed_bytes = math.prod(size) * self.bytes_per_voxel
+        elif plan.slab_bytes > least_bytes:
+            needed_bytes = plan.slab_bytes
+        else:
+            return None
+        return max(needed_bytes / 2, least_bytes)
 
     def plan(self, shape: tuple[int, int, int], options: InferenceOptions) -> TilingPlan:
         """Choose how an image of a size (D, H, W) goes through the networks.

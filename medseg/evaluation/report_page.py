@@ -297,4 +297,5 @@ def _link(path: Path | None, folder: Path) -> str:
     """Address of a file relative to a page in a folder; empty without a file."""
     if path is None:
         return ""
-    return quote(Path(os.path.relpath(path, folder)).as_posix())
+    # The bytes of the path, because a name need not be UTF-8.
+    return quote(os.fsencode(os.path.relpath(path, folder)))

@@ -171,7 +171,8 @@ def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
     """
     log_path = run_dir.with_suffix(".log")
     result_path = run_dir.with_suffix(".json")
-    command = [sys.executable, "-m", "medseg.commands.cli", *arguments]
+    # `-P`: the process imports nothing from the working folder, such as a `json.py` of the user.
+    command = [sys.executable, "-Pm", "medseg.commands.cli", *arguments]
     command += [f"callbacks.rehearsal.path={result_path}", f"hydra.run.dir={run_dir}"]
     with log_path.open("wb") as log:
         process = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False)

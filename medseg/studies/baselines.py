@@ -61,7 +61,8 @@ def install_baselines(folder: Path) -> Path:
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
     pip_command = [
         sys.executable,
-        "-m",
+        # `-P`: nothing is imported from the working folder.
+        "-Pm",
         "pip",
         "install",
         # The notice of a newer pip would be the last line, which is taken for the error below.

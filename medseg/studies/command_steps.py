@@ -18,7 +18,9 @@ from medseg.wording import shell_line
 
 # Arguments of `medseg`, the command first.
 Step = Sequence[str]
-MEDSEG = (sys.executable, "-m", "medseg.commands.cli")
+# `-P`: otherwise Python would first look for modules in the working folder, and take a `json.py` of
+# the user for the library.
+MEDSEG = (sys.executable, "-Pm", "medseg.commands.cli")
 # Name that Hydra gives to the provider of a folder that `--config-dir` added to its search path.
 COMMAND_LINE = "command-line"
 

@@ -339,7 +339,7 @@ def train(stage: Stage, failed_runs: dict[Path, str]) -> None:
 
 
 def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
-    """Measure the training costs of a stage; bytes that cannot be counted are None.
+    """Measure the training costs of a stage; a cost that is not known is None.
 
     Args:
         stage: Trained stage.
@@ -353,14 +353,16 @@ def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
     step = _count_step(stage, config.stage.patch_size or whole)
     whole_step = _count_step(stage, whole)
     history = read_csv(stage.run_dir / "history.csv")
-    # A line that only records a validation has no duration.
-    durations_s = [float(row["seconds_per_step"]) for row in history if row["seconds_per_step"]]
+    # A line that only records a validation has no duration. A training that is shorter than
+    # `history_every` steps has no other lines.
+    durations_s = [float(row["seconds_per_step"]) for row in history if row.get("seconds_per_step")]
+    step_s = round(median(durations_s), 4) if durations_s else None
     return {
         "spacing": spacing_in_words(config.spacing),
         "saved_bytes_per_voxel": None if step is None else round(step.saved_per_voxel, 2),
         "step_peak_mib": _peak_mib(step),
         "whole_peak_mib": _peak_mib(whole_step),
-        "step_s": round(median(durations_s), 4),
+        "step_s": step_s,
         "train_s": read_summary(stage.run_dir)["train_s"],
     }
 

@@ -41,6 +41,7 @@ from medseg.studies.recipes import (
 )
 from medseg.studies.train_arguments import arguments_for_train, key_of, merge_arguments
 from medseg.task_options import make_task
+from medseg.wording import shell_line
 
 SINGLE = StageName.single.value
 CASCADE = (StageName.coarse.value, StageName.fine.value)
@@ -97,8 +98,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
     for table in ("folds.md", POOLED_MD):
         print((output / table).read_text(encoding="utf-8"))
     print((model / CLEAN_UP_MD).read_text(encoding="utf-8"))
-    command = ["medseg", "predict", "input=<scan>", "output=<folder>", f"weights={model}", *budget]
-    print(f"next: {' '.join(command)}")
+    # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
+    typed_weights = shell_line([f"weights={model}", *budget])
+    print(f"next: medseg predict input=<scan> output=<folder> {typed_weights}")
     return 0
 
 

@@ -92,10 +92,9 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     corners = grid.world_to_index_zyx(np.array(box["corners_xyz_mm"]))
     low = corners.min(axis=0)
     high = corners.max(axis=0)
-    # The corners are centres of voxels of the crop, which has `sizes` of them along each axis. The
-    # crop extends half a voxel of its own beyond them.
-    sizes = np.subtract(box["voxels"]["stop"], box["voxels"]["start"])
-    half_voxel = (high - low) / np.maximum(sizes - 1, 1) / 2
+    # The corners are centres of voxels of the crop, which extends half a voxel of its own beyond
+    # them. `half_voxel` is that length in voxels of the reference.
+    half_voxel = np.divide(box["spacing_mm"], grid.spacing_mm) / 2
     is_inside = (indices >= low - half_voxel) & (indices <= high + half_voxel)
     return float(is_inside.all(axis=1).mean())
 

@@ -34,6 +34,7 @@ from medseg.studies.recipes import (
 )
 from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
+from medseg.wording import shell_line
 
 STAGES = ("coarse", "fine")
 # Values of the trust in a reference with which it may calibrate the bound; the empty text means
@@ -73,8 +74,9 @@ def make_weights(config: MakeWeightsConfig) -> int:
     _write_weights(runs, output, bound, budget)
     for path in sorted(output.glob("*.safetensors")):
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    command = ["medseg", "predict", "-i", "<scan>", "-o", "labels.nii.gz", f"weights={output}"]
-    print(" ".join([*command, *budget]))
+    # `<scan>` is not quoted: the user replaces it by a path, and the quotes would stay around it.
+    typed_weights = shell_line([f"weights={output}", *budget])
+    print(f"medseg predict -i <scan> -o labels.nii.gz {typed_weights}")
     return 0
 
 
@@ -174,8 +176,9 @@ def _write_weights(
 def _in_half(tensor: Tensor) -> Tensor:
     """Round weights to float16, for files of half the size.
 
-    Where a network computes in bfloat16, which is coarser, nothing is lost. A tensor of integers,
-    or with a number too large for float16, stays as it is.
+    A network that computes in bfloat16 rounds its weights more coarsely itself, all but those below
+    2⁻¹⁷, where float16 is the coarser format. A tensor of integers, or with a number too large for
+    float16, stays as it is.
     """
     half = tensor.half()
     if tensor.is_floating_point() and bool(half.isfinite().all()):
@@ -207,7 +210,13 @@ def _calibrated_bound(
     predictions, scores = folder / "predictions", folder / "scores"
     run_steps(
         [
-            ["predict", f"input={table}", f"output={predictions}", f"weights={weights}", *budget],
+            [
+                "predict",
+                f"input={table}",
+                f"output={predictions}",
+                f"weights={text_of(str(weights))}",
+                *budget,
+            ],
             ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}"],
         ]
     )

@@ -18,7 +18,7 @@ from medseg.io.tables import markdown_table, read_csv, write_csv
 from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_run
 from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process
-from medseg.runs.status import Status, status_of
+from medseg.runs.status import FAILURES, Status, status_of
 from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
@@ -234,11 +234,12 @@ def train_row(
         return points, "reached"
     if status is Status.finished:
         return points, "ended"
+    # Checked before the limit, since a training may also fail when its time is nearly used up.
+    if status in FAILURES:
+        return points, str(read_summary(run_dir).get("message", status.value))
     if points[-1]["cpu_minutes"] >= limit_minutes:
         return points, "stopped"
-    if status is Status.interrupted:
-        return points, "interrupted"
-    return points, str(read_summary(run_dir).get("message", status.value))
+    return points, Status.interrupted.value
 
 
 def cpu_s() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -508,31 +509,38 @@ def test_tile_workers_are_asked_for_the_network_of_the_stage(
     assert (on_cpu.device.type, len(on_cpu.networks)) == ("cpu", 2)
 
 
-def test_slabs_after_a_full_memory_get_a_quarter_of_the_budget(
+def test_slabs_after_a_full_memory_get_half_of_what_did_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """However large the budget is: a pass of 100 bytes a voxel, then slabs, halved to the least."""
     plans: list[Any] = []
+    free_bytes = 30e6
 
     def run(
         trained: TrainedStage, given: Tensor, plan: TilingPlan, options: InferenceOptions
     ) -> Any:
         plans.append(plan.slab_bytes)
-        if plan.slab_bytes is None:
+        if plan.slab_bytes is None or plan.slab_bytes > free_bytes:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
         return torch.zeros(2, *given.shape[1:]), None
 
     monkeypatch.setattr(TrainedStage, "_run", run)
     trained = unet_stage()
+    pass_bytes = 100.0 * math.prod(SHAPE)
     result = trained.predict_probs(image(), InferenceOptions(budget_gib=2.0))
-    assert plans == [None, 2.0 * 2**28]
+    assert plans == [None, pass_bytes / 2, pass_bytes / 4]
+    begin = "the fine stage ran out of memory on the CPU and went on with"
     assert result.warnings == [
-        (
-            "the fine stage ran out of memory on the CPU and went on with slabs, which give the "
-            "same labels"
-        )
+        f"{begin} slabs, which give the same labels",
+        f"{begin} smaller slabs, which give the same labels",
     ]
     plans.clear()
     monkeypatch.setattr(TrainedStage, "_least_slab_bytes", lambda *_: 7e9)
+    with pytest.raises(torch.OutOfMemoryError):
+        trained.predict_probs(image(), InferenceOptions(budget_gib=8.0))
+    assert plans == [None, 7e9]
+    plans.clear()
+    free_bytes = 7e9
     trained.predict_probs(image(), InferenceOptions(budget_gib=8.0))
     assert plans == [None, 7e9]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -594,6 +595,16 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     assert '<img src="data:' not in (world.output / "report.html").read_text(encoding="utf-8"), (
         "pictures of an earlier evaluation"
     )
+
+
+def test_the_page_leads_into_folders_whose_names_are_no_utf8(world: World) -> None:
+    world.pred = world.folder / os.fsdecode(b"M\xfcller")
+    world.pred.mkdir()
+    world.add("a", _labels(), _labels())
+    (world.pred / "a.html").write_text("<p>viewer")
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
+    page = (world.output / "report.html").read_text(encoding="utf-8")
+    assert 'href="../M%FCller/a.html"' in page
 
 
 def test_differences_to_a_baseline_are_those_of_scipy(

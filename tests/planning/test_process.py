@@ -428,7 +428,7 @@ def test_a_watched_training_is_one_of_this_program(
     assert commands == [
         [
             sys.executable,
-            "-m",
+            "-Pm",
             "medseg.commands.cli",
             "steps=2",
             watch,

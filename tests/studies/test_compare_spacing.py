@@ -246,6 +246,20 @@ def test_a_step_that_cannot_be_counted_leaves_its_cells_empty(
     )
 
 
+def test_a_training_without_timed_steps_leaves_their_cell_empty(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As with fewer steps than `history_every`."""
+    monkeypatch.setattr(app, "_count_step", lambda stage, shape: None)
+    Commands(monkeypatch)
+    for history in (tmp_path / "runs").glob("*/history.csv"):
+        history.write_text("step,val_dice,seconds_per_step\n1,0.5,\n")
+    strategy = row()
+    assert [strategy.costs[stage]["step_s"] for stage in ("coarse", "fine")] == [None, None]
+    app.write([strategy], tmp_path)
+    assert "0.0000 over 2 regions" in (tmp_path / "comparison.md").read_text(encoding="utf-8")
+
+
 def test_a_failed_row_says_the_cause_of_its_case(
     row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     assert share_in_crop(case, [1], None) == 1.0
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_a_crop_reaches_half_of_its_own_voxel_beyond_their_centres(
     size: int, tmp_path: Path
 ) -> None:
@@ -274,6 +274,7 @@ def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
 ) -> None:
     """In the study itself, in the command that follows it, and in the model card."""
     commands = without_runs(monkeypatch, tmp_path, [], [])
+    model = tmp_path / "my model"
     asked: list[Any] = []
     written: list[Any] = []
 
@@ -282,9 +283,9 @@ def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
         return ["inference.budget_gib=2.1"]
 
     monkeypatch.setattr(study, "budget_argument", budget_argument)
-    monkeypatch.setattr(study, "write_model", lambda *args: written.append(args) or tmp_path / "m")
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "clean_up.md").write_text("none")
+    monkeypatch.setattr(study, "write_model", lambda *args: written.append(args) or model)
+    model.mkdir()
+    (model / "clean_up.md").write_text("none")
     config = make_config(tmp_path, StageName.single, trusted_targets=["mine."])
     assert study.cross_validate(config) == 0
     checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
@@ -293,7 +294,7 @@ def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
     assert all("inference.budget_gib=2.1" in command for command in predictions)
     assert written[0][-1] == ["inference.budget_gib=2.1"]
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"next: medseg predict input=<scan> output=<folder> weights={tmp_path / 'm'} "
+        f"next: medseg predict input=<scan> output=<folder> 'weights={model}' "
         "inference.budget_gib=2.1"
     )
 

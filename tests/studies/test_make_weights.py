@@ -111,11 +111,15 @@ def test_the_printed_command_and_the_card_name_the_memory_that_the_networks_need
         return ["inference.budget_gib=2.1"]
 
     monkeypatch.setattr(study, "budget_argument", budget_argument)
-    assert study.make_weights(make_config(tmp_path)) == 0
+    config = make_config(tmp_path)
+    output = tmp_path / "my weights"
+    config.output = str(output)
+    assert study.make_weights(config) == 0
     runs = tmp_path / "runs" / "all"
     assert asked == [([last_checkpoint(runs / stage) for stage in ("coarse", "fine")], [])]
-    output = tmp_path / "out"
-    command = f"medseg predict -i <scan> -o labels.nii.gz weights={output} inference.budget_gib=2.1"
+    command = (
+        f"medseg predict -i <scan> -o labels.nii.gz 'weights={output}' inference.budget_gib=2.1"
+    )
     assert capsys.readouterr().out.splitlines()[-1] == command
     card = (output / "README.md").read_text(encoding="utf-8")
     assert "weights=<this folder> inference.budget_gib=2.1\n" in card

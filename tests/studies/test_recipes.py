@@ -220,6 +220,14 @@ def test_a_step_that_fails_ends_the_study_and_failed_cases_do_not(
     assert run == ["train", "predict", "evaluate"][:num_run]
 
 
+def test_a_command_of_a_study_imports_nothing_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit(9)\n")
+    monkeypatch.chdir(tmp_path)
+    assert command_steps.run_until_failure([["--version"]]) == 0
+
+
 def test_published_metadata_names_no_folder() -> None:
     metadata = {
         "config": {

@@ -62,7 +62,7 @@ def test_baselines_are_installed_once_in_these_versions(
         / "site-packages"
     )
     assert baselines.install_baselines(tmp_path) == packages
-    assert commands[0][:4] == [sys.executable, "-m", "pip", "install"]
+    assert commands[0][:4] == [sys.executable, "-Pm", "pip", "install"]
     assert commands[0][commands[0].index("--target") + 1] == str(packages)
     assert commands[0][-len(baselines.PACKAGES) :] == list(baselines.PACKAGES)
     assert "--no-deps" in commands[0]

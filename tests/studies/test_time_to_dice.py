@@ -117,6 +117,24 @@ def test_a_training_that_ends_by_itself_says_how(
     assert points[-1] == {"cpu_minutes": 2.0}
 
 
+def test_a_training_that_fails_at_its_limit_has_failed(
+    row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(monkeypatch, last_step=20, code=EXIT_OUT_OF_MEMORY)
+    run = training.run
+
+    def run_past_the_limit(config: TrainConfig, is_enough: Callable[[], bool]) -> int:
+        code = run(config, is_enough)
+        training.minutes += 1
+        return code
+
+    monkeypatch.setattr(app, "run_in_process", run_past_the_limit)
+    points, outcome = app.train_row(row, study, 2.5)
+    assert (points[-1], outcome) == ({"cpu_minutes": 3.0}, "no memory")
+    assert app.train_row(row, study, 2.5) == (points, "no memory"), "its time is used up"
+    assert training.starts == 1
+
+
 @pytest.mark.parametrize(
     ("first_minutes", "outcome", "limits"),
     [(2.0, "reached", [10.0, 6.0]), (9.0, "reached", [10.0, 10.0]), (2.0, "ended", [10.0, 10.0])],

@@ -97,12 +97,12 @@ def configure(config: ConfigureConfig) -> int:
     try:
         setting = choose(fingerprint, wishes, planner)
         setting, costs = measure_setting(setting, fingerprint, wishes, planner, pilot)
+        # The prediction is of a step of one patch, like `costs`: `with_steps`, below, chooses the
+        # batch size. It may be a new one, for which the planner writes its file into the folder.
+        prediction = planner.predict(setting)
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
     schedule = Schedule(costs, config.num_folds, len(cases))
-    # The prediction is of a step of one patch, like `costs`: `with_steps`, below, chooses the batch
-    # size.
-    prediction = planner.predict(setting)
     steps = schedule.steps_within(config.hours, least_steps(setting, fingerprint))
     setting = with_steps(setting, steps)
     reasons = reasons_of(setting, fingerprint, task, wishes, costs)

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from medseg.config.overrides import text_of
 from medseg.console import say
 from medseg.data.audit.table import READY
 from medseg.data.cache import prepare_cases
@@ -157,7 +158,7 @@ class Pilot:
         """Make the command of the timed training."""
         # These replace arguments of the user with the same keys.
         pilot_arguments = [
-            f"experiment={self.folder / 'experiment.yaml'}",
+            f"experiment={text_of(str(self.folder / 'experiment.yaml'))}",
             f"data.cases={self.folder / 'cases.csv'}",
             f"data.cache={self.folder / 'cache'}",
             "data.fold=null",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
@@ -128,6 +130,37 @@ def test_impossible_wishes_are_refused_with_the_nearest(
         configure(*wishes)
     assert not (tmp_path / "plan" / "experiment.yaml").exists()
     assert not (tmp_path / "plan" / "pilot").exists()
+
+
+class WritingPlanner(FakePlanner):
+    """Writes its file for each new setting, as the planner of the machine does."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.file: Path = arguments[-1]
+        self.predict = functools.cache(self._predict)  # type: ignore[method-assign]
+
+    def _predict(self, setting: Setting) -> Prediction:
+        self.file.parent.mkdir(exist_ok=True)
+        self.file.touch()
+        return super().predict(setting)
+
+
+def test_a_smaller_patch_than_predicted_leaves_no_file_of_the_planner(
+    configure: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks_gib = iter([2.5, 1.0])
+    monkeypatch.setattr(command, "MachinePlanner", WritingPlanner)
+
+    def measure(_: command.Pilot, setting: Setting) -> Costs:
+        return replace(COSTS, peak_gib=next(peaks_gib), step_s=setting.step_voxels * 1e-6)
+
+    monkeypatch.setattr(command.Pilot, "measure", measure)
+    monkeypatch.setattr(
+        command, "with_smaller_patch", lambda setting, *_: replace(setting, patch_size=(16, 16, 16))
+    )
+    plan = configure(*WISHES)
+    assert not list(peaks_gib), "two patches were timed"
+    assert not (plan / "pilot").exists()
 
 
 def test_more_memory_than_predicted_takes_a_smaller_patch() -> None:
