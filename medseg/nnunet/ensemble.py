@@ -199,6 +199,7 @@ class NnunetEnsemble(CombinedModel):
         member_result.tiling_plans[SEGMENT] = member.described_passes()
         self.note_part(number, member_result, result)
         folder_name = member.folder.path.name
-        findings = member.findings_of(volume.grid)
+        # Those that a member has before are of the first stage of a cascade.
+        findings = member_result.findings + member.findings_of(volume.grid)
         result.findings += [finding.within(folder_name) for finding in findings]
         return logits, planes, prepared.box

@@ -133,7 +133,8 @@ def previous_folder(
     name = folder.plan.previous_stage
     trainer_and_plans = folder.path.name.rpartition("__")[0]
     path = folder.path.with_name(f"{trainer_and_plans}__{name}")
-    if not path.is_dir():
+    # The function of `os.path` also returns False for a name that is too long for a folder.
+    if not os.path.isdir(path):
         cure = "copy it there"
         # A zip file is unpacked to a temporary folder, where a user can copy nothing.
         if folder.unpacked is not None:

@@ -458,7 +458,8 @@ class NnunetModel:
         Args:
             volume: See `segment`.
             more_channels: See `segment`.
-            result: Receives the durations, and seconds and tiling plan of the first stage.
+            result: Receives the durations, and what the first stage adds: its seconds in passes,
+                its tiling plan and its findings.
             on_step: See `segment`.
 
         Raises:
@@ -474,6 +475,7 @@ class NnunetModel:
             previous = turn.turned(previous_result.labels)
             result.tiling_plans[PREVIOUS] = previous_result.tiling_plans[SEGMENT]
             result.pass_s = previous_result.pass_s
+            result.findings += self._findings_of_previous(previous_result, volume.grid)
         with timed_step(result.durations_s, on_step, PREPARE), self._naming_the_folder():
             return prepare(images, grid.spacing_mm, self.plan, previous)
 
@@ -496,6 +498,23 @@ class NnunetModel:
         """Return notes on the folder, and a warning if the orientation of a scan is unusual."""
         findings = information_of("model_folder", self.folder.notes)
         return findings + warnings_of("stored_orientation", self._side_warnings(grid))
+
+    def _findings_of_previous(self, result: Segmentation, grid: VoxelGrid) -> list[Finding]:
+        """List the findings of the first stage, each with the name of its folder.
+
+        A warning about the orientation of the scan is left out, because the second stage gives it.
+
+        Args:
+            result: Result of the first stage.
+            grid: Grid of the scan.
+        """
+        assert self.previous is not None, "only a cascade has such findings"
+        repeated = warnings_of("stored_orientation", self._side_warnings(grid))
+        findings = []
+        for finding in result.findings:
+            if finding not in repeated:
+                findings.append(finding.within(self.previous.folder.path.name))
+        return findings
 
     def planes_of(self, prepared: Prepared) -> Planes:
         """Make the resampling of a prepared scan's logits to its crop.
@@ -745,6 +764,13 @@ def _load_folder(
                 raise UserError(
                     f"{source}: the weights of fold {name} do not fit the network of plans.json "
                     f"with {folder.plan.labels.num_heads} outputs by dataset.json ({difference}); "
+                    "take the files of one training"
+                )
+            num_axes = 2 if folder.plan.is_2d else 3
+            if max(checkpoint.mirror_axes, default=0) >= num_axes:
+                raise UserError(
+                    f"{source}: fold {name} was trained with images mirrored along the axes "
+                    f"{checkpoint.mirror_axes}, but the network of plans.json has {num_axes}; "
                     "take the files of one training"
                 )
             folds.append(Fold(name, file, checkpoint.mirror_axes))
