@@ -209,15 +209,14 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     is_listed = target.startswith((*prefixes, *trusted_prefixes))
     white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
     refusal = f"{key}.{TARGET}: {target} is not on the white list ({white_list})"
-    # No `trusted_targets` admits such a name.
+    advice = f"add trusted_targets=[{target.partition('.')[0]}.]"
     if not _is_public(target):
         raise UserError(
-            f"{refusal}, which holds public classes alone; give a dotted name without parts that "
-            "begin with an underscore"
+            f"{refusal}, and no public class either, so it is refused even if you {advice}; give a "
+            "dotted name without parts that begin with an underscore"
         )
     if not is_listed:
-        package = target.partition(".")[0]
-        raise UserError(f"{refusal}; if you trust its code, add trusted_targets=[{package}.]")
+        raise UserError(f"{refusal}; if you trust its code, {advice}")
     for name, value in node.items():
         if isinstance(value, dict) and TARGET in value:
             raise UserError(

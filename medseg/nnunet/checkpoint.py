@@ -71,7 +71,7 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out further names of one tensor, which `check_tensors` would refuse as shared.
+    """Keep one name of each tensor, since `check_tensors` refuses tensors that share memory.
 
     nnU-Net lists the layers of its encoder under four names.
     """
