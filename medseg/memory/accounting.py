@@ -69,7 +69,7 @@ class StepMemory:
         target: The reference.
         saved: What autograd keeps from forward to backward, by the part of the network that made
             it, in the order of `named_parts`.
-        offloaded: What waits in host memory.
+        offloaded: Saved tensors that wait in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
         peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`,
@@ -181,7 +181,7 @@ def count_step(
             loss_value = _forward(network, image, target, loss, precision, tracker, timeline)
             offloaded = tracker.live_bytes(HOST)
             saved = tracker.live_by_part(FORWARD)
-            # Until the gradient of the network's result is there, the loss goes backward.
+            # The backward pass begins in the loss; hooks then name the parts of the network.
             tracker.now = Owner(BACKWARD, LOSS)
             loss_value.backward()
             del loss_value
@@ -255,9 +255,9 @@ def count_pass(
     Args:
         make_network: Makes the network.
         image_shape: (1, C, D, H, W).
-        call: Evaluates the network on the image, as in `call(network, image, tracker)`. It gives
-            tensors that lie in files the owner `HOST`: they count only while their pages are in
-            memory.
+        call: Evaluates the network on the image, as in `call(network, image, tracker)`. If it uses
+            memory-mapped tensors, it must make `HOST` their owner: these count only while their
+            pages are in memory.
         precision: `bf16` counts all features in half precision, as autocast keeps them.
 
     Returns:
@@ -375,7 +375,7 @@ def _forward(
     tracker.now = Owner(FORWARD, LOSS)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if timeline is not None:
-        # The operations of the micro-batch before go: a timeline shows the last micro-batch.
+        # A timeline shows the last micro-batch, so the operations of the one before are removed.
         timeline.segments.clear()
         hooks = saved_tensors_hooks(tracker.save, _unchanged)
     # The fake tensors are on the CPU, also where a GPU is counted.
@@ -516,7 +516,7 @@ class _PartWatch:
         has_gradient = isinstance(result, Tensor) and result.requires_grad
         if was_nested or not has_gradient:
             return
-        # What the network returns is, as a rule, the result of a part, which has its hook.
+        # As a rule the network returns the result of its last part, which has a hook already.
         if name == BETWEEN and result._backward_hooks:
             return
         # Once the gradient of the part's result is computed, the part's backward pass begins.
