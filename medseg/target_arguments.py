@@ -9,7 +9,7 @@ import inspect
 import os
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -213,12 +213,31 @@ def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
     if arguments and issubclass(kind, Iterable):
         if not isinstance(value, (list, tuple)):
             return False
-        # Annotations often forget nested lists, such as one stride per axis and level.
-        items = [item for item in value if not isinstance(item, (list, tuple))]
-        return all(_fits(item, arguments[0]) for item in items)
+        for item, hint in zip(value, _item_hints(kind, arguments, len(value)), strict=False):
+            # Annotations often forget nested lists, such as one stride per axis and level.
+            is_nested = isinstance(item, (list, tuple))
+            if not is_nested and not _fits(item, hint):
+                return False
+        return True
     if issubclass(kind, tuple):
         return isinstance(value, (list, tuple))
     return isinstance(value, kind)
+
+
+def _item_hints(kind: type, arguments: tuple[Any, ...], num_items: int) -> Sequence[Any]:
+    """List the annotations of the items of a list.
+
+    Args:
+        kind: The annotated class of the list.
+        arguments: Its types in brackets, at least one.
+        num_items: Length of the list.
+
+    Returns:
+        The annotation of each item; for `tuple[int, float]` always these two, since classes often
+        also take another length than that which they annotate.
+    """
+    is_by_position = issubclass(kind, tuple) and arguments[-1] is not Ellipsis
+    return arguments if is_by_position else arguments[:1] * num_items
 
 
 def _describe(hint: Any) -> str:

@@ -207,13 +207,16 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     # With its dot, `my_package` does not admit `my_package_of_somebody`.
     trusted_prefixes = [f"{prefix.removesuffix('.')}." for prefix in trusted if prefix]
     is_listed = target.startswith((*prefixes, *trusted_prefixes))
-    if not is_listed or not _is_public(target):
-        white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
-        package = target.partition(".")[0]
+    white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
+    refusal = f"{key}.{TARGET}: {target} is not on the white list ({white_list})"
+    advice = f"add trusted_targets=[{target.partition('.')[0]}.]"
+    if not _is_public(target):
         raise UserError(
-            f"{key}.{TARGET}: {target} is not on the white list ({white_list}); "
-            f"if you trust its code, add trusted_targets=[{package}.]"
+            f"{refusal}, and no public class either, so it is refused even if you {advice}; give a "
+            "dotted name without parts that begin with an underscore"
         )
+    if not is_listed:
+        raise UserError(f"{refusal}; if you trust its code, {advice}")
     for name, value in node.items():
         if isinstance(value, dict) and TARGET in value:
             raise UserError(

@@ -169,7 +169,7 @@ class Task:
             return True
         words = set[str]()
         for label in self.labels:
-            words.update(_words_of(label))
+            words.update(words_of(label))
         return not words.isdisjoint(SIDES)
 
     def side_values(self, side: str) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ class Task:
                 values.update(self.region_values(region))
         if not self.regions:
             for label, value in self.labels.items():
-                if side in _words_of(label):
+                if side in words_of(label):
                     values.add(value)
         return tuple(sorted(values))
 
@@ -328,9 +328,9 @@ def is_side_pair(first: Region, second: Region) -> bool:
 
 def _name_without_side(region: Region) -> list[str]:
     """Words of the name of a region in lower case, without `left` and `right`."""
-    return [word for word in _words_of(region.name) if word not in SIDES]
+    return [word for word in words_of(region.name) if word not in SIDES]
 
 
-def _words_of(name: str) -> list[str]:
+def words_of(name: str) -> list[str]:
     """Words of a name in lower case: `Left_kidney` gives `left` and `kidney`."""
     return re.split(r"[\s_.-]+", name.lower())

@@ -59,6 +59,22 @@ def quick_compositions() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def kept_log_handlers() -> Iterator[None]:
+    """A command that runs in this process leaves the handlers of logs open.
+
+    Hydra closes them all when it sets up its own. That of absl, which TensorBoard imports, closes
+    its stream too, and that is the one into which pytest captures the output.
+    """
+    from hydra._internal import hydra as hydra_command
+    from hydra.core import utils
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (hydra_command, utils):
+            monkeypatch.setattr(module, "configure_log", lambda log_config, verbose: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def kept_memory() -> Iterator[None]:
     """Free memory stays between the steps of a case: the kernel would clear it for the next one.
 

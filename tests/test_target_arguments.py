@@ -1,10 +1,13 @@
-"""Ranges of arguments bind to the classes that they were read from, and to no others."""
+"""Ranges of arguments are those of the class that is named; kinds follow its annotations."""
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 
-from medseg.target_arguments import range_of
+from medseg.target_arguments import misfit, range_of
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,27 @@ def test_a_range_is_that_of_a_known_class(
     point: str, target: str, name: str, interval: str
 ) -> None:
     assert range_of(point, target, name) == interval
+
+
+class Annotated:
+    def __init__(
+        self, pair: tuple[int, float], many: tuple[int, ...], names: tuple[str, float]
+    ) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("pair", [1, 0.5], ""),
+        ("pair", [0.5, 1], "a list"),
+        ("pair", [1, "a"], "a list"),
+        ("many", [1, 2, 3], ""),
+        ("many", [1, 2, 0.5], "a list"),
+        ("names", ["a", 0.5], ""),
+        ("names", ["a", "b"], "a list"),
+    ],
+)
+def test_each_item_of_a_tuple_has_its_own_kind(name: str, value: Any, kind: str) -> None:
+    signature = inspect.signature(Annotated, eval_str=True)
+    assert misfit(signature, name, value) == kind

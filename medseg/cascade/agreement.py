@@ -1,4 +1,4 @@
-"""Agreement of the two stages: how much and where; and the distortion of crops of fixed size."""
+"""Agreement of the coarse and the fine labels, and warnings of distorted crops of fixed size."""
 
 from collections.abc import Mapping
 
@@ -67,7 +67,7 @@ def most_disputed_xyz_mm(
         World point in mm, LPS; None where they are equal.
     """
     differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
-    # An axial slice, which a viewer can open: the first axis runs along z.
+    # The slices along the first axis, z, are axial.
     z = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[z].any():
         return None
@@ -76,18 +76,18 @@ def most_disputed_xyz_mm(
     return tuple(coarse_grid.index_to_world_xyz_mm(centre_zyx).tolist())
 
 
-def nearest_voxels(grid: VoxelGrid, reader: VoxelGrid) -> list[np.ndarray]:
-    """Find the voxel of a grid that is nearest to each voxel of a reading grid with the same axes.
+def nearest_voxels(source: VoxelGrid, target: VoxelGrid) -> list[np.ndarray]:
+    """Find the source voxel that is nearest to each voxel of a target grid with the same axes.
 
     Returns:
-        Indices into `grid` along z, y and x, each as long as the reading grid along that axis.
+        Indices into the source along z, y and x, each as long as the target along that axis.
     """
     nearest = []
-    # Index in `grid` = scale * index in `reader` + offset, on each axis.
-    for axis, (scale, offset) in enumerate(reader.axis_map_to(grid)):
-        positions = np.rint(scale * np.arange(reader.shape[axis]) + offset)
-        # Centres beyond the grid read its outermost voxels.
-        nearest.append(np.clip(positions, 0, grid.shape[axis] - 1).astype(int))
+    # Index in `source` = scale * index in `target` + offset, on each axis.
+    for axis, (scale, offset) in enumerate(target.axis_map_to(source)):
+        positions = np.rint(scale * np.arange(target.shape[axis]) + offset)
+        # Centres beyond the source take its outermost voxels.
+        nearest.append(np.clip(positions, 0, source.shape[axis] - 1).astype(int))
     return nearest
 
 

@@ -41,7 +41,7 @@ from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
 Timed = Callable[[str], AbstractContextManager[None]]
-"""Announces a step by its name and records its seconds."""
+"""Function of the name of a step: a context that announces the step and records its seconds."""
 Deviations = list[tuple[Tensor, VoxelGrid]]
 """Standard deviations (D, H, W) of the probabilities, and the grids of their crops."""
 
@@ -120,9 +120,9 @@ class Cascade:
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which an array that waits is a file, see the top of `medseg.io.scratch`."""
-        # No limit: an array that waits is read in the order in which it was written, and the crops
-        # here are read in any order.
+        """Size above which a seldom used array is a file, see `waits` in `medseg.io.scratch`."""
+        # No array is: files suit arrays that are read in the order in which they were written, and
+        # crops are read in any order.
         return math.inf
 
     @property
@@ -262,7 +262,7 @@ class Cascade:
     def _judge(
         self, labels: np.ndarray, image: np.ndarray, grid: VoxelGrid, result: Segmentation
     ) -> None:
-        """Remove what the stages contradict each other about, clean up, and say what is doubtful.
+        """Remove regions on which the stages contradict each other, clean up, and add warnings.
 
         Args:
             labels: Joined label map (D, H, W) in LPS order; changed in place.
@@ -410,12 +410,12 @@ def _segment_whole(
         grid: Their grid, oriented.
         stage: The only stage.
         options: How the networks run.
-        result: Receives tiling plan and warnings.
+        result: Receives tiling plan and findings.
         timed: Announces and times a step.
 
     Returns:
-        The probabilities for `join`, as of one region with all labels, and their standard
-        deviations for `paste_percent`.
+        The probabilities for `join`, as those of a single region that has all labels, and their
+        standard deviations for `paste_percent`.
     """
     with timed("segment"):
         prediction, crop, _, _ = predict_body(images, grid, stage, options)
@@ -447,7 +447,7 @@ def _refine_regions(
         localisation: Boxes of the coarse stage.
         fine: The fine stage.
         options: How the networks run.
-        result: Receives boxes, tiling plans and warnings.
+        result: Receives boxes, tiling plans and findings.
         timed: Announces and times a step.
 
     Returns:
@@ -501,7 +501,7 @@ def _note_crop(
     """Note how a crop went through the network, and warn of the distortion of a fixed size.
 
     Args:
-        result: Receives tiling plan, distortion and warning.
+        result: Receives tiling plan, distortion and finding.
         step: Step of `Cascade.steps`, the key of the notes.
         name: Content of the crop, for the warning.
         stage: The stage that saw the crop.

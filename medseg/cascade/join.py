@@ -21,8 +21,9 @@ RegionResult = tuple[Region, Tensor, VoxelGrid]
 """A region, the probabilities (L, D, H, W) of its labels and the grid of its crop."""
 
 # Native voxels of one slab: three planes of 512×512. A voxel needs five float32 values and three
-# bytes at a time. A float32 array of the slab has 3 MiB: larger arrays leave the cache of the
-# processor, and from 4 MiB on the system clears their memory anew each time (`medseg.memory.heap`).
+# bytes at a time. A float32 array of the slab has 3 MiB: larger arrays exceed the cache of the
+# processor, and from 4 MiB on the system gives out newly zeroed memory for each of them
+# (`medseg.memory.heap`).
 SLAB_VOXELS = 3 * 2**18
 NO_VOXELS = VoxelBox((0, 0, 0), (0, 0, 0))
 
@@ -75,7 +76,7 @@ def join(
                 f"{volume_ml:.0f} ml that the fine stage called {name} were removed: they are "
                 "apart from what the coarse stage marks"
             )
-    # After all labels are clean: a removed component of one label may lie in a hole of another.
+    # Filled last: a component of one label that was removed above may lie in a hole of another.
     for value in task.labels.values():
         fill_holes(labels, value)
     return labels
@@ -108,12 +109,13 @@ def merge(regions: list[RegionResult], grid: VoxelGrid, task: Task) -> np.ndarra
     boxes = []
     for footprint, (_, _, crop_grid) in zip(footprints, regions, strict=True):
         boxes.append(_claimable_box(footprint, crop_grid, grid, whole_scan))
-    # All regions in one slab, then the next slab: so `best_probs` is no second volume.
+    # All regions in one slab, then the next slab: `best_probs` has the size of a slab, not of the
+    # scan.
     for slab in _slabs(_hull(boxes)):
         # Probability of the label that each voxel has so far, (d, h, w).
         best_probs = np.zeros(slab.shape, dtype=np.float32)
         for (region, probs, crop_grid), footprint in zip(regions, footprints, strict=True):
-            # In a slab the box is smaller than in all of the scan: an organ is thin at its ends.
+            # Smaller than the box in the whole scan, because an organ is thin at its ends.
             part = _claimable_box(footprint, crop_grid, grid, slab)
             if part.is_empty:
                 continue

@@ -72,10 +72,10 @@ def load_stage(
             emulates it.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust
             nothing.
-        options: Two of them count here. `half_weights`: whether convolutions and linear layers
-            store their weights in the half precision that they compute in. `backend`: None chooses
-            the quickest by a measurement on a CPU without the half precision of the training, and
-            torch elsewhere.
+        options: Two of them are used. `half_weights`: whether convolutions and linear layers store
+            their weights in the half precision that they compute in. `backend`: None is torch,
+            except on a CPU without the half precision of the training, where a measurement chooses
+            the quicker one of torch and OpenVINO.
         backend_room_bytes: Memory that a backend other than torch may take, where the options name
             no backend.
 
@@ -97,7 +97,7 @@ def load_stage(
             f"{source}: its weights do not fit the network of its metadata "
             f"({first_line(error)}); take another copy"
         ) from error
-    # A file may hold anything: whatever the steps trip over is told in one sentence.
+    # A file may hold anything: every error of the steps above becomes one sentence.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError) as error:
         raise UserError(
             f"{source}: its metadata are damaged or of another version "
@@ -114,8 +114,8 @@ def load_stage(
     network.to(device).eval()
     trained.count_memory()
     backend = options.backend
-    # On a CPU without the half precision of the training, OpenVINO may be quicker than torch. It is
-    # not tried where the user has chosen the precision.
+    # On a CPU without the half precision of the training, OpenVINO may be quicker than torch. If
+    # the user has chosen the precision, it is not tried.
     lost_half = metadata["precision"] in HALF and trained.precision not in HALF
     if backend is None and precision is None and lost_half and device.type == "cpu":
         backend = _quickest_backend(trained, backend_room_bytes)
@@ -359,9 +359,10 @@ def _triple(values: Sequence[Any]) -> Any:
 
 
 def with_known_labels(task: Task) -> Task:
-    """Complete the task of an older checkpoint by what `conf/task/<name>.yaml` says of its labels.
+    """Complete the task of an older checkpoint from `conf/task/<name>.yaml`.
 
-    These are plausible volumes, codes and colours. Nothing is added if the labels differ.
+    The file adds plausible volumes, codes and colours of the labels. Nothing is added if its labels
+    are not those of the task.
     """
     path = conf_dir() / "task" / f"{task.name}.yaml"
     # The name comes from the file of the weights: it must not lead to another folder.
@@ -375,7 +376,7 @@ def with_known_labels(task: Task) -> Task:
     ranges_ml = {}
     for name, (low_ml, high_ml) in (included.get("volume_ml") or {}).items():
         ranges_ml[name] = (float(low_ml), float(high_ml))
-    # What the checkpoint says itself comes first.
+    # Values of the checkpoint take precedence.
     return replace(
         task,
         volume_ml=task.volume_ml or ranges_ml,

@@ -84,8 +84,8 @@ def predict_body(
         intensities: See `localise`.
 
     Returns:
-        The prediction and its crop; the first channel (d, h, w) of the whole scan, in its own
-        values, at the stage's spacing, and the grid of that channel.
+        The prediction and its crop; the first channel (d, h, w) of the whole scan at the stage's
+        spacing, not normalised, and the grid of that channel.
     """
     intensities = intensities or stage.intensities(images)
     lattice = grid.resampled(stage.spacing_mm)
@@ -95,18 +95,18 @@ def predict_body(
             image, grid, lattice, outside, resampling=stage.resampling, limits=limits
         )
         resampled.append(channel)
-    # The rule of the stage may scale its lattice, by the spacing of the scan.
+    # The rule of the stage may choose another spacing for its lattice, by that of the scan.
     original_spacing_mm = scan_spacing_mm or grid.spacing_mm
     scaled = lattice.resampled(stage.rule.spacing_mm(original_spacing_mm))
     first_modality = stage.task.channels[0].modality
     body_on_lattice = body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
     body = scaled.box_from(lattice, body_on_lattice)
-    # With the least of all patch sizes, the box of the body does not grow. Without a patch size it
-    # would grow to a size that the network takes; here the input of the network is padded instead.
+    # A patch size of one voxel leaves the box of the body as it is: the input of the network is
+    # padded to a multiple of the divisor later.
     crop = stage.rule.crop(body, scaled, patch_size=(1, 1, 1), divisor=stage.divisor)
 
     def network_input(channel: Tensor, outside: float, intensity: Intensity) -> Tensor:
-        # All steps bind the same name: another one would keep a second crop in memory.
+        # Each step binds `image` again, so that the crop of the step before is freed.
         image = view_or_resample(channel, lattice, crop, outside, stage.resampling)
         image = erase_outside(image, crop, outside)
         return normalise(image, intensity)
@@ -207,8 +207,8 @@ def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
 
 
 def _without_helpers(labels: np.ndarray, task: Task) -> np.ndarray:
-    """Make background of the labels that belong to no region, which only help the network."""
-    # Table of the new value of each class: organs keep theirs.
+    """Set the labels that belong to no region, which only help the network, to background."""
+    # New value of each class: organs keep their values.
     new_values = np.zeros(task.num_classes, dtype=np.uint8)
     new_values[list(task.organ_values)] = task.organ_values
     return new_values[labels]

@@ -75,8 +75,8 @@ class TrainedStage:
             get at least this size: in a scan that is a thin slab, a network that was trained on
             larger patches lost half of the organ.
         region_margin_mm: Margin around the coarse region, in mm on every side.
-        has_coarse_channel: Of the fine stage: the network also sees the probability that the coarse
-            stage gives to the region.
+        has_coarse_channel: Whether the network of a fine stage has one more input channel: the
+            probability of the region by the coarse stage.
         precision: `fp32`, `tf32`, `bf16` or `fp16`.
         device: Device of the network.
         rule: How its input is placed on the lattice.
@@ -217,7 +217,7 @@ class TrainedStage:
         )
 
     def count_memory(self) -> None:
-        """Count the memory of the network per voxel of its input, by which `plan` decides."""
+        """Count the memory of the network per voxel of its input, which `plan` needs."""
         call = functools.partial(self._call, self.network)
         network: Any = self.network
         # Any size will do, and a small one is quick.
@@ -450,7 +450,7 @@ class TrainedStage:
             # In place where possible: each of these tensors is as large as the result in float32.
             if total is None or squares is None:
                 total = probs
-                # Not in place: the first probabilities become the sum.
+                # Not in place: `total` is the same tensor as `probs`.
                 squares = probs.square().sum(0)
             else:
                 total.add_(probs)

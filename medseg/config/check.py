@@ -319,14 +319,29 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
                 f"give {missing[1]}=<value>, or another {key}"
             )
     if isinstance(error, ValidationError):
-        if "is not a ListConfig" in first:
-            return f"{key}: expected a list; give it in brackets, {key}=[…]"
-        return f"{key}: {first}"
+        return _explain_wrong_type(key, first)
     if first.startswith("Ambiguous value"):
         return f"{first}; add -m to sweep over several values, or write a list in [brackets]"
     if "Could not find" in first or first.startswith("You must specify"):
         return _explain_choice(first, more_lines)
     return first
+
+
+def _explain_wrong_type(key: str, sentence: str) -> str:
+    """Explain a value of the wrong type.
+
+    Args:
+        key: The key.
+        sentence: What OmegaConf says about its value.
+    """
+    if "is not a ListConfig" in sentence:
+        return f"{key}: expected a list; give it in brackets, {key}=[…]"
+    if "is not Optional" in sentence:
+        return (
+            f"{key}: null is not allowed; "
+            f"write {key}=[] for an empty list, {key}={{}} for an empty mapping"
+        )
+    return f"{key}: {sentence}"
 
 
 def _key_in(lines: Sequence[str]) -> str:

@@ -569,7 +569,7 @@ def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
     folder, record = entry
     stamp = _stamp(folder)
     audit = CaseAudit.from_dict(record["audit"])
-    if audit.heeded(case.ignore_findings, Severity.error):
+    if audit.not_ignored(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit)
     content = {
         "files": {role: source["sha256"] for role, source in record["sources"].items()},

@@ -47,13 +47,12 @@ def list_channels(
 
     Args:
         first: Image of the first channel.
-        others: Images of the other channels, as far as they are given.
-        num_channels: Channels of the task.
+        others: Images of the other channels; may be shorter or longer than needed.
+        num_channels: Number of channels of the task.
 
     Returns:
-        One entry for each channel; None where there is no file. Images beyond the channels of the
-        task are left out. A single NIfTI file is repeated: it holds all channels along its fourth
-        axis.
+        One entry for each channel; None where there is no file. Surplus images are left out. A
+        single NIfTI file is repeated: it holds all channels along its fourth axis.
     """
     if not others and volume_suffix(first) in (".nii", ".nii.gz"):
         return [first] * num_channels
@@ -73,10 +72,9 @@ class Case:
         patient: Patient of the scan, in Unicode NFC; a patient is never on two sides of a split.
         split: `train`, `val`, `test`, or None where the table gives none.
         trust: Region name to the trust in its reference, e.g. `reference`, `approximate`, `absent`.
-        series: DICOM series of the folder, by UID or number; None for the only one.
+        series: DICOM series of the folder, by UID or number; None if the folder has only one.
         hu: Scale from the values of the file to HU.
-        ignore_findings: Codes of the findings of the audit that were checked by a person and are
-            accepted.
+        ignore_findings: Codes of audit findings that a person has checked and accepts.
         more_images: Images of the channels after the first, the columns `image_1`, `image_2`, …; an
             empty cell is None.
         fold: Number of the fold in which the case is validated; None where the table gives none.
@@ -136,8 +134,8 @@ def read_case_table(
     """Read a case table.
 
     Its columns are `case`, `image`, `image_1`, …, `labels`, `patient`, `split`, `fold`, `fold_0`,
-    …, `series`, `study_date`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`; the
-    first two and the labels are needed. The table is CSV in UTF-8 (with or without byte order
+    …, `series`, `study_date`, `trust_<region>`, `hu_slope`, `hu_offset` and `ignore_findings`;
+    `case`, `image` and `labels` are required. The table is CSV in UTF-8 (with or without byte order
     mark), with cells that contain commas in quotes; paths are relative to its folder. Unknown
     columns are ignored and blank lines skipped. An empty cell means that there is no value;
     `patient` defaults to the case's name. Files are not checked for existence: one missing file
@@ -146,9 +144,9 @@ def read_case_table(
     Args:
         path: The table, or a folder that contains it, see `table_at`.
         labels_column: Column of the label maps; None reads no labels (prediction).
-        hu: HU scale of the rows that give none.
-        ignore_findings: Findings of the audit that all cases ignore, in addition to those of their
-            cells.
+        hu: HU scale of rows without one of their own.
+        ignore_findings: Codes of audit findings that all cases ignore, in addition to the codes in
+            their cells.
         needs_labels: Whether the column of the label maps must be there.
 
     Returns:
@@ -164,7 +162,7 @@ def read_case_table(
             f"list it in a table ({TABLE_NAME})."
         )
     rows = _rows(path)
-    # An empty file has not even a header, and lacks every column.
+    # The header of an empty file is taken as a row without columns.
     _, columns = next(rows, (0, []))
     if not needs_labels and labels_column not in columns:
         labels_column = None
@@ -248,9 +246,9 @@ def _how_to_add(missing: Sequence[str], columns: Sequence[str]) -> str:
 
 
 def table_at(path: Path) -> Path:
-    """Find the case table of a folder; another path is returned as it is.
+    """Find the case table of a folder: the file that `import` writes, else that of `phantom`.
 
-    It is the file that `import` writes, or else the one that `phantom` writes.
+    A path without such a table is returned unchanged.
     """
     imported_table = path / TABLE_NAME
     if imported_table.is_file():
@@ -322,7 +320,7 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _check_encoding(table: Path, line: int, cells: Sequence[str]) -> None:
     """Refuse a table in another encoding than UTF-8.
 
-    A cell may still hold other bytes if it names a file whose name on the disk has these bytes.
+    Exception: a cell that names an existing file may hold the bytes of its file name.
 
     Raises:
         UserError: If a cell is not UTF-8 and names no file of these bytes.
@@ -374,7 +372,7 @@ def _read_case(
     labels = None
     if labels_column and cells[labels_column]:
         labels = table.parent / cells[labels_column]
-    # A row may give one of the two numbers alone; the configuration then gives the other.
+    # If a row gives only one of the two numbers, the other comes from the configuration.
     slope = _number(cells, "hu_slope", hu.slope, where)
     offset = _number(cells, "hu_offset", hu.offset, where)
     codes = cells.get("ignore_findings", "").split()
@@ -398,7 +396,7 @@ def _read_case(
 def normalise_name(name: str) -> str:
     """Write a name in Unicode NFC.
 
-    Programs write ü as one character or as two, which must not make two patients of one.
+    Some programs write ü as one character, others as two; both must name the same patient.
     """
     return unicodedata.normalize("NFC", name)
 
@@ -460,7 +458,7 @@ def _read_fold_sides(cells: Mapping[str, str], where: str) -> tuple[str | None, 
 def _numbered_cells(cells: Mapping[str, str], prefix: str, first: int) -> Iterator[tuple[str, str]]:
     """Yield the columns `<prefix><first>`, `<prefix><first + 1>`, … with their cells.
 
-    The first number without a column ends them.
+    The iteration ends at the first number without a column.
     """
     for number in itertools.count(first):
         column = f"{prefix}{number}"
@@ -473,7 +471,7 @@ def check_case_name(name: str, where: str) -> None:
     """Refuse a case name that cannot name a file.
 
     Raises:
-        UserError: With the place that gives it.
+        UserError: If the name cannot name a file; the message begins with `where`.
     """
     is_safe = not name.startswith(".") and not any(sign in name for sign in "/\\")
     # `CONTROL_CHARACTERS` also matches surrogates, which `encode` cannot write in UTF-8.
@@ -559,7 +557,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Split:
-    """The cases of each side, in the order of the case table."""
+    """Cases for training, validation and testing, each in the order of the case table."""
 
     train: tuple[Case, ...]
     val: tuple[Case, ...]
@@ -568,10 +566,10 @@ class Split:
 
 @dataclass(frozen=True)
 class CaseSource:
-    """Cases that share a label convention.
+    """Cases whose label maps use the same values.
 
     Attributes:
-        split: The cases of each side.
+        split: Cases for training, validation and testing.
         label_values: Value, or name of a structure, in the reference files to label name.
         share: Share of the training samples that are drawn from these cases; the shares of all
             sources add up to 1.
@@ -613,8 +611,8 @@ def split_cases(
 
     Args:
         cases: All cases of the table.
-        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` validates none of them; None
-            is fold 0.
+        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` validates none; None stands
+            for fold 0, unless rule 2 or 3 applies.
         num_folds: Number of folds, at least 2.
         val_patients: Patients to validate on, in place of a fold.
         test_patients: Patients to keep away from training and validation.
@@ -709,8 +707,8 @@ def _validation_patients(
         val_patients: Patients that the configuration names.
 
     Returns:
-        The patients; and the key or column that has chosen them, for the message about a training
-        set without cases.
+        The patients; and the key or column that has chosen them, for the error message if no case
+        is left for training.
 
     Raises:
         UserError: If two keys contradict each other, or the fold does not exist.
@@ -741,12 +739,12 @@ def _validation_patients(
                 f"choose one of {numbers}."
             )
         return val, "the column fold"
-    # The second value has no effect from here on: folds by the hash of names are at least two, so
-    # patients are always left for training, and the error that would name the choice is not raised.
+    # From here on, the second value is never shown: there are at least two folds, so that patients
+    # are always left for training.
     if isinstance(fold, int):
         return _patients_of_fold(patients, fold, num_folds), "the column split"
-    # No fold was given: few patients make fewer folds, and a single one is trained on without
-    # validation.
+    # No fold was given: fewer patients than folds reduce the number of folds, and a single patient
+    # is trained on without validation.
     if len(patients) < 2:
         return set(), "the column split"
     num_folds = min(num_folds, len(patients))
@@ -759,7 +757,7 @@ def _check_patients(
     """Refuse patients of the configuration that are unknown, or named on two sides.
 
     Raises:
-        UserError: With the patient, and names that look like an unknown one.
+        UserError: With the patient, and similar names if the patient is unknown.
     """
     for key, names in (("data.val_patients", val_patients), ("data.test_patients", test_patients)):
         for name in names:
@@ -777,7 +775,7 @@ def _check_patients(
 
 
 def _split_by_fold_column(cases: Sequence[Case], test: Collection[str], fold: int | str) -> Split:
-    """Divide the cases by the column `fold_<fold>`, which names both sides.
+    """Divide the cases by the column `fold_<fold>`, which marks training and validation cases.
 
     Args:
         cases: All cases of the table.
@@ -859,8 +857,8 @@ def _patients_of_fold(patients: Sequence[str], fold: int, num_folds: int) -> set
         raise UserError(
             f"data.fold={fold} does not exist among {num_folds} folds; choose 0 to {num_folds - 1}."
         )
-    # The names are ordered by hash, so that consecutive ones (by hospital, by date) do not end in
-    # one fold.
+    # The names are ordered by hash, so that consecutive names (by hospital, by date) are spread
+    # over the folds.
     hashes = {name: hashlib.sha256(name.encode()).digest() for name in patients}
     ordered = sorted(patients, key=lambda name: hashes[name])
     # Every num_folds-th patient: the sizes of the folds differ by at most one.

@@ -30,9 +30,9 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     Missing synthetic scans are made.
 
     Returns:
-        Always two groups, each with its label values: the cases of the user's table, or synthetic
-        scans where `data.cases` is not given; then the synthetic scans that are added to the table,
-        an empty list where none are added.
+        Two groups, each with its label values. First the cases of the user's table, or synthetic
+        scans where `data.cases` is not given; second the synthetic scans that are added to the
+        table, which may be an empty list.
 
     Raises:
         UserError: If the table or the label values are wrong.
@@ -44,7 +44,7 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     # Folder of the synthetic scans.
     folder = Path(phantoms.folder)
     if not is_chest:
-        # Scenes of organs hold the labels of their task; chests are the same for every task.
+        # Scenes of organs depend on the labels of the task; chests are the same for every task.
         folder /= task.name
     if data.cases is None:
         table = make_phantoms(phantoms, task, folder, phantoms.num_train, with_held_out=True)
@@ -57,8 +57,8 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
         table = make_phantoms(
             phantoms, task, folder / "extra", phantoms.num_extra, with_held_out=False
         )
-        # The table of chests has two columns of label maps: those of `organs` hold all structures
-        # of `PHANTOM_LABELS`, those of `labels` only two of them.
+        # The table of chests has two columns of label maps: `organs` with all structures of
+        # `PHANTOM_LABELS`, and `labels` with only two of them.
         column = "organs" if is_chest else "labels"
         extra = read_case_table(table, column, ignore_findings=ignore_findings)
     shared_names = {case.name for case in extra} & {case.name for case in cases}
@@ -109,7 +109,7 @@ def make_phantoms(
         config: Kind, seed and numbers of scans.
         task: Labels and channels of a scene of organs; a chest does not use it.
         folder: Where to write; made if absent.
-        num_train: Number of training scans, in place of that of `config`.
+        num_train: Number of training scans; replaces `config.num_train`.
         with_held_out: Whether to make the validation and test scans of `config`, too.
 
     Returns:
@@ -128,12 +128,12 @@ def make_phantoms(
     total = sum(splits.values())
     num_useful = total
     if config.detail is Detail.small:
-        # A small scan takes about a second, the start of a process three: a process is worth
-        # starting for four scans.
+        # A small scan takes about one second, the start of a process about three: a process pays
+        # off from four scans on.
         num_useful = total // 4
     num_workers = max(1, min(num_useful, num_processors(), MAX_PHANTOM_WORKERS))
     check_writable(folder)
-    # Ranks and the jobs of a sweep begin at the same time: the first one makes the scans.
+    # Ranks and the jobs of a sweep start at the same time: the first process makes the scans.
     with locked(folder / ".lock"), Progress(transient=True) as progress:
         bar = progress.add_task("phantoms", total=total)
 
@@ -163,7 +163,7 @@ def _scene_of_task(config: PhantomCountsOptions, task: Task) -> "SceneSpec":
     for region in task.regions:
         if region.side:
             sides |= dict.fromkeys(region.labels, region.side)
-    # The task may also limit regions, but a scene draws the size of each label.
+    # `task.volume_ml` may also limit regions, but a scene draws sizes of labels only.
     volume_ml = {}
     for name, limits in task.volume_ml.items():
         if name in task.labels:

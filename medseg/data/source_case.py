@@ -7,7 +7,13 @@ from typing import Any
 import numpy as np
 
 from medseg.data.audit.finding import CaseAudit
-from medseg.data.audit.image import ImageFacts, check_channels, hash_voxels, make_thumbnail
+from medseg.data.audit.image import (
+    ImageFacts,
+    are_hu,
+    check_channels,
+    hash_voxels,
+    make_thumbnail,
+)
 from medseg.data.audit.labels import (
     ABSENT,
     audit_extent,
@@ -35,7 +41,7 @@ class SourceCase:
         sources: Role of each file to its fingerprint, taken before it was read.
         images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding below air.
         labels: Label map in the task's values on the same grid, uint8; None where the case has
-            none, or none that fits.
+            none, or its label map does not fit the image.
         grid: Grid of the images and the labels.
         audit: Measurements and findings.
     """
@@ -61,7 +67,7 @@ class CaseRefusedError(UserError):
     """
 
     def __init__(self, case: Case, audit: CaseAudit, source: SourceCase | None = None) -> None:
-        errors = audit.heeded(case.ignore_findings, Severity.error)
+        errors = audit.not_ignored(case.ignore_findings, Severity.error)
         sentences = "; and ".join(map(str, errors))
         super().__init__(f"The case {case.name!r} is refused: {sentences}.")
         self.audit = audit
@@ -84,7 +90,7 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     # Imported here: a run that finds all cases in its cache needs no reader.
     from medseg.preprocess.channels import read_channels
 
-    # Taken before reading: a file that changes while it is read then makes the entry stale.
+    # Taken before reading: a file that changes while it is read then makes the cache entry stale.
     sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
     modalities = [channel.modality for channel in task.channels]
     stored_images, volume = read_channels(
@@ -94,14 +100,14 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         scales=[case.hu],
         modalities=modalities,
     )
-    # The channels lie on one grid, so that the orientation of the first is that of all.
+    # `read_channels` returns all channels on the grid of the first: one orientation holds for all.
     first_image, grid, orientation = orient(stored_images[0], volume.grid)
     further_images = [orientation.to_lps(image) for image in stored_images[1:]]
     images, facts, findings = check_channels([first_image, *further_images], modalities)
     first_image = images[0]
     # The checks of the labels look for air, tissue and bone by their HU, which an error in the
     # values puts in doubt.
-    is_hu = task.is_ct and not any(finding.severity is Severity.error for finding in findings)
+    is_hu = task.is_ct and are_hu(facts, modalities)
     findings += volume.findings
     findings += audit_extent(grid)
     labels = None
@@ -110,20 +116,20 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
             case, task, label_values, grid, orientation, volume.array.shape
         )
         findings += label_findings
-    # Every region of an empty label map would be reported as missing, too.
+    # The checks of an empty label map would also report every region as missing.
     is_empty = any(finding.code == "empty_labels" for finding in findings)
     if labels is not None and not is_empty:
         image_hu = first_image if is_hu else None
         findings += audit_labels(image_hu, labels, grid, task, case.trust)
         if image_hu is not None:
             placement_findings = audit_placement(image_hu, labels, grid)
-            # Mirrored or turned labels look shifted, too: one finding is enough.
+            # Mirrored or turned labels also look shifted: one finding is enough.
             if not placement_findings:
                 placement_findings = audit_shift(image_hu, labels, grid)
             findings += placement_findings
     audit = _summarise(first_image, labels, grid, task, facts[0], findings, is_hu=is_hu)
     source = SourceCase(sources, images, labels, grid, audit)
-    if audit.heeded(case.ignore_findings, Severity.error):
+    if audit.not_ignored(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)
     return source
 
@@ -209,11 +215,11 @@ def _read_labels(
         is_ignored = all(misfit.code in case.ignore_findings for misfit in misfits)
         if not is_ignored:
             return None, findings
-        # Whoever ignores the misfit says that the header of the label map is wrong, and its voxels
-        # are stored in the order of the image.
+        # By ignoring the misfit, the user states that only the header of the label map is wrong,
+        # and that its voxels are stored in the order of the image.
         oriented = orientation.to_lps(volume.array)
-    # An empty mask that was written on purpose says that the structure is absent, as the columns
-    # of trust do; an empty label map is rather a failed export.
+    # An empty label map is probably a failed export, unless the columns of trust state that all
+    # parts are absent. An empty named mask is intended: it says that its structure is absent.
     is_absent = all(case.trust.get(name) == ABSENT for name in task.parts)
     may_be_empty = is_named(case.labels) or is_absent
     labels, value_findings = map_values(oriented, task, values, may_be_empty=may_be_empty)

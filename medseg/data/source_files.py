@@ -37,18 +37,18 @@ def sources_of(case: Case, task: Task) -> dict[str, Path]:
 def files_of(path: Path) -> list[Path]:
     """List all files that an image or label map consists of.
 
-    They are the masks or DICOM files of a folder; a header, before the files with its voxels; all
-    slices beside a DICOM slice; or the file alone.
+    These are the masks or DICOM files of a folder; a header, followed by the files with its voxels;
+    all slices in the folder of a DICOM slice; or the file alone.
 
     Raises:
-        UserError: If it is not an image, such as a device (reading it might never end).
+        UserError: If the path is no image, such as a device (reading it might never end).
     """
     masks = volume_files(path) if path.is_dir() else []
-    # A folder with DICOM slices is read as a series, whatever volumes lie beside them.
+    # A folder with DICOM slices is read as a series, even if it holds volume files, too.
     if masks and next(dicom_files(path), None) is None:
         return masks
     if path.exists():
-        # Called only because it refuses what is no image.
+        # Called for its check alone: it raises an error for a path that is no image.
         input_format(path)
     if path.is_dir() or is_dicomdir(path):
         # A DICOMDIR is the index of all files in and below its folder.
@@ -58,8 +58,8 @@ def files_of(path: Path) -> list[Path]:
         from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
         data_files = read_header(path).files
-        # The header may name itself, where it also holds the voxels. Missing files are left out
-        # here: the reader refuses them with a message of its own.
+        # A header that also holds the voxels names itself. Missing files are left out here: the
+        # reader reports them.
         return [path, *(file for file in data_files if file.is_file() and file != path)]
     # A single slice stands for the series in its folder.
     if volume_suffix(path) is None and is_dicom_file(path):
@@ -79,7 +79,7 @@ def _stamp(files: Sequence[Path]) -> list[list[int]]:
 def _mask_names(path: Path, files: Sequence[Path]) -> list[str]:
     """List the file names of a folder of masks, which name its structures.
 
-    Empty for other sources, whose content does not depend on their names.
+    Empty for other sources: their file names do not matter.
     """
     if not path.is_dir() or any(volume_suffix(file) is None for file in files):
         return []
@@ -141,8 +141,8 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
 def is_intact(path: Path, crc32: int, _num_bytes: int, _mtime_ns: int) -> bool:
     """Whether a file matches its checksum.
 
-    Size and modification time are only part of the key under which the result is remembered: a
-    process reads the file again when one of them has changed.
+    Size and modification time are arguments only as keys of the cache: the file is read again when
+    one of them has changed.
     """
     return crc32_of(path) == crc32
 

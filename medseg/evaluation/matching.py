@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.labels import GRID_TOLERANCE_MM, times
+from medseg.data.audit.labels import GRID_TOLERANCE_MM, per_axis_text
 from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
 from medseg.errors import UserError
@@ -231,7 +231,9 @@ def check_grid(
 def _describe(grid: VoxelGrid) -> str:
     """Format size, spacing and origin for a sentence."""
     origin = ", ".join(f"{value:.2f}" for value in grid.origin_xyz_mm)
-    return f"{times(grid.shape)} voxels of {times(grid.spacing_mm)} mm from ({origin})"
+    return (
+        f"{per_axis_text(grid.shape)} voxels of {per_axis_text(grid.spacing_mm)} mm from ({origin})"
+    )
 
 
 def _key(name: str) -> str:

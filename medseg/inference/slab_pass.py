@@ -40,7 +40,7 @@ class Planes(Protocol):
 
     @property
     def plane_size(self) -> tuple[int, int]:
-        """Channels, and voxels of each channel, of a plane."""
+        """Number of channels, and number of voxels of a plane."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
@@ -104,7 +104,7 @@ class Features:
 
     @property
     def plane_size(self) -> tuple[int, int]:
-        """Channels, and voxels of each channel, of a plane."""
+        """Number of channels, and number of voxels of a plane."""
         assert self._values is not None
         return self._values.shape[1], math.prod(self._values.shape[2:])
 

@@ -139,7 +139,7 @@ class _Cells:
 
     Attributes:
         depth: Number of planes of cells.
-        plane_size: Channels, and cells of each channel, of a plane.
+        plane_size: Number of channels, and number of cells of a plane.
     """
 
     def __init__(self, image: Features, cell: Shape) -> None:

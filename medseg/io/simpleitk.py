@@ -205,7 +205,7 @@ def read_header(path: Path) -> TextHeader:
         fields = _read_fields(path, file, data_key)
         offset = file.tell()
         lines_after = b""
-        if fields.get(data_key, "").upper().startswith("LIST"):
+        if _announces_list(fields.get(data_key, "")):
             lines_after = file.read(MAX_HEADER_BYTES)
     # A header beyond the limit was read only in part, and the field may be in the rest.
     if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
@@ -280,9 +280,17 @@ def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
                 f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
             )
         fields[key] = value
-        if key == data_key and (is_meta or value.upper().startswith("LIST")):
+        if key == data_key and (is_meta or _announces_list(value)):
             break
     return fields
+
+
+def _announces_list(value: str) -> bool:
+    """Whether the field of the file with voxels says that a list of files follows the header.
+
+    The word may have a number behind it, the axes of each file. A file may be called `list.raw`.
+    """
+    return re.fullmatch(r"LIST(\s+\d+D?)?", value, re.IGNORECASE | re.ASCII) is not None
 
 
 def _data_files(path: Path, value: str, lines_after: list[str]) -> tuple[Path, ...]:
@@ -296,10 +304,9 @@ def _data_files(path: Path, value: str, lines_after: list[str]) -> tuple[Path, .
     Raises:
         UserError: If it names none, or one outside the folder of the header.
     """
-    words = value.split()
-    if words and words[0].upper() == "LIST":
+    if _announces_list(value):
         names = [line.strip() for line in lines_after if line.strip()]
-    elif "%" in value and len(words) >= 4:
+    elif "%" in value and len(value.split()) >= 4:
         names = _numbered_names(path, value)
     else:
         names = [value]
@@ -324,22 +331,24 @@ def _numbered_names(path: Path, value: str) -> list[str]:
     Raises:
         UserError: If it is another pattern, or gives too many names.
     """
-    words = value.split()
-    # Name with one `%d`, first and last number, step; NRRD allows a fourth number, the axis.
-    pattern = r"[^%]*%0?\d?d[^%]*(\s-?\d{1,9}){2}\s-?[1-9]\d{0,8}(\s\d)?"
+    # Name with one `%d`, which may contain blanks; first and last number, step. NRRD allows a
+    # fourth number, the axis.
+    pattern = r"([^%]*%0?\d?d[^%]*?)\s+(-?\d{1,9})\s+(-?\d{1,9})\s+(-?[1-9]\d{0,8})(?:\s+\d)?"
+    match = re.fullmatch(pattern, value, re.ASCII)
+    name = ""
     numbers = range(0)
-    is_pattern = re.fullmatch(pattern, " ".join(words), re.ASCII) is not None
-    if is_pattern:
-        first, last, step = map(int, words[1:4])
+    if match is not None:
+        name = match[1]
+        first, last, step = map(int, match.group(2, 3, 4))
         # The last number belongs to the range.
         stop = last + 1 if step > 0 else last - 1
         numbers = range(first, stop, step)
-    if not is_pattern or len(numbers) > MAX_DATA_FILES:
+    if match is None or len(numbers) > MAX_DATA_FILES:
         raise UserError(
             f"{path}: expected a pattern such as 'slice%03d.raw 1 120 1', got {shown(value)}; "
             "repair the header."
         )
-    return [words[0] % number for number in numbers]
+    return [name % number for number in numbers]
 
 
 def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:

@@ -106,9 +106,9 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
     """Add a sheet to a workbook of XlsxWriter."""
     page = workbook.add_worksheet(name)
     heading_format = workbook.add_format(HEADING_STYLE)
-    date_format = workbook.add_format(
-        {"num_format": "yyyy-mm-dd", "valign": "top", "align": "left"}
-    )
+    date_style = {"num_format": "yyyy-mm-dd", "valign": "top", "align": "left"}
+    date_format = workbook.add_format(date_style)
+    time_format = workbook.add_format({**date_style, "num_format": "yyyy-mm-dd hh:mm:ss"})
     link_format = workbook.add_format({"font_color": "#0b6e99", "underline": True, "valign": "top"})
     for column_number, column in enumerate(sheet.columns):
         cell_format = workbook.add_format(
@@ -122,8 +122,11 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
             if isinstance(value, Link):
                 target = f"external:{_text(value.target)}"
                 page.write_url(*place, target, link_format, _text(value.text))
-            elif isinstance(value, date) and value >= FIRST_DATE:
-                page.write_datetime(*place, value, date_format)
+            elif _is_excel_date(value):
+                value_format = date_format
+                if isinstance(value, datetime):
+                    value_format = time_format
+                page.write_datetime(*place, value, value_format)
             elif isinstance(value, int | float) and math.isfinite(value):
                 page.write_number(*place, value, cell_format)
             elif value is not None:  # texts, and what Excel lacks: early dates, NaN, infinity
@@ -132,6 +135,16 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
     # A filter needs a row below the headings, even an empty one.
     last_row = max(1, len(sheet.rows))
     page.autofilter(0, 0, last_row, len(sheet.columns) - 1)
+
+
+def _is_excel_date(value: Any) -> bool:
+    """Whether a value is a date, with or without a time, that Excel can hold.
+
+    Excel has no time zones: a time with one is written as text.
+    """
+    if isinstance(value, datetime):
+        return value.tzinfo is None and value.date() >= FIRST_DATE
+    return isinstance(value, date) and value >= FIRST_DATE
 
 
 def _text(text: str) -> str:

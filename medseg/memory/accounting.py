@@ -19,10 +19,10 @@ from torch.overrides import TorchFunctionMode
 from medseg.losses.dice_ce import SLAB_VOXELS_GPU, DiceCrossEntropyLoss
 from medseg.losses.sample_losses import mean_of_samples, sample_losses
 from medseg.memory.device_map import named_parts
-from medseg.memory.precision import HALF
+from medseg.memory.precision import HALF, has_fast_bf16
 from medseg.memory.shapes import meta_layers
 from medseg.memory.tracker import HOST, MemoryTracker, Owner, Timeline
-from medseg.models.convolution import convolution_bytes
+from medseg.models.convolution import columns_bytes, convolution_bytes
 from medseg.models.traits import build_on_meta
 
 # Kinds of owners (`Owner.kind`). Tensors that outlast a pass have a kind of their own.
@@ -69,7 +69,7 @@ class StepMemory:
         target: The reference.
         saved: What autograd keeps from forward to backward, by the part of the network that made
             it, in the order of `named_parts`.
-        offloaded: What waits in host memory.
+        offloaded: Saved tensors that wait in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
         peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`,
@@ -163,9 +163,11 @@ def count_step(
         optimizer_state = tracker.live_bytes(OPTIMIZER)
         # A gradient belongs to the backward pass until its last contribution is added.
         for parameter in network.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda parameter: tracker.assign(parameter.grad, GRADIENTS)
-            )
+            # A frozen parameter gets no gradient, and torch refuses a hook for it.
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: tracker.assign(parameter.grad, GRADIENTS)
+                )
         image = torch.zeros(image_shape)
         target = torch.zeros((image_shape[0], *image_shape[2:]), dtype=torch.uint8)
         tracker.assign(image, INPUT)
@@ -179,7 +181,7 @@ def count_step(
             loss_value = _forward(network, image, target, loss, precision, tracker, timeline)
             offloaded = tracker.live_bytes(HOST)
             saved = tracker.live_by_part(FORWARD)
-            # Until the gradient of the network's result is there, the loss goes backward.
+            # The backward pass begins in the loss; hooks then name the parts of the network.
             tracker.now = Owner(BACKWARD, LOSS)
             loss_value.backward()
             del loss_value
@@ -253,9 +255,9 @@ def count_pass(
     Args:
         make_network: Makes the network.
         image_shape: (1, C, D, H, W).
-        call: Evaluates the network on the image, as in `call(network, image, tracker)`. It gives
-            tensors that lie in files the owner `HOST`: they count only while their pages are in
-            memory.
+        call: Evaluates the network on the image, as in `call(network, image, tracker)`. If it uses
+            memory-mapped tensors, it must make `HOST` their owner: these count only while their
+            pages are in memory.
         precision: `bf16` counts all features in half precision, as autocast keeps them.
 
     Returns:
@@ -373,7 +375,7 @@ def _forward(
     tracker.now = Owner(FORWARD, LOSS)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if timeline is not None:
-        # The operations of the micro-batch before go: a timeline shows the last micro-batch.
+        # A timeline shows the last micro-batch, so the operations of the one before are removed.
         timeline.segments.clear()
         hooks = saved_tensors_hooks(tracker.save, _unchanged)
     # The fake tensors are on the CPU, also where a GPU is counted.
@@ -463,14 +465,15 @@ def _no_loss() -> float:
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimiser's state for all parameters by a step on gradients of zero.
+    """Make the optimiser's state for all trained parameters by a step on gradients of zero.
 
     What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser
-    keeps.
+    keeps. Frozen parameters get no gradient, so the optimiser makes no state for them.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
     optimizer.step(_no_loss)
     optimizer.zero_grad(set_to_none=True)
 
@@ -513,7 +516,7 @@ class _PartWatch:
         has_gradient = isinstance(result, Tensor) and result.requires_grad
         if was_nested or not has_gradient:
             return
-        # What the network returns is, as a rule, the result of a part, which has its hook.
+        # As a rule the network returns the result of its last part, which has a hook already.
         if name == BETWEEN and result._backward_hooks:
             return
         # Once the gradient of the part's result is computed, the part's backward pass begins.
@@ -607,6 +610,27 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 # count is multiplied by this factor. Measured: 1.1 to 2.1 times the live tensors over stems, norms,
 # `refine`, precisions and processors.
 WORKSPACE = 2.5
+# Convolutions as a dispatch mode sees them in inference mode, and whether each is transposed.
+INFERENCE_CONVOLUTIONS = {
+    aten.conv2d.default: False,
+    aten.conv3d.default: False,
+    aten.conv_transpose2d.input: True,
+    aten.conv_transpose3d.input: True,
+}
+
+
+def _bf16_columns_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Bytes of the columns into which a CPU without bf16 instructions copies bf16 features.
+
+    On such a CPU torch computes every convolution in bf16 as a product of matrices; in fp32, only
+    that of a small image.
+    """
+    if func not in INFERENCE_CONVOLUTIONS or has_fast_bf16("cpu"):
+        return 0
+    features, weight = args[:2]
+    if features.device.type != "cpu" or features.dtype != torch.bfloat16:
+        return 0
+    return columns_bytes(features, weight, result, transposed=INFERENCE_CONVOLUTIONS[func])
 
 
 def forward_bytes_per_voxel(
@@ -630,7 +654,7 @@ def forward_bytes_per_voxel(
         weights and image.
     """
     image = torch.zeros(image_shape, dtype=dtype, device=device)
-    with torch.inference_mode(), MemoryTracker() as tracker:
+    with torch.inference_mode(), MemoryTracker(workspace=_bf16_columns_bytes) as tracker:
         tracker.assign(image, INPUT)
         _assign_weights(network, tracker)
         call(image)

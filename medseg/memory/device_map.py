@@ -113,7 +113,7 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
 
     Args:
         names: Names of the parts.
-        device_map: Device by the name of a part, or by what stands for several (`encoder`,
+        device_map: Device by the name of a part, or by a pattern for several parts (`encoder`,
             `encoder.*.block0`), see `names_below`.
 
     Raises:
@@ -125,7 +125,7 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
         {'encoder.0.block0': 'cuda:0', 'encoder.1.down': 'cpu'}
     """
     devices: dict[str, str] = {}
-    # The longest name last, so that it replaces what shorter ones said.
+    # The longest pattern comes last, so that it overrides shorter ones.
     for pattern in sorted(device_map, key=len):
         matches = names_below(names, pattern)
         if not matches:
@@ -160,7 +160,8 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
     # Parts `start` to `stop - 1` take `sums[stop] - sums[start]` bytes.
     sums = [0, *itertools.accumulate(sizes.values())]
 
-    # Dynamic programming: the best division of what remains does not depend on the devices before.
+    # Dynamic programming: the best division of the remaining parts does not depend on how the parts
+    # before them were divided.
     @functools.cache
     def best_division(start: int, device_index: int) -> tuple[float, tuple[int, ...]]:
         """Divide the parts from `start` on among the devices from `device_index` on.

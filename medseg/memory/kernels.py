@@ -43,8 +43,8 @@ from medseg.memory.tracker import Call, Operand
 # of these parts are still so large that the system maps new memory for each, as for all larger ones
 # (see `medseg.memory.heap`): the measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
-# On a GPU operations with a tensor of up to this part of the card are measured whole: for some of
-# the slices cuDNN chooses another kernel, whose workspace says nothing of the whole.
+# On a GPU, operations with tensors of up to this share of the card's memory are measured whole: for
+# some of the slices cuDNN chooses another kernel, whose workspace says nothing of the whole.
 MEASURED_PART_OF_GPU = 1 / 8
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
@@ -491,12 +491,12 @@ class KernelCosts:
 
 
 def _watch_resident() -> int | None:
-    """Let the largest resident memory of this process begin anew, see `peak_resident_bytes`.
+    """Reset the peak of this process's resident memory, see `peak_resident_bytes`.
 
     Returns:
-        Bytes that are resident now; None where the peak would not show what an operation writes.
-        That is so where the system cannot reset the peak, and where large blocks are not mapped:
-        then it depends on what the heap keeps.
+        Bytes that are resident now; None where the peak would not show what an operation writes:
+        where the system cannot reset it, or where large blocks come from the heap, whose free pages
+        are resident already.
     """
     if not maps_large_blocks():
         return None
@@ -541,15 +541,16 @@ class Part(NamedTuple):
 
 
 def parts_of(call: Call, measured_bytes: int) -> list[Part]:
-    """Make of a large operation one or two smaller ones, with some of its slices, to be measured.
+    """Cut a large operation down to one or two smaller ones, which are measured in its place.
 
     Args:
         call: The operation.
         measured_bytes: Bytes of the largest tensor of an operation that is measured whole.
 
     Returns:
-        The part with the most slices last. A small operation is its own only part. So is a larger
-        one that cannot be divided, unless it needs more than MAX_BYTES: then there is no part.
+        The smaller operations, the one with the most slices last. A small operation is its own only
+        part. So is a larger one that cannot be divided, unless it needs more than MAX_BYTES: then
+        there is no part.
     """
     leaves = tree_leaves((call.arguments, call.options), is_leaf=_is_operand)
     operands = [leaf for leaf in leaves if _is_operand(leaf)]

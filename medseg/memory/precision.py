@@ -95,7 +95,8 @@ def has_fast_bf16(device_type: str) -> bool:
             if torch.cuda.get_device_capability(number) < BF16_CAPABILITY:
                 return False
         return True
-    if not torch.backends.mkldnn.is_available():
+    has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if not has_onednn:
         return False
     # Torch chooses its kernels for bf16 by the same call.
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -44,7 +44,7 @@ class ControlGroup(NamedTuple):
     Attributes:
         limit: Largest number of bytes, or `max`.
         usage: Bytes in use, with those of cached files.
-        stat: Further counters, a name and a number a line.
+        stat: Further counters, one name and number per line.
         cached_counter: Name of the counter in `stat` of the bytes of cached files that the kernel
             drops first.
     """
@@ -148,15 +148,15 @@ def _group_folders(group_path: PurePosixPath, version: int, mounts: Sequence[str
     """
     for line in mounts:
         # "36 35 98:0 /root /mount/point rw … - cgroup2 device options"
-        place, _, kind = line.partition(" - ")
-        filesystem, _, options = kind.split(" ", 2)
+        mount_text, _, filesystem_text = line.partition(" - ")
+        filesystem, _, options = filesystem_text.split(" ", 2)
         has_group = filesystem == "cgroup2"
         if version == 1:
             has_group = filesystem == "cgroup" and "memory" in options.split(",")
         if not has_group:
             continue
         # The path in the hierarchy that is mounted, and where it is mounted.
-        root, mount_point = place.split(" ")[3:5]
+        root, mount_point = mount_text.split(" ")[3:5]
         top = Path(mount_point.replace("\\040", " "))  # a space in a path is written \040
         # A container sees only its own group, under the name that it has outside.
         if not group_path.is_relative_to(root):
@@ -168,7 +168,7 @@ def _group_folders(group_path: PurePosixPath, version: int, mounts: Sequence[str
 
 
 def reset_peak_resident() -> None:
-    """Let the largest resident memory of this process begin anew at the present one.
+    """Reset the peak of this process's resident memory to the present value.
 
     Raises:
         OSError: If the system cannot.
@@ -210,7 +210,7 @@ def timed_step(
 def private_bytes(pid: int) -> int:
     """Memory of a process that it shares with no other.
 
-    Where the system does not tell, it is all its resident memory; 0 for a process that has ended.
+    Where the system does not tell, all its resident memory counts; 0 for a process that has ended.
     """
     try:
         sizes_kib = _sizes_kib(pid, "smaps_rollup")

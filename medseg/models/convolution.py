@@ -176,7 +176,7 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     # Input that is not contiguous is copied first.
     num_bytes = 0 if features.is_contiguous() else features.nbytes
     if unfolded:
-        num_bytes += _columns_bytes(features, weight, result, transposed=transposed)
+        num_bytes += columns_bytes(features, weight, result, transposed=transposed)
     else:
         # The kernels of oneDNN have a layout of their own. The copy of the input is freed before
         # the result is copied back to the usual layout, so the larger of the two copies counts.
@@ -206,7 +206,7 @@ def _stand_in(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty(1, dtype=tensor.dtype).expand(shape)
 
 
-def _columns_bytes(features: Tensor, weight: Tensor, result: Tensor, *, transposed: bool) -> int:
+def columns_bytes(features: Tensor, weight: Tensor, result: Tensor, *, transposed: bool) -> int:
     """Count the bytes of the matrix of columns: one per output voxel, with all values it reads."""
     kernel_size = math.prod(weight.shape[2:])
     # For kernels of one voxel the input is the matrix already.

@@ -71,7 +71,7 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
 
 
 def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out further names of one tensor, which `check_tensors` would refuse as shared.
+    """Keep one name of each tensor, since `check_tensors` refuses tensors that share memory.
 
     nnU-Net lists the layers of its encoder under four names.
     """
@@ -94,7 +94,7 @@ def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
     axes = content.get("inference_allowed_mirroring_axes")
     if axes is None:
         return ()
-    are_axes = isinstance(axes, (list, tuple)) and all(axis in (0, 1, 2) for axis in axes)
+    are_axes = isinstance(axes, (list, tuple)) and all(map(_is_axis, axes))
     has_repeated = are_axes and len(set(axes)) != len(axes)
     if not are_axes or has_repeated:
         raise UserError(
@@ -102,3 +102,9 @@ def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
             f"{str(axes)[:60]}; take another copy"
         )
     return tuple(int(axis) for axis in axes)
+
+
+def _is_axis(value: Any) -> bool:
+    """Whether a value of a checkpoint is the number of a spatial axis."""
+    # The type comes first: a tensor cannot be compared so.
+    return isinstance(value, (int, np.integer)) and value in (0, 1, 2)

@@ -1,7 +1,7 @@
 """Ensemble of nnU-Net's configurations: the mean of their probabilities at the scan's resolution.
 
-It gives the labels of `nnUNetv2_ensemble` on results with `--save_probabilities`, but works plane
-by plane: the logits of each model lie in a temporary file at the spacing of its network.
+The labels are those of `nnUNetv2_ensemble` on results with `--save_probabilities`. The work is done
+plane by plane: the logits of each model lie in a temporary file at the spacing of its network.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class NnunetEnsemble(CombinedModel):
     def expected(self, grid: VoxelGrid) -> ExpectedCost:
         """Compute the cost of a case from the header of its scan; see `NnunetModel.expected`."""
         memory: dict[str, list[StepArray]] = {}
-        # Logits of the members before, which are kept until the mean.
+        # Logits of the earlier members, which are kept until the mean.
         stored: list[StepArray] = []
         other_time = 0.0
         operations = 0.0
@@ -121,7 +121,7 @@ class NnunetEnsemble(CombinedModel):
             other_time += logits_cost.other_time + EXACT_TIME * num_scan_logits
             operations += logits_cost.operations
         # The planes of the mean lie across the first axis of the network.
-        shape = self.parts[0].turned_grid(grid).shape
+        shape = self.parts[0].reoriented_grid(grid).shape
         _, height_axis, width_axis = self.plan.transpose
         # 4 bytes for a float32.
         plane_bytes = 4 * num_heads * shape[height_axis] * shape[width_axis]
@@ -199,6 +199,7 @@ class NnunetEnsemble(CombinedModel):
         member_result.tiling_plans[SEGMENT] = member.described_passes()
         self.note_part(number, member_result, result)
         folder_name = member.folder.path.name
-        findings = member.findings_of(volume.grid)
+        # Findings that the member's result has already are those of the first stage of a cascade.
+        findings = member_result.findings + member.findings_of(volume.grid)
         result.findings += [finding.within(folder_name) for finding in findings]
         return logits, planes, prepared.box

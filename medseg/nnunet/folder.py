@@ -26,7 +26,7 @@ DATASET = "dataset.json"
 CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
 
 FOLD = re.compile(r"fold_(\d+|all)")
-# Pickles, which are never opened: the plans of version 1, and the choice of a post-processing.
+# Pickles, which are never opened: the plans of version 1, and the chosen post-processing.
 VERSION_1 = "plans.pkl"
 POSTPROCESSING = "postprocessing.pkl"
 # Names of the files of a zip file that are unpacked. The pickles only show what the model is.
@@ -133,7 +133,8 @@ def previous_folder(
     name = folder.plan.previous_stage
     trainer_and_plans = folder.path.name.rpartition("__")[0]
     path = folder.path.with_name(f"{trainer_and_plans}__{name}")
-    if not path.is_dir():
+    # The function of `os.path` also returns False for a name that is too long for a folder.
+    if not os.path.isdir(path):
         cure = "copy it there"
         # A zip file is unpacked to a temporary folder, where a user can copy nothing.
         if folder.unpacked is not None:
@@ -206,7 +207,8 @@ def _pick_folder(top: Path, path: Path, key: str) -> Path:
             "give the folder that holds it"
         )
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
-    # If none is supported, another one is chosen, which `_read_plan` then refuses with the reason.
+    # If none has a usual name, any is taken: the user may have named the configuration, and
+    # `_read_plan` refuses the others with the reason.
     candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
@@ -310,7 +312,7 @@ def _choose_checkpoints(folder: Path, folds: Sequence[str] | None, source: str) 
 
 
 def _find_checkpoints(folder: Path) -> dict[str, Path]:
-    """Find the checkpoint of each fold that has one, by the name of the fold."""
+    """Map the name of each fold that has a checkpoint to the file."""
     checkpoints: dict[str, Path] = {}
     for child in sorted(_children(folder), key=_fold_order):
         match = FOLD.fullmatch(child.name)

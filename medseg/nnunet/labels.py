@@ -1,8 +1,8 @@
-"""Labels from finished planes of logits: averages folds, resamples logits, takes the largest head.
+"""Labels from planes of logits: average over folds, resampling to the scan, largest logit.
 
-The logits of all heads and voxels of the scan are never in memory. With one fold, a plane becomes
-labels as soon as the planes next to it are finished; with several, the logits at the network's
-spacing lie in a temporary file.
+A head is a channel of the logits: a class or a region. The logits of all heads and voxels of the
+scan are never in memory. With one fold, a plane becomes labels as soon as the logits of the planes
+next to it are final; with several, the logits at the network's spacing lie in a temporary file.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from medseg.io.scratch import new_tensor, scratch_at_most
 from medseg.nnunet.planes import Planes
 from medseg.nnunet.spline import ESTIMATE_ERROR, SplinePlanes
 
-# Sums of folds of more bytes are a temporary file.
+# Sums over folds that are larger than this, in bytes, are kept in a temporary file.
 MAX_FOLDS_BYTES = 2**26
-# Logits of doubtful voxels that are computed exactly at a time.
+# Number of logits of doubtful voxels that are computed exactly at a time.
 DOUBTFUL_LOGITS = 2**16
 # Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
 # a head with the terms of its sum in float64.
 PLANE_BYTES = 45
-# Neighbouring numbers of a precision differ by at most its epsilon times the larger magnitude. Of
-# two negative logits the best has the smaller magnitude, from which `_doubtful_voxels` computes the
-# difference; this factor makes up for that.
+# Neighbouring floating-point numbers differ by at most epsilon times the larger magnitude.
+# `_doubtful_voxels` multiplies epsilon by the magnitude of the best logit instead, which is the
+# smaller one if both logits are negative; this factor makes up for that.
 STEP_FACTOR = 1.01
 
 
@@ -36,8 +36,8 @@ def mean_planes(
     """Average the planes of several folds, in the precision and the order of nnU-Net.
 
     Args:
-        folds: Planes (K, H, W) of each fold. A fold is asked for only when the one before has
-            ended, because all folds use one network.
+        folds: Planes (K, H, W) of each fold. The next fold is requested only after the last plane
+            of the one before, because all folds use one network.
         num_folds: Number of the folds.
         shape: Shape of all planes of a fold, (D, K, H, W).
 
@@ -51,7 +51,7 @@ def mean_planes(
                 yield plane
                 continue
             if sums is None:
-                # Only now is the precision known.
+                # The first plane shows the precision.
                 with scratch_at_most(MAX_FOLDS_BYTES):
                     sums = new_tensor(shape, plane.dtype)
             if fold == 0:
@@ -139,7 +139,7 @@ def _probabilities(logits: Tensor, planes: Planes, number: int, *, are_classes: 
 
 
 def _largest_head(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.ndarray:
-    """Find the head of the largest logit of each voxel of a plane, the first of equals.
+    """Find the head with the largest logit for each voxel of a plane; of equal ones the first.
 
     Args:
         planes: Resampling of the logits to the scan.
@@ -168,7 +168,7 @@ def _largest_head(planes: Planes, number: int, inputs: Sequence[Tensor]) -> np.n
 def _largest_head_by_estimates(
     planes: SplinePlanes, number: int, inputs: Sequence[Tensor]
 ) -> np.ndarray:
-    """Do as `_largest_head`, faster, with fast estimates of the logits.
+    """Return the result of `_largest_head` in less time, from estimates of the logits.
 
     Exact logits are computed only where the two largest estimates are so close that the exact ones
     may be equal or in the other order.
@@ -187,8 +187,9 @@ def _largest_head_by_estimates(
         torch.minimum(best, logit, out=smaller)
         torch.maximum(second, smaller, out=second)
         torch.gt(logit, best, out=is_larger)
-        # Where this head is larger, its number replaces that of an earlier head, which is smaller;
-        # elsewhere the product is 0. So the maximum does as `masked_fill_`, but faster.
+        # Where the logit of this head is larger, its number replaces the number of an earlier head,
+        # which is smaller; elsewhere the product is 0. The maximum thus gives the result of
+        # `masked_fill_`, in less time.
         torch.maximum(label, is_larger.view(torch.uint8) * head, out=label)
         torch.maximum(best, logit, out=best)
     voxels_at_a_time = max(1, DOUBTFUL_LOGITS // num_heads)
@@ -201,7 +202,7 @@ def _largest_head_by_estimates(
 
 
 def _doubtful_voxels(best: Tensor, second: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Find the voxels where another head than that of the largest estimate may win.
+    """Find the voxels in which the head of the largest estimate may not have the largest logit.
 
     Args:
         best: Largest estimate of each voxel, (H, W).

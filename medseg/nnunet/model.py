@@ -51,7 +51,7 @@ from medseg.weights.files import checksum
 
 STEPS = ("prepare", "segment")
 PREPARE, SEGMENT = STEPS
-# In a cascade a step comes before `STEPS`: the first stage segments the scan.
+# Step of a cascade before `STEPS`: the first stage segments the scan.
 PREVIOUS = "previous"
 # Networks run one at a time, because a model loads the weights of each fold into one network.
 _NETWORK_LOCK = threading.Lock()
@@ -64,7 +64,7 @@ ESTIMATE_TIME = 0.18
 EXACT_TIME = 1.0
 # Time to add a logit of a tile to the sums.
 SUM_TIME = 0.18
-# Time to start a pass of a network, whatever the size of its tile.
+# Time to start a pass of a network; it does not depend on the size of the tile.
 PASS_TIME = 3000.0
 # Size in bytes above which arrays that are seldom used (`waits` in `medseg.io.scratch`) are files:
 # the scan, its image and its labels. For a CT of 800 slices this saves 600 MiB. A case takes
@@ -96,11 +96,12 @@ class StepArray(NamedTuple):
 
     Attributes:
         num_bytes: Its size.
-        written_share: Share of it that is written before the last pass of a network begins. Until
-            then the system gives no memory to the rest.
-        waits: Whether it is seldom used, and therefore a file from a smaller size on, see
+        written_share: Share of the array that is written before the last pass of a network begins.
+            Until then the system gives no memory to the rest.
+        waits: Whether the array is seldom used, and therefore a file from a smaller size on, see
             `waits` in `medseg.io.scratch`.
-        touched_bytes: Bytes that are used at a time. If it is a file, only these are in memory.
+        touched_bytes: Bytes that are used at a time. If the array is a file, only these are in
+            memory.
     """
 
     num_bytes: int
@@ -115,7 +116,7 @@ class ExpectedCost(NamedTuple):
     Attributes:
         memory: Arrays of each step, without the scan and the passes of the network.
         other_time: Time outside of the networks, in the unit of `FILTER_TIME`.
-        operations: Additions and multiplications of the networks.
+        operations: Number of additions and multiplications of the networks.
     """
 
     memory: dict[str, list[StepArray]]
@@ -135,7 +136,7 @@ class NnunetModel:
         options: Keys of `inference`, such as the sums, the orientation and the budget of a pass.
         device: Device of the network.
         bytes_per_voxel: Memory of a pass per voxel of a tile.
-        least_slab_bytes: Smallest budget with which a tile runs in slabs.
+        least_slab_bytes: Smallest budget, in bytes, with which a tile runs in slabs.
         checkpoints: Name of the configuration to the SHA-256 of each of its checkpoints, by path.
         operations_per_voxel: Additions and multiplications of a pass per voxel of a tile.
         precision: `fp32`, `bf16` on a CPU, or `fp16` on a GPU.
@@ -157,8 +158,8 @@ class NnunetModel:
     previous: NnunetModel | None = None
     watch: PassWatch = field(default_factory=PassWatch, compare=False)
 
-    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Values stay as they are
-    # stored: the networks were trained on scans in which no padding had been replaced by air.
+    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Values are kept, that is,
+    # padding is not replaced by air, because nnU-Net does not replace it in training.
     keeps_values = True
     has_views = False
     backend_bytes = 0
@@ -249,7 +250,7 @@ class NnunetModel:
         return self.bytes_per_voxel * math.prod(self.plan.patch_size)
 
     def within(self, budget_gib: float) -> NnunetModel:
-        """Return the same model with a bound on the memory of a pass, above which slabs are used.
+        """Return the same model with a bound on the memory of a pass; larger tiles run in slabs.
 
         Raises:
             UserError: If the bound is too small even for slabs.
@@ -398,7 +399,7 @@ class NnunetModel:
 
     def _transposed(self, grid: VoxelGrid) -> tuple[Shape, SpacingMm]:
         """Shape and spacing of a scan in the network's order of axes."""
-        grid = self.turned_grid(grid)
+        grid = self.reoriented_grid(grid)
         z, y, x = self.plan.transpose
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
         return shape, (grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x])
@@ -408,7 +409,7 @@ class NnunetModel:
 
         If they are not, each plane of labels touches all pages of their array.
         """
-        stored_axes = self._turn_of(grid).orientation.order
+        stored_axes = self._reorientation_of(grid).orientation.order
         first_axis = self.plan.transpose[0]
         return stored_axes[first_axis] == 0
 
@@ -426,8 +427,7 @@ class NnunetModel:
             volume: First channel.
             more_channels: The other channels, (D, H, W) each, on the grid of the first.
             on_step: Called with the name of each step when it begins.
-            keep_probabilities: Must be False: logits become labels plane by plane, and are not
-                kept.
+            keep_probabilities: Must be False: logits become labels plane by plane and are dropped.
 
         Raises:
             UserError: If the plan does not fit the scan.
@@ -458,22 +458,24 @@ class NnunetModel:
         Args:
             volume: See `segment`.
             more_channels: See `segment`.
-            result: Receives the durations, and seconds and tiling plan of the first stage.
+            result: Receives the durations, and what the first stage adds: its seconds in passes,
+                its tiling plan and its findings.
             on_step: See `segment`.
 
         Raises:
             UserError: If the plan does not fit the scan.
         """
-        turn = self._turn_of(volume.grid)
-        grid = turn.reoriented(volume.grid)
-        images = [turn.turned(image) for image in (volume.array, *more_channels)]
+        reorientation = self._reorientation_of(volume.grid)
+        grid = reorientation.reorient_grid(volume.grid)
+        images = [reorientation.reorient_array(image) for image in (volume.array, *more_channels)]
         previous: np.ndarray | None = None
         if self.previous is not None:
             with timed_step(result.durations_s, on_step, PREVIOUS):
                 previous_result = self.previous.segment(volume, more_channels)
-            previous = turn.turned(previous_result.labels)
+            previous = reorientation.reorient_array(previous_result.labels)
             result.tiling_plans[PREVIOUS] = previous_result.tiling_plans[SEGMENT]
             result.pass_s = previous_result.pass_s
+            result.findings += self._findings_of_previous(previous_result, volume.grid)
         with timed_step(result.durations_s, on_step, PREPARE), self._naming_the_folder():
             return prepare(images, grid.spacing_mm, self.plan, previous)
 
@@ -485,17 +487,34 @@ class NnunetModel:
             box: The crop, see `Prepared.box`.
             grid: Grid of the scan.
         """
-        transposed = self._turn_of(grid).turned(stored).transpose(self.plan.transpose)
-        return transposed[box.slices()]
+        reoriented = self._reorientation_of(grid).reorient_array(stored)
+        return reoriented.transpose(self.plan.transpose)[box.slices()]
 
-    def turned_grid(self, grid: VoxelGrid) -> VoxelGrid:
+    def reoriented_grid(self, grid: VoxelGrid) -> VoxelGrid:
         """Return the grid of a scan in the orientation of the network, not transposed."""
-        return self._turn_of(grid).reoriented(grid)
+        return self._reorientation_of(grid).reorient_grid(grid)
 
     def findings_of(self, grid: VoxelGrid) -> list[Finding]:
         """Return notes on the folder, and a warning if the orientation of a scan is unusual."""
         findings = information_of("model_folder", self.folder.notes)
         return findings + warnings_of("stored_orientation", self._side_warnings(grid))
+
+    def _findings_of_previous(self, result: Segmentation, grid: VoxelGrid) -> list[Finding]:
+        """List the findings of the first stage, each with the name of its folder.
+
+        A warning about the orientation of the scan is left out, because the second stage gives it.
+
+        Args:
+            result: Result of the first stage.
+            grid: Grid of the scan.
+        """
+        assert self.previous is not None, "only a cascade has such findings"
+        repeated = warnings_of("stored_orientation", self._side_warnings(grid))
+        findings = []
+        for finding in result.findings:
+            if finding not in repeated:
+                findings.append(finding.within(self.previous.folder.path.name))
+        return findings
 
     def planes_of(self, prepared: Prepared) -> Planes:
         """Make the resampling of a prepared scan's logits to its crop.
@@ -540,7 +559,7 @@ class NnunetModel:
 
     def _mean_planes(self, prepared: Prepared) -> Iterator[Tensor]:
         """Yield planes of logits (K, H, W), averaged over the folds."""
-        # A generator: the weights of a fold are loaded when its planes are asked for.
+        # A generator: the weights of a fold are loaded when its first plane is requested.
         folds = (self._fold_planes(fold, prepared) for fold in self.folds)
         depth, height, width = prepared.shape
         shape = (depth, self.plan.labels.num_heads, height, width)
@@ -609,7 +628,7 @@ class NnunetModel:
 
     def _mirror_axes(self, fold: Fold) -> tuple[int, ...]:
         """Axes of the transposed scan along which the tiles of a fold are mirrored."""
-        # Both None (the default) and True mean the axes of the training.
+        # None, the default, and True both mean the axes of the training.
         if self.options.tta is False:
             return ()
         # Axis 0 of a 2D network's plane is axis 1 of the scan.
@@ -621,13 +640,13 @@ class NnunetModel:
         """Precision of the sums of tiles and folds."""
         return torch.float32 if self.options.sums is Sums.float else torch.half
 
-    def _turn_of(self, grid: VoxelGrid) -> _Turn:
-        """Choose how stored arrays are turned for the network."""
+    def _reorientation_of(self, grid: VoxelGrid) -> _Reorientation:
+        """Choose how arrays on a stored grid are reoriented for the network."""
         if self.orientation == Seen.stored:
-            return _Turn(Orientation((0, 1, 2), (False, False, False)))
+            return _Reorientation(Orientation((0, 1, 2), (False, False, False)))
         if self.orientation == Seen.LPS:
-            return _Turn(orientation_of(grid))
-        return _Turn(ras_orientation_of(grid))
+            return _Reorientation(orientation_of(grid))
+        return _Reorientation(ras_orientation_of(grid))
 
     def _side_warnings(self, grid: VoxelGrid) -> list[str]:
         """Warn if left and right labels depend on how the scan happens to be stored.
@@ -658,22 +677,22 @@ class NnunetModel:
 
 
 @dataclass(frozen=True)
-class _Turn:
-    """Turning of stored arrays and grids to the orientation of the network.
+class _Reorientation:
+    """Reorientation of stored arrays and grids to what the network sees.
 
     Attributes:
-        orientation: Map to that orientation: LPS, RAS, or the stored one.
+        orientation: Axes and flips that lead to LPS, to RAS, or to the stored orientation itself.
     """
 
     orientation: Orientation
 
-    def turned(self, array: np.ndarray) -> np.ndarray:
-        """Turn a stored array (D, H, W); a view."""
+    def reorient_array(self, array: np.ndarray) -> np.ndarray:
+        """Reorient a stored array (D, H, W); a view."""
         # `to_lps` is named after the usual target, but applies any orientation.
         return self.orientation.to_lps(array)
 
-    def reoriented(self, grid: VoxelGrid) -> VoxelGrid:
-        """Turn the grid of a stored array."""
+    def reorient_grid(self, grid: VoxelGrid) -> VoxelGrid:
+        """Reorient the grid of a stored array."""
         return grid.reoriented(self.orientation.order, self.orientation.flips)
 
 
@@ -737,17 +756,7 @@ def _load_folder(
         # A plan may describe a network larger than the memory. On the meta device it takes none,
         # and its shapes are compared with those of the weights first.
         network_on_meta = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
-        folds: list[Fold] = []
-        for name, file in folder.checkpoints.items():
-            checkpoint = read_checkpoint(file, f"{source}: fold {name}")
-            difference = first_difference(network_on_meta, checkpoint.weights)
-            if difference:
-                raise UserError(
-                    f"{source}: the weights of fold {name} do not fit the network of plans.json "
-                    f"with {folder.plan.labels.num_heads} outputs by dataset.json ({difference}); "
-                    "take the files of one training"
-                )
-            folds.append(Fold(name, file, checkpoint.mirror_axes))
+        folds = _load_folds(folder, source, network_on_meta)
         network = make_network(folder.plan).to(device).eval()
     except PlanError as error:
         raise UserError(f"{source}: {error.sentence}") from error
@@ -774,6 +783,38 @@ def _load_folder(
             "tile would change the labels"
         )
     return model
+
+
+def _load_folds(folder: ModelFolder, source: str, network_on_meta: nn.Module) -> list[Fold]:
+    """Check the checkpoint of each fold; the weights stay in the files.
+
+    Args:
+        folder: Files of one configuration.
+        source: Key and value of the user, for messages.
+        network_on_meta: Network of the plan on the meta device.
+
+    Raises:
+        UserError: If a checkpoint is damaged or does not fit the plan.
+    """
+    num_axes = 2 if folder.plan.is_2d else 3
+    folds: list[Fold] = []
+    for name, file in folder.checkpoints.items():
+        checkpoint = read_checkpoint(file, f"{source}: fold {name}")
+        difference = first_difference(network_on_meta, checkpoint.weights)
+        if difference:
+            raise UserError(
+                f"{source}: the weights of fold {name} do not fit the network of plans.json "
+                f"with {folder.plan.labels.num_heads} outputs by dataset.json ({difference}); "
+                "take the files of one training"
+            )
+        if max(checkpoint.mirror_axes, default=0) >= num_axes:
+            raise UserError(
+                f"{source}: fold {name} was trained with images mirrored along the axes "
+                f"{checkpoint.mirror_axes}, but the network of plans.json has {num_axes}; "
+                "take the files of one training"
+            )
+        folds.append(Fold(name, file, checkpoint.mirror_axes))
+    return folds
 
 
 def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
@@ -809,7 +850,7 @@ def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float
 
 
 def task_of(plan: NnunetPlan) -> Task:
-    """Make the task of a plan: its labels and channels, in one stage."""
+    """Make the task of a plan: its labels and channels, as a task of one stage."""
     channels = []
     for channel in plan.channels:
         # nnU-Net names no modality, but only a CT has this scheme. Its window is the range to which

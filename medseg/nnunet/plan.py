@@ -9,17 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 from medseg.geometry.sizes import Shape
 from medseg.io.volume import MIN_SPACING_MM
+from medseg.wording import first_few
 
 # Names of the configurations of nnU-Net.
 SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
 
 # Limits far above those of any plan of nnU-Net, so that a hostile plan cannot keep the program
-# busy. `MAX_PATCH` is in voxels along an axis, `MAX_FEATURES` in channels of a level.
+# busy. `MAX_PATCH` is in voxels along an axis, `MAX_FEATURES` in channels of a level, `MAX_LINEAGE`
+# in configurations that inherit from one another. Intensities are computed in float32, which ends
+# at 3e38.
 MAX_SPACING_MM = 100.0
+MAX_INTENSITY = 1e30
+MAX_LINEAGE = 100
 MAX_PATCH = 1024
 MAX_HEADS = 255
 MAX_FEATURES = 4096
@@ -193,28 +199,40 @@ def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
     """
     plans = _mapping(plans, "the plans")
     listed = _mapping(plans.get("configurations"), "configurations")
-    return {name: _with_inherited(listed, name, ()) for name in listed}
+    return {name: _with_inherited(listed, name) for name in listed}
 
 
-def _with_inherited(listed: Mapping[str, Any], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+def _with_inherited(listed: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Add the keys that a configuration inherits to its own.
 
     Args:
         listed: All configurations as the plans list them.
         name: The configuration.
-        heirs: Configurations that inherit from it, by which a circle is found.
 
     Raises:
-        PlanError: If the configuration, or one that it inherits from, is missing or in a circle.
+        PlanError: If the configuration, or one that it inherits from, is missing or inherits from
+            itself, or if it inherits from more than `MAX_LINEAGE` others.
     """
-    if name in heirs or name not in listed:
-        raise PlanError(f"configurations.{name}: inherits from itself, or is missing")
-    own_keys = dict(_mapping(listed[name], f"configurations.{name}"))
-    parent = own_keys.pop("inherits_from", None)
-    if parent is None:
-        return own_keys
-    inherited = _with_inherited(listed, str(parent), (*heirs, name))
-    return {**inherited, **own_keys}
+    # The configuration, then the one that it inherits from, and so on.
+    lineage: list[str] = []
+    merged: dict[str, Any] = {}
+    parent: Any = name
+    while parent is not None:
+        parent = str(parent)
+        place = f"configurations.{_shown(parent)}"
+        if parent in lineage or parent not in listed:
+            raise PlanError(f"{place}: inherits from itself, or is missing")
+        if len(lineage) > MAX_LINEAGE:
+            raise PlanError(
+                f"configurations.{_shown(name)}: inherits from more than {MAX_LINEAGE} others"
+            )
+        lineage.append(parent)
+        keys = _mapping(listed[parent], place)
+        # Keys that were merged before belong to the heirs, and take precedence.
+        merged = {**keys, **merged}
+        parent = keys.get("inherits_from")
+    merged.pop("inherits_from", None)
+    return merged
 
 
 def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
@@ -232,9 +250,8 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     dataset = _mapping(dataset, "dataset.json")
     configurations = configurations_of(plans)
     if name not in configurations:
-        raise PlanError(
-            f"has no configuration {name}, but {', '.join(configurations) or 'none at all'}"
-        )
+        listed = first_few(map(_shown, configurations)) or "none at all"
+        raise PlanError(f"has no configuration {_shown(name)}, but {listed}")
     configuration = configurations[name]
     _refuse_unsupported(configuration)
     transpose = tuple(_integers(plans, "transpose_forward", count=3, low=0, high=2))
@@ -256,7 +273,7 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     reader = plans.get("image_reader_writer")
     if not isinstance(reader, str) or reader not in READERS:
         raise PlanError(
-            f"image_reader_writer: expected one of {', '.join(READERS)}, got {str(reader)[:60]}"
+            f"image_reader_writer: expected one of {', '.join(READERS)}, got {_shown(reader)}"
         )
     return NnunetPlan(
         configuration=name,
@@ -285,7 +302,7 @@ def _refuse_unsupported(configuration: Mapping[str, Any]) -> None:
     preprocessor = configuration.get("preprocessor_name", "DefaultPreprocessor")
     if preprocessor != "DefaultPreprocessor":
         raise PlanError(
-            f"preprocessor_name: expected DefaultPreprocessor, got {str(preprocessor)[:60]}, whose "
+            f"preprocessor_name: expected DefaultPreprocessor, got {_shown(preprocessor)}, whose "
             "steps are not known"
         )
 
@@ -307,9 +324,12 @@ def _read_previous_stage(
     name = configuration.get("previous_stage")
     if name is None:
         return None
-    if name not in configurations or configurations[name].get("previous_stage") is not None:
+    # The name becomes the end of a folder's name, so it must not be a path.
+    is_folder_name = isinstance(name, str) and PurePath(name).name == name
+    is_listed = is_folder_name and name in configurations
+    if not is_listed or configurations[name].get("previous_stage") is not None:
         raise PlanError(
-            f"previous_stage: expected a configuration that needs no other, got {str(name)[:60]}"
+            f"previous_stage: expected a configuration that needs no other, got {_shown(name)}"
         )
     return str(name)
 
@@ -336,12 +356,13 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
         # A list of one value is a class too.
         is_list_of_one = isinstance(value, list) and len(value) == 1
         number = value[0] if is_list_of_one else value
-        names[str(name)] = _integer(number, f"labels.{name} in dataset.json", 1, MAX_HEADS)
+        names[name] = _integer(number, f"labels.{_shown(name)} in dataset.json", 1, MAX_HEADS)
     values = sorted(names.values())
     # The value of a class is the number of its head, so a gap would shift all later ones.
     if not values or values != list(range(1, 1 + len(values))):
         raise PlanError(
-            f"labels in dataset.json: expected the values 1, 2, … without a gap, got {values}"
+            "labels in dataset.json: expected the values 1, 2, … without a gap, got "
+            f"{_shown(values)}"
         )
     # One head more than labels: that of the background.
     return LabelPlan(names, region_values=None, num_heads=1 + len(values), values=tuple(values))
@@ -361,11 +382,11 @@ def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> Lab
     if not isinstance(order, list) or len(order) != len(regions):
         raise PlanError(
             f"regions_class_order in dataset.json: expected {len(regions)} values, one for each "
-            f"region, got {order}"
+            f"region, got {_shown(order)}"
         )
     region_values = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
     if len(set(region_values)) != len(region_values):
-        raise PlanError(f"regions_class_order in dataset.json: {order} has a value twice")
+        raise PlanError(f"regions_class_order in dataset.json: {_shown(order)} has a value twice")
     names = dict(zip(regions, region_values, strict=True))
     # The background is what no region covers, and has no head.
     return LabelPlan(
@@ -381,7 +402,7 @@ def _label_map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
     values: set[int] = set()
     for name, members in regions.items():
         for value in _flat(members):
-            values.add(_integer(value, f"labels.{name} in dataset.json", 0, MAX_HEADS))
+            values.add(_integer(value, f"labels.{_shown(name)} in dataset.json", 0, MAX_HEADS))
     return tuple(sorted(values - {0}))
 
 
@@ -415,14 +436,15 @@ def _read_channels(
     for number, (name, scheme) in enumerate(zip(names, schemes, strict=True)):
         if scheme not in SCHEMES:
             raise PlanError(
-                f"normalization_schemes: expected {', '.join(SCHEMES)}, got {str(scheme)[:60]}, "
+                f"normalization_schemes: expected {', '.join(SCHEMES)}, got {_shown(scheme)}, "
                 "which is not supported"
             )
         # Other schemes compute their statistics from the scan.
         statistics: dict[str, float] = {}
         if scheme == "CTNormalization":
             statistics = _read_intensities(intensities, number)
-        channels.append(ChannelPlan(name, scheme, masked[number] is True, statistics))
+        is_masked = _flag(masked[number], "use_mask_for_norm") is True
+        channels.append(ChannelPlan(name, scheme, is_masked, statistics))
     return tuple(channels)
 
 
@@ -430,14 +452,14 @@ def _read_intensities(intensities: Any, channel: int) -> dict[str, float]:
     """Read the statistics of one channel over the training scans.
 
     Raises:
-        PlanError: If they are missing, or no finite numbers.
+        PlanError: If one is missing, or is no number up to `MAX_INTENSITY`.
     """
     key = "foreground_intensity_properties_per_channel"
     by_channel = _mapping(intensities, key)
     section = _mapping(by_channel.get(str(channel)), f"{key}.{channel}")
     statistics = {}
     for name in ("mean", "std", "percentile_00_5", "percentile_99_5"):
-        statistics[name] = _number(section.get(name), name, -math.inf, math.inf)
+        statistics[name] = _number(section.get(name), name, -MAX_INTENSITY, MAX_INTENSITY)
     return statistics
 
 
@@ -469,16 +491,13 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     function = configuration.get(key)
     if function not in (SPLINE, TORCH, NONE):
         raise PlanError(
-            f"{key}: expected {SPLINE}, {TORCH} or {NONE}, got {str(function)[:60]}, which is not "
+            f"{key}: expected {SPLINE}, {TORCH} or {NONE}, got {_shown(function)}, which is not "
             "supported yet"
         )
     arguments = _mapping(configuration.get(f"{key}_kwargs", {}), f"{key}_kwargs")
-    separate_z = arguments.get("force_separate_z")
     # Where the key is missing, nnU-Net's spline function takes False, its torch function None.
-    if function == SPLINE and "force_separate_z" not in arguments:
-        separate_z = False
-    if separate_z not in (None, True, False):
-        raise PlanError(f"{key}_kwargs.force_separate_z: expected true, false or null")
+    default = False if function == SPLINE else None
+    separate_z = _flag(arguments.get("force_separate_z", default), f"{key}_kwargs.force_separate_z")
     # Torch interpolates linearly. `order_z` is the order along the separate axis.
     order = 1
     order_z = 0
@@ -490,7 +509,7 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     # The interpolation of the function by torch, and that along a separate axis.
     modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
     if modes != ("linear", "nearest-exact"):
-        raise PlanError(f"{key}_kwargs: the modes {modes} are not supported")
+        raise PlanError(f"{key}_kwargs: the modes {_shown(modes)} are not supported")
     if key == "resampling_fn_data":
         supported_orders = [0, 1, 3]
     elif key == "resampling_fn_seg":
@@ -529,8 +548,8 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
         arguments = dict(_mapping(section.get("arch_kwargs"), "architecture.arch_kwargs"))
     if class_name not in NETWORKS:
         raise PlanError(
-            f"its network is {class_name[:60] or 'unknown'}, but only {' and '.join(NETWORKS)} are "
-            "supported"
+            f"its network is {_shown(class_name) or 'unknown'}, but only "
+            f"{' and '.join(NETWORKS)} are supported"
         )
     num_levels = _integer(arguments.get("n_stages"), "n_stages", 1, MAX_LEVELS)
     level_strides = arguments.get("strides")
@@ -650,10 +669,14 @@ def _read_orientation(dataset: Mapping[str, Any], reader_orientation: str) -> st
         return reader_orientation
     if stated not in ("stored", "RAS", "LPS"):
         raise PlanError(
-            "image_orientation in dataset.json: expected stored, RAS or LPS, got "
-            f"{str(stated)[:60]}"
+            f"image_orientation in dataset.json: expected stored, RAS or LPS, got {_shown(stated)}"
         )
     return str(stated)
+
+
+def _shown(value: Any) -> str:
+    """Write a value of a foreign plan for a message: one line of at most 60 letters."""
+    return " ".join(str(value).split())[:60]
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
@@ -667,22 +690,30 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _number(value: Any, name: str, low: float, high: float) -> float:
-    """Return a value that must be a finite number in a range, bounds included."""
+    """Return a value that must be a number in a range, bounds included."""
     # In Python a bool is an int.
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # The range comes first: `isfinite` fails on a whole number that is too large for a float.
-    if not is_number or not low <= value <= high or not math.isfinite(value):
-        raise PlanError(
-            f"{name}: expected a number from {low:g} to {high:g}, got {str(value)[:60]}"
-        )
+    # NaN lies in no range.
+    if not is_number or not low <= value <= high:
+        raise PlanError(f"{name}: expected a number from {low:g} to {high:g}, got {_shown(value)}")
     return float(value)
+
+
+def _flag(value: Any, name: str) -> bool | None:
+    """Return a value that must be true, false or null; as in nnU-Net, 1 and 0 are the first two."""
+    if value is None:
+        return None
+    # `in` compares by `==`, so that 1 and 0 are found too.
+    if value not in (True, False):
+        raise PlanError(f"{name}: expected true, false or null, got {_shown(value)}")
+    return bool(value)
 
 
 def _integer(value: Any, name: str, low: int, high: int) -> int:
     """Return a value that must be a whole number in a range, bounds included; 2.0 is one."""
     number = _number(value, name, low, high)
     if number != int(number):
-        raise PlanError(f"{name}: expected a whole number, got {value}")
+        raise PlanError(f"{name}: expected a whole number, got {_shown(value)}")
     return int(number)
 
 
@@ -692,7 +723,7 @@ def _numbers(
     """Return the value of a key, which must be a list of `count` numbers in a range."""
     values = section.get(key)
     if not isinstance(values, list) or len(values) != count:
-        raise PlanError(f"{key}: expected {count} numbers, got {str(values)[:60]}")
+        raise PlanError(f"{key}: expected {count} numbers, got {_shown(values)}")
     return [_number(value, key, low, high) for value in values]
 
 

@@ -26,7 +26,7 @@ EPSILON = 1e-8
 # Memory while a channel is scaled by its own statistics, by scheme: a copy in float32, and for a
 # standard deviation as much again.
 SCALING_BYTES = {"ZScoreNormalization": 8, "RescaleTo01Normalization": 4}
-# Memory while a channel is scaled by a z-score within a mask, whose voxels are copied too.
+# Memory while a channel is scaled by a z-score within a mask, with a copy of the mask's voxels.
 MASKED_SCALING_BYTES = 16
 # The mask, and the memory while its holes are filled.
 MASK_BYTES = 1
@@ -199,13 +199,13 @@ def resampled_shape(shape: Shape, spacing_mm: SpacingMm, plan: NnunetPlan) -> Sh
 
 def _needs_mask(channels: Sequence[ChannelPlan]) -> bool:
     """Whether some channel takes its statistics inside the non-zero mask."""
-    # The other schemes take the whole crop, whatever the plan says of a mask.
+    # The other schemes use the whole crop, even if the plan asks for a mask.
     z_scored = [channel for channel in channels if channel.scheme == "ZScoreNormalization"]
     return any(channel.is_masked for channel in z_scored)
 
 
 def _nonzero_mask(images: Sequence[np.ndarray], box: VoxelBox) -> np.ndarray:
-    """Find the crop's voxels that are not zero in at least one channel, and the holes in them."""
+    """Mask the crop's voxels that are not zero in at least one channel, and the holes in them."""
     # Holes are filled in the whole scan, which is then cropped: the order of nnU-Net.
     mask = np.zeros(images[0].shape, dtype=bool)
     for image in images:
@@ -219,8 +219,8 @@ def _normalised_planes(
 ) -> Sequence[np.ndarray]:
     """Normalise the crop of one channel.
 
-    A scheme that needs no statistics of the scan is applied when a plane is read, and takes no
-    memory.
+    A scheme that needs no statistics of the scan is applied each time that a plane is read, and
+    takes no memory.
 
     Args:
         image: The whole transposed channel (D, H, W).

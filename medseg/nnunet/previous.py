@@ -1,9 +1,10 @@
 """Labels of the previous stage of a cascade, resampled to the spacing of the second network.
 
-The score of a label is its indicator (1 where a voxel has it), interpolated. The label of the
-largest score wins. Of several largest, it is the label of the nearest voxel if that is among them,
-else the lowest one. nnU-Net resamples label maps so with `batchgenerators` 0.25 and later; older
-versions of that package took the last label with a score of at least one half.
+The score of a label is its indicator (1 where a voxel has the label, else 0), interpolated. A voxel
+gets the label with the largest score. If several labels share the largest score, the label of the
+nearest source voxel wins if it is one of them, else the lowest label. This is how nnU-Net resamples
+label maps with `batchgenerators` 0.25 and later; older versions of that package took the last label
+with a score of at least one half.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Slab execution of nnU-Net's networks, with the values of one pass.
 
-See `medseg.inference.slab_pass`. A convolution runs slab by slab, by the kernel that torch takes
-for the whole. A norm follows when all slabs are done, some channels at a time: torch then computes
-the statistics of whole channels, as in one pass.
+See `medseg.inference.slab_pass`. A convolution runs slab by slab, with the kernel that torch would
+choose for the whole image. A norm follows when all slabs are done, some channels at a time: torch
+then computes the statistics of whole channels, as in one pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape)
 def count_in_slabs(
     network: nn.Module, image: Tensor, budget_bytes: float, tracker: MemoryTracker
 ) -> None:
-    """Run `logits_in_slabs` on the meta device and count its tensors; those in files as `HOST`.
+    """Run `logits_in_slabs` on the meta device and count its tensors.
+
+    Tensors that would be files count as `HOST`, not as memory of the pass.
 
     Args:
         network: See `logits_in_slabs`.
@@ -83,7 +85,7 @@ class _Upsampled:
 
     Attributes:
         depth: Number of its planes.
-        plane_size: Channels, and voxels of each channel, of a plane.
+        plane_size: Number of channels, and number of voxels of a plane.
     """
 
     def __init__(self, deeper: Features, conv: nn.ConvTranspose3d) -> None:
@@ -109,7 +111,7 @@ class _Upsampled:
             whole_depth=self._deeper.depth,
             transposed=True,
         )
-        # A deeper plane at an end may give more planes than are asked for.
+        # A deeper plane at an end may give more planes than were requested.
         first = deeper_start * self._z_stride
         planes = planes[:, :, inner_start - first : inner_stop - first]
         if (inner_start, inner_stop) == (start, stop):
@@ -122,7 +124,7 @@ class _Joined:
 
     Attributes:
         depth: Number of planes.
-        plane_size: Channels, and voxels of each channel, of a plane.
+        plane_size: Number of channels, and number of voxels of a plane.
     """
 
     def __init__(self, first: Planes, second: Planes) -> None:
@@ -250,7 +252,7 @@ def _blocks(part: nn.Module | None) -> Iterator[nn.Module]:
 
 
 def _is_residual(block: nn.Module) -> bool:
-    """Whether a block is residual, which alone has a second convolution."""
+    """Whether a block is residual: only residual blocks have a second convolution."""
     return hasattr(block, "conv2")
 
 

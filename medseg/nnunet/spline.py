@@ -26,11 +26,11 @@ from medseg.io.scratch import TOUCHED_BYTES, new_array, release_pages, scratch_a
 FILTER_MARGIN = 12
 # Order of a cubic spline.
 CUBIC = 3
-# Values that are filtered along the first axis at a time.
+# Number of values that are filtered along the first axis at a time.
 FILTER_VALUES = 2**22
 # Planes of a file whose rows are copied before their pages are released from memory.
 COPIED_PLANES = 16
-# Coefficients of more bytes are a temporary file.
+# Coefficients that are larger than this, in bytes, are kept in a temporary file.
 MAX_COEFFICIENTS_BYTES = 2**26
 # Largest error of `SplinePlanes.estimate`, as a share of the largest source value. Three
 # interpolations with five roundings of 2⁻²⁴ each err by at most 9e-7; this is twice as much.

@@ -1,8 +1,8 @@
 """Sliding window of nnU-Net: its tiles, their Gaussian weights, and finished planes of logits.
 
 nnU-Net adds tiles, weights and folds in half precision, on CPUs too, in the order of its tiles. A
-sum in another order or precision gives other labels where classes are close. The same order is kept
-here for each voxel, but a plane leaves the sums as soon as no later tile reaches it.
+sum in another order or precision gives other labels where classes are close. This module keeps the
+order for each voxel, but passes on the sums of a plane as soon as no later tile reaches it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ SIGMA = 1 / 8
 LARGEST_WEIGHT = 10.0
 # The axis z of logits (1, K, d, h, w).
 Z_DIMENSION = 2
-# Planes of the mean over mirrored passes that are passed on at a time.
+# Number of planes of the mean over mirrored passes that are passed on at a time.
 MEAN_PLANES = 8
-# Runs a network on an image (1, C, d, h, w), and gives the logits (1, K, d', h, w) of one range of
-# planes after the other to a function, from z = 0 on.
+# Runs a network on an image (1, C, d, h, w), and calls the given function with the logits
+# (1, K, d', h, w) of one range of planes after the other, from z = 0 on.
 Run = Callable[[Tensor, Callable[[Tensor], None]], None]
 
 
-def tile_starts(size: int, tile: int, overlap: float = 0.5) -> list[int]:
+def tile_starts(size: int, tile_size: int, overlap: float = 0.5) -> list[int]:
     """Spread tiles along one axis as nnU-Net does.
 
     Args:
-        size: Voxels of the axis, at least as many as those of a tile.
-        tile: Voxels of a tile.
+        size: Voxels of the axis, at least `tile_size`.
+        tile_size: Voxels of a tile along this axis.
         overlap: Smallest share of a tile that the next one covers too.
 
     Returns:
@@ -49,27 +49,27 @@ def tile_starts(size: int, tile: int, overlap: float = 0.5) -> list[int]:
         >>> tile_starts(110, 64), tile_starts(64, 64)
         ([0, 23, 46], [0])
     """
-    num_steps = math.ceil((size - tile) / (tile * (1 - overlap)))
+    num_steps = math.ceil((size - tile_size) / (tile_size * (1 - overlap)))
     if num_steps == 0:
         return [0]
-    step = (size - tile) / num_steps
+    step = (size - tile_size) / num_steps
     return [int(np.round(step * number)) for number in range(num_steps + 1)]
 
 
 def all_starts(
-    shape: Shape, tile: Shape, overlap: float, *, is_2d: bool = False
+    shape: Shape, tile_shape: Shape, overlap: float, *, is_2d: bool = False
 ) -> tuple[list[int], list[int], list[int]]:
     """Spread tiles along all axes; those of a 2D network lie in each plane.
 
     Args:
         shape: Voxels of the image.
-        tile: Shape of a tile.
+        tile_shape: Shape of a tile.
         overlap: See `tile_starts`.
         is_2d: Whether a tile is a part of one plane.
     """
-    z_starts = tile_starts(shape[0], tile[0], overlap)
-    y_starts = tile_starts(shape[1], tile[1], overlap)
-    x_starts = tile_starts(shape[2], tile[2], overlap)
+    z_starts = tile_starts(shape[0], tile_shape[0], overlap)
+    y_starts = tile_starts(shape[1], tile_shape[1], overlap)
+    x_starts = tile_starts(shape[2], tile_shape[2], overlap)
     if is_2d:
         # Each plane has its own tiles, whatever the overlap.
         z_starts = list(range(shape[0]))
@@ -77,22 +77,22 @@ def all_starts(
 
 
 @functools.lru_cache(maxsize=2)
-def tile_weights(tile: tuple[int, ...]) -> Tensor:
+def tile_weights(tile_shape: tuple[int, ...]) -> Tensor:
     """Compute Gaussian weights of the voxels of a tile, in half precision; none is zero.
 
     The result is cached, so it must not be changed.
 
     Args:
-        tile: Shape of a tile, of any number of axes.
+        tile_shape: Shape of a tile, of any number of axes.
 
     Returns:
-        Weights of this shape, 10 in the middle.
+        Weights of this shape, `LARGEST_WEIGHT` in the middle.
     """
     # The Gaussian is the impulse response of SciPy's filter, as in nnU-Net.
-    impulse = np.zeros(tile)
-    middle = [size // 2 for size in tile]
+    impulse = np.zeros(tile_shape)
+    middle = [size // 2 for size in tile_shape]
     impulse[tuple(middle)] = 1
-    sigmas = [size * SIGMA for size in tile]
+    sigmas = [size * SIGMA for size in tile_shape]
     weights = gaussian_filter(impulse, sigmas, order=0, mode="constant", cval=0)
     weights /= weights.max() / LARGEST_WEIGHT
     half_weights = torch.from_numpy(weights).to(torch.half)
@@ -152,7 +152,7 @@ class _MirroredSums:
         self._start = 0
 
     def begin(self, axes: tuple[int, ...]) -> None:
-        """Begin a pass, whose planes `add` gets next.
+        """Begin a pass; the next calls of `add` bring its planes.
 
         Args:
             axes: Axes of (1, C, d, h, w) along which the image of the pass is mirrored; none in the
@@ -169,7 +169,7 @@ class _MirroredSums:
         self._start = stop
         if self._is_first:
             if start == 0:
-                # Only now is the precision known.
+                # The first planes show the precision.
                 self.logits = new_tensor(self._shape, planes.dtype)
             self.logits[:, :, start:stop] = planes
             return
@@ -183,7 +183,7 @@ class _MirroredSums:
 def finished_planes(
     run: Run,
     image: Tensor,
-    tile: Shape,
+    tile_shape: Shape,
     num_heads: int,
     axes: Sequence[int],
     dtype: torch.dtype,
@@ -196,7 +196,7 @@ def finished_planes(
     Args:
         run: Runs the network.
         image: Image (C, D, H, W), at least as large as a tile.
-        tile: Shape of a tile.
+        tile_shape: Shape of a tile.
         num_heads: Heads of the network, K.
         axes: Axes along which tiles are mirrored.
         dtype: Precision of the sums: half, as in nnU-Net, or float32.
@@ -204,21 +204,23 @@ def finished_planes(
         is_2d: Whether a tile is a part of one plane.
 
     Yields:
-        Logits (K, H, W) of each plane in order, in memory that a later plane uses again.
+        Logits (K, H, W) of each plane in order; a later plane overwrites their memory.
 
     Raises:
         UserError: If a sum exceeds half precision.
     """
     depth, height, width = image.shape[1:]
-    window_depth = tile[0]
+    window_depth = tile_shape[0]
     # Plane z of the scan is stored at z modulo this depth, so nothing is moved when planes leave.
     sums = new_tensor((window_depth, num_heads, height, width), dtype).zero_()
     weight_sums = torch.zeros((window_depth, height, width), dtype=dtype)
     # nnU-Net computes the weights of a 2D network without the axis of its single plane.
-    weighted_shape = tile[1:] if is_2d else tile
-    weights = tile_weights(weighted_shape).reshape(tile).to(dtype)
+    weighted_shape = tile_shape[1:] if is_2d else tile_shape
+    weights = tile_weights(weighted_shape).reshape(tile_shape).to(dtype)
     first_unfinished = 0
-    z_starts, y_starts, x_starts = all_starts((depth, height, width), tile, overlap, is_2d=is_2d)
+    z_starts, y_starts, x_starts = all_starts(
+        (depth, height, width), tile_shape, overlap, is_2d=is_2d
+    )
     # The planes before the start of a tile are final: neither it nor a later tile reaches them. The
     # end of the scan counts as one more start, before which all planes are final.
     for z in [*z_starts, depth]:
@@ -234,9 +236,9 @@ def finished_planes(
         if z == depth:
             return
         for y, x in itertools.product(y_starts, x_starts):
-            rows = slice(y, y + tile[1])
-            columns = slice(x, x + tile[2])
-            tile_image = image[None, :, z : z + tile[0], rows, columns].contiguous()
+            rows = slice(y, y + tile_shape[1])
+            columns = slice(x, x + tile_shape[2])
+            tile_image = image[None, :, z : z + tile_shape[0], rows, columns].contiguous()
             tile_sums = _TileSums(sums, weights, z, (rows, columns))
             mirrored(run, tile_image, axes, num_heads, tile_sums.add)
             _add(weight_sums, weights, z, (rows, columns))

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from medseg.geometry.grid import VoxelGrid
 from medseg.phantom.shapes import Field, Points, SmoothNoise, cover, ellipsoid, paint
 from medseg.phantom.spec import CaseSeed
+from medseg.task import words_of
 
 Array = NDArray[np.float64]
 
@@ -45,8 +46,8 @@ class SceneSpec(CaseSeed):
     """Everything that a scene is made from; equal specs give equal bytes.
 
     Attributes:
-        labels: Label name to value; labels whose names differ only by the word `left` or `right`
-            are mirror images of one another.
+        labels: Label name to value; labels whose names differ only by the word `left` or `right`,
+            as `Left kidney` and `Right kidney`, are mirror images of one another.
         sides: Label name to `left` or `right`, for labels that lie on one side; takes precedence
             over the word in the name.
         modalities: Modality of each channel: `ct` in HU; any other in arbitrary positive units,
@@ -233,11 +234,14 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     name_of: dict[str, str] = {}
     sides: dict[str, str] = {}
     for label in spec.labels:
-        words = label.split("_")
-        name_of[label] = "_".join(word for word in words if word not in SIGNS)
-        for side in SIGNS:
-            if side in words:
-                sides[label] = side
+        words = words_of(label)
+        label_sides = [side for side in SIGNS if side in words]
+        name_of[label] = label
+        if label_sides:
+            sides[label] = label_sides[-1]
+            other_words = [word for word in words if word not in SIGNS]
+            # A label without a side has another name, since its words are neither left nor right.
+            name_of[label] = "_".join(["left", "right", *other_words])
     sides |= spec.sides
     names_with_side = {name_of[label] for label in sides}
     # Each name once, in the order of the labels.

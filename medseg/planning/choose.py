@@ -64,7 +64,7 @@ class Candidate:
 
     def fastest(self, budget: int) -> Option | None:
         """Find the fastest recomputed blocks within a budget of resident bytes; None: none fit."""
-        # Then a phase beside the step, such as the validation, does not fit.
+        # If so, a phase other than the step, such as the validation, does not fit.
         if self.beside.peak_resident > budget:
             return None
         # The model knows the tensors of the step alone, not what lies beside them.
@@ -285,7 +285,8 @@ def reasons(
         candidates: All candidates.
 
     Returns:
-        Name of the switch, and the set of switches without it, with its peak and its seconds.
+        For each switch a pair: its name, and the set of switches without it, with the set's peak
+        and seconds.
     """
     blocks = blocks_of(option, chosen.model.blocks)
     undone = []

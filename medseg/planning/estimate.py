@@ -24,6 +24,7 @@ from medseg.training.data_module import propose_workers
 from medseg.training.mapped_blocks import map_blocks
 from medseg.training.options import samples_per_micro_batch
 
+# Phases of a run: keys of `Estimate.allocator` and `Estimate.resident`.
 STEP, VALIDATION, CHECKPOINT, LOADING = "training step", "validation", "checkpoint", "loading"
 # Checkpoints are serialised in memory, in a buffer that grows by an eighth whenever it is full: so
 # it may be larger than its content by this factor.
@@ -200,7 +201,7 @@ class Machine:
         return sum(self.costs[key].lasting for key in keys)
 
     def evaluation(self, config: PlanConfig, shape: Shape) -> Evaluation:
-        """Find the cost of the evaluation of a case, which is run on tensors without memory.
+        """Estimate the cost of evaluating a case, from its operations; no values are computed.
 
         The cost is kept for later calls.
         """

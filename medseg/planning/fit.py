@@ -66,9 +66,10 @@ class Search(NamedTuple):
 
 
 def fit(config: PlanConfig, shape: Shape) -> int:
-    """Print the fastest switches that fit into `fit_gib`, and the arguments as the last line.
+    """Print the fastest switches that fit into `fit_gib`, as arguments of `train` in the last line.
 
-    Before them come the Pareto front, what each switch changes, and what else would fit.
+    Before that line come the Pareto front, the effect of each switch, and the largest batch and
+    patch that would fit.
 
     Args:
         config: Checked configuration with `fit_gib`.
@@ -214,8 +215,8 @@ def choose_verified(
         counted = estimate(config, shape, evaluated_shape(config), machine)
         if counted.peak_resident <= budget:
             return candidate, option._replace(peak=counted.peak_resident), counted
-        # For the chosen set the model is too low by `error`. With a budget that is lower by that,
-        # this set no longer fits, and another one with the same error fits in truth too.
+        # The model underestimates the chosen set by `error`. In a model budget lowered by `error`
+        # this set no longer fits, and the count of another set with the same error would fit.
         error = counted.peak_resident - option.peak
         model_budget -= error + 1
     return None
@@ -227,20 +228,21 @@ def fits_at_all(config: PlanConfig, shape: Shape, machine: Machine, budget: int)
     These recompute all blocks, in half precision and in the smallest micro-batches, where `allow`
     permits them.
     """
-    *_, last = combinations(config)  # the one that needs the least memory
-    least = replace(last, memory=replace(last.memory, checkpointing="all"))
+    *_, leanest = combinations(config)  # the last one needs the least memory
+    leanest = replace(leanest, memory=replace(leanest.memory, checkpointing="all"))
     # First the tensors alone: they are counted in seconds, while the estimate may have to measure
     # new operations, which takes minutes.
-    if count_memory(least, shape).peak > budget:
+    if count_memory(leanest, shape).peak > budget:
         return False
-    return estimate(least, shape, evaluated_shape(least), machine).peak_resident <= budget
+    return estimate(leanest, shape, evaluated_shape(leanest), machine).peak_resident <= budget
 
 
 def with_choice(options: Sequence[Option], choice: Option) -> list[Option]:
     """Put the chosen set into the front, in place of its own row and of rows that it beats.
 
     Args:
-        options: Front by the model. It lacks the choice if that lies between two points of it.
+        options: Front by the model. It lacks the choice if the choice lies between two of its
+            points.
         choice: The chosen set, with its counted peak.
 
     Returns:
@@ -338,8 +340,8 @@ def print_room(
     divisor = find_divisor(config)
     patches = [grown(shape, 1 + eighths / 8, divisor) for eighths in range(65)]
     num_voxels = math.prod(shape)
-    # The other point of the line is half as long again: far enough that the rounding to multiples
-    # of the divisor does not decide the slope.
+    # The second point of the line is a patch 1.5 times as long: far enough that the rounding to
+    # multiples of the divisor does not decide the slope.
     larger_patch = patches[4]  # 1 + 4/8
     bytes_a_voxel = growth(samples, larger_patch) / (math.prod(larger_patch) - num_voxels)
     largest = shape

@@ -213,8 +213,7 @@ def sample_cost(
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         folder: Folder of the machine's measurements.
-        is_training: Whether samples are patched and augmented as in training; else, as in
-            validation.
+        is_training: Whether samples are cut and augmented as in training; else, as in validation.
     """
     # The name of the file is a hash of all that the cost depends on.
     values = plain(config)

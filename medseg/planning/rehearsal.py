@@ -26,7 +26,7 @@ class RehearsalWatch(pl.Callback):
     The keys of the file:
 
     * `main`: bytes of the training process when it evaluates a case.
-    * `helpers`: bytes of other processes but its loader workers.
+    * `helpers`: bytes of its child processes other than loader workers.
     * `pictures`: further bytes of the training process when it draws a validation or saves.
     * `worker`: bytes that a loader worker does not share, mean.
     * `copies`: bytes that the workers hold together, see `bytes_beside`.
@@ -117,7 +117,7 @@ class RehearsalWatch(pl.Callback):
 
     def _read_memory(self, trainer: pl.Trainer) -> None:
         """Keep the largest memory of workers and helpers so far."""
-        # Torch's loader with persistent workers keeps its iterator, and that its processes.
+        # Torch's loader with persistent workers keeps its iterator, which keeps the processes.
         iterator = getattr(trainer.train_dataloader, "_iterator", None)
         worker_pids = [process.pid for process in getattr(iterator, "_workers", ())]
         child_pids = [process.pid for process in psutil.Process().children(recursive=True)]

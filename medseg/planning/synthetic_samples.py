@@ -42,8 +42,7 @@ def make_samples(config: PlanConfig, shape: Shape, is_training: bool) -> tuple[i
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        is_training: Whether samples are patched and augmented as in training; else, as in
-            validation.
+        is_training: Whether samples are cut and augmented as in training; else, as in validation.
 
     Returns:
         Bytes of memory while samples are made, with what the process keeps afterwards, and the

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from medseg.anatomy.mirrored.cues import mirror_evidence
-from medseg.data.audit.image import audit_channels, check_channels, measure_image
+from medseg.data.audit.image import are_hu, audit_channels, check_channels, measure_image
 from medseg.data.source_files import fingerprint
 from medseg.errors import UserError
-from medseg.findings import Finding, Severity, warnings_of
+from medseg.findings import Finding, warnings_of
 from medseg.inference.scan_model import ScanModel
 from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
@@ -197,6 +197,7 @@ def segment_scan(
     arrays = [volume.array, *more_channels]
     modalities = [channel.modality for channel in task.channels]
     audit_findings: list[Finding] = []
+    is_scale_wrong = False
     # With another number of channels there is no audit: the model refuses them below.
     if len(arrays) == len(modalities):
         if model.keeps_values:
@@ -204,21 +205,21 @@ def segment_scan(
             audit_findings = audit_channels(facts, modalities)
         else:
             # Also replaces padding by air in the arrays.
-            arrays, _, audit_findings = check_channels(arrays, modalities, is_owned=is_owned)
+            arrays, facts, audit_findings = check_channels(arrays, modalities, is_owned=is_owned)
+        is_scale_wrong = not are_hu(facts, modalities)
         volume = replace(volume, array=arrays[0])
     result = model.segment(volume, arrays[1:], **options)
     image_hu = volume.array if task.is_ct else None
     statistics = scan_statistics(image_hu, result.labels, volume.grid, task.labels)
     result.statistics, result.total_statistics = statistics
-    has_errors = any(finding.severity is Severity.error for finding in audit_findings)
     is_turned = any(finding.code == "body_position" for finding in result.findings)
     # The check needs the HU of organs full of air, and a patient who lies as the header says.
-    can_check_sides = task.is_ct and not has_errors and not is_turned
+    can_check_sides = task.is_ct and not is_scale_wrong and not is_turned
     if can_check_sides:
         result.findings += mirrored_findings(volume, result.labels, task)
     # Findings from before the segmentation come first.
     result.findings = [*volume.findings, *audit_findings, *result.findings]
-    if has_errors:
+    if is_scale_wrong:
         result.status = "not_hu"
     elif result.warnings:
         result.status = "warnings"

@@ -83,17 +83,19 @@ def data_uri(path: Path, say: Callable[[str], None]) -> str:
 
     Args:
         path: File of the picture.
-        say: Takes a sentence where the file is missing, or no whole picture.
+        say: Receives a sentence if the file is missing or damaged.
 
     Returns:
-        The URI, or "" without a picture.
+        The URI; "" for such a file.
     """
     from PIL import Image
 
     try:
         with Image.open(path) as opened:
             image = opened.convert("RGB")
-    except OSError as error:
+    # The types other than OSError are those that Pillow raises for a damaged header: of a broken
+    # part, of a part that is too short, and of a size that is too large.
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         say(f"{path} is left out: {error}")
         return ""
     # `thumbnail` keeps the proportions. Its limit of the height is too large to matter.

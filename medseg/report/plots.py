@@ -162,12 +162,12 @@ def draw_panels(
     width_in = 2.4 + 2.7 * len(known_panels)
     height_in = 1.3 + 0.36 * len(names)
     figure, all_axes = new_figure(width_in, height_in, *titles)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     for axes, panel in zip(all_axes, known_panels, strict=True):
         _draw_panel(axes, panel, others)
         # Only the first panel names the rows.
         row_names = names if axes is all_axes[0] else ()
-        axes.set_yticks(range(len(row_names)), row_names, fontsize=9)
+        axes.set_yticks(range(len(row_names)), row_names, fontsize=9, parse_math=False)
         # Downwards: the first row is at the top.
         axes.set(ylim=(len(names) - 0.4, -0.6))
         # The values stand beside the bars.
@@ -207,7 +207,7 @@ def _draw_panel(axes: Any, panel: Panel, others: Sequence[bool]) -> None:
         axes.set(xlim=(low - 0.2 * span, high + 0.6 * span))
     for row, value in zip(rows, values, strict=True):
         text = panel.value_format.format(value)
-        axes.text(value, row, f"  {text}", va="center", fontsize=8)
+        axes.text(value, row, f"  {text}", va="center", fontsize=8, parse_math=False)
 
 
 def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -239,7 +239,7 @@ def score_plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     lowest = min(row["dice"] for row in rows)
     reach = max(1.0 - lowest, 0.02)
     region_names = [region.replace("_", " ") for region in regions]
-    axes.set_xticks(range(len(regions)), region_names)
+    axes.set_xticks(range(len(regions)), region_names, parse_math=False)
     # Room below for the name of the worst case, and above for half a point.
     ylim = (lowest - 0.14 * reach, 1.0 + 0.04 * reach)
     axes.set(xlim=(-0.6, len(regions) - 0.4), ylim=ylim, ylabel="Dice", axisbelow=True)

@@ -1,8 +1,8 @@
 """Versions of medseg, Python and the libraries that a result depends on."""
 
-import contextlib
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,19 +11,26 @@ from medseg import __version__
 
 def collect_versions() -> dict[str, str]:
     """List the versions that a result depends on by name, and the commit if run from a checkout."""
-    root = Path(__file__).resolve().parents[2]  # of the repository
-    commit = ""
-    if (root / ".git").exists():
-        with contextlib.suppress(OSError):  # git is not installed: the version alone must do
-            commit = subprocess.run(
-                ["git", "-C", str(root), "describe", "--always", "--dirty"],
-                capture_output=True,
-                text=True,
-                check=False,
-            ).stdout.strip()
     return {
         "medseg": __version__,
-        "commit": commit,
+        "commit": _commit(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "lightning", "numpy")},
     }
+
+
+@cache
+def _commit() -> str:
+    """Describe the commit of the checkout that holds this file, or return an empty text.
+
+    Asked once: this process has loaded its code, and a later commit does not change that.
+    """
+    root = Path(__file__).resolve().parents[2]  # of the repository
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
+    try:
+        description = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed: the version alone must do
+        return ""
+    return description.stdout.strip()

@@ -71,7 +71,7 @@ NETWORKS = {
 @pytest.mark.parametrize(
     ("name", "output"),
     [
-        ("dynunet", "model.xml"),
+        pytest.param("dynunet", "model.xml", marks=pytest.mark.thorough),
         ("unetr", "model.onnx"),
         pytest.param("dynunet", "model.onnx", marks=pytest.mark.thorough),
         pytest.param("unetr", "model.xml", marks=pytest.mark.thorough),

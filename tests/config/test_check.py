@@ -236,6 +236,11 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         ),
         (["stage=fine", "task.regions=null"], "stage=fine: the task lungs has no regions"),
         (["tags=pilot"], "tags: expected a list; give it in brackets, tags=[…]"),
+        (
+            ["data.val_patients=null"],
+            "data.val_patients: null is not allowed; write data.val_patients=[] for an empty list, "
+            "data.val_patients={} for an empty mapping",
+        ),
         (["steps=0"], "steps: must lie in [1, inf), but got 0"),
         (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
         (["trainer.devices=2"], "choose trainer=ddp"),

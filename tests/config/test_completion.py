@@ -88,7 +88,9 @@ def test_the_line_is_split_as_a_shell_does(
     # Every other command has the keys of one of these.
     [
         "predict",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train", "plan", "evaluate")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("train", "evaluate")),
+        # Its keys are those of `train`.
+        pytest.param("plan", marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_every_value_that_is_offered_is_one(command: str) -> None:

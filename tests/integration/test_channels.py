@@ -39,7 +39,9 @@ def compose(root: str, schema: type[T], *overrides: str) -> T:
         return to_config(hydra.compose(root, [*overrides]), schema)
 
 
-@pytest.mark.parametrize("task", ["two", pytest.param("four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "task", ["two", pytest.param("four", marks=[pytest.mark.slow, pytest.mark.thorough])]
+)
 def test_several_channels_from_training_to_scores(task: str, tmp_path: Path) -> None:
     settings = [
         *TASKS[task], "data.phantoms.scene=organs", f"data.phantoms.folder='{tmp_path}'",

@@ -112,7 +112,11 @@ def test_a_trunk_of_1200_slices_stays_below_three_gigabytes(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_slices", "slice_mm", "repeats"),
-    [(1, 5.0, 1), (132, 2.5, 2), pytest.param(520, 0.6, 4, marks=pytest.mark.thorough)],
+    [
+        (1, 5.0, 1),
+        pytest.param(132, 2.5, 2, marks=pytest.mark.thorough),
+        pytest.param(520, 0.6, 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_the_expected_peak_is_within_a_tenth_of_the_measured_one(
     num_slices: int, slice_mm: float, repeats: int, tmp_path: Path

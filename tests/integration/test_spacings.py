@@ -38,7 +38,13 @@ SPACINGS_MM = {
         ),
     ],
 )
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name in ("anisotropic", "dataset_mean")))
+        for name in STRATEGIES
+    ],
+)
 def test_a_strategy_trains_and_predicts_both_stages(
     strategy: str, patch: list[str], tiny_table: Path, tmp_path: Path
 ) -> None:

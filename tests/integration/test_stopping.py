@@ -121,7 +121,9 @@ def job_status(job_dir: Path) -> str:
     [
         pytest.param("basic", False, "job.json", id="as a job starts"),
         pytest.param("basic", True, "history.csv", id="to the group, in a job"),
-        pytest.param("joblib", False, "history.csv", id="joblib, in a job"),
+        pytest.param(
+            "joblib", False, "history.csv", id="joblib, in a job", marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_a_signal_to_a_sweep_saves_its_job_and_ends_the_sweep(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -54,6 +54,18 @@ def test_numbers_are_numbers_and_texts_are_texts(tmp_path: Path) -> None:
     assert cells["B5"] == ("s", r"bad \udcff name")
     assert len(cells["C5"][1]) == MAX_CELL_CHARACTERS
     assert cells_of(tmp_path / "t.xlsx", 2)["A1"] == ("s", "a")
+
+
+def test_dates_with_a_time_are_numbers_unless_excel_has_no_such_time(tmp_path: Path) -> None:
+    columns = [SheetColumn(key, key) for key in ("a", "b", "c")]
+    times = [datetime(2024, 1, 31, 6), datetime(1800, 1, 1, 6), datetime(2024, 1, 31, tzinfo=UTC)]
+    rows = [dict(zip("abc", times, strict=True))]
+    write_spreadsheet(tmp_path / "t.xlsx", {"one": Sheet(columns, rows)})
+    cells = cells_of(tmp_path / "t.xlsx")
+    days = (date(2024, 1, 31) - date(1899, 12, 30)).days
+    assert cells["A2"] == ("n", str(days + 0.25))
+    assert cells["B2"] == ("s", "1800-01-01 06:00:00")
+    assert cells["C2"] == ("s", "2024-01-31 00:00:00+00:00")
 
 
 @pytest.mark.parametrize(("num_rows", "filtered"), [(0, "A1:B2"), (1, "A1:B2"), (7, "A1:B8")])

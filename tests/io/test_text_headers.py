@@ -146,6 +146,36 @@ def test_voxels_in_several_files(tmp_path: Path, suffix: str, value: str) -> Non
         )
 
 
+@pytest.mark.parametrize("suffix", [".nhdr", ".mhd"])
+@pytest.mark.parametrize("name", ["list.raw", "Listed slices.raw"])
+def test_a_file_whose_name_begins_like_the_word_for_a_list(
+    tmp_path: Path, suffix: str, name: str
+) -> None:
+    (tmp_path / name).write_bytes(RAW)
+    if suffix == ".nhdr":
+        # The field of the file comes first: the others must be read, too.
+        path = nrrd(tmp_path, {}, b"", "a.nhdr")
+        magic, _, rest = path.read_bytes().partition(b"\n")
+        path.write_bytes(magic + f"\ndata file: {name}\n".encode() + rest)
+    else:
+        path = meta(tmp_path, {"ElementDataFile": name}, b"", "a.mhd")
+    assert np.array_equal(read_image(path).array, make_hu())
+
+
+@pytest.mark.parametrize("suffix", [".nhdr", ".mhd"])
+@pytest.mark.parametrize("value", ["a  slice %d.raw 0 4 1", "a  slice %d.raw  0 4  1"])
+def test_the_pattern_of_several_files_may_contain_blanks(
+    tmp_path: Path, suffix: str, value: str
+) -> None:
+    for index, pixels in enumerate(make_hu()):
+        (tmp_path / f"a  slice {index}.raw").write_bytes(pixels.tobytes())
+    if suffix == ".nhdr":
+        path = nrrd(tmp_path, {"data file": value}, b"", "a.nhdr")
+    else:
+        path = meta(tmp_path, {"ElementDataFile": value}, b"", "a.mhd")
+    assert np.array_equal(read_image(path).array, make_hu())
+
+
 @pytest.mark.parametrize(("given", "skipped"), [(b"abc", "3"), (b"abc", "-1")])
 def test_a_header_of_another_program_before_the_voxels_is_passed_over(
     tmp_path: Path, given: bytes, skipped: str

@@ -203,6 +203,21 @@ def test_the_network_of_a_stage_is_counted() -> None:
     )  # two moments, and a counter per tensor
 
 
+@pytest.mark.parametrize("compute", [False, True])
+def test_frozen_weights_have_neither_gradients_nor_state(compute: bool) -> None:
+    def make_frozen() -> nn.Module:
+        network = make()
+        network.encoder.requires_grad_(requires_grad=False)
+        return network
+
+    trained = [weight for weight in make_frozen().parameters() if weight.requires_grad]
+    memory = count(make_frozen, make_optimizer=Momentum, compute=compute)
+    whole = count(make, make_optimizer=Momentum, compute=compute)
+    assert memory.parameters == whole.parameters
+    assert memory.gradients == sum(weight.nbytes for weight in trained)
+    assert memory.optimizer_state == memory.gradients < whole.optimizer_state
+
+
 def test_each_switch_moves_what_it_claims_to_move() -> None:
     plain = count(make)
     names = [*make().blocks(), "head", "loss"]

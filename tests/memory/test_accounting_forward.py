@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from medseg.memory import accounting
 from medseg.memory.accounting import WORKSPACE, count_pass, forward_bytes_per_voxel
+from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import HOST, MemoryTracker, Owner
 
 CPU = torch.device("cpu")
@@ -33,6 +35,40 @@ def test_live_tensors_are_counted_and_weights_are_not() -> None:
     assert forward_bytes_per_voxel(conv, call, (1, 1, 24, 24, 24), CPU) == pytest.approx(
         WORKSPACE * 2 * 5 * 4, rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("layer", "values"),
+    [
+        # 27 values that the kernel takes from each of 4 channels, for each voxel of the result.
+        (lambda: nn.Conv3d(4, 5, 3, padding=1), 27 * 4),
+        (lambda: nn.Conv3d(4, 5, 1), 0),
+        # 8 values that each voxel of the image adds to, in each of 5 channels.
+        (lambda: nn.ConvTranspose3d(4, 5, 2, 2), 8 * 5),
+    ],
+)
+def test_columns_count_in_bf16_where_the_processor_lacks_it(
+    layer: Callable[[], nn.Module], values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def per_voxel(dtype: torch.dtype, *, has_bf16: bool) -> float:
+        monkeypatch.setattr(accounting, "has_fast_bf16", lambda _: has_bf16)
+        network = layer().to(dtype)
+        return forward_bytes_per_voxel(network, network, (1, 4, 12, 12, 12), CPU, dtype)
+
+    bytes_with_columns = per_voxel(torch.bfloat16, has_bf16=False)
+    more_bytes = bytes_with_columns - per_voxel(torch.bfloat16, has_bf16=True)
+    assert more_bytes == pytest.approx(WORKSPACE * 2 * values)
+    fp32_bytes = {per_voxel(torch.float32, has_bf16=has_bf16) for has_bf16 in (False, True)}
+    assert len(fp32_bytes) == 1
+
+
+def test_bf16_is_not_fast_without_onednn() -> None:
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert not has_fast_bf16("cpu")
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 # Torch unfolds smaller images.
@@ -155,8 +191,11 @@ from medseg.memory.switches import use_channels_last
 from medseg.memory.precision import autocast
 from medseg.models.unet import UNet
 
-precision, arguments = sys.argv[1], eval(sys.argv[2])
+precision, arguments, size = sys.argv[1], eval(sys.argv[2]), eval(sys.argv[3])
 torch.set_num_threads(1)
+if precision == "emulated":
+    precision = "bf16"
+    torch._C._set_mkldnn_enabled(False)  # as on a processor without bf16
 network = UNet(1, 2, blocks_per_level=(1, 1, 2, 4), **arguments).eval()
 if precision != "fp32":
     use_channels_last(network)
@@ -169,9 +208,9 @@ def resident(key):
     status = open("/proc/self/status")
     return next(int(line.split()[1]) for line in status if line.startswith(key)) * 1024
 
-size = (1, 1, *(3 * step for step in network.divisor))
-per_voxel = forward_bytes_per_voxel(network, call, size, torch.device("cpu"))
-image = torch.randn(1, 1, 192, 192, 160)
+small = (1, 1, *(3 * step for step in network.divisor))
+per_voxel = forward_bytes_per_voxel(network, call, small, torch.device("cpu"))
+image = torch.randn(1, 1, *size)
 open("/proc/self/clear_refs", "w").write("5")  # the high-water mark starts anew
 before = resident("VmRSS")
 logits = call(image)
@@ -183,11 +222,20 @@ print((resident("VmHWM") - before) / image.numel() / per_voxel)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's high-water mark")
 @pytest.mark.parametrize(
     ("precision", "arguments"),
-    [("bf16", {}), ("fp32", {}), ("bf16", {"stem": "conv"}), ("fp32", {"refine": 8})],
+    [
+        ("bf16", {}),
+        ("fp32", {}),
+        ("bf16", {"stem": "conv"}),
+        ("fp32", {"refine": 8}),
+        ("emulated", {}),
+        ("emulated", {"stem": "conv"}),
+    ],
 )
 def test_the_prediction_bounds_what_is_measured(precision: str, arguments: dict[str, Any]) -> None:
+    # The emulation is slow.
+    size = (64, 96, 96) if precision == "emulated" else (192, 192, 160)
     # A bound, and not one that is far off.
-    assert 0.3 < measured(SCRIPT, precision, repr(arguments)) <= 1.0
+    assert 0.3 < measured(SCRIPT, precision, repr(arguments), repr(size)) <= 1.0
 
 
 def measured(script: str, *arguments: str) -> float:

@@ -42,7 +42,9 @@ NETWORKS: dict[str, dict[str, Any]] = {
 SIZES = {"segresnet": (24, 16, 20), "dynunet": (24, 16, 20), "swin_unetr": (32, 32, 64)}
 # SwinUNETR takes as long as ten of the others.
 EACH = [
-    pytest.param(name, marks=pytest.mark.slow) if name == "swin_unetr" else name
+    pytest.param(name, marks=[pytest.mark.slow, pytest.mark.thorough])
+    if name == "swin_unetr"
+    else name
     for name in NETWORKS
 ]
 TASK = Task("two", {"one": 1, "two": 2}, (), (Channel(window_hu=(-1000.0, 400.0)),))

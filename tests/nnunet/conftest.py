@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ MakeFolder = Callable[..., Path]
 @pytest.fixture
 def toy() -> dict[str, Any]:
     """Plans, data set and checkpoints of a toy of two classes, to be changed by a test."""
-    return toys()["plain2"]
+    # Toys share their parts.
+    return copy.deepcopy(toys()["plain2"])
 
 
 @pytest.fixture

@@ -217,6 +217,34 @@ def test_other_labels_of_the_first_stage_change_those_of_the_second(name: str) -
     assert (changed != expected).any()
 
 
+def test_findings_of_the_first_stage_name_its_folder() -> None:
+    volume, others, _ = scan_of("cascade")
+    model = load("cascade")
+    assert model.previous is not None
+    folder = replace(model.previous.folder, notes=("a note",))
+    cascade = replace(model, previous=replace(model.previous, folder=folder))
+    result = cascade.segment(volume, others)
+    assert f"{folder.path.name}: a note" in result.information
+    assert folder.path.name.endswith("__3d_lowres")
+    # Both stages give this warning.
+    object.__setattr__(model.task, "labels", {"left_kidney": 1, **model.task.labels})
+    object.__setattr__(model.previous.task, "labels", model.task.labels)
+    grid = volume.grid.reoriented((0, 1, 2), (False, False, True))
+    (warning,) = cascade.segment(Volume(volume.array, grid, None), others).warnings
+    assert warning.startswith("the network sees the scan as it is stored")
+
+
+def test_mirrored_axes_that_a_2d_network_lacks_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(RECORDED / "2d.zip") as archive:
+        archive.extractall(tmp_path)
+    path, *_ = tmp_path.rglob("checkpoint_final.pth")
+    content = torch.load(path, weights_only=False)
+    content["inference_allowed_mirroring_axes"] = (0, 1, 2)
+    torch.save(content, path)
+    with pytest.raises(UserError, match=r"mirrored along the axes \(0, 1, 2\), but .* has 2; take"):
+        load_nnunet(tmp_path, None, CPU, InferenceOptions())
+
+
 def test_a_cascade_without_its_first_stage_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(RECORDED / "cascade.zip") as archive:
         archive.extractall(tmp_path)

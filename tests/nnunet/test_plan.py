@@ -128,7 +128,35 @@ def test_the_reader_decides_the_orientation(toy: Toy) -> None:
     assert read_plan(toy["plans"], toy["dataset"], "3d_fullres").orientation == "LPS"
 
 
+def test_a_long_lineage_of_configurations_is_refused(toy: Toy) -> None:
+    configurations = toy["plans"]["configurations"]
+    for number in range(3000):
+        configurations[f"c{number}"] = {"inherits_from": f"c{number + 1}"}
+    configurations["c3000"] = {"inherits_from": "3d_fullres"}
+    with pytest.raises(PlanError, match=r"configurations\.c0: inherits from more than 100 others"):
+        read_plan(toy["plans"], toy["dataset"], "c0")
+    for number in range(101, 3001):
+        del configurations[f"c{number}"]
+    # c1 inherits from 100 others.
+    configurations["c100"] = {"inherits_from": "3d_fullres"}
+    del configurations["c0"]
+    assert read_plan(toy["plans"], toy["dataset"], "c1").patch_size == (16, 32, 32)
+
+
+@pytest.mark.parametrize(("number", "flag"), [(0, False), (1, True)])
+def test_a_number_stands_for_a_flag(number: int, flag: bool, toy: Toy) -> None:
+    configuration = toy["plans"]["configurations"]["3d_fullres"]
+    configuration["use_mask_for_norm"] = [number]
+    configuration["resampling_fn_data_kwargs"]["force_separate_z"] = number
+    plan = read_plan(toy["plans"], toy["dataset"], "3d_fullres")
+    assert plan.channels[0].is_masked is flag
+    assert plan.image_resampling.separate_z is flag
+
+
 CONFIGURATION = ("plans", "configurations", "3d_fullres")
+STATISTICS = ("foreground_intensity_properties_per_channel", "0")
+NO_HEAD = {"background": 0}
+LONG = "a\n" * 500
 
 
 @pytest.mark.parametrize(
@@ -136,7 +164,16 @@ CONFIGURATION = ("plans", "configurations", "3d_fullres")
     [
         ((*CONFIGURATION, "patch_size"), [32, 32], "spacing: expected 2 numbers"),
         ((*CONFIGURATION, "previous_stage"), "3d_lowres", "a configuration that needs no other"),
+        ((*CONFIGURATION, "previous_stage"), ["3d_lowres"], "a configuration that needs no other"),
         ((*CONFIGURATION, "inherits_from"), "3d_fullres", "inherits from itself"),
+        ((*CONFIGURATION, "inherits_from"), LONG, "or is missing"),
+        ((*CONFIGURATION, "use_mask_for_norm"), ["false"], "use_mask_for_norm: expected true"),
+        ((*CONFIGURATION, "resampling_fn_data_kwargs"), {"mode": LONG}, "the modes"),
+        (
+            (*CONFIGURATION, "resampling_fn_data_kwargs"),
+            {"order": LONG},
+            "order: expected a number",
+        ),
         ((*CONFIGURATION, "spacing"), [0.0, 1.0, 1.0], "spacing: expected a number from"),
         ((*CONFIGURATION, "spacing"), [1.0, float("nan"), 1.0], "spacing: expected a number from"),
         ((*CONFIGURATION, "spacing"), [True, 1.0, 1.0], "spacing: expected a number from"),
@@ -152,7 +189,14 @@ CONFIGURATION = ("plans", "configurations", "3d_fullres")
         (("plans", "image_reader_writer"), "NaturalImage2DIO", "got NaturalImage2DIO"),
         (("plans", "configurations"), {}, "has no configuration 3d_fullres, but none at all"),
         (("plans", "foreground_intensity_properties_per_channel"), {}, "expected a mapping"),
+        pytest.param(
+            ("plans", *STATISTICS, "mean"), 10**400, "mean: expected a number from", id="huge mean"
+        ),
+        (("plans", *STATISTICS, "std"), float("inf"), "std: expected a number from"),
         (("dataset", "labels"), {"organ": 1}, "expected background: 0"),
+        (("dataset", "labels"), {"background": 0, LONG: "1"}, "expected a number from"),
+        (("dataset", "labels"), {"background": 0, LONG: [1, "2"]}, "one for each region"),
+        (("dataset", "labels"), dict.fromkeys(map(str, range(500)), 9) | NO_HEAD, "without a gap"),
         (("dataset", "labels"), {"background": 0, "organ": 2}, "without a gap"),
         (("dataset", "labels"), {"background": 0, "a": [1, 2], "b": 2}, "one for each region"),
     ],
@@ -165,5 +209,8 @@ def test_what_does_not_fit_is_refused(
     for name in path:
         section = section[name]
     section[key] = value
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=words) as refused:
         read_plan(toy["plans"], toy["dataset"], "3d_fullres")
+    # Texts of a foreign plan are cut.
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 250

@@ -75,6 +75,17 @@ def test_sides_are_those_of_the_patient(index: int) -> None:
     assert (signs[3], signs[4]) == (-1, 1)
 
 
+@pytest.mark.parametrize(
+    ("left", "right"), [("Left kidney", "Right kidney"), ("kidney-LEFT", "kidney.right")]
+)
+def test_sides_are_words_of_any_spelling(left: str, right: str) -> None:
+    labels = {left: 1, right: 2, "kidney": 3}
+    one, other, third = place_organs(replace(KIDNEYS, labels=labels))
+    assert (one.sign, other.sign) == (1, -1)
+    assert np.array_equal(one.centre_xyz, other.centre_xyz)
+    assert not np.array_equal(one.centre_xyz, third.centre_xyz)
+
+
 def test_the_layout_belongs_to_the_data_set_and_the_shape_to_the_case() -> None:
     first, again, other = (make_scene(replace(KIDNEYS, index=index)) for index in (0, 0, 1))
     assert first[0][0][0].tobytes() == again[0][0][0].tobytes()

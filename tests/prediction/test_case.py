@@ -381,3 +381,19 @@ def test_only_a_ct_in_hu_that_lies_as_its_header_says_is_checked_for_mirroring(
     assert ("it may be mirrored" in result.warnings) == is_checked
     expected = {"no HU": "not_hu", "MR": "ok"}
     assert result.status == expected.get(change, "warnings")
+
+
+@pytest.mark.parametrize("keeps_values", [False, True])
+def test_a_channel_of_mr_that_is_constant_is_a_warning(keeps_values: bool) -> None:
+    image = np.random.default_rng(0).integers(0, 900, (8, 30, 40), dtype=np.int16)
+    model = SimpleNamespace(
+        task=Task("t", {"organ": 1}, (), (Channel("mr", None, "zscore"),) * 2),
+        keeps_values=keeps_values,
+        segment=lambda volume, *_, **__: Segmentation(
+            np.ones(volume.array.shape, dtype=np.uint8), findings=[]
+        ),
+    )
+    volume = Volume(image, VoxelGrid(image.shape, (2.0, 1.0, 1.0)))
+    result = segment_scan(volume, "a", model, [np.zeros_like(image)])  # type: ignore[arg-type]
+    assert result.status == "warnings"
+    assert result.warnings == ["image_1: every voxel holds 0; export the scan again"]

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from medseg.report import plots
-from medseg.report.plots import draw_lr_range, score_plot
+from medseg.report.plots import Panel, draw_lr_range, draw_panels, score_plot
 
 
 def score(case: str, region: str, trust: str, dice: float) -> dict[str, str | float]:
@@ -29,6 +29,13 @@ def test_each_region_gets_its_colour_and_a_low_score_lies_low(tmp_path: Path) ->
     blue, red = np.argwhere(is_blue).mean(axis=0), np.argwhere(is_red).mean(axis=0)
     assert blue[0] < picture.shape[0] / 3 < 2 * picture.shape[0] / 3 < red[0]
     assert blue[1] < red[1]
+
+
+def test_names_with_dollars_are_no_formulas(tmp_path: Path) -> None:
+    broken = r"$\frac$"
+    panels = [Panel(broken, f"{{:.1f}} {broken}", [1.0])]
+    draw_panels([broken], panels, broken, tmp_path / "a.png")
+    score_plot([score("a", broken, "", 0.5)], tmp_path / "b.png")
 
 
 def test_one_perfect_case_is_enough(tmp_path: Path) -> None:

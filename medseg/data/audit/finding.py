@@ -35,10 +35,10 @@ _IGNORE_GRID = (
     "resample it to the image, or, if only its header is wrong, use its voxels as they are with "
     "data.ignore_findings=[label_grid]"
 )
-# A key is the code of a finding, which results list and a user may ignore; after a colon stands a
-# variant of that code with another sentence. `find` fills in the fields in braces.
+# A key is the code of a finding, which results list and a user may ignore. The part after a colon
+# is a variant of the code with another sentence. `find` fills in the fields in braces.
 KINDS = {
-    # Sentences that the readers of files have formatted themselves.
+    # The readers of files format these sentences themselves.
     "reading": Kind(WARNING, "{sentence}"),
     "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
@@ -328,7 +328,7 @@ KINDS = {
     ),
 }
 
-# Without the variants, each code once.
+# Each code once, without its variants.
 CODES = tuple(dict.fromkeys(name.partition(":")[0] for name in KINDS))
 
 NEVER_IGNORED = {"label_shape": "the label map has another number of voxels than the image"}
@@ -348,7 +348,7 @@ class CaseAudit:
         thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if
             it is no CT.
         profile: Areas of tissues along the body in mm², see `medseg.data.audit.tissue_profile`;
-            empty if it is no CT, or too short a one.
+            empty if it is no CT or too short.
         findings: All findings, those that the case ignores included.
     """
 
@@ -360,7 +360,7 @@ class CaseAudit:
     thumbnail: tuple[int, ...] = ()
     profile: tuple[tuple[int, ...], ...] = ()
 
-    def heeded(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
+    def not_ignored(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
         """List the findings of these severities that are not ignored."""
         return [
             finding
@@ -380,7 +380,7 @@ class CaseAudit:
             # JSON has the severity as text.
             severity = Severity(values["severity"])
             findings.append(Finding(**(values | {"severity": severity})))
-        # JSON has lists where the audit has tuples, and mappings where it has objects.
+        # JSON turns tuples into lists, and objects into mappings.
         restored = {
             "grid": VoxelGrid(**data["grid"]),
             "findings": tuple(findings),
@@ -395,7 +395,7 @@ def find(kind: str, **values: Any) -> Finding:
 
     Args:
         kind: Key of `KINDS`.
-        values: Fields of its sentence and its cure; further ones are ignored.
+        values: Fields of its sentence and its cure; surplus fields are ignored.
     """
     severity, message, cure = KINDS[kind]
     code, _, _ = kind.partition(":")

@@ -1,7 +1,7 @@
 """Audit of the values of an image: their scale, padding and clipping.
 
-All checks use one histogram. A spike is a value that far more voxels hold than its neighbouring
-values: padding, or clipping by software. Spikes are excluded before the tissue is examined.
+All checks use one histogram. A spike is a value that occurs far more often than the values nearby:
+padding, or clipping by software. Spikes are excluded before the tissue is examined.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ MAX_SPIKES = 4
 
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
 PADDING_SHARE = 0.001  # padding is reported if it is at least this share of the voxels
-# Two kinds of spikes are reported if they hold at least this share of the voxels: a constant inside
-# the range of tissue, and one at the lowest value.
+# A spike in the range of tissue, or at the lowest value, is reported if it has at least this share
+# of the voxels.
 SPIKE_REPORT_SHARE = 0.01
 # Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it,
 # air and organs full of it.
@@ -44,24 +44,24 @@ OFFSET_HU = 1024  # by which values may be stored too high or too low
 TISSUE_SHARE = 0.05
 # Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
-# An inverted image has this many times more voxels at the values of bone, where its air lies, than
-# at those of air.
+# In an inverted image, air has the values of bone: it has at least this many times more voxels in
+# the range of bone than in the range of air.
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone at all if it has this share of its voxels there.
 PRESENT_SHARE = 0.001
-# A range of values up to this is that of 8 bits or of a normalised image, too small for HU.
+# Images with a range of values up to this are 8-bit or normalised: the range is too small for HU.
 MAX_WINDOWED_RANGE = 256
-# Ends to which programs scale a window, the narrowest first, and the window that the advice takes
-# as an example.
+# Ranges to which programs scale a window, the narrowest first; and the window that the advice uses
+# as its example.
 USUAL_ENDS = ((0, 1), (-1, 1), (0, 255), (-128, 127))
 USUAL_WINDOW_HU = (-1250, 250)
-# Signs of HU that were divided by 1000. The lowest value is air, or an organ full of it: from -1100
-# to -500 HU. The highest is at most an implant in 12 bits, 3071 HU, or a little more.
+# Signs of HU that were divided by 1000. The lowest value is air or an air-filled organ, from -1100
+# to -500 HU. The highest value is metal at the limit of 12 bits, 3071 HU, or a little more.
 DIVISOR = 1000
 DIVIDED_LOWS = (-1.1, -0.5)
 DIVIDED_HIGH = 4.1
-# Lowest values where they are a scanner's padding, divided too. DIVIDED_ROUNDING allows for the
-# rounding of a stored number.
+# Or the lowest value is a scanner's padding, also divided. DIVIDED_ROUNDING allows for the rounding
+# of a stored number.
 DIVIDED_PADDINGS = (-2.048, -3.024)  # -2048 and -3024 HU
 DIVIDED_ROUNDING = 5e-4
 # Scanners clip air at -1024: a spike at the lowest value is normal up to here.
@@ -78,13 +78,13 @@ THUMBNAIL_HU = (-1024, 400)
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """Histogram of an image, of a CT in HU; of another modality in its own unit.
+    """Histogram of an image: a CT in HU, another modality in its own unit.
 
     Attributes:
         low_hu: Lowest value.
         high_hu: Highest value.
         counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
-            is that of -32768.
+            counts the value -32768.
     """
 
     low_hu: float
@@ -142,8 +142,8 @@ class ImageFacts:
 
 def _sum_nearby(counts: np.ndarray) -> np.ndarray:
     """Sum the counts of all values at most `SPIKE_REACH` away, without the value itself."""
-    # Sum of a window as the difference of two running sums: the one at its last value less the one
-    # before its first. The padding gives the values at both ends a whole window, of zeros outside.
+    # The sum of a window is the running sum at its last value minus the running sum before its
+    # first. Zero padding gives the values at both ends a whole window.
     width = 2 * SPIKE_REACH + 1
     running_sums = np.cumsum(np.pad(counts, (SPIKE_REACH + 1, SPIKE_REACH)))
     window_sums = running_sums[width:] - running_sums[:-width]
@@ -171,7 +171,7 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
         whole = plane
         if not is_whole:
             whole = np.clip(np.rint(plane), -32768, 32767).astype(np.int16)
-        # `bincount` refuses negative values. Read as uint16, they are those from 32768 on.
+        # `bincount` refuses negative values. Read as uint16, they become 32768 and more.
         counts += np.bincount(whole.view(np.uint16).ravel(), minlength=NUM_VALUES)
     # The negative values, in the upper half of the bins, move below 0.
     counts = np.roll(counts, ZERO)
@@ -184,7 +184,7 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
 def hash_voxels(image: np.ndarray) -> str:
     """SHA-256 of the voxels of an oriented image.
 
-    It is equal for one scan in two files, formats or storage orders.
+    The hash is the same for all files, formats and storage orders of a scan.
     """
     total = hashlib.sha256(str(image.shape).encode())
     for plane in image:
@@ -216,8 +216,8 @@ class CheckedChannels(NamedTuple):
     Attributes:
         images: Image (D, H, W) of each channel; a CT in HU, with air where a constant was filled in
             outside its field of view.
-        facts: Histogram of each, after the replacement.
-        findings: Findings about the values; a replaced constant is one.
+        facts: Histogram of each channel, after the replacement.
+        findings: Findings about the values, replaced constants included.
     """
 
     images: list[np.ndarray]
@@ -230,13 +230,13 @@ def check_channels(
 ) -> CheckedChannels:
     """Check the values of all channels of a case.
 
-    What was filled in outside the field of view of a CT is replaced by air.
+    A constant that was filled in outside the field of view of a CT is replaced by air.
 
     Args:
         images: Image (D, H, W) of each channel; a CT in HU.
-        modalities: Modality of each.
-        is_owned: Whether the images may be changed in place; otherwise an image in which something
-            is replaced is copied first.
+        modalities: Modality of each channel.
+        is_owned: Whether the images may be changed in place; otherwise an image is copied before a
+            constant is replaced.
     """
     images = list(images)
     fill_findings = []
@@ -270,11 +270,24 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     if scale_error is not None:
         return [scale_error]
     findings = [*_audit_padding(facts), *_audit_clipping(facts)]
-    # A scan clipped above the values of air holds air, only not at its own values.
+    # In a scan that was clipped above the values of air, air has the value of the clipping.
     is_clipped = any(finding.code == "clipped" for finding in findings)
     if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
         findings.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
     return findings
+
+
+def are_hu(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> bool:
+    """Whether the values of every CT channel can be HU; true where no channel is a CT.
+
+    Args:
+        channels: Histogram of each channel.
+        modalities: Modality of each.
+    """
+    for facts, modality in zip(channels, modalities, strict=True):
+        if modality == "ct" and _audit_scale(facts) is not None:
+            return False
+    return True
 
 
 def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) -> list[Finding]:
@@ -285,10 +298,10 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
 
     Args:
         channels: Histogram of each channel.
-        modalities: Modality of each.
+        modalities: Modality of each channel.
 
     Returns:
-        Findings; those of the channels after the first name it.
+        Findings; the sentences about channels after the first begin with the channel's name.
     """
     findings = []
     for number, (facts, modality) in enumerate(zip(channels, modalities, strict=True)):
@@ -302,16 +315,16 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
 
 
 def _of_channel(finding: Finding, number: int) -> Finding:
-    """Name the channel of a finding, except the first."""
+    """Put the name of its channel before a finding, except for the first channel."""
     if number == 0:
         return finding
     return finding.within(f"image_{number}")
 
 
 def _audit_scale(facts: ImageFacts) -> Finding | None:
-    """Find an error that makes the whole scale wrong; the first that is found ends the search.
+    """Find an error of the whole scale; the search ends at the first one.
 
-    The order matters: each check takes for granted that the image has none of the errors before.
+    The order matters: each check assumes that the image has none of the errors checked before.
     """
     tissue = facts.tissue
     ends = {"low": facts.low_hu, "high": facts.high_hu}
@@ -323,12 +336,12 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     has_fat_or_air = share_of(tissue, -np.inf, FAT_HU) >= DARK_SHARE
     if not has_fat_or_air and _is_soft_at(tissue, OFFSET_HU):
         return _explain_offset(facts, OFFSET_HU, "high")
-    # Values that are about 1024 too low: their air lies where an image in HU has nothing.
+    # Values that are about 1024 too low: air lies where an image in HU has no voxels.
     has_moved_air = share_of(tissue, -np.inf, AIR_RANGE_HU[1] - OFFSET_HU) >= TISSUE_SHARE
     is_moved_down = _is_soft_at(tissue, -OFFSET_HU) and not _is_soft_at(tissue, 0)
     if has_moved_air and is_moved_down:
-        # The offset moves air to about -2048, with its noise down to `lowest_air_hu`: values below
-        # that come from another scale or modality.
+        # The offset moves air to about -2048, and its noise down to `lowest_air_hu`: lower values
+        # come from another scale or modality.
         lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
         far_share = share_of(tissue, -np.inf, lowest_air_hu)
         if far_share >= TISSUE_SHARE:
@@ -384,7 +397,7 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
             # -1 to 1: the values do not tell which.
             kind = "hu_range:clipped"
         return find(kind, low=low, high=high, slope=DIVISOR)
-    # The line hu = slope · value + offset that takes the ends of the scale to those of the window.
+    # The line hu = slope · value + offset that maps `bottom` and `top` to the ends of the window.
     bottom, top = _scaled_ends(low, high)
     window_low_hu, window_high_hu = USUAL_WINDOW_HU
     slope = (window_high_hu - window_low_hu) / (top - bottom)
@@ -393,7 +406,7 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
 
 
 def _scaled_ends(low: float, high: float) -> tuple[float, float]:
-    """Find the usual ends to which a window was scaled; the values themselves where none fits."""
+    """Find the usual ends to which a window was scaled; `low` and `high` where none fits."""
     for bottom, top in USUAL_ENDS:
         is_inside = bottom <= low and high <= top
         # A range that fills less than half of the usual ends was not scaled to them.
@@ -415,9 +428,9 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 def _is_inverted(tissue: np.ndarray) -> bool:
     """Whether the values were negated, so that air lies at the values of dense bone.
 
-    An image in HU has more voxels of sparse than of dense bone. In an inverted one, air lies in the
-    range of dense bone, which is therefore the fuller one, and bone lies below soft tissue. Images
-    with an offset and those of other modalities have nothing below soft tissue.
+    An image in HU has more voxels of sparse than of dense bone. In an inverted image, air lies in
+    the range of dense bone, which therefore has more voxels, and bone lies below soft tissue.
+    Images with an offset, or of other modalities, have no voxels below soft tissue.
     """
     # Ranges of air and of the gap below soft tissue, negated: 500 to 1100 and 200 to 500 HU.
     dense_bone_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])

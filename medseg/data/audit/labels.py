@@ -38,9 +38,9 @@ Rounded decimals and float32 directions differ by less, and it is a small part o
 
 MAX_LISTED = 10  # most unknown values that a message lists
 
-BODY_HU = -500  # the body is denser than this, air and organs full of it are not
-# Padding lies below FIELD_HU. A region is cut by the round field of view if FIELD_CM2 of its
-# surface are within FIELD_MM of padding, in plane.
+BODY_HU = -500  # the body is denser than this; air and air-filled organs are not
+# Values below FIELD_HU are padding outside the round field of view. The field cuts a region if
+# FIELD_CM2 of the region's surface lie within FIELD_MM of padding, in plane.
 FIELD_HU = -1500
 FIELD_MM = 5.0
 FIELD_CM2 = 1.0
@@ -64,12 +64,19 @@ def audit_grids(
         return []
     difference = _difference(image_grid, label_grid)
     stored_image_shape, stored_label_shape = stored_shapes
-    # Equal shapes in the files: perhaps only the header is wrong, and the user may ignore it.
+    # Equal shapes in the files: perhaps only the header is wrong, and the user may ignore the
+    # finding.
     if tuple(stored_image_shape) == tuple(stored_label_shape):
         return [find("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
     if label_grid.shape == image_grid.shape:
         return [find("label_shape:axes", difference=difference)]
-    return [find("label_shape", shape=times(label_grid.shape), image_shape=times(image_grid.shape))]
+    return [
+        find(
+            "label_shape",
+            shape=per_axis_text(label_grid.shape),
+            image_shape=per_axis_text(image_grid.shape),
+        )
+    ]
 
 
 def audit_extent(grid: VoxelGrid) -> list[Finding]:
@@ -79,7 +86,12 @@ def audit_extent(grid: VoxelGrid) -> list[Finding]:
     if least_mm <= max(extents_mm) <= most_mm:
         return []
     return [
-        find("implausible_size:scan", extent=times(extents_mm), least_mm=least_mm, most_mm=most_mm)
+        find(
+            "implausible_size:scan",
+            extent=per_axis_text(extents_mm),
+            least_mm=least_mm,
+            most_mm=most_mm,
+        )
     ]
 
 
@@ -93,15 +105,15 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     clauses = []
     is_same_shape = label_grid.shape == image_grid.shape
     if not is_same_shape:
-        shape = times(label_grid.shape)
-        image_shape = times(image_grid.shape)
+        shape = per_axis_text(label_grid.shape)
+        image_shape = per_axis_text(image_grid.shape)
         clauses.append(f"it has {shape} voxels in LPS order, the image {image_shape}")
     if not np.allclose(label_grid.spacing_mm, image_grid.spacing_mm, rtol=1e-3):
-        spacing = times(label_grid.spacing_mm)
-        image_spacing = times(image_grid.spacing_mm)
+        spacing = per_axis_text(label_grid.spacing_mm)
+        image_spacing = per_axis_text(image_grid.spacing_mm)
         clauses.append(f"its spacing is {spacing} mm, the image's {image_spacing} mm")
-    # The columns of a direction are the unit vectors of the axes: the dot product of one column in
-    # both grids is the cosine of the angle between their axes. The axis that is turned most counts.
+    # The columns of a direction are the unit vectors of the axes. The dot product of a column in
+    # both grids is the cosine of the angle between the two axes; the largest angle counts.
     cosines = (np.array(label_grid.direction) * np.array(image_grid.direction)).sum(axis=0)
     angle_deg = float(np.degrees(np.arccos(np.clip(cosines.min(), -1, 1))))
     if angle_deg > 0.1:
@@ -112,7 +124,7 @@ def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
     return ", ".join(clauses)
 
 
-def times(values: Sequence[float]) -> str:
+def per_axis_text(values: Sequence[float]) -> str:
     """Format one number per axis, such as `512×512×60`."""
     return "×".join(f"{value:.4g}" for value in values)
 
@@ -124,23 +136,22 @@ def map_values(
 
     Args:
         labels: Label map (D, H, W), integers.
-        task: Gives each label name its value.
+        task: Has the value of each label name.
         label_values: Value in the file to label name; 0 is background, and a name that the task
             does not know becomes background.
-        may_be_empty: Whether a label map is accepted that holds no value but 0 and the ignore
-            label.
+        may_be_empty: Whether to accept a label map that holds only 0 and the ignore label.
 
     Returns:
-        Label map uint8 with unknown values as background (the input itself if nothing changes), and
-        the findings.
+        Label map, uint8, with unknown values as background (the input itself if nothing changes);
+        and the findings.
     """
-    # Plane by plane: to find the values of all planes at once would sort a copy of the label map.
+    # Plane by plane: finding the values of all planes at once would sort a copy of the label map.
     values: set[int] = set()
     for plane in labels:
         values.update(_values_of(plane))
     present = sorted(values - {0})
     findings = []
-    # `all` is true if no value is present.
+    # `all` is true for a label map of zeros, too, which has no value in `present`.
     is_empty = all(label_values.get(value) == IGNORE for value in present)
     if is_empty and not may_be_empty:
         findings.append(find("empty_labels", regions=", ".join(task.parts)))
@@ -194,7 +205,7 @@ class RegionFacts(NamedTuple):
 
 def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
     """Measure the volume of each label of the task in ml; labels (D, H, W), uint8."""
-    # Plane by plane: `bincount` copies what it counts to int64, eight times the label map.
+    # Plane by plane: `bincount` converts its input to int64, eight times the size of the label map.
     counts = np.zeros(256, dtype=np.int64)
     for plane in labels:
         counts += np.bincount(plane.ravel(), minlength=256)
@@ -204,7 +215,7 @@ def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
 
 def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, RegionFacts]:
     """Locate the regions that have voxels: region name to its location."""
-    # Only the box around all labels is read more than once.
+    # To save time, only the box around all labels is searched for each region.
     labels_box = VoxelBox.from_mask(labels != 0)
     if labels_box is None:
         return {}
@@ -218,8 +229,8 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
         tight_mask = mask[box_in_crop.slices()]
         box = box_in_crop.shifted(labels_box.start)
         centre = []
-        # The counts along each axis are enough: the indices of all voxels would take far more
-        # memory.
+        # The centre of mass needs only the number of voxels at each index of an axis; the indices
+        # of all voxels would take far more memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
             counts = tight_mask.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))
@@ -248,7 +259,7 @@ def audit_labels(
     """Check the regions of a case for plausibility.
 
     Args:
-        image_hu: Oriented image, (D, H, W), with its padding; None if its values are not HU.
+        image_hu: Oriented image, (D, H, W), with its padding; None if the values are not HU.
         labels: Label map in the task's values on the same grid, uint8.
         grid: Grid of both.
         task: Labels and regions.
@@ -268,7 +279,7 @@ def audit_labels(
             finding = find(
                 "implausible_size:region",
                 name=facts.region.name,
-                extent=times(extents_mm),
+                extent=per_axis_text(extents_mm),
                 most_mm=MAX_REGION_MM,
             )
             findings.append(finding)
@@ -304,10 +315,10 @@ def _audit_position(
         return _audit_sides(None, labels, grid, task, regions, position="")
     position, sign = _contrary_position(image_hu, labels, grid, task, regions)
     findings = _audit_sides(image_hu, labels, grid, task, regions, position=position)
-    # A body that lies otherwise than the header says looks mirrored, too: one finding is enough.
+    # A body whose position contradicts the header also looks mirrored: one finding is enough.
     if not position:
         return findings + _audit_mirrored(image_hu, labels, grid, task)
-    # The finding of swapped sides already names the position.
+    # A finding of swapped sides names the position already.
     if not any(finding.code == "swapped_sides" for finding in findings):
         findings.append(find("body_position", position=position, sign=sign))
     return findings
@@ -322,9 +333,9 @@ def _audit_sides(
     *,
     position: str,
 ) -> list[Finding]:
-    """Check that left regions lie on the left of right ones.
+    """Check that left regions lie further left in the patient than right regions.
 
-    A region without a partner is compared with the midline of the body.
+    If the case has regions of only one side, they are compared with the midline of the body.
 
     Args:
         image_hu: Oriented image with its padding, (D, H, W); None if its values are not HU.
@@ -348,7 +359,7 @@ def _audit_sides(
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
                 findings.append(find("touching_regions", **names, area=contact_mm2 / 100))
-    # Where both sides have voxels, they have been compared with each other.
+    # With regions on both sides, the sides were compared above.
     if image_hu is None or (lefts and rights):
         return findings
     for facts in (*lefts, *rights):
@@ -401,13 +412,13 @@ def _audit_mirrored(
 def _audit_volumes(
     labels: np.ndarray, grid: VoxelGrid, task: Task, cut_regions: Collection[str]
 ) -> list[Finding]:
-    """Compare volumes with the plausible ones of the task.
+    """Compare volumes with the plausible ranges of the task.
 
-    A region that the scan cuts may be smaller, and one that is absent has no volume to judge.
+    A region that the scan cuts may be smaller. An absent region is not judged.
     """
     volumes_ml = measure_volumes(labels, grid, task)
     volumes_ml |= _region_volumes(volumes_ml, task)
-    # The labels that a cut region consists of may be small, too.
+    # The labels of a cut region may also be smaller.
     cut_names = set(cut_regions)
     for region in task.regions:
         if region.name in cut_regions:
@@ -461,7 +472,7 @@ def _off_side_mm(image_hu: np.ndarray, grid: VoxelGrid, facts: RegionFacts) -> t
 
 
 def _face_mm2(grid: VoxelGrid, axis: int) -> float:
-    """Compute the area of that face of a voxel which is perpendicular to an axis."""
+    """Compute the area of the face of a voxel that is perpendicular to an axis."""
     return math.prod(grid.spacing_mm) / grid.spacing_mm[axis]
 
 
@@ -469,13 +480,13 @@ def _contact_mm2(
     labels: np.ndarray, grid: VoxelGrid, task: Task, left: RegionFacts, right: RegionFacts
 ) -> float:
     """Measure the area over which the voxels of two regions are neighbours."""
-    # Where voxels of the two regions are neighbours, both voxels lie in both boxes, enlarged by one
-    # voxel: only the intersection of these is searched.
+    # Two neighbouring voxels of the regions lie in both boxes after each box is enlarged by one
+    # voxel: only the intersection of the enlarged boxes is searched.
     left_box = left.box.expanded((1, 1, 1))
     shared_box = left_box.intersect(right.box.expanded((1, 1, 1)))
     cropped_labels = labels[shared_box.clipped(labels.shape).slices()]
-    # The left region gets the code 1, the right one 4, all else 0: the sum of two neighbours is 5
-    # only where the regions meet.
+    # The left region gets the code 1, the right region 4, everything else 0: two neighbours have
+    # the sum 5 only where the regions meet.
     codes = _mask(cropped_labels, left.region, task).astype(np.uint8)
     codes += 4 * _mask(cropped_labels, right.region, task).astype(np.uint8)
     contact_mm2 = 0.0
@@ -514,7 +525,7 @@ def _cut_ends(
 def _reaches_padding(
     image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid, task: Task, facts: RegionFacts
 ) -> bool:
-    """Whether a region comes near to padding within its slices, of which a sample is examined."""
+    """Whether a region comes near to padding within its slices; a sample of slices is examined."""
     reach_in_plane = [max(1, round(FIELD_MM / step_mm)) for step_mm in grid.spacing_mm[1:]]
     reach = [0, *reach_in_plane]  # voxels, (z, y, x)
     box = facts.box.expanded(reach).clipped(labels.shape).slices()
@@ -528,7 +539,7 @@ def _reaches_padding(
         region_axis_first = np.moveaxis(mask, axis, 0)
         padding_axis_first = np.moveaxis(is_padding, axis, 0)
         distance = reach[axis]
-        # Pairs of a voxel of the region and one of padding, this distance behind or before it.
+        # Pairs of a voxel of the region and a voxel of padding at this distance, on either side.
         num_pairs = np.count_nonzero(region_axis_first[:-distance] & padding_axis_first[distance:])
         num_pairs += np.count_nonzero(region_axis_first[distance:] & padding_axis_first[:-distance])
         # A line of voxels that runs into padding has up to `distance` pairs, but only one face.
@@ -540,7 +551,7 @@ def _reaches_padding(
 def audit_vanished(
     volumes_ml: Mapping[str, float], boxes: Mapping[str, VoxelBox], task: Task, spacing: str
 ) -> list[Finding]:
-    """Find regions that resampling has removed; in a task without regions, labels.
+    """Find regions, or labels in a task without regions, that resampling has removed.
 
     Args:
         volumes_ml: Volume of each label before resampling, in ml.

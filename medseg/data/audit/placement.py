@@ -31,16 +31,16 @@ MAX_HU = 400  # bone and metal would outweigh all other tissue
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
-MIN_FACES = 200  # fewer faces say nothing
+MIN_FACES = 200  # fewer faces are not judged
 # Distance in voxels within which edges of the image are searched, and the smallest shift that is
 # reported, in voxels and in mm; real labels are within 1 voxel.
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
-# Labels count as shifted to where the image changes most if this change is more than SHIFT_GAIN
-# times that at the labels' own faces, and more than SHIFT_SHARPNESS times the median over all
-# distances. Measured ratios: organs full of air shifted by 5 voxels at least 4.3 and 4.0, edges
-# that belong to other structures up to 1.5 and 3. Organs in soft tissue stay below both.
+# Labels count as shifted if the largest change of the image near their faces is more than
+# SHIFT_GAIN times the change at the faces, and more than SHIFT_SHARPNESS times the median over all
+# distances. Measured ratios: air-filled organs shifted by 5 voxels at least 4.3 and 4.0, edges of
+# other structures up to 1.5 and 3. Organs in soft tissue stay below both.
 SHIFT_GAIN = 2.0
 SHIFT_SHARPNESS = 3.0
 _AXES = ("head to feet", "back to front", "left to right")  # axes z, y, x, for the sentence
@@ -93,7 +93,7 @@ def _other_placements(labels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     square.
 
     Yields:
-        What was done to the labels, for the sentence, and the result.
+        Description of the change, for the sentence; and the changed labels.
     """
     for num_axes in (1, 2, 3):
         for axes in itertools.combinations(range(3), num_axes):
@@ -152,13 +152,13 @@ def _edge_shift(lines_hu: np.ndarray, is_face: np.ndarray) -> int:
     """Find at which distance from faces of the labels the image changes most.
 
     Args:
-        lines_hu: Image, its last axis is the one that is searched.
-        is_face: Whether the labels change between a voxel and the next one of that axis; one
-            shorter than the image along it.
+        lines_hu: Image, whose last axis is searched.
+        is_face: Whether the labels change between a voxel and the next voxel of that axis; shorter
+            than the image by one along it.
 
     Returns:
-        Distance in voxels; 0 where the faces are too few, or the image changes nowhere much more
-        than elsewhere.
+        Distance in voxels, positive towards higher indices; 0 where the faces are too few, or no
+        change is clearly the largest.
     """
     *line_indices, index = np.nonzero(is_face)
     if len(index) < MIN_FACES:
@@ -166,7 +166,7 @@ def _edge_shift(lines_hu: np.ndarray, is_face: np.ndarray) -> int:
     changes_hu = []
     for offset in range(-SHIFT_REACH, SHIFT_REACH + 1):
         # The face lies between `index` and the next voxel. The change is measured from the voxel
-        # before these two to the one behind them, since scanners and resampling blur an edge.
+        # before these two to the voxel behind them, since scanners and resampling blur an edge.
         before_hu = _values_at(lines_hu, line_indices, index + offset - 1)
         behind_hu = _values_at(lines_hu, line_indices, index + offset + 2)
         changes_hu.append(float(np.abs(behind_hu - before_hu).mean()))
@@ -223,8 +223,7 @@ def _fit(labels: np.ndarray, image_hu: np.ndarray, moves: list[int]) -> float:
     num_beside = 0
     for axis, move in enumerate(moves):
         for shift in (move, -move):
-            # `roll` moves what leaves at one end to the other end. The few false faces there are
-            # accepted.
+            # `roll` moves voxels from one end to the other, which makes a few false faces.
             moved_sum_hu, num_moved = _sum_changes(np.roll(labels, shift, axis), image_hu)
             sum_beside_hu += moved_sum_hu
             num_beside += num_moved

@@ -18,7 +18,7 @@ DUPLICATE = "duplicate_image"
 READY = "ready"
 REFUSED = "refused"
 FAILED = "failed"
-# Column of the table that lists the codes of each severity. That of information is still called
+# Column of the table that lists the codes of each severity. The column of information is called
 # "notes", as in older tables.
 SEVERITY_COLUMNS = {
     Severity.error: "errors",
@@ -26,7 +26,8 @@ SEVERITY_COLUMNS = {
     Severity.information: "notes",
 }
 
-# Fewer cases have no usual spacing; spacings of one hospital agree within a factor of three.
+# With fewer cases, no spacing counts as usual. Spacings of one hospital agree within a factor of
+# three.
 MIN_CASES = 5
 OUTLIER_FACTOR = 3.0
 # Largest `copy_distance` of copies. Scans of different patients differ by more than 100 HU, a scan
@@ -85,7 +86,7 @@ class AuditedCase:
 def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
     """Add the findings that need a comparison of the cases: odd spacings and duplicates.
 
-    Of two copies, the one that is later in the table gets the finding.
+    Of two copies, the case that is later in the table gets the finding.
 
     Returns:
         The cases in their order.
@@ -96,8 +97,8 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         # One sequence per axis.
         spacings_by_axis = zip(*spacings_mm, strict=True)
         usual_mm = [median(spacings) for spacings in spacings_by_axis]
-    # Without the column `patient`, each case is taken for another patient. That is no claim of the
-    # table, which a copy would contradict.
+    # Without the column `patient`, each case counts as a patient of its own. Then the table makes
+    # no claim about patients that a copy could contradict.
     names_patients = any(audited.case.patient != audited.case.name for audited in cases)
     earlier: list[AuditedCase] = []
     earlier_areas: list[tuple[Case, Areas]] = []
@@ -107,47 +108,39 @@ def compare_cases(cases: Sequence[AuditedCase]) -> list[AuditedCase]:
         case = audited.case
         findings: list[Finding] = []
         if audited.audit is not None:
-            findings += _compare(case, audited.audit, usual_mm, earlier, names_patients)
-            # Three searches for copies, from the strictest to the loosest. The first that finds one
-            # ends them, since the looser ones would find the same copy again.
+            findings += _odd_spacing(audited.audit, usual_mm)
+            findings += _repeated_image(case, audited.audit, earlier)
+            # Three searches for a copy of another patient's scan, from the strictest to the
+            # loosest. The first that finds one ends them, since the looser ones would find the
+            # same copy again.
+            copies = list(_near_images(case, audited.audit, earlier, names_patients))
             contrast = contrast_of(audited.audit.thumbnail)
             if contrast is not None:
-                if not _has_copy(findings):
-                    findings += _scaled_copies(case, contrast, earlier_contrasts, names_patients)
+                if not copies:
+                    copies += _scaled_copies(case, contrast, earlier_contrasts, names_patients)
                 earlier_contrasts.append((case, contrast))
             areas = areas_of(audited.audit.profile)
             if areas is not None:
-                if not _has_copy(findings):
-                    findings += _near_profiles(case, areas, earlier_areas, names_patients)
+                if not copies:
+                    copies += _near_profiles(case, areas, earlier_areas, names_patients)
                 earlier_areas.append((case, areas))
+            findings += copies
         compared_cases.append(replace(audited, comparison=tuple(findings)))
         earlier.append(audited)
     return compared_cases
 
 
-def _compare(
-    case: Case,
-    audit: CaseAudit,
-    usual_mm: Sequence[float],
-    earlier: Sequence[AuditedCase],
-    names_patients: bool,
-) -> Iterator[Finding]:
-    """Compare a case with the usual spacing, and with the cases before it in the table.
+def _odd_spacing(audit: CaseAudit, usual_mm: Sequence[float]) -> Iterator[Finding]:
+    """Find a spacing that is far from the usual one.
 
     Args:
-        case: The case.
-        audit: Its audit.
+        audit: Audit of the case.
         usual_mm: Median spacing of all cases, (z, y, x); empty where there are too few.
-        earlier: The cases before it.
-        names_patients: Whether the table names patients.
-
-    Yields:
-        At most one finding about the spacing, and at most one about a copy.
     """
     differences = []
     names = ("slices", "pixels")
-    # The shortest sequence ends the loop: only z and y are compared, since pixels are judged by
-    # their spacing along y; and nothing, where there is no usual spacing.
+    # The shortest sequence ends the loop: only z and y are compared, since the spacing along y
+    # stands for the pixels. Without a usual spacing, nothing is compared.
     for name, step_mm, median_mm in zip(names, audit.grid.spacing_mm, usual_mm, strict=False):
         if max(step_mm / median_mm, median_mm / step_mm) > OUTLIER_FACTOR:
             differences.append(
@@ -156,15 +149,40 @@ def _compare(
             )
     if differences:
         yield find("spacing_outlier", differences=" and ".join(differences))
+
+
+def _repeated_image(
+    case: Case, audit: CaseAudit, earlier: Sequence[AuditedCase]
+) -> Iterator[Finding]:
+    """Find the first earlier case of the same patient that has the same voxels."""
+    for audited in earlier:
+        if audited.audit is None or audited.case.patient != case.patient:
+            continue
+        if audited.audit.voxels_sha256 == audit.voxels_sha256:
+            yield find(DUPLICATE, twin=audited.case.name)
+            return
+
+
+def _near_images(
+    case: Case, audit: CaseAudit, earlier: Sequence[AuditedCase], names_patients: bool
+) -> Iterator[Finding]:
+    """Find the case of another patient whose image is nearest, if it is near or the same.
+
+    Args:
+        case: The case.
+        audit: Its audit.
+        earlier: The cases before it in the table.
+        names_patients: Whether the table names patients.
+    """
     distances = []
     for audited in earlier:
-        if audited.audit is not None:
+        if audited.audit is not None and audited.case.patient != case.patient:
             distances.append((copy_distance(audited.audit, audit), audited.case))
     distance, twin = _nearest(distances, case)
     if distance == 0:
-        kind = DUPLICATE if case.patient == twin.patient else f"{DUPLICATE}:patients"
+        kind = f"{DUPLICATE}:patients"
         yield find(kind, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
-    elif distance < NEAR_HU and case.patient != twin.patient:
+    elif distance < NEAR_HU:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy" if claim else "near_copy:unclaimed"
         yield find(kind, twin=twin.name, difference=distance, claim=claim)
@@ -178,11 +196,6 @@ def _nearest(distances: Sequence[tuple[float, Case]], case: Case) -> tuple[float
         case: The case itself, returned at an infinite distance where there are no others.
     """
     return min(distances, key=lambda pair: pair[0], default=(math.inf, case))
-
-
-def _has_copy(findings: Sequence[Finding]) -> bool:
-    """Whether one of the findings says that the case is a copy."""
-    return any(finding.code in (DUPLICATE, "near_copy") for finding in findings)
 
 
 def _scaled_copies(
@@ -216,9 +229,10 @@ def _near_profiles(
 
 
 def _claim(case: Case, twin: Case, names_patients: bool) -> str:
-    """Say what the case table claims and two copies contradict: other patients, or other sides.
+    """Describe the claim of the case table that a copy contradicts.
 
-    Empty if it claims neither.
+    The table may claim that the two cases have different patients, or that they are on different
+    sides of the split. Empty if it claims neither.
     """
     if names_patients:
         return f"the patient is {case.patient!r} here and {twin.patient!r} there"
@@ -269,11 +283,11 @@ def contrast_of(thumbnail: Sequence[int]) -> Contrast | None:
 def contrast_distance(first: Contrast, second: Contrast) -> float:
     """Measure how far two images are from being copies with another scale and shift.
 
-    With the correlation r, a line fitted to the values of one as a function of those of the other
-    leaves √(1 - r²) of their standard deviation.
+    A line is fitted to the values of one image as a function of the values of the other. With the
+    correlation r, the residuals have √(1 - r²) of the standard deviation of the values.
 
     Returns:
-        This share, 0 to 1; 1 also where one image is the negative of the other.
+        √(1 - r²), 0 to 1; 1 for every negative r, as of an image and its negative.
     """
     # Mean 0 and length 1 make the dot product the correlation; rounding may bring it above 1.
     correlation = min(1.0, max(0.0, float(first @ second)))
@@ -295,7 +309,7 @@ def audit_csv(cases: Sequence[AuditedCase]) -> str:
 
 
 def _row(audited: AuditedCase) -> dict[str, object]:
-    """Make the line of a case, column to cell; a case that could not be read has few of them."""
+    """Make the row of a case, column to cell; a case that could not be read has few cells."""
     row: dict[str, object] = {
         "case": audited.case.name,
         "patient": audited.case.patient,

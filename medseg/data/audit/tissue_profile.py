@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-STEP_MM = 5.0  # distance of the areas of a profile, from feet to head
+STEP_MM = 5.0  # distance between the steps of a profile, from feet to head
 # Fat, soft tissue with blood and contrast agent, bone; low ≤ value < high.
 BANDS_HU = ((-200, -20), (-20, 150), (150, 3072))
-MIN_STEPS = 20  # shorter scans of different patients look alike too easily
+MIN_STEPS = 20  # shorter scans of different patients often look alike
 # Share of the longer profile over which two profiles must overlap.
 OVERLAP = 0.8
 # Largest `profile_distance` of copies. Measured on 13 scans: copies that were cropped by two voxels
@@ -104,7 +104,7 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
         num_steps = min(len(first_part), len(second_part))
         if num_steps >= min_overlap:
             distances.append(_difference(first_part[:num_steps], second_part[:num_steps]))
-    # There is at least one: neither profile is shorter than the least overlap.
+    # `distances` is not empty: neither profile is shorter than the minimum overlap.
     return min(distances)
 
 

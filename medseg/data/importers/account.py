@@ -40,11 +40,11 @@ class Item(NamedTuple):
     """One thing that an importer has found; its fields are the columns of the file of items.
 
     Attributes:
-        kind: What it is.
-        name: Its name in the data set.
-        fate: What became of it.
+        kind: Kind of the thing.
+        name: Name of the thing in the data set.
+        fate: What became of the thing.
         why: The reason, a clause; "" where there is nothing to add.
-        number: How many things the item stands for; 0 for a note about all of a kind.
+        number: How many things the item stands for; 0 for a note about all things of a kind.
     """
 
     kind: Kind
@@ -55,14 +55,14 @@ class Item(NamedTuple):
 
 
 class Account:
-    """What the reader of a layout has found, written while it reads.
+    """What an importer has found, written while it reads.
 
-    Files are not entered one by one: the reader claims those that it uses, and `close` enters the
-    others.
+    Files are not entered one by one: the importer claims the files that it uses, and `close` enters
+    all others as left out.
 
     Attributes:
         items: The entries.
-        original_names: Label to its name in the data set, where that is another one.
+        original_names: Label to its name in the data set, where the two differ.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Account:
         self.items.append(Item(kind, name, Fate.used, why))
 
     def merge(self, kind: Kind, name: str, why: str) -> None:
-        """Enter something that became one with something else."""
+        """Enter something that was merged with something else."""
         self.items.append(Item(kind, name, Fate.merged, why))
 
     def leave_out(self, kind: Kind, name: str, why: str) -> None:
@@ -140,7 +140,7 @@ class Account:
         """
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)
-        # A link counts as a file, unless claimed files lie behind it: links may form a circle.
+        # A link counts as a file, unless it leads to claimed files: links may form a cycle.
         is_closed_link = os.path.islink(path) and not self._claims_below(path)
         if is_closed_link or not os.path.isdir(path):
             yield path, is_claimed, why
@@ -156,7 +156,7 @@ class Account:
                 yield from self._walk(inner, is_claimed=is_claimed, why=why, is_deep=is_deep)
 
     def _claims_below(self, path: str) -> bool:
-        """Whether something in a folder is claimed; slow, but only asked of links."""
+        """Whether something in a folder is claimed; slow, but only called for links."""
         return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
 
 

@@ -18,15 +18,15 @@ from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.task import IGNORE, Channel
 from medseg.wording import first_few
 
-# Between the words of a name.
+# Separators of the words of a name.
 WORD_BREAK = re.compile(r"[\s_.-]+")
-# Word in the name of a structure, in small letters, to the side that it names.
+# Word for a side in the name of a structure, in small letters, to the side.
 SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
 # Label maps of the task have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
 # Window of a CT, from air to dense bone: a data set does not say which tissue it is about.
 WINDOW_HU = (-1000.0, 1000.0)
-# Words in the name of a channel that mean MR, many of them sequences.
+# Words in the name of a channel that mean MR, most of them names of sequences.
 MR_WORDS = frozenset(
     {
         "mr",
@@ -57,6 +57,7 @@ Structures = Mapping[str, Sequence[int | str]]
 
 # Most cases or files that a message names; the others are counted.
 MAX_NAMED = 3
+# Name of the format of folders of DICOM files, in `medseg.data.importers.formats.FORMATS`.
 DICOM = "dicom"
 
 
@@ -65,17 +66,17 @@ class DataSet:
     """Content of a folder of another program.
 
     Attributes:
-        format: Name of the layout.
+        format: Name of the format, a key of `medseg.data.importers.formats.FORMATS`.
         name: Name of the task.
         cases: Cases, with and without labels.
         labels: Labels of the task with their members.
         channels: Channels of the task.
-        background: Further names in the files with their members, which become background.
+        background: Other names in the files with their members, which become background.
         ignore: Value of ignored voxels in the files; None where there are none.
         notes: Sentences for the user.
         structures: Structures of each case with labels; None for label maps, whose values are only
             known when their voxels are read.
-        account: What the reader has found, apart from labels and structures.
+        account: What the importer has found, apart from labels and structures.
     """
 
     format: str
@@ -109,16 +110,16 @@ class DataSet:
         label_of_member = _label_of_each_member(chosen)
         background: LabelMembers = {}
         for name, members in all_members.items():
-            left_members = [member for member in members if member not in label_of_member]
-            if not left_members:
+            remaining_members = [member for member in members if member not in label_of_member]
+            if not remaining_members:
                 # All its members are in labels of the task.
                 continue
-            if left_members == members and name not in chosen:
+            if remaining_members == members and name not in chosen:
                 background[name] = members
             else:
-                # Only a part is left, or a label of the task has taken the name.
+                # Only some members remain, or a label of the task has taken the name.
                 rest_name = _name_of_rest(name, {*all_members, *chosen, *background})
-                background[rest_name] = left_members
+                background[rest_name] = remaining_members
         return replace(self, labels=chosen, background=background)
 
     def require_structures(self) -> None:
@@ -135,11 +136,11 @@ class DataSet:
                     raise UserError(self._missing_structure(member, label))
 
     def _missing_structure(self, member: int | str, label: str) -> str:
-        """Write the refusal of a label: which cases lack a structure of it, and three cures."""
+        """Write the error message about a structure that cases lack, with three cures."""
         cases = self._cases_without(member)
         num_cases = len(self._compared_names)
         note = f" (a part of {label})" if len(self.labels[label]) > 1 else ""
-        # Other labels may be incomplete too, and would be refused next: propose only complete ones.
+        # Other incomplete labels would be refused next: only complete ones are proposed.
         complete = [name for name, members in self.labels.items() if self._is_complete(members)]
         choice = f"labels=[{','.join(complete) or '…'}]"
         return (
@@ -154,10 +155,10 @@ class DataSet:
         return not any(self._cases_without(member) for member in members)
 
     def state_absence(self) -> "DataSet":
-        """Take structures that a case lacks as absent in the patient, instead of refusing them.
+        """Treat structures that a case lacks as absent in the patient, instead of refusing them.
 
-        If a case has none of the structures of a label, the label is marked as absent in the column
-        `trust_<label>`. If it has some of them, they are the label, and nothing is marked.
+        If a case has none of the structures of a label, the column `trust_<label>` marks the label
+        as absent. If it has some of them, these make up the label, and nothing is marked.
         """
         cases = []
         for case in self.cases:
@@ -190,7 +191,7 @@ class DataSet:
         return [case for case, names in self._compared_names.items() if compared_name not in names]
 
     def closing_items(self) -> list[Item]:
-        """List everything in the folder and what became of it: the closing table of an import."""
+        """List the items of the closing table: everything in the folder, and what became of it."""
         has_folds = any(case.fold is not None for case in self.cases)
         items = list(self.account.items)
         items += [_case_item(case, has_folds=has_folds) for case in self.cases]
@@ -237,7 +238,7 @@ class DataSet:
         return items
 
     def _value_items(self) -> list[Item]:
-        """Say which value is ignored, and that values without a name are refused later."""
+        """List the ignored value, and a note that `prepare` refuses values without a name."""
         items = []
         if self.ignore is not None:
             why = f"value {self.ignore}: its voxels count nowhere"
@@ -254,8 +255,8 @@ class DataSet:
         num_present = num_cases - len(self._cases_without(member))
         where = f"in {num_present} of {num_cases} cases"
         if num_present < num_cases:
-            # Otherwise `require_structures` would have refused the import. The sentence is about
-            # this structure; its label is absent in a case only if none of its structures is there.
+            # `state_absence` was called, or else `require_structures` would have refused the
+            # import. A label of several structures is absent only where all of them are missing.
             where += ", stated as absent in the others"
         name = _display_name(member, label)
         if num_members > 1:
@@ -263,7 +264,7 @@ class DataSet:
         return Item(Kind.structure, name, Fate.used, where)
 
     def _spelling_items(self) -> list[Item]:
-        """List the names in one file that are one structure, since they agree by `plain_name`."""
+        """List names in the same file that `plain_name` maps to the same structure."""
         items = []
         why = "several of one name in a file are one structure"
         for case, names in (self.structures or {}).items():
@@ -277,7 +278,7 @@ class DataSet:
         return items
 
     def _overlap_items(self) -> list[Item]:
-        """Say what counts where structures overlap; whether they do is only known in `prepare`."""
+        """Note which label counts where structures overlap; `prepare` finds out whether they do."""
         if self.structures is None or len(self.labels) < 2:
             return []
         members = itertools.chain.from_iterable(self.labels.values())
@@ -308,8 +309,8 @@ class DataSet:
         for name, members in {**self.labels, **self.background}.items():
             label_values[name] = members[0] if len(members) == 1 else members
         if self.ignore is not None:
-            # The ignored value of the files stays if it lies above the new values of the labels and
-            # fits a byte.
+            # The ignored value of the files is kept if it is greater than the new values of the
+            # labels and fits into a byte.
             keeps_value = len(labels) < self.ignore <= MAX_IGNORE_LABEL
             if keeps_value:
                 task["ignore_label"] = self.ignore
@@ -337,7 +338,7 @@ def _groups_of(choice: Any) -> dict[str, Any]:
     """Read the value of `labels`: a name, a list of names, or new names with their members.
 
     Returns:
-        Name of each label to what it shall consist of, not yet checked.
+        Name of each label to its members as the user gave them, not yet checked.
 
     Raises:
         UserError: If it is something else, or a new name cannot name a label.
@@ -405,7 +406,7 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
             # number, hence the `str`.
             if str(part) in all_members:
                 members += all_members[str(part)]
-            # The exact type is asked for, since True and 1.0 are equal to the value 1.
+            # The exact type is checked, since True and 1.0 are equal to the value 1.
             elif type(part) in (int, str) and part in known_members:
                 members.append(part)
             else:
@@ -422,10 +423,10 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
 
 
 def _parts_of(label: str, content: Any) -> Sequence[Any]:
-    """List the names or values of which a label shall consist, not yet looked up.
+    """List the names or values that the user gave for a label.
 
     Raises:
-        UserError: If there is none, or one is a list or a mapping.
+        UserError: If the list is empty, or holds a list or a mapping.
     """
     parts = content if isinstance(content, list | tuple) else [content]
     if not parts or any(isinstance(part, Mapping | list) for part in parts):
@@ -437,10 +438,10 @@ def _parts_of(label: str, content: Any) -> Sequence[Any]:
 
 
 def _check_new_names(chosen: LabelMembers, all_members: LabelMembers) -> None:
-    """Refuse a label whose name is neither one of the data set nor one that a label may have.
+    """Refuse a label whose name is not in the data set and is not allowed as a new name.
 
-    The names in a mapping were checked before. In a list, such as `labels=[1]`, a member may stand
-    that also becomes the name of its label.
+    `_groups_of` has checked the names in a mapping. In a list, such as `labels=[1]`, an item is
+    both the name of the label and its member.
 
     Raises:
         UserError: With an allowed name.
@@ -472,7 +473,7 @@ def _label_of_each_member(labels: LabelMembers) -> dict[int | str, str]:
 
 
 def _name_of_rest(name: str, taken: Collection[str]) -> str:
-    """Name the members of a label of the data set that are in no label of the task.
+    """Choose a name for the members of a label of the data set that are in no label of the task.
 
     Args:
         name: Name of the label in the data set.
@@ -536,7 +537,7 @@ def _files_by_role(case: Case) -> dict[str, Path]:
 
 
 def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
-    """Enter the files of the cases in the account, and all others at the same place.
+    """Enter the files of the cases in the account, and all other files in the same folders.
 
     Args:
         data: The data set, to whose account they are added.
@@ -548,7 +549,13 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     """
     root = Path(os.path.realpath(source if source.is_dir() else source.parent))
     for path in files:
-        for file in _voxel_files_of_header(path):
+        try:
+            voxel_files = _voxel_files_of_header(path)
+        except UserError as error:
+            # Not claimed, so that the account lists it as left out, with this reason.
+            data.account.explain(path, f"damaged, prepare will refuse its case ({error})")
+            continue
+        for file in voxel_files:
             if not file.exists():
                 raise UserError(
                     f"{file} does not exist, but {path} holds its header; copy both files."
@@ -607,8 +614,8 @@ def _check_images(cases: Sequence[Case], source: Path) -> None:
 
 
 def _account_shared_files(data: DataSet) -> None:
-    """Enter files that are read for several cases or channels: a mistake, unless it is meant."""
-    # Key: the file to which links lead, and the DICOM series, since several may share a folder.
+    """Enter files that are read for several cases or channels, which is often a mistake."""
+    # Key: the file after resolving links, and the DICOM series, since several may share a folder.
     uses: dict[tuple[str, str | None], list[str]] = {}
     for case in data.cases:
         for role, path in _files_by_role(case).items():
@@ -629,17 +636,15 @@ def _voxel_files_of_header(path: Path) -> tuple[Path, ...]:
     """List the files with voxels that a header names; empty for an image of another format.
 
     Files that do not exist are in the list too: `files_of` leaves them out.
+
+    Raises:
+        UserError: If the header is damaged.
     """
     if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):
         return ()
     from medseg.io.simpleitk import read_header  # SimpleITK takes 50 MiB
 
-    try:
-        voxel_files = read_header(path).files
-    # A damaged header does not stop the import: `prepare` will refuse this case alone.
-    except UserError:
-        return ()
-    return voxel_files
+    return read_header(path).files
 
 
 def _case_item(case: Case, *, has_folds: bool) -> Item:
@@ -692,12 +697,12 @@ def _compared_name(member: int | str) -> int | str:
 
 
 def _display_name(member: int | str, label: str) -> str:
-    """Name a structure in messages; one that is known by its value has the name of its label."""
+    """Name a structure in messages; for a value, the name of its label with the value."""
     return member if isinstance(member, str) else f"{label} (value {member})"
 
 
 def _origin(members: Sequence[int | str]) -> str:
-    """Say of which values or structures a label consists."""
+    """Describe the members of a label, such as `values 1, 2` or `structure Lung_L`."""
     kind = "value" if all(isinstance(member, int) for member in members) else "structure"
     ending = "s" if len(members) > 1 else ""
     return f"{kind}{ending} {', '.join(map(str, members))}"
@@ -723,17 +728,17 @@ def side_of(name: str) -> tuple[str | None, str]:
 
 
 def safe_name(name: str) -> str:
-    """Replace signs that file names or keys cannot have by `_`."""
+    """Replace characters that file names or keys cannot have by `_`."""
     text = CONTROL_CHARACTERS.sub("_", name)
     safe_text = re.sub(r"[^\w-]+", "_", text).strip("_-")
-    # Nothing is left of a name of signs alone.
+    # Nothing is left of a name without letters and digits.
     return safe_text or "label"
 
 
 def plain_name(name: str) -> str:
     """Reduce a name to the form in which names are compared.
 
-    It has no upper case and no sign but `_`; the side comes first and is written out.
+    The result has no upper case and no punctuation but `_`; the side comes first, written out.
 
     Example:
         >>> [plain_name(name) for name in ("Femur_L", "left femur", "femur-left", "Heart")]
@@ -742,7 +747,7 @@ def plain_name(name: str) -> str:
         ['spinal_cord', 'spinal_cord']
     """
     side, organ = side_of(safe_name(name))
-    # `safe_name` keeps hyphens, since labels may have them; names are compared without.
+    # `safe_name` keeps hyphens, since labels may have them; here they become `_`.
     organ = "_".join(WORD_BREAK.split(organ)).casefold()
     if side is None:
         return organ
@@ -821,15 +826,15 @@ def channel_of(name: str) -> Channel:
 
 
 def require_pairs(
-    images: Collection[str], labels: Collection[str], images_at: Path, labels_at: Path
+    images: Collection[str], labels: Collection[str], images_folder: Path, labels_folder: Path
 ) -> None:
     """Refuse images without labels and labels without images.
 
     Args:
         images: Names of the cases that have images.
         labels: Names of the cases that have labels.
-        images_at: Folder of the images, for messages.
-        labels_at: Folder of the labels.
+        images_folder: Folder of the images, for messages.
+        labels_folder: Folder of the labels.
 
     Raises:
         UserError: With the first name that has no partner.
@@ -838,17 +843,17 @@ def require_pairs(
     if without_labels:
         if normalise_name(without_labels[0]) in map(normalise_name, labels):
             raise UserError(
-                f"{labels_at}: it writes a letter of {without_labels[0]} in another way than "
-                f"{images_at.name}, as one character or as two (Unicode NFC and NFD), so that the "
-                "names differ although they look alike; rename one of the files."
+                f"{labels_folder}: it writes a letter of {without_labels[0]} in another way than "
+                f"{images_folder.name}, as one character or as two (Unicode NFC and NFD), so that "
+                "the names differ although they look alike; rename one of the files."
             )
         raise UserError(
-            f"{labels_at}: no labels for {first_few(without_labels, 1)}, which {images_at.name} "
-            "holds; add them, or move the image to another folder."
+            f"{labels_folder}: no labels for {first_few(without_labels, 1)}, which "
+            f"{images_folder.name} holds; add them, or move the image to another folder."
         )
     without_image = sorted(set(labels) - set(images))
     if without_image:
         raise UserError(
-            f"{images_at}: no image for {first_few(without_image, 1)}, which {labels_at.name} "
-            "holds; add it, or move the labels to another folder."
+            f"{images_folder}: no image for {first_few(without_image, 1)}, which "
+            f"{labels_folder.name} holds; add it, or move the labels to another folder."
         )

@@ -1,7 +1,7 @@
 """Importer of DICOM folders of any depth: image series with labels in SEG or RTSTRUCT files.
 
-An example is LCTSC of The Cancer Imaging Archive: <patient>/<study>/<series>/, of which one series
-is an RTSTRUCT.
+An example is LCTSC of The Cancer Imaging Archive: folders <patient>/<study>/<series>/, where one
+series of each study is an RTSTRUCT.
 """
 
 import re
@@ -38,7 +38,7 @@ def import_dicom(folder: Path) -> DataSet:
     account = Account()
     series = catalogue.series
     if not catalogue.labels:
-        # A file that cannot be read is the likely cause: the first one with a reason is reported.
+        # An unreadable file is the likely cause: the first one with a known reason is reported.
         for path, reason in catalogue.unreadable.items():
             if reason:
                 raise UserError(f"{path}: {reason}")
@@ -124,7 +124,7 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
 def _account_series(
     catalogue: Catalogue, label_files: dict[str, LabelEntry], account: Account
 ) -> None:
-    """Enter the files of the series, and those that are neither images nor labels."""
+    """Enter the files of the series and all DICOM files without image or labels in the account."""
     for image in catalogue.series.values():
         if image.uid not in label_files:
             account.leave_out(Kind.series, image.uid, "no labels refer to it")
@@ -145,12 +145,14 @@ def _account_series(
 
 
 def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries | None:
-    """Find the series that a file labels: that which it names, else the only one of its patient.
+    """Find the series that a file labels: the series that it names, else its patient's only series.
 
-    None if it names none that is there, or names none and its patient has several.
+    Returns:
+        The series; None if the named series are not in the folder, or if the file names no series
+        and its patient does not have exactly one.
 
     Raises:
-        UserError: If it names several that are there.
+        UserError: If several of the named series are in the folder.
     """
     if file.series_uids:
         named = [series[uid] for uid in file.series_uids if uid in series]
@@ -167,9 +169,9 @@ def _series_of(file: LabelEntry, series: dict[str, ImageSeries]) -> ImageSeries 
 
 
 def _patient_name(series: ImageSeries, folder: Path) -> str:
-    """Name the patient of a series by its Patient ID, else by the first folder on the way to it.
+    """Name the patient of a series by its Patient ID, else by the first folder of its path.
 
-    Signs that the name of a case must not have are replaced.
+    Characters that a case name must not have are replaced.
     """
     name = series.patient
     if not name:
@@ -180,7 +182,7 @@ def _patient_name(series: ImageSeries, folder: Path) -> str:
 
 
 def _check_patients(patients: dict[str, str], series: dict[str, ImageSeries]) -> None:
-    """Refuse two patients whose IDs become one name.
+    """Refuse two patients whose IDs become the same name.
 
     Args:
         patients: UID of each labelled series to the name of its patient.

@@ -1,6 +1,6 @@
-"""Importers of data sets that folder and file names describe.
+"""Importers of TotalSegmentator, LUNA16, and folders of images and label maps.
 
-These are TotalSegmentator, LUNA16, and folders of images and label maps.
+The names of files and folders describe these data sets.
 
 Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator;
 luna16.grand-challenge.org/Data.
@@ -51,17 +51,17 @@ LUNA16 = "luna16"
 PAIRS = "pairs"
 # Folder of the masks in each case of TotalSegmentator.
 MASK_FOLDER = "segmentations"
-# Folder of all masks of LUNA16, and their values. An algorithm has drawn them; the audit checks
-# that the sides agree with the geometry.
+# Folder of the lung masks of LUNA16, and the values of their labels. An algorithm made the masks;
+# the audit checks that left and right agree with the geometry.
 LUNA16_MASKS = "seg-lungs-LUNA16"
 LUNA16_LABELS: dict[str, list[int | str]] = {"left_lung": [3], "right_lung": [4]}
 LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
 # Names of a folder of images and its folder of labels.
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
-# A lobe of a paired organ, as `plain_name` writes it.
+# A lobe of a paired organ, as `plain_name` writes it: left_lung_upper_lobe.
 LOBE = re.compile(r"((?:left|right)_\w+)_(?:upper|middle|lower)_lobe")
-# Endings that other programs add to the name of an image to name its label map.
+# Endings that programs add to the name of an image to form the name of its label map.
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
 
 
@@ -69,8 +69,8 @@ def import_totalsegmentator(folder: Path) -> DataSet:
     """Read TotalSegmentator's data set.
 
     It holds `<case>/ct.nii.gz`, `<case>/segmentations/<structure>.nii.gz`, and the split of
-    `meta.csv`. Lobes are merged to their organ: `lung_upper_lobe_left` and `lung_lower_lobe_left`
-    are `left_lung`, and so is `lung_left` beside them.
+    `meta.csv`. Lobes are merged into their organ: `lung_upper_lobe_left` and
+    `lung_lower_lobe_left` become `left_lung`, together with a mask `lung_left` if there is one.
 
     Raises:
         UserError: If a case has no image or no masks, or `meta.csv` is damaged or lacks a case.
@@ -85,11 +85,11 @@ def import_totalsegmentator(folder: Path) -> DataSet:
             continue
         name = case_folder.name
         image = _image_of(case_folder)
-        masks_at = case_folder / MASK_FOLDER
-        masks = masks_in(masks_at) if masks_at.is_dir() else {}
+        masks_folder = case_folder / MASK_FOLDER
+        masks = masks_in(masks_folder) if masks_folder.is_dir() else {}
         if not masks:
             raise UserError(
-                f"{masks_at}: expected masks such as liver.nii.gz, but the folder holds none; "
+                f"{masks_folder}: expected masks such as liver.nii.gz, but the folder holds none; "
                 "copy them there."
             )
         if split_of and name not in split_of:
@@ -98,13 +98,13 @@ def import_totalsegmentator(folder: Path) -> DataSet:
                 "add it, or remove the table."
             )
         structures[name] = list(masks)
-        cases.append(Case(name, image, masks_at, patient=name, split=split_of.get(name)))
+        cases.append(Case(name, image, masks_folder, patient=name, split=split_of.get(name)))
     for name in sorted(split_of.keys() - structures.keys()):
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
     # All structures that any case has; a case may lack some of them.
     names = sorted(set(itertools.chain.from_iterable(structures.values())))
     labels = _merge_lobes(named_groups(names, account))
-    # The file of a scan is called after its modality: `ct` or `mri`.
+    # The image file of a case is named after its modality: `ct` or `mri`.
     image_names = {case_name(case.image) for case in cases}
     if len(image_names) > 1:
         raise UserError(
@@ -125,9 +125,9 @@ def import_totalsegmentator(folder: Path) -> DataSet:
 
 
 def _merge_lobes(structures: LabelMembers) -> LabelMembers:
-    """Merge the lobes of an organ to one label, together with the mask of the whole organ.
+    """Merge the lobes of an organ and the mask of the whole organ into one label.
 
-    As a label of its own, that mask would overlap with the lobes.
+    As a label of its own, the mask of the whole organ would overlap with the lobes.
 
     Args:
         structures: Labels of one structure each.
@@ -157,7 +157,7 @@ def _merge_lobes(structures: LabelMembers) -> LabelMembers:
 def _is_case(folder: Path) -> bool:
     """Whether a folder is a case of TotalSegmentator: it has an image, masks or both.
 
-    A case that lacks one of them is refused later.
+    `import_totalsegmentator` refuses a case that lacks one of them.
     """
     has_image = any(case_name(path) in CASE_IMAGES for path in volume_files(folder))
     return has_image or (folder / MASK_FOLDER).is_dir()
@@ -193,9 +193,9 @@ def import_luna16(folder: Path) -> DataSet:
         UserError: If there are no masks, a scan has none, or a scan or a mask is there twice.
     """
     account = Account()
-    masks_at = folder / LUNA16_MASKS
+    masks_folder = folder / LUNA16_MASKS
     images = _mhd_files_by_uid(folder.glob("subset*/**/*"))
-    masks = _mhd_files_by_uid(masks_at.rglob("*"))
+    masks = _mhd_files_by_uid(masks_folder.rglob("*"))
     if not masks:
         raise UserError(
             f"{folder}: expected lung masks in {LUNA16_MASKS}, which LUNA16 offers as a file of "
@@ -204,10 +204,11 @@ def import_luna16(folder: Path) -> DataSet:
     without_mask = sorted(set(images) - set(masks))
     if without_mask:
         raise UserError(
-            f"{masks_at}: no mask of the scan {first_few(without_mask, 1)}; "
+            f"{masks_folder}: no mask of the scan {first_few(without_mask, 1)}; "
             "unpack the masks completely."
         )
-    account.explain(masks_at, "its scan is in none of the subsets")
+    # Holds for masks of no case: `check_dataset` claims the masks of the cases as used.
+    account.explain(masks_folder, "its scan is in none of the subsets")
     subset_of = {name: _subset_of(path, folder) for name, path in images.items()}
     subsets = sorted(set(subset_of.values()))
     has_folds = len(subsets) > 1
@@ -230,7 +231,7 @@ def import_luna16(folder: Path) -> DataSet:
         "the columns trust_left_lung and trust_right_lung say approximate"
     ]
     if has_folds:
-        # Some subsets may be missing: fold numbers run from 0 to the last subset that is there.
+        # Some subsets may be missing: fold numbers run from 0 to that of the last existing subset.
         num_folds = 1 + subsets[-1]
         notes.append(
             "each subset is a fold: data.fold=0 validates on subset0; "
@@ -283,10 +284,11 @@ def _mhd_files_by_uid(paths: Iterable[Path]) -> dict[str, Path]:
 
 
 def import_pairs(folder: Path) -> DataSet:
-    """Read a folder of images, and a folder with the labels of each under the name of its image.
+    """Read a folder of images and a folder of labels with the same names.
 
-    The labels of a case are a label map, or a folder of masks. 3D Slicer saves `<case>.seg.nrrd`
-    beside `<case>.nrrd`; both may lie in one folder, and the names of its segments become labels.
+    The labels of a case are a label map or a folder of masks. 3D Slicer saves `<case>.seg.nrrd`
+    beside `<case>.nrrd`, so that images and labels may share one folder; the names of the segments
+    become labels.
 
     Raises:
         UserError: If an image or labels have no partner, two pairs of folders could be meant, or
@@ -300,14 +302,14 @@ def import_pairs(folder: Path) -> DataSet:
             f"{folder}: expected one pair of folders, but found {names}; "
             "move the others to another folder."
         )
-    images_at, labels_at = pairs[0] if pairs else (folder, folder)
-    images = dict(list_inputs(images_at))
-    labels = _label_files(images_at, labels_at, images)
-    require_pairs(images, labels, images_at, labels_at)
+    images_folder, labels_folder = pairs[0] if pairs else (folder, folder)
+    images = dict(list_inputs(images_folder))
+    labels = _label_files(images_folder, labels_folder, images)
+    require_pairs(images, labels, images_folder, labels_folder)
     cases = [Case(name, path, labels[name], patient=name) for name, path in images.items()]
-    _require_one_kind(list(labels.values()), labels_at)
+    _require_one_kind(list(labels.values()), labels_folder)
     notes: list[str] = []
-    # What the data set names: masks, segments or, in label maps, nothing but values.
+    # Masks and segments have names; None for label maps, which have values only.
     structures: Structures | None = None
     segments = _segments_of(labels)
     if any(path.is_dir() for path in labels.values()):
@@ -334,13 +336,15 @@ def import_pairs(folder: Path) -> DataSet:
     )
 
 
-def _label_files(images_at: Path, labels_at: Path, case_names: Collection[str]) -> dict[str, Path]:
+def _label_files(
+    images_folder: Path, labels_folder: Path, case_names: Collection[str]
+) -> dict[str, Path]:
     """Find the label map, or the folder of masks, of each case.
 
     Args:
-        images_at: Folder of the images.
-        labels_at: Folder of the labels; the same one where 3D Slicer saved both.
-        case_names: Names of the cases.
+        images_folder: Folder of the images.
+        labels_folder: Folder of the labels; the same folder where 3D Slicer saved both.
+        case_names: Names of the images.
 
     Returns:
         Name of each label map or folder, without an ending such as `_seg`, to its path.
@@ -348,12 +352,12 @@ def _label_files(images_at: Path, labels_at: Path, case_names: Collection[str]) 
     Raises:
         UserError: If two label maps have the name of one case.
     """
-    files = volume_files(labels_at)
-    if images_at == labels_at:
+    files = volume_files(labels_folder)
+    if images_folder == labels_folder:
         files = [path for path in files if is_slicer_file(path)]
     else:
-        # A folder of volumes holds the masks of one case, each named after its structure.
-        for path in sorted(labels_at.iterdir()):
+        # A subfolder with volumes holds the masks of one case, each named after its structure.
+        for path in sorted(labels_folder.iterdir()):
             if path.is_dir() and volume_files(path):
                 files.append(path)
     labels = {case_name(path): path for path in files}
@@ -362,7 +366,7 @@ def _label_files(images_at: Path, labels_at: Path, case_names: Collection[str]) 
         labels = {LABEL_ENDINGS.sub("", name): path for name, path in labels.items()}
     if len(labels) != len(files):
         raise UserError(
-            f"{labels_at}: expected one label map of each case, but two have the same name; "
+            f"{labels_folder}: expected one label map of each case, but two have the same name; "
             "keep one."
         )
     return labels
@@ -397,7 +401,7 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
 def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     """Read the segments of each case; empty where no file names any.
 
-    Label maps of other programs may have the ending of 3D Slicer, too, and name no segments.
+    Label maps of other programs may have the ending `.seg.nrrd`, too, and name no segments.
 
     Raises:
         UserError: If some files name their segments and others do not.
@@ -423,17 +427,18 @@ def _slicer_groups(
     """Make labels of segments of 3D Slicer.
 
     Returns:
-        Segments of each case, and the labels: by value where all files give each name one value of
-        its own, else by the names.
+        Structures of each case, and labels with their members. Both hold values if each name has
+        one value of its own, the same in all files, else names.
     """
     every_segment = list(itertools.chain.from_iterable(segments.values()))
     segment_names = sorted({segment.name for segment in every_segment})
     labels_by_name = named_groups(segment_names, account)
     pairs = {(segment.name, segment.value) for segment in every_segment}
     num_values = len({segment.value for segment in every_segment})
+    # Values are unique within a layer only.
     has_layers = any(segment.num_layers > 1 for segment in every_segment)
-    # With as many pairs as names and values, each name has one value and each value one name. With
-    # as many labels, no name is another spelling of a second one.
+    # As many pairs as names and values: each name has one value and each value one name. As many
+    # labels as names: no two names are spellings of the same structure.
     has_one_value_each = len(pairs) == len(segment_names) == num_values == len(labels_by_name)
     structures: dict[str, list[int | str]] = {}
     if has_layers or not has_one_value_each:
@@ -490,7 +495,7 @@ def _read_meta(path: Path, account: Account) -> dict[str, str]:
         return {}
     account.claim(path)
     rows = list(csv.DictReader(io.StringIO(read_text(path)), delimiter=";"))
-    # A row has the keys of the header, also where its cells are missing.
+    # `DictReader` gives every row all keys of the header, even where cells are missing.
     if not rows or not {"image_id", "split"} <= rows[0].keys():
         raise UserError(
             f"{path}: expected the columns image_id and split, separated by ';'; "

@@ -35,11 +35,11 @@ from medseg.preprocess.scale import AS_STORED, HuScale
 
 
 class Format(NamedTuple):
-    """A layout of data sets.
+    """A format of data sets: a layout of files and folders, and how to read it.
 
     Attributes:
-        sign: What its folder holds, for messages.
-        is_at: Whether a path looks like a data set of this layout.
+        sign: By which files a user recognises it, for messages.
+        is_at: Whether a path looks like a data set of this format.
         read: Reads the data set at a path.
     """
 
@@ -53,7 +53,8 @@ def _is_nnunet(path: Path) -> bool:
 
     The file of nnU-Net 2 has the key `channel_names`. That of nnU-Net 1 has the keys of the
     Decathlon, but its images are called `<case>_0000.nii.gz`, and its list names `<case>.nii.gz`.
-    A case of the Decathlon may be called `liver_0000`, too, but its list names files that exist.
+    An image of the Decathlon may also be called `liver_0000.nii.gz`, but then its list names this
+    file, which exists.
     """
     if not (path / DATASET_FILE).is_file():
         return False
@@ -67,9 +68,9 @@ def _is_nnunet(path: Path) -> bool:
 
 
 def _is_decathlon_list(folder: Path, entries: Any) -> bool:
-    """Whether a list names files that all exist, of which at least one does not end in `_0000`.
+    """Whether a list names files that all exist, and at least one name does not end in `_0000`.
 
-    A list in which all names end in `_0000` may as well be one of nnU-Net 1.
+    A list in which all names end in `_0000` may also be a list of nnU-Net 1.
     """
     if not isinstance(entries, list):
         return False
@@ -100,8 +101,7 @@ def _import_dicom(folder: Path) -> DataSet:
     return import_dicom(folder)
 
 
-# In the order in which they are tried: the folder of an earlier layout may also look like a later
-# one.
+# Detection tries the formats in this order: a folder of one format may also look like a later one.
 FORMATS = {
     NNUNET: Format(
         "dataset.json with channel_names, imagesTr, labelsTr", _is_nnunet, import_nnunet
@@ -120,27 +120,26 @@ FORMATS = {
 
 @functools.cache
 def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
-    """Read a data set in the layout of another program.
+    """Read a data set in the format of another program.
 
     Only headers, tables and names are read where these name the labels; otherwise label maps are
-    read for their values. The result is remembered: a process reads a data set once, and does not
+    read for their values. The result is cached: a process reads a data set once, and does not
     notice a later change.
 
     Args:
         path: Folder, or datalist (.json).
-        format_name: Name of its layout in `FORMATS`; None detects it from the content of the
-            folder.
+        format_name: Key of `FORMATS`; None detects the format from the content of the folder.
 
     Raises:
-        UserError: If the path does not exist, has no known layout, or the data set is incomplete.
+        UserError: If the path does not exist, has no known format, or the data set is incomplete.
     """
     if not path.exists():
         raise UserError(f"{path}: this folder does not exist; check the path.")
-    # Importers use the names of the folder and of those around it, which "." does not have.
+    # Importers use the names of the folder and of its parents, which "." does not have.
     path = Path(os.path.abspath(path))
     try:
-        layout = FORMATS[format_name or find_format(path)]
-        return check_dataset(layout.read(path), path)
+        data_format = FORMATS[format_name or find_format(path)]
+        return check_dataset(data_format.read(path), path)
     except OSError as error:
         raise UserError(
             f"{error.filename or path}: cannot be read ({error.strerror}); "
@@ -149,10 +148,10 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
 
 
 def find_format(path: Path) -> str:
-    """Find the layout of a data set by what lies in its folder.
+    """Detect the format of a data set from the content of its folder.
 
     Raises:
-        UserError: If it has none of those in `FORMATS`, holds several data sets, or a case table.
+        UserError: If the format is unknown, or the folder holds several data sets or a case table.
     """
     name = _format_at(path)
     if name is not None:
@@ -161,8 +160,8 @@ def find_format(path: Path) -> str:
     folders: list[Path] = []
     if path.is_dir():
         folders = sorted(entry for entry in path.iterdir() if entry.is_dir())
-    # The user may have given the folder around a data set. DICOM files at any depth would have made
-    # the folder itself a data set, and are not searched for again.
+    # The user may have given the parent of a data set. DICOM is excluded: DICOM files at any depth
+    # would have made the given folder itself a data set.
     inner = [folder.name for folder in folders if _format_at(folder, excluded=DICOM) is not None]
     if inner:
         count = f"{len(inner)} data sets" if len(inner) > 1 else "a data set"
@@ -170,8 +169,8 @@ def find_format(path: Path) -> str:
             f"{path}: it holds {count}: {', '.join(inner[:10])}; "
             f"give one of them, such as {path / inner[0]}."
         )
-    # Or the user has given a folder inside a data set. DICOM is left out again: files of other
-    # folders beside this one would make any folder around them a DICOM data set.
+    # Or the user has given a folder inside a data set. DICOM is excluded: DICOM files in any
+    # sibling folder would make the parent a DICOM data set.
     outer = path.absolute().parent
     name = _format_at(outer, excluded=DICOM)
     if name is not None:
@@ -179,7 +178,7 @@ def find_format(path: Path) -> str:
             f"{path}: expected a data set, but found a part of the {name} data set {outer}; "
             "give that folder."
         )
-    signs = "; ".join(f"{name}: {layout.sign}" for name, layout in FORMATS.items())
+    signs = "; ".join(f"{name}: {data_format.sign}" for name, data_format in FORMATS.items())
     raise UserError(
         f"{path}: expected a data set in one of these layouts, but found none ({signs}); "
         "give one, or a case table."
@@ -203,14 +202,14 @@ def _refuse_case_table(path: Path) -> None:
 
 
 def _format_at(path: Path, excluded: str = "") -> str | None:
-    """Find the first layout that a path looks like; None if there is none.
+    """Find the first format that a path looks like; None if there is none.
 
     Args:
         path: The path.
-        excluded: Layout that is not tried.
+        excluded: Name of a format that is not tried.
     """
-    for name, layout in FORMATS.items():
-        if name != excluded and layout.is_at(path):
+    for name, data_format in FORMATS.items():
+        if name != excluded and data_format.is_at(path):
             return name
     return None
 
@@ -224,11 +223,11 @@ def read_cases(
 ) -> list[Case]:
     """Read the cases of a case table, or of a data set that `import_dataset` reads.
 
-    Arguments are those of `read_case_table`; a folder in which `table_at` finds a table is a case
-    table.
+    The arguments are those of `read_case_table`. A folder in which `table_at` finds a table counts
+    as a case table.
 
     Raises:
-        UserError: If it is none of these.
+        UserError: If the path is neither a case table nor a data set of a known format.
     """
     # `table_at` returns a folder without a table as it is.
     if table_at(path).is_dir() or path.suffix.lower() == ".json":

@@ -17,6 +17,7 @@ import numpy as np
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, Kind
 from medseg.data.importers.dataset import (
+    MAX_NAMED,
     DataSet,
     LabelMembers,
     channel_of,
@@ -29,6 +30,7 @@ from medseg.io.inputs import SUFFIXES, case_name, volume_files
 from medseg.io.read import read_image, read_labels
 from medseg.io.text import read_json
 from medseg.task import IGNORE, Channel
+from medseg.wording import first_few
 
 NNUNET = "nnunet"
 MSD = "msd"
@@ -57,14 +59,14 @@ MSD_KEYS = (*LISTS, "labels", "modality", "name", "numTraining", "numTest")
 
 @dataclass(frozen=True)
 class _RawFolder:
-    """nnU-Net raw folder, with what each step of its import reads.
+    """nnU-Net raw folder: the values that the steps of its import share.
 
     Attributes:
         folder: The folder.
         about: Content of its `dataset.json`.
         channel_names: Names of the channels in their order.
         ending: Ending of all images and labels, such as `.nii.gz`.
-        account: Gets what was used and what was left out.
+        account: Lists what the import uses and leaves out.
     """
 
     folder: Path
@@ -118,7 +120,7 @@ def import_nnunet(folder: Path) -> DataSet:
         )
         cases.append(case)
     cases += _test_cases(raw, num_sides=folds.num_sides)
-    values_by_name = field(raw.about, "labels", dict, raw.json_path)
+    values_by_name = required_value(raw.about, "labels", dict, raw.json_path)
     groups, background, ignore = _label_groups(values_by_name, raw.json_path, raw.account)
     notes: tuple[str, ...] = ()
     if folds.advice:
@@ -148,7 +150,7 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
     account.claim(path)
     is_first_version = "channel_names" not in about
     channels_key = "modality" if is_first_version else "channel_names"
-    channel_names = _names_in_order(field(about, channels_key, dict, path))
+    channel_names = _names_in_order(required_value(about, channels_key, dict, path))
     ending = about.get("file_ending", ".nii.gz")
     # The keys of `SUFFIXES` are compared as a list: the value in the file may be a list or a
     # mapping, which has no hash.
@@ -180,7 +182,7 @@ def _training_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, P
         images, labels = _files_in_folders(raw)
     if raw.has_list("training"):
         images = _choose_listed(raw, "training", images, raw.folder / "imagesTr")
-        _require_own_labels(raw, labels)
+        _check_label_names(raw, labels)
     return images, labels
 
 
@@ -188,9 +190,9 @@ def _listed_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Pat
     """Read the images and labels that the key `dataset` lists."""
     images: dict[str, list[Path]] = {}
     labels: dict[str, Path] = {}
-    for name, content in field(raw.about, "dataset", dict, raw.json_path).items():
-        # Anything else than a mapping is taken for an empty one, whose missing keys are refused by
-        # `file_paths` and `file_path`.
+    for name, content in required_value(raw.about, "dataset", dict, raw.json_path).items():
+        # An entry that is no mapping is treated as an empty mapping: `file_paths` and `file_path`
+        # refuse its missing keys.
         entry = content if isinstance(content, dict) else {}
         images[name] = [
             raw.folder / image for image in file_paths(entry.get("images"), raw.json_path)
@@ -206,17 +208,17 @@ def _listed_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Pat
 
 def _files_in_folders(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Path]]:
     """Find the images and labels of the training cases by the names of the files."""
-    images_at = raw.folder / "imagesTr"
-    labels_at = raw.folder / "labelsTr"
-    images = _images_by_case(images_at, raw)
+    images_folder = raw.folder / "imagesTr"
+    labels_folder = raw.folder / "labelsTr"
+    images = _images_by_case(images_folder, raw)
     if not images:
         raise UserError(
-            f"{images_at}: expected files that end in {raw.ending} "
+            f"{images_folder}: expected files that end in {raw.ending} "
             f"(file_ending of {raw.json_path}), found none; rename the files, or correct "
             "file_ending."
         )
-    labels = _files_by_name(labels_at, raw.ending)
-    require_pairs(images, labels, images_at, labels_at)
+    labels = _files_by_name(labels_folder, raw.ending)
+    require_pairs(images, labels, images_folder, labels_folder)
     return images, labels
 
 
@@ -240,7 +242,7 @@ def _choose_listed(
         UserError: If the list names a case that has no file.
     """
     counts: Counter[str] = Counter()
-    for entry in field(raw.about, key, list, raw.json_path):
+    for entry in required_value(raw.about, key, list, raw.json_path):
         image = entry.get("image") if isinstance(entry, dict) else entry
         counts[_name_in_list(file_path(image, raw.json_path))] += 1
     for name, count in counts.items():
@@ -262,15 +264,15 @@ def _choose_listed(
     return {name: files for name, files in images.items() if name in counts}
 
 
-def _require_own_labels(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
-    """Refuse a list of nnU-Net 1 that gives a case the labels of another name.
+def _check_label_names(raw: _RawFolder, labels: Mapping[str, Path]) -> None:
+    """Refuse a list of nnU-Net 1 that gives a case a label file with another name.
 
-    nnU-Net 1 takes the file that the list names, nnU-Net 2 the one that has the name of the case.
+    nnU-Net 1 reads the file that the list names, nnU-Net 2 the file that has the name of the case.
 
     Args:
-        raw: The data set, whose list has been read by `_choose_listed`: it is a list, and all its
-            cases have labels.
-        labels: Labels that were found for each case by its name.
+        raw: The data set. `_choose_listed` has checked that `training` is a list, and that all its
+            cases have files.
+        labels: Label file in `labelsTr` of each case.
 
     Raises:
         UserError: With the case and both files.
@@ -302,24 +304,23 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
 
     Args:
         raw: The data set.
-        num_sides: Number of columns `fold_0`, `fold_1`, …, in all of which the cell of a test case
-            is empty.
+        num_sides: Number of columns `fold_0`, `fold_1`, …; the cells of a test case are empty.
     """
-    images_at = raw.folder / "imagesTs"
-    if not images_at.is_dir():
-        if raw.has_list("test") and field(raw.about, "test", list, raw.json_path):
+    images_folder = raw.folder / "imagesTs"
+    if not images_folder.is_dir():
+        if raw.has_list("test") and required_value(raw.about, "test", list, raw.json_path):
             raise UserError(
-                f"{raw.json_path}: the list test names cases, but {images_at} does not exist; "
+                f"{raw.json_path}: the list test names cases, but {images_folder} does not exist; "
                 "copy the folder, or empty the list."
             )
         return []
-    images = _images_by_case(images_at, raw)
+    images = _images_by_case(images_folder, raw)
     if raw.has_list("test"):
-        images = _choose_listed(raw, "test", images, images_at)
-    labels_at = raw.folder / "labelsTs"
+        images = _choose_listed(raw, "test", images, images_folder)
+    labels_folder = raw.folder / "labelsTs"
     labels: dict[str, Path] = {}
-    if labels_at.is_dir():
-        labels = _files_by_name(labels_at, raw.ending)
+    if labels_folder.is_dir():
+        labels = _files_by_name(labels_folder, raw.ending)
     for name, file in labels.items():
         if name not in images:
             raw.account.explain(file, "labels without an image")
@@ -339,9 +340,9 @@ def _test_cases(raw: _RawFolder, *, num_sides: int) -> list[Case]:
 
 
 def _check_count(about: Mapping[str, Any], key: str, count: int, account: Account) -> None:
-    """Enter whether the number of cases that the file states is right.
+    """Note in the account whether the stated number of cases is right.
 
-    A wrong number does not change the import: the cases that are there count.
+    A wrong number does not change the import: it reads all cases that it finds.
     """
     if key not in about:
         return
@@ -367,7 +368,7 @@ def import_msd(source: Path) -> DataSet:
     account = Account()
     account.claim(path)
     account.leave_out_keys(about, MSD_KEYS, path.name)
-    # `_entries` refuses what is no list; the counts below rely on it.
+    # `_entries` refuses lists of another type, so that `len` below is safe.
     entries = _entries(about, path, account)
     num_test = len(about.get("test", ())) + len(about.get("testing", ()))
     _check_count(about, "numTraining", len(about["training"]), account)
@@ -379,13 +380,13 @@ def import_msd(source: Path) -> DataSet:
     background: LabelMembers = {}
     ignore = None
     if "labels" in about:
-        values_by_name = field(about, "labels", dict, path)
+        values_by_name = required_value(about, "labels", dict, path)
         groups, background, ignore = _label_groups(values_by_name, path, account)
     else:
         groups = values_in(cases, notes)
     channels: list[Channel] = []
     if "modality" in about:
-        modalities = field(about, "modality", dict, path)
+        modalities = required_value(about, "modality", dict, path)
         channels = [channel_of(name) for name in _names_in_order(modalities)]
     _check_channels(path, images, len(channels))
     if not channels:
@@ -413,20 +414,22 @@ def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
     """Read the lists of a datalist; an entry that is repeated counts once.
 
     Raises:
-        UserError: If the value of a list is no list, or two different entries have the same image.
+        UserError: If the value of such a key is no list, or two different entries have the same
+            image.
     """
     entries: Entries = []
+    # First image of an entry, to the key of its list and the entry.
     first_uses: dict[str, tuple[str, dict[str, Any]]] = {}
     for key, split in LISTS.items():
         if key not in about and key != "training":
             continue
-        content = field(about, key, list, path)
+        content = required_value(about, key, list, path)
         account.use(Kind.list, key, f"has {len(content)} entries")
         for value in content:
             # An entry of the list `test` may be the path of its image alone.
             entry = value if isinstance(value, dict) else {"image": value}
             account.leave_out_keys(entry, ENTRY_KEYS, f"an entry of {key}")
-            # An entry is known by its first image; "./a.nii.gz" and "a.nii.gz" are one file.
+            # The first image identifies an entry; "./a.nii.gz" and "a.nii.gz" are the same file.
             image = os.path.normpath(file_paths(entry.get("image"), path)[0])
             if image not in first_uses:
                 first_uses[image] = key, entry
@@ -452,7 +455,7 @@ def _msd_cases(
         entries: The entries.
         images: Images of each entry, one per channel, or one file of all channels.
         path: The datalist.
-        account: Gets the folds that have no effect.
+        account: Lists the folds that have no effect.
 
     Raises:
         UserError: If a fold is no whole number, or the datalist has both folds and a list of
@@ -487,7 +490,7 @@ def _msd_cases(
 
 
 def _check_folds(cases: Sequence[Case], path: Path, account: Account) -> None:
-    """Enter the training cases without a fold in the account, if others have one.
+    """List the training cases without a fold in the account, if other cases have one.
 
     Raises:
         UserError: If the file has folds and a list of validation cases.
@@ -515,10 +518,10 @@ def _check_channels(path: Path, images: Sequence[Sequence[Path]], num_channels: 
         images: Images of each entry.
         num_channels: Number of channels in `modality`; 0 where it is not stated.
     """
-    most = max(map(len, images), default=1)
-    if most == 1:
+    max_images = max(map(len, images), default=1)
+    if max_images == 1:
         return
-    expected = most if num_channels == 0 else num_channels
+    expected = max_images if num_channels == 0 else num_channels
     for files in images:
         if len(files) != expected:
             raise UserError(
@@ -541,7 +544,7 @@ def read_about(path: Path) -> dict[str, Any]:
     return about
 
 
-def field(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
+def required_value(about: Mapping[str, Any], key: str, kind: type, path: Path) -> Any:
     """Return a value of a JSON file, checked to be a list or a mapping.
 
     Args:
@@ -581,7 +584,7 @@ def file_path(value: Any, path: Path) -> str:
 
 
 def file_paths(value: Any, path: Path) -> list[str]:
-    """Return the paths of a value that is one path or a list of at least one; see `file_path`."""
+    """Return the paths of a value: one path, or a non-empty list of paths; see `file_path`."""
     if isinstance(value, list) and value:
         return [file_path(item, path) for item in value]
     return [file_path(value, path)]
@@ -590,23 +593,39 @@ def file_paths(value: Any, path: Path) -> list[str]:
 def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
     """Find the values of all label maps, for data sets that name no labels.
 
+    A damaged label map does not stop the import: `prepare` will refuse its case alone.
+
     Args:
         cases: The cases, whose label maps are read completely.
-        notes: Gets a sentence that lists the values.
+        notes: Gets a sentence that lists the values, and one about damaged label maps.
 
     Returns:
         Labels with the names `label_<value>`.
 
     Raises:
-        UserError: If there is no value but 0.
+        UserError: If no label map can be read, or there is no value but 0.
     """
     present: set[int] = set()
+    errors: dict[str, UserError] = {}
     for case in cases:
-        if case.labels is not None:
+        if case.labels is None:
+            continue
+        try:
             present.update(np.unique(read_labels(case.labels).array).tolist())
+        except UserError as error:
+            errors[case.name] = error
     values = sorted(present - {0})
     if not values:
+        if errors:
+            raise next(iter(errors.values()))
         raise UserError("the label maps hold nothing but zeros; check the data set.")
+    if errors:
+        names = first_few(errors, MAX_NAMED)
+        first_error = next(iter(errors.values()))
+        notes.append(
+            f"{names}: the label map cannot be read, and its values are not among the labels; "
+            f"prepare will refuse the case ({first_error})"
+        )
     notes.append(
         "the data set does not name its labels; its label maps hold "
         f"{', '.join(map(str, values))}: name them with labels={{<name>: <value>, …}}"
@@ -615,26 +634,44 @@ def values_in(cases: Sequence[Case], notes: list[str]) -> LabelMembers:
 
 
 def guess_modality(cases: Sequence[Case], notes: list[str]) -> str:
-    """Guess from the values of the first scan whether the scans are CT.
+    """Guess from the values of one scan whether the scans are CT.
 
     Args:
-        cases: The cases; only the image of the first is read.
+        cases: The cases; the first image that can be read is used.
         notes: Gets a sentence about the guess.
 
     Returns:
         `ct` or `other`, the latter also for a data set without cases, which is refused later.
+
+    Raises:
+        UserError: If no image can be read; the error is that of the first.
     """
     if not cases:
         return "other"
-    image = cases[0].image
-    # With `other`, a DICOM series of any modality can be read.
-    is_ct = int(read_image(image, modality="other").array.min()) < CT_HU
+    image, lowest = _first_minimum([case.image for case in cases])
+    is_ct = lowest < CT_HU
     content = "holds HU" if is_ct else "holds no HU"
     notes.append(
         f"the data set does not name its modality; {image.name} {content}: "
         "correct task.yaml if that is wrong"
     )
     return "ct" if is_ct else "other"
+
+
+def _first_minimum(images: Sequence[Path]) -> tuple[Path, float]:
+    """Find the first image that can be read, and its lowest value.
+
+    Raises:
+        UserError: If none can be read; the error is that of the first.
+    """
+    errors: list[UserError] = []
+    for path in images:
+        try:
+            # With `other`, a DICOM series of any modality can be read.
+            return path, float(read_image(path, modality="other").array.min())
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _names_in_order(names_by_number: Mapping[str, Any]) -> list[str]:
@@ -682,9 +719,9 @@ def _images_by_case(folder: Path, raw: _RawFolder) -> dict[str, list[Path]]:
 
 
 def _files_by_name(folder: Path, ending: str) -> dict[str, Path]:
-    """Find the volume files of a folder with one ending, by their names without it.
+    """Map the name of each volume file with this ending, without the ending, to its path.
 
-    The ending counts in upper and lower case, so two files may have one name.
+    The case of letters in the ending does not matter, so two files may have the same name.
 
     Raises:
         UserError: If the folder is missing, or two files have one name.
@@ -721,11 +758,11 @@ def _label_groups(
     Args:
         named_values: Name to value or list of values; or value to name, as in the Decathlon.
         path: File, for messages.
-        account: Gets the regions that are divided, and the labels that are renamed or left out.
+        account: Lists the regions that are divided, and the labels that are renamed or left out.
 
     Returns:
-        Labels with their values, in the order of the values; further values of the background; and
-        the value to ignore.
+        Labels with their values, in the order of the values; values other than 0 that are
+        background; and the value to ignore, None where there is none.
 
     Raises:
         UserError: If a value is no whole number, two names have the same values, or no label is
@@ -758,7 +795,7 @@ def _label_groups(
         for group_name, group in groups.items():
             if set(group) <= set(values):
                 labels_of_region.append(label_of_group[group_name])
-        # A region that is one group, under its own name, has not been divided.
+        # A region that became one label with its own name was not divided.
         if labels_of_region != [label_of_group.get(region)]:
             why = f"region that overlaps others: divided into {', '.join(labels_of_region)}"
             account.merge(Kind.label, region, why)
@@ -807,7 +844,7 @@ def _disjoint_groups(members: Members) -> LabelMembers:
     for name, values in members.items():
         for value in values:
             regions_of_value.setdefault(value, []).append(name)
-    # Regions, the smallest first, to the values that belong to all of them and no others.
+    # Names of some regions, the smallest first, to the values that belong to exactly these regions.
     groups: dict[tuple[str, ...], list[int | str]] = {}
     for value in sorted(regions_of_value):
         smallest_first = sorted(regions_of_value[value], key=lambda name: len(members[name]))
@@ -818,9 +855,9 @@ def _disjoint_groups(members: Members) -> LabelMembers:
         if set(group) == set(members[smallest]):
             named_groups[smallest] = group
             continue
-        # The further values of this region belong to other groups.
+        # The other values of this region belong to other groups.
         name = f"{smallest}_rest"
-        # Another group has the same smallest region: the names of all regions tell them apart.
+        # Two groups may have the same smallest region: the names of all regions tell them apart.
         if name in named_groups:
             name = "_and_".join(regions)
         # A label of the data set may have the new name. The names of the group's own regions are
@@ -852,7 +889,7 @@ def _read_members(named_values: Mapping[str, Any], path: Path) -> Members:
         UserError: If a value is no whole number from 0, or names and values are mixed up.
     """
     values_of = dict(named_values)
-    # The Decathlon: {"1": "liver"}.
+    # The Decathlon maps values to names, such as {"1": "liver"}: the mapping is inverted.
     if all(isinstance(name, str) for name in named_values.values()):
         if not all(key.isdecimal() for key in named_values):
             raise UserError(
@@ -921,7 +958,7 @@ def _case_names(folder: Path, images: Sequence[Path]) -> list[str]:
     long_names = []
     for path, name in zip(images, names, strict=True):
         inner_path = path.relative_to(folder) if path.is_relative_to(folder) else path
-        # Without the file itself, and without what is no name of a folder.
+        # Names of the folders alone: no file name, no root, no "." or "..".
         folders = [part for part in inner_path.parts[:-1] if part not in (path.anchor, ".", "..")]
         long_names.append("_".join([*folders, name]))
     return long_names

@@ -18,13 +18,13 @@ class Place(NamedTuple):
     """Place of a case in the folds: the values of its columns in the case table.
 
     Attributes:
-        fold: Fold that validates the case, while all others train on it, for the column `fold`;
-            None where no fold validates it, or where `sides` tells which.
-        sides: Its side in each fold, for the columns `fold_0`, `fold_1`, …: `train`, `val`, or None
-            where the fold leaves it out; empty where the column `fold` is enough.
+        fold: Number of the fold that validates the case, for the column `fold`; all other folds
+            train on it. None where no fold validates it, or where `sides` is used instead.
+        sides: Side of the case in each fold, for the columns `fold_0`, `fold_1`, …: `train`, `val`,
+            or None where the fold leaves it out; empty where the column `fold` is enough.
 
-    Without both, all folds train on the case, or no fold holds it: it is no training case, or the
-    data set has no folds.
+    A training case with neither is trained on in every fold. Test cases, and all cases of a data
+    set without folds, have neither, too.
     """
 
     fold: int | None = None
@@ -45,22 +45,22 @@ class Folds(NamedTuple):
     num_sides: int = 0
 
     def place(self, name: str) -> Place:
-        """Find the place of a case; one that the folds do not know is in none of them."""
+        """Find the place of a case; an unknown case is in no fold."""
         in_no_fold = Place(sides=(None,) * self.num_sides)
         return self.places.get(normalise_name(name), in_no_fold)
 
 
 def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) -> Folds:
-    """Read the folds of nnU-Net. It trains each fold on the list `train` of that fold alone.
+    """Read the folds of nnU-Net, which trains each fold on the list `train` of that fold alone.
 
     Args:
         paths: Where `splits_final.json` may lie.
         cases: Names of the training cases.
-        account: List of what was found in the data set; the files and lists are entered.
+        account: Gets an entry for each file and each list.
 
     Raises:
-        UserError: If two files differ, a list names an unknown case, or a fold trains on what it
-            validates.
+        UserError: If two files differ, a list names an unknown case, or a fold trains on a case
+            that it validates.
     """
     existing = [path for path in paths if path.is_file()]
     if not existing:
@@ -87,7 +87,7 @@ def _place_cases(sides_in_folds: Sequence[Mapping[str, str]], names: Collection[
     """Find the place of each case.
 
     Args:
-        sides_in_folds: For each fold, the cases that it uses with their side.
+        sides_in_folds: For each fold, the side of each case that it uses.
         names: All training cases.
     """
     num_folds = len(sides_in_folds)
@@ -100,6 +100,7 @@ def _place_cases(sides_in_folds: Sequence[Mapping[str, str]], names: Collection[
             f"the folds of {SPLITS_FILE} are in the case table: data.fold=0 … "
             f"data.fold={num_folds - 1} chooses one, together with data.num_folds={num_folds}"
         )
+    # Side of each case in each fold; None where the fold leaves the case out.
     sides_of = {}
     for name in names:
         sides_of[name] = tuple(side_of_case.get(name) for side_of_case in sides_in_folds)
@@ -157,10 +158,10 @@ def _read_fold(
         number: Number of the fold, for messages.
         names: All training cases.
         path: The file, for messages.
-        account: List of what was found in the data set; both lists are entered.
+        account: Gets an entry for each list.
 
     Returns:
-        The cases that the fold uses, with their side.
+        Name of each case that the fold uses, to its side.
 
     Raises:
         UserError: If a list names an unknown case or a case of the other list, or no case is

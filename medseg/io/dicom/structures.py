@@ -160,7 +160,7 @@ def labels_on_slices(
         )
     # Number of the structure by label value; 0 for labels that are left out.
     values = [structure.value for structure in structures]
-    num_values = max(int(labels.max()), *values) + 1
+    num_values = max([int(labels.max()), *values]) + 1
     number_of_value = np.zeros(num_values, np.min_scalar_type(len(structures)))
     number_of_value[values] = np.arange(1, len(structures) + 1)
     positions_xyz_mm = [frame.position_xyz_mm for frame in slices.frames]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from medseg.data.audit.image import (
+    are_hu,
     audit_channels,
     audit_image,
     hash_voxels,
@@ -237,3 +238,12 @@ def test_the_advice_for_a_small_range_follows_from_it_and_works(
     assert advice in str(finding)
     again = HuScale(slope, offset).apply(stored)
     assert "error" not in {one.severity.value for one in audit_image(measure_image(again))}
+
+
+def test_only_channels_of_ct_can_have_values_that_are_not_hu() -> None:
+    right, wrong = measure_image(ct()), measure_image(ct() + np.int16(1024))
+    constant = measure_image(np.zeros((2, 3, 4), np.int16))
+    assert are_hu([right, constant], ["ct", "mr"])
+    assert are_hu([wrong, constant], ["mr", "mr"])
+    assert not are_hu([right, constant], ["ct", "ct"])
+    assert not are_hu([constant, wrong], ["mr", "ct"])

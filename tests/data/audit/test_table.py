@@ -97,6 +97,26 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
     ]
 
 
+def test_a_copy_of_the_same_patient_hides_none_of_another_patient() -> None:
+    scan = np.random.default_rng(0).normal(0, 300, (16, 16, 16)).clip(-1000, 400)
+    cases = [
+        audited("a", voxels="x", patient="p", image=scan),
+        audited("b", voxels="x", patient="q", image=scan),
+        audited("same as b", voxels="x", patient="q", image=scan),
+        audited("near a", voxels="y", patient="r", image=scan + 2),
+        audited("same as near a", voxels="y", patient="r", image=scan + 2),
+        audited("scaled", voxels="z", patient="s", image=0.8 * scan),
+        audited("same as scaled", voxels="z", patient="s", image=0.8 * scan),
+    ]
+    found = [
+        [(finding.code, finding.severity.value) for finding in one.findings()]
+        for one in compare_cases(cases)
+    ]
+    near, same = ("near_copy", "error"), ("duplicate_image", "warning")
+    twin = ("duplicate_image", "error")
+    assert found == [[], [twin], [twin, same], [near], [near, same], [near], [near, same]]
+
+
 def test_near_copies_under_two_patients_are_found() -> None:
     rng = np.random.default_rng(0)
     scan = ndimage.gaussian_filter(rng.normal(0, 4000, (64, 40, 44)), 4).clip(-1000, 400)
@@ -193,9 +213,9 @@ def test_an_audit_survives_its_file() -> None:
     ).audit
     assert audit is not None
     assert CaseAudit.from_dict(audit.to_dict()) == audit
-    assert {finding.code for finding in audit.heeded({"no_air"}, Severity.error)} == set(CODES) - {
-        "no_air"
-    }
+    assert {finding.code for finding in audit.not_ignored({"no_air"}, Severity.error)} == set(
+        CODES
+    ) - {"no_air"}
 
 
 def test_mistaken_codes_are_told() -> None:

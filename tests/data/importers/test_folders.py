@@ -11,6 +11,7 @@ import SimpleITK
 from layouts import blocks, make_luna16, make_pairs, make_slicer, make_totalsegmentator, save
 
 from medseg.data.importers.folders import import_luna16, import_pairs, import_totalsegmentator
+from medseg.data.importers.formats import import_dataset
 from medseg.errors import UserError
 
 
@@ -112,6 +113,37 @@ def test_pairs_take_the_values_of_their_label_maps(tmp_path: Path) -> None:
     (tmp_path / "images" / "p1.nrrd").unlink()
     with pytest.raises(UserError, match="images: no image for p1, which labels holds"):
         import_pairs(tmp_path)
+
+
+def test_a_damaged_label_map_or_image_does_not_stop_the_import_of_the_others(
+    tmp_path: Path,
+) -> None:
+    make_pairs(tmp_path)
+    for name in ("images/p0.nrrd", "labels/p1.nrrd"):
+        (tmp_path / name).write_bytes(b"damaged")
+    data = import_dataset(tmp_path)
+    assert ([case.name for case in data.cases], data.labels) == (
+        ["p0", "p1", "p2"],
+        {"label_1": [1], "label_2": [2]},
+    )
+    assert data.channels[0].modality == "ct"
+    assert data.notes[0].startswith("p1: the label map cannot be read")
+    assert "labels/p1.nrrd: expected a NRRD file" in data.notes[0]
+    for name in ("labels/p0.nrrd", "labels/p2.nrrd"):
+        (tmp_path / name).write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"labels/p0\.nrrd: expected a NRRD file"):
+        import_pairs(tmp_path)
+
+
+def test_a_damaged_header_is_told_for_its_case_alone(tmp_path: Path) -> None:
+    make_luna16(tmp_path)
+    header = next(tmp_path.glob("subset1/*.mhd"))
+    header.write_bytes(b"damaged\n")
+    data = import_dataset(tmp_path)
+    assert len(data.cases) == 4
+    (line,) = (item for item in data.closing_items() if item.name.endswith(header.name))
+    assert (line.kind, line.fate) == ("file", "left out")
+    assert line.why.startswith("damaged, prepare will refuse its case")
 
 
 def test_pairs_of_an_image_and_a_folder_of_masks(tmp_path: Path) -> None:

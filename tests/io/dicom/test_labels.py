@@ -18,7 +18,7 @@ from medseg.errors import UserError
 from medseg.io.dicom.labels import open_label_file, read_label_file
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.structure_set import write_structure_set
-from medseg.io.dicom.structures import Structure, points_of
+from medseg.io.dicom.structures import Structure, labels_on_slices, points_of
 from tests.io.io_volumes import finding_texts
 
 
@@ -83,6 +83,13 @@ HOLE = [(3.5, 4.5), (3.5, 6.5), (5.5, 6.5), (5.5, 4.5)]
 RING = np.zeros((9, 13), bool)
 RING[2:8, 3:10] = True
 RING[4:6, 5:7] = False
+
+
+def test_without_structures_no_pixel_is_labelled(slices: SourceSlices) -> None:
+    labels = np.ones(slices.grid.shape, np.uint8)
+    numbers = labels_on_slices(labels, slices, [])
+    assert numbers.shape == (len(slices.frames), *slices.frames[0].pixels.shape)
+    assert not numbers.any()
 
 
 def test_a_fraction_counts_from_a_half(tmp_path: Path, slices: SourceSlices) -> None:
