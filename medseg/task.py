@@ -118,12 +118,14 @@ class Task:
 
     @property
     def helper_labels(self) -> tuple[str, ...]:
-        """Labels that belong to no region of a task with regions.
+        """Labels that belong to no region of a task with regions, in the order of their values.
 
         They help the networks to tell organs from what is not, and are background in results.
         """
         organ_values = self.organ_values
-        return tuple(name for name, value in self.labels.items() if value not in organ_values)
+        # Files of weights sort the labels by name, but the classes follow the values.
+        names = sorted(self.labels, key=self.labels.__getitem__)
+        return tuple(name for name in names if self.labels[name] not in organ_values)
 
     def without_helpers(self) -> Task:
         """Return the task of the results, in which helper labels are background."""

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import typing
 
 import hydra
@@ -236,11 +237,6 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         ),
         (["stage=fine", "task.regions=null"], "stage=fine: the task lungs has no regions"),
         (["tags=pilot"], "tags: expected a list; give it in brackets, tags=[…]"),
-        (
-            ["data.val_patients=null"],
-            "data.val_patients: null is not allowed; write data.val_patients=[] for an empty list, "
-            "data.val_patients={} for an empty mapping",
-        ),
         (["steps=0"], "steps: must lie in [1, inf), but got 0"),
         (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
         (["trainer.devices=2"], "choose trainer=ddp"),
@@ -494,6 +490,43 @@ def test_an_unknown_choice_names_the_others_and_a_class_where_one_may_stand(
     if is_class:
         expected += f"; or name a class: {group}._target_=package.Class"
     assert said == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        # Null where a single value, a list, a mapping or a group is declared.
+        ("notes", None, "notes: expected a value, but got null"),
+        ("tags", None, "tags: expected a list, but got null; give it in brackets, tags=[…]"),
+        ("tags", [None], "tags.0: expected a value, but got null"),
+        ("augment.noise_sd", None, "augment.noise_sd: expected a list of 2 numbers, but got null"),
+        ("stage.patch_size", [None, 96, 96], "stage.patch_size.0: expected a value, but got null"),
+        ("task.labels", None, "task.labels: expected a mapping, but got null; give it in braces"),
+        ("task.labels", {"a": None}, "task.labels.a: expected a value, but got null"),
+        ("task.channels", [None], "task.channels.0: expected a group of keys, but got null"),
+        ("model.blocks_per_level", None, "model.blocks_per_level: expected a list, but got null"),
+        ("trainer.devices", [None], "trainer.gpus.0: expected a value, but got null"),
+        ("data", None, "data: expected a group of keys, but got null; set them one by one, data."),
+        # Other keys refer to these groups.
+        ("stage", None, "stage: expected a group of keys; set them one by one, stage.<name>="),
+        ("optimizer", None, "optimizer: expected a group of keys; set them one by one"),
+        # Single values and lists in place of groups, mappings and lists.
+        ("task", "lungs", "task: expected a group of keys; set them one by one, task.<name>="),
+        ("trainer", 2, "trainer: expected a group of keys; set them one by one"),
+        ("data", ["a.csv"], "data: expected a group of keys; set them one by one"),
+        ("task.labels", ["liver"], "task.labels: expected a mapping; give it in braces"),
+        ("tags", {"a": 1}, "tags: expected a list; give it in brackets, tags=[…]"),
+        ("trusted_targets", 5, "trusted_targets: expected a list; give it in brackets"),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_told_what_the_key_expects(
+    key: str, value: object, said: str
+) -> None:
+    composed = compose()
+    with open_dict(composed):
+        OmegaConf.update(composed, key, value, merge=False)
+    with pytest.raises(UserError, match=f"^{re.escape(said)}"):
+        to_config(composed, TrainConfig)
 
 
 def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
