@@ -178,8 +178,8 @@ class Samples(Dataset[Sample]):
             all.
 
     Raises:
-        ValueError: If there is no item, or a weight is not positive.
-        UserError: If nothing has the trust that is asked for.
+        ValueError: If there are no cases, or a weight is not positive.
+        UserError: If no region has an accepted trust, or none has voxels.
     """
 
     def __init__(
