@@ -338,8 +338,8 @@ class VoxelGrid:
         new_centre = (np.array(shape) - 1) / 2
         # Old voxels per new voxel.
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)
-        # Both centres coincide: the new first voxel lies `new_centre` new voxels before it, here in
-        # old indices.
+        # Both grids have the same centre. The new first voxel lies `new_centre` new voxels before
+        # the centre, which is `new_centre * ratio` in old indices.
         first_index = centre - new_centre * ratio
         origin_xyz_mm = self.index_to_world_xyz_mm(first_index)
         return _make_grid(shape, target_spacing_mm, origin_xyz_mm, self.direction)

@@ -37,7 +37,7 @@ TARGET_NEEDED = (
 )
 # Strategies that use one spacing for all axes.
 ONE_SPACING = (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution)
-# Keys that one strategy requires and all others refuse, to this strategy.
+# Key that one strategy requires and all others refuse, to that strategy.
 OWN_SPACING_KEYS = {
     "size": SpacingStrategy.fixed_size,
     "range_mm": SpacingStrategy.multi_scale,

@@ -469,7 +469,7 @@ def _msd_cases(
     cases = []
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
         fold = entry.get("fold")
-        # `isinstance` would take True for a fold.
+        # `isinstance` would accept True as a fold.
         if fold is not None and (type(fold) is not int or fold < 0):
             raise UserError(f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
         if fold is not None and split is not None:
