@@ -475,6 +475,10 @@ def _msd_cases(
         if fold is not None and split is not None:
             account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
             fold = None
+        # A number may identify the patient, and 0 is a patient, too.
+        patient = entry.get("patient")
+        if patient is None or patient == "":
+            patient = name
         # An entry, such as that of a test case, may have no label map.
         labels = None
         if entry.get("label") is not None:
@@ -483,7 +487,7 @@ def _msd_cases(
             name,
             files[0],
             labels,
-            patient=str(entry.get("patient") or name),
+            patient=str(patient),
             split=split,
             fold=fold,
             more_images=tuple(files[1:]),

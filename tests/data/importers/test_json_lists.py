@@ -279,6 +279,18 @@ def test_the_decathlon_has_channels_in_one_file(tmp_path: Path) -> None:
     assert data.cases[0].images(2) == [data.cases[0].image] * 2
 
 
+def test_patients_of_a_datalist_may_be_numbers(tmp_path: Path) -> None:
+    make_nnunet(tmp_path)
+    entries: list[dict[str, Any]] = [
+        {"image": f"imagesTr/chest_{n:03d}_0000.nii.gz", "label": f"labelsTr/chest_{n:03d}.nii.gz"}
+        for n in range(3)
+    ]
+    for entry, patient in zip(entries, (0, 0, None), strict=True):
+        entry["patient"] = patient
+    data = import_dataset(write_json(tmp_path / "list.json", {"training": entries}))
+    assert [case.patient for case in data.cases] == ["0", "0", "chest_002"]
+
+
 def test_a_datalist_of_monai(tmp_path: Path) -> None:
     make_nnunet(tmp_path / "data")
     entries = [
