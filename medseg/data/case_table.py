@@ -497,7 +497,8 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
         value = float(cell)
     except ValueError:
         value = math.nan
-    if math.isfinite(value) and (value > 0 or not must_be_positive):
+    has_right_sign = value > 0 or not must_be_positive
+    if math.isfinite(value) and has_right_sign:
         return value
     kind = "positive number" if must_be_positive else "number"
     raise UserError(f"{where}: {column} is {cell!r}, expected a {kind} or nothing.")

@@ -155,7 +155,9 @@ class StageOptions:
     def _coarse_clashes(self) -> Iterator[str]:
         """Yield a sentence where a coarse stage is missing, or is given and has no use."""
         has_folds = self.coarse_folds is not None
-        if has_folds and (self.coarse is not None or not self.coarse_channel):
+        # `coarse_folds` replaces `coarse`, and only the coarse channel can use it.
+        allows_folds = self.coarse is None and self.coarse_channel
+        if has_folds and not allows_folds:
             yield (
                 "stage.coarse_folds: it stands in place of stage.coarse, with "
                 "stage.coarse_channel=true; give one of the two"

@@ -147,7 +147,8 @@ class StepBatchSampler(Sampler[list[int]]):
     ) -> None:
         are_sizes_positive = min(batch_size, accumulate, num_ranks) >= 1
         are_steps_allowed = min(num_steps, start_step) >= 0
-        if not are_sizes_positive or not are_steps_allowed or not 0 <= rank < num_ranks:
+        is_rank_valid = 0 <= rank < num_ranks
+        if not (are_sizes_positive and are_steps_allowed and is_rank_valid):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "

@@ -390,7 +390,9 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     num_near_one = facts.counts[ZERO + 1]
     is_air = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1]
     is_padding = any(abs(low - padding) <= DIVIDED_ROUNDING for padding in DIVIDED_PADDINGS)
-    if (is_air or is_padding) and high <= DIVIDED_HIGH and num_near_zero > num_near_one:
+    has_divided_ends = (is_air or is_padding) and high <= DIVIDED_HIGH
+    has_peak_at_zero = num_near_zero > num_near_one
+    if has_divided_ends and has_peak_at_zero:
         kind = "hu_range:divided"
         if low >= -1 and high <= 1:
             # Either divided HU that were clipped, or a window around soft tissue that was scaled to

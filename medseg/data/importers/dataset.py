@@ -557,8 +557,9 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
                 raise UserError(
                     f"{file} does not exist, but {path} holds its header; copy both files."
                 )
-        # The importer of DICOM has claimed the files of each series: several may share a folder.
-        if data.format != DICOM or not path.is_dir():
+        # `import_dicom` has claimed the files of each series, since several may share a folder.
+        is_claimed = data.format == DICOM and path.is_dir()
+        if not is_claimed:
             for file in files_of(path):
                 data.account.claim(file)
         real = os.path.realpath(path)

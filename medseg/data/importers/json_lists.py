@@ -470,7 +470,8 @@ def _msd_cases(
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
         fold = entry.get("fold")
         # `isinstance` would accept True as a fold.
-        if fold is not None and (type(fold) is not int or fold < 0):
+        is_fold = type(fold) is int and fold >= 0
+        if fold is not None and not is_fold:
             raise UserError(f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
         if fold is not None and split is not None:
             account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
