@@ -1,4 +1,4 @@
-"""Worker processes: what they answer, and that nothing of them is left."""
+"""Worker processes: results, errors, deaths, and no leaked semaphores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from medseg.worker_process import NotSentError, Worker, WorkerDiedError
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tells the worker's process number and lets it work for ever.
+# Prints the process number of the worker, and lets it sleep for ten minutes.
 BUSY_PARENT = """
 import os, time
 from medseg.worker_process import Worker
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
 
 class PairError(Exception):
-    """It is packed with one argument, and cannot be unpacked with that."""
+    """Exception that pickles with one argument, and then cannot be loaded: it needs two."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} and {second}")
@@ -91,7 +91,7 @@ def test_what_cannot_pass_between_processes_is_told_and_the_worker_goes_on() -> 
 
 
 class NotHere:
-    """Packs in the worker, and cannot be unpacked in this process."""
+    """Object that pickles, and can be loaded only in the process that pickled it."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[int]]:
         return refuse_elsewhere, (os.getpid(),)
@@ -136,7 +136,7 @@ def test_a_request_that_is_cut_off_ends_the_worker_without_a_word(
 def test_a_busy_worker_ends_with_its_parent_and_leaks_nothing(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    """Python's resource tracker would print the semaphores that nobody removed."""
+    """Python's resource tracker would print semaphores that were not removed."""
     script = tmp_path / "busy.py"
     script.write_text(BUSY_PARENT)
     parent = subprocess.Popen(

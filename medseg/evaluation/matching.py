@@ -212,9 +212,9 @@ def check_grid(
     """Refuse two grids that differ by more than the tolerance of the audit.
 
     Args:
-        owner: What the grid belongs to, in the genitive, for the message.
+        owner: Owner of the grid in the genitive, such as `prediction's`, for the message.
         grid: A grid.
-        other_owner: What the other grid belongs to, likewise.
+        other_owner: Owner of the other grid, likewise.
         other: The other grid.
         cure: End of the message: what to do.
 
@@ -237,7 +237,7 @@ def _describe(grid: VoxelGrid) -> str:
 
 
 def _key(name: str) -> str:
-    """Name to match by: some file systems store ü as two characters, u and the dots (NFD)."""
+    """Normalise a name to NFC: some file systems store ü as two characters, u and dots (NFD)."""
     return unicodedata.normalize("NFC", name)
 
 

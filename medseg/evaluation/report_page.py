@@ -24,9 +24,10 @@ from medseg.wording import first_few
 
 # Metric to 1 where more is better, or -1 where less is better.
 DIRECTION_OF_METRIC = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
-# Region, or trust, of the rows that count every region or trust.
+# Stands in place of a region or trust in the rows that count all regions or all trusts.
 ALL = "all"
-# Decimals of `metrics.csv`: with more of them, two equal results would differ by rounding errors.
+# Decimals of the scores in `metrics.csv`. Rounding errors, by which equal results may differ, lie
+# below them.
 TABLE_DIGITS = 6
 
 Row = Mapping[str, Any]

@@ -617,7 +617,7 @@ def console_table(statistics: Sequence[Row]) -> list[str]:
     Returns:
         Lines of a table with a row for each group of a region and a trust.
     """
-    # Of each group, metric to its statistics.
+    # One dictionary for each group: metric to its statistics.
     groups: list[dict[str, Row]] = []
     for row in statistics:
         # `summarise` lists the metrics of a group one after the other.
@@ -652,7 +652,7 @@ def _differ_in_trust(statistics: Sequence[Row]) -> bool:
     Args:
         statistics: Rows of one metric, from `summarise`.
     """
-    num_scores = 0
+    num_scores = 0  # of the region, in all
     for row in statistics:
         # In each region the row of every trust comes first.
         if row["trust"] == ALL:

@@ -18,9 +18,9 @@ from medseg.geometry.grid import VoxelBox
 # may be a run of its own: the runs of a slab then take at most 100 MB.
 SLAB_VOXELS = 2**21
 
-# Returns the planes of a boolean volume, (d, H, W), for a range of z.
+# Reads a mask: returns its planes (d, H, W) for a range of z.
 Planes = Callable[[slice], np.ndarray]
-# Returns a part (d, h, w) of a boolean volume.
+# Reads a mask: returns its part (d, h, w) for ranges of z, y and x.
 Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
 
 
@@ -28,11 +28,11 @@ class Rejection(NamedTuple):
     """A reason to remove a component: more than a share of its voxels lies in a mask.
 
     Attributes:
-        where: The mask, for any part of the volume.
+        mask: Mask of the whole volume, read by parts.
         share: Largest share of a component's voxels that may lie in the mask, in [0, 1].
     """
 
-    where: Part
+    mask: Part
     share: float
 
 
@@ -125,7 +125,7 @@ class Runs:
         """
         chosen_runs = np.flatnonzero(is_chosen[self.component])
         _, positions = _ranges(self.start[chosen_runs], self.stop[chosen_runs])
-        # The opposite of `count`: the index of a voxel is its position minus the number of rows
+        # The inverse of `count`: the index of a voxel is its position minus the number of rows
         # before it.
         voxels = positions - positions // self.row
         drawn = np.zeros(self.mask.shape, dtype=bool)
@@ -149,8 +149,8 @@ class Components:
 
         Args:
             shape: Size of the volume (D, H, W), no axis empty.
-            mask: Voxels of the components; `where` reads it again and must get the same answer.
-            counted: Masks whose voxels are counted; None = all voxels.
+            mask: Mask of the components. `voxels_of` reads it again, and it must not have changed.
+            counted: Masks whose voxels are counted in each component; None = all voxels.
         """
         depth, height, width = shape
         step = max(1, SLAB_VOXELS // (height * width))
@@ -166,9 +166,9 @@ class Components:
         for planes in self._slabs:
             runs = Runs(mask(planes))
             offset = self._offsets[-1]
-            for counts, where in zip(piece_counts, counted, strict=True):
-                counted_here = None if where is None else where(planes)
-                counts.append(runs.count(counted_here))
+            for counts, counted_mask in zip(piece_counts, counted, strict=True):
+                mask_in_slab = None if counted_mask is None else counted_mask(planes)
+                counts.append(runs.count(mask_in_slab))
             is_first, is_last = planes.start == 0, planes.stop == depth
             open_pieces.append(offset + runs.open_components(is_first, is_last))
             if below is not None:
@@ -190,7 +190,7 @@ class Components:
         self.is_open = np.zeros(num_components, dtype=bool)
         self.is_open[self._component_of[np.concatenate(open_pieces)]] = True
 
-    def where(self, is_chosen: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    def voxels_of(self, is_chosen: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         """Find the voxels of chosen components, slab by slab.
 
         Args:
@@ -215,7 +215,7 @@ def remove_components(
 ) -> list[int]:
     """Remove a label's rejected components, then those that are small beside its largest.
 
-    The label map is changed in place. Of several largest components of equal size all are kept.
+    The label map is changed in place. Several largest components of equal size are all kept.
 
     Args:
         labels: Label map (D, H, W).
@@ -235,16 +235,16 @@ def remove_components(
     z, y, x = box.slices()
     inner = labels[z, y, x]  # a view: what is removed from it is removed from the label map
 
-    def planes_of(where: Part) -> Planes:
-        """Let a mask of the whole volume be read by planes of the box."""
+    def planes_of(mask: Part) -> Planes:
+        """Make a function that reads a mask of the whole volume by planes of the box."""
 
         def read(planes: slice) -> np.ndarray:
             whole_planes = slice(z.start + planes.start, z.start + planes.stop)
-            return where((whole_planes, y, x))
+            return mask((whole_planes, y, x))
 
         return read
 
-    masks = [planes_of(rejection.where) for rejection in rejections]
+    masks = [planes_of(rejection.mask) for rejection in rejections]
     components = Components(inner.shape, partial(_mask_of, inner, value), [None, *masks])
     sizes, *counts_in_masks = components.counts
     kept_sizes = sizes.copy()  # 0 for rejected components, which do not count as the largest
@@ -258,7 +258,7 @@ def remove_components(
     min_size = max(min_fraction * largest, min(min_voxels, largest))
     # Rejected components have size 0, so they are below a bound of 1 in any case.
     is_removed = kept_sizes < max(1.0, min_size)
-    for planes, is_removed_voxel in components.where(is_removed):
+    for planes, is_removed_voxel in components.voxels_of(is_removed):
         inner[planes][is_removed_voxel] = 0
     return num_rejected
 
@@ -283,7 +283,7 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
 
     components = Components(inner.shape, read_others)
     # A cavity cannot touch a face of the bounding box: a component that does is outside.
-    for planes, is_cavity in components.where(~components.is_open):
+    for planes, is_cavity in components.voxels_of(~components.is_open):
         is_background = inner[planes] == 0
         inner[planes][is_cavity & is_background] = value
 

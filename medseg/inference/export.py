@@ -117,8 +117,8 @@ def export_network(
         UserError: If a library is missing, or the network cannot be converted, or the converted
             network computes something else than in torch.
     """
-    form = FORMATS[suffix]
-    _check_libraries(form)
+    target = FORMATS[suffix]
+    _check_libraries(target)
     depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
     other_size = (depth, height, width)
     # The first trial is for any size. It fails for a network that reads its input size in Python,
@@ -133,8 +133,8 @@ def export_network(
         try:
             example = torch.zeros(1, in_channels, *trial.example_size)
             is_dynamic = trial.only_size is None
-            converted = form.convert(network, example, is_dynamic)
-            run = form.load(converted)
+            converted = target.convert(network, example, is_dynamic)
+            run = target.load(converted)
             differences = [
                 _difference(network, run, in_channels, size) for size in trial.compared_sizes
             ]
@@ -146,33 +146,33 @@ def export_network(
             continue
         difference = max(differences)
         if difference <= TOLERANCE:
-            files = form.write(converted, json.dumps(describe(trial.only_size)))
-            return Exported(files, trial.only_size, difference, form.describe(converted))
+            files = target.write(converted, json.dumps(describe(trial.only_size)))
+            return Exported(files, trial.only_size, difference, target.describe(converted))
         reasons.append(
             f"its logits differ from those of torch by {difference:.2g} of the largest logit"
         )
-    # Only the first reason is told, since that of the second trial is mostly the same. It may be
-    # very long, so it is cut.
+    # The message has the first reason only, since the second one is mostly the same. A reason may
+    # be very long, so it is cut.
     name = type(network.network).__name__
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
-        f"{name} cannot be converted to {form.name} for a variable input size{tiles} "
+        f"{name} cannot be converted to {target.name} for a variable input size{tiles} "
         f"({reasons[0][:300]}); choose the other format: model.onnx or model.xml"
     )
 
 
-def _check_libraries(form: Format) -> None:
+def _check_libraries(target: Format) -> None:
     """Check that the libraries of a format can be imported.
 
     Raises:
-        UserError: If one cannot; says the command that installs it.
+        UserError: If one cannot; names the command that installs it.
     """
-    for module in form.modules:
+    for module in target.modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
             raise UserError(
-                f"{form.name} needs {module}: run pip install 'medseg[{form.extra}]'"
+                f"{target.name} needs {module}: run pip install 'medseg[{target.extra}]'"
             ) from error
 
 

@@ -1,10 +1,10 @@
 """OpenVINO backend: networks converted and compiled for the processor.
 
-It needs the extra `medseg[openvino]`.
+The backend needs the extra `medseg[openvino]`.
 
 On two cores limited to AVX2 the networks take 2.4 s of processor time for a CT of 512×512×300
 voxels in OpenVINO, and 4.2 s in torch, both in fp32. The whole prediction takes about 9 s with
-either. Its memory is 1.07 GB with OpenVINO and 0.97 GB with torch.
+either, and 1.07 GB of memory with OpenVINO, 0.97 GB with torch.
 """
 
 from __future__ import annotations
@@ -65,12 +65,10 @@ def has_openvino() -> bool:
 
 
 def openvino_bytes(network: nn.Module) -> int:
-    """Estimate what OpenVINO holds for a network from its first pass on.
+    """Estimate the bytes that OpenVINO holds for a network from its first pass on.
 
-    The feature maps of a pass are not counted.
-
-    If less memory than this is left, OpenVINO is not chosen. If it is chosen, these bytes are
-    reserved.
+    The feature maps of a pass are not counted. If less memory than this is left, OpenVINO is not
+    chosen. If it is chosen, these bytes are reserved.
     """
     weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
     return KERNELS_BYTES + WEIGHT_COPIES * weight_bytes
@@ -78,7 +76,7 @@ def openvino_bytes(network: nn.Module) -> int:
 
 @cache
 def core() -> Any:
-    """Return OpenVINO's entry to its devices: one object, which lives as long as the process.
+    """Return OpenVINO's `Core`, its access to devices: one object for the life of the process.
 
     OpenVINO 2026.4 gives the thread that compiles a network a stack for its signal handlers. When
     the last OpenVINO object is deleted in another thread, that stack is freed but stays in use: the

@@ -20,9 +20,9 @@ from medseg.task import Task
 
 
 class ScanModel(Protocol):
-    """Makes the labels of a scan.
+    """Model that makes the labels of a scan.
 
-    All else, from reading the scan to writing the report, is the same for all models.
+    Reading the scan, writing the results and the report are the same for all models.
     """
 
     @property
@@ -55,11 +55,14 @@ class ScanModel(Protocol):
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which arrays that wait are files, see `medseg.io.scratch.scratch_above`."""
+        """Size in bytes above which arrays that wait for their next use are temporary files.
+
+        See `medseg.io.scratch.scratch_above`.
+        """
 
     @property
     def has_views(self) -> bool:
-        """Whether several checkpoints or flips are averaged and give a map of disagreement."""
+        """Whether several checkpoints or flips are averaged, with a map of their disagreement."""
 
     @property
     def keeps_values(self) -> bool:
@@ -128,7 +131,7 @@ class CombinedModel:
 
     @property
     def waiting_bytes(self) -> float:
-        """Largest size of all parts, since a part may need arrays up to its size in memory."""
+        """Largest `waiting_bytes` of the parts: a part may need arrays up to its own in memory."""
         return max(part.waiting_bytes for part in self.parts)
 
     @property

@@ -107,10 +107,10 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box with the shape of the crop. It counts voxels of the fine grid of the oriented
-            scan and may reach outside of it. The box of a crop of fixed size instead begins at zero
-            and counts the voxels of the crop. Where the crop lies in the world, `grid` says.
-        grid: Grid of the crop in the world.
+        voxels: Box with the shape of the crop, in voxels of the fine grid of the oriented scan; it
+            may reach outside of the scan. The box of a crop of fixed size instead begins at zero
+            and is in voxels of the crop.
+        grid: Grid of the crop in the world, which says where the crop lies.
     """
 
     voxels: VoxelBox
@@ -192,7 +192,7 @@ class Segmentation:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences of the findings that need attention: all but those of mere information."""
+        """Sentences of the findings that need attention."""
         return sentences_of(self.findings)
 
     @property

@@ -25,7 +25,7 @@ from medseg.models.convolution import convolve_as_whole
 WORKSPACE = 3.0
 # Bytes of a feature in fp32. The slabs are planned with this number in half precision too.
 ITEMSIZE = 4
-# What is left to do to planes (1, C, d, H, W) when they are read: a norm and an activation.
+# Norm and activation that are applied to planes (1, C, d, H, W) when they are read.
 Finish = Callable[[Tensor], Tensor]
 
 
@@ -39,8 +39,8 @@ class Planes(Protocol):
     depth: int
 
     @property
-    def plane(self) -> tuple[int, int]:
-        """Channels and voxels of a plane."""
+    def plane_size(self) -> tuple[int, int]:
+        """Number of channels, and number of voxels of a plane."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
@@ -103,15 +103,15 @@ class Features:
         self._is_file = False
 
     @property
-    def plane(self) -> tuple[int, int]:
-        """Channels and voxels of a plane."""
+    def plane_size(self) -> tuple[int, int]:
+        """Number of channels, and number of voxels of a plane."""
         assert self._values is not None
         return self._values.shape[1], math.prod(self._values.shape[2:])
 
     @property
     def plane_bytes(self) -> float:
         """Memory of an operation on a plane, voxel by voxel."""
-        channels, area = self.plane
+        channels, area = self.plane_size
         return WORKSPACE * ITEMSIZE * channels * area
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -224,7 +224,7 @@ class SlabPass:
 
         See `split` for what it yields and raises.
         """
-        _, area = source.plane
+        _, area = source.plane_size
         bytes_per_plane, extra_bytes = layer_bytes(conv, area)
         output_depth = source.depth // conv.stride[0]
         return self.split(output_depth, bytes_per_plane, extra_bytes)
@@ -283,7 +283,7 @@ class SlabPass:
         Raises:
             ValueError: If the budget is too small for one.
         """
-        channels, area = features.plane
+        channels, area = features.plane_size
         bytes_per_channel = WORKSPACE * ITEMSIZE * area * features.depth
         return self._num_fitting(channels, bytes_per_channel, extra_bytes=0, step=1)
 

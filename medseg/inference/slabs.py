@@ -139,14 +139,14 @@ class _Cells:
 
     Attributes:
         depth: Number of planes of cells.
-        plane: Channels and cells of a plane.
+        plane_size: Number of channels, and number of cells of a plane.
     """
 
     def __init__(self, image: Features, cell: Shape) -> None:
         cell_depth, cell_height, cell_width = cell
-        channels, area = image.plane
+        channels, area = image.plane_size
         self.depth = image.depth // cell_depth
-        self.plane = channels * math.prod(cell), area // (cell_height * cell_width)
+        self.plane_size = channels * math.prod(cell), area // (cell_height * cell_width)
         self._image = image
         self._cell = cell
 
@@ -307,7 +307,7 @@ class _UnetPass(SlabPass):
         cell_depth = head.cell[0]
         # Planes that the kernel of the last convolution reaches on each side.
         reach, padding_y, padding_x = map(int, head.conv.padding)
-        _, area = image.plane
+        _, area = image.plane_size
         bytes_per_plane = _refining_bytes(head, area)
         # Beside its own planes of cells, a slab has one more on each side.
         extra_bytes = 2 * bytes_per_plane

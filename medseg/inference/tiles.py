@@ -22,7 +22,7 @@ from medseg.preprocess.intensity import AIR
 # Number format of stored probabilities. Below one its values lie 1/2048 apart at most, so rounding
 # changes a probability by 0.00025 at most.
 PROBS_DTYPE = torch.float16
-# Number of voxels whose logits become float32 probabilities at a time, few enough for the
+# Number of voxels whose logits are converted to float32 probabilities at a time: few enough for the
 # processor's cache.
 SLAB_VOXELS = 2**18
 # Standard deviation of the Gaussian weights of a tile, as a fraction of the tile's length.
@@ -172,8 +172,8 @@ def _blend_tiles(
         num_final = z - sums_start
         if num_final > 0:
             probs[:, sums_start:z] = sums[:, :num_final]
-            # The planes to which this tile may add move to the start; there are none of them if z
-            # is a whole tile further. They are cloned, since source and target overlap.
+            # The other planes of `sums`, which this tile may add to, move to its start; if z is a
+            # whole tile further, there are none. They are cloned, since source and target overlap.
             sums[:, :-num_final] = sums[:, num_final:].clone()
             sums[:, -num_final:] = 0
             sums_start = z

@@ -54,8 +54,8 @@ from medseg.prediction.scans import Scan, scan_grid
 
 # Takes the place of the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
-# A budget of this size is enough for our UNet, run in slabs, on the field of view of any scanner.
-# Only with a smaller one is the header of a scan read once more, to check the budget.
+# A budget of this size is enough for our UNet, run in slabs, on the field of view of any scanner. A
+# smaller budget is checked against the header of each scan before the voxels are read.
 SURE_BUDGET_GIB = 0.9
 # From twice this number of cases on, only every second, third, … header is read for the forecast of
 # a batch.
@@ -209,8 +209,8 @@ def make_batch(
 class Batch:
     """The three steps of a case for `run_overlapped`: `read`, `compute` and `finish`.
 
-    What goes from one step to the next is the data of the case, or `UP_TO_DATE`, or the exception
-    that a step met: `finish` turns it into the outcome of the case.
+    Each step hands to the next one the data of the case, or `UP_TO_DATE`, or the exception that was
+    raised: `finish` turns this value into the outcome of the case.
 
     Attributes:
         range_models: Models to choose from.
@@ -443,8 +443,8 @@ def run_overlapped(
             # turn, so the flag `is_ahead` is False.
             if loaded is None:
                 loaded = read(case, False)
-            # The next case is read ahead of its turn (True). Its thread is a daemon, since reading
-            # leaves no file behind: no interrupt waits for it.
+            # The next case is read ahead of its turn (True). Its thread is a daemon, so that Python
+            # does not wait for it after an interrupt: reading leaves no file behind.
             if index + 1 < len(cases):
                 ahead = _start(read, cases[index + 1], True, daemon=True)
             computed = compute(case, loaded)

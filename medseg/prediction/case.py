@@ -91,7 +91,7 @@ def read_case(scan: Scan, task: Task) -> CaseData:
         for path, files in zip(paths, scan.files_by_channel(len(paths)), strict=True):
             source = None
             if path is not None:
-                with suppress(OSError):  # the reader reports it in a sentence
+                with suppress(OSError):  # `read_scan` below reports the same error
                     source = fingerprint(path, files)
             case.sources.append(source)
         case.volume, case.more_channels = read_scan(paths, task, scan.series, scan.hu, scan.files)
@@ -217,7 +217,7 @@ def segment_scan(
     can_check_sides = task.is_ct and not is_scale_wrong and not is_turned
     if can_check_sides:
         result.findings += mirrored_findings(volume, result.labels, task)
-    # What was found before the segmentation comes first.
+    # Findings from before the segmentation come first.
     result.findings = [*volume.findings, *audit_findings, *result.findings]
     if is_scale_wrong:
         result.status = "not_hu"

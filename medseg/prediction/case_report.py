@@ -179,8 +179,8 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictC
         if report["settings"] != settings:
             return False
         paths = list(result_paths(output, chosen.model, config.save).values())
-        # The report may list more files than this prediction would write, but not other ones: `<=`
-        # tells whether one is a subset of the other.
+        # Each file that this prediction would write must be in the report with the same checksum
+        # (`<=` on items: subset). The report may list further files.
         has_same_results = checksums(paths).items() <= report["results"].items()
         if not has_same_results:
             return False

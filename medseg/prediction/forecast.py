@@ -54,8 +54,8 @@ USUAL_WORKSPACE = 0.75
 # its largest extent, which counts where the field of view is wide. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
 BODY_MM = (math.inf, 360.0, 480.0)
-# Bytes that resampling needs for each voxel in the slabs at hand, one slab for each thread. The
-# heap keeps them until the step ends, unless large blocks are mapped.
+# Bytes that resampling needs for each voxel of the slabs that are resampled at a time, one slab for
+# each thread. The heap keeps them until the step ends, unless large blocks are mapped.
 RESAMPLING_BYTES = 24
 # Freed memory that each thread but the first keeps for itself, unless large blocks are mapped:
 # glibc gives each thread heaps of 64 MiB.
@@ -211,8 +211,8 @@ def _forecast_resampled(
     num_channels = len(model.task.channels)
     scan_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, grid)
     resampled_bytes = num_channels * limits.held_of_scan(VALUE_BYTES, resampled_grid)
-    # The forecast of the inner model assumes a scan of int16 on the resampled grid. Instead of that
-    # there are the original scan and the resampled one, which is int32.
+    # The forecast of the inner model counts a scan of int16 on the resampled grid. In its place the
+    # process holds the original scan (int16) and the resampled one (int32).
     counted_bytes = num_channels * limits.held_of_scan(SCAN_BYTES, resampled_grid)
     inner = forecast(
         model.parts[0],
@@ -442,7 +442,7 @@ def _pass_bytes(
     """
     plan = stage.plan(shape, options)
     num_voxels = math.prod(shape)
-    # What a network sees at a time, and the crop when it is padded to that.
+    # Size of a network's input, and of the crop after it is padded to at least that.
     network_shape = network_size(plan.tile_size or shape, stage.divisor)
     padded_shape: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
     num_padded = math.prod(padded_shape)
@@ -460,7 +460,8 @@ def _pass_bytes(
         # probabilities, by class, and that of their squares, over all classes together.
         pass_bytes += _held(IMAGE_BYTES * num_classes * num_voxels, array_bytes)
         pass_bytes += _held(IMAGE_BYTES * num_voxels, array_bytes)
-    # What follows is in the memory of the device, which on a GPU is not that of the process.
+    # Feature maps and tiles are in the memory of the device, which on a GPU is not that of the
+    # process.
     if stage.device.type == "cpu":
         num_in_network = math.prod(network_shape)
         if plan.slab_bytes:

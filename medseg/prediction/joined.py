@@ -149,7 +149,8 @@ def join_values(
             f"label_values: expected different values from 1 to {MAX_VALUE}, got "
             f"{dict(label_values)}"
         )
-    # These may go beyond `MAX_VALUE`: the check below then refuses the number of labels.
+    # These may exceed `MAX_VALUE`: the check below refuses them in a message that has the number of
+    # all labels.
     free_values = (value for value in count(1) if value not in stated_values)
     values: dict[str, int] = {}
     for name in names:
@@ -157,7 +158,6 @@ def join_values(
             values[name] = label_values[name]
         else:
             values[name] = next(free_values)
-    # Without a bound until here, so that the message has the number of all labels.
     if max(values.values()) > MAX_VALUE:
         raise UserError(
             f"weights: the models have {len(names)} labels, but a label map holds values up to "

@@ -86,7 +86,7 @@ def load_cascade(
         except ValueError as error:
             raise UserError(f"precision={precision}: {error}") from error
     options = options or InferenceOptions()
-    # Keys that only models of nnU-Net have a use for.
+    # Keys that only models of nnU-Net use.
     for key in ("sums", "orientation", "around"):
         if getattr(options, key) is not None:
             raise UserError(
@@ -105,7 +105,7 @@ def load_cascade(
         stages[-1].use_tiles(options.tile_size, warning)
     for stage in stages:
         if stage.tile_size is not None:
-            # The plan is not used: planning refuses a tile that exceeds the budget, here before a
+            # The plan is not used: it is made to refuse a tile that exceeds the budget, before any
             # scan is read.
             stage.plan(stage.tile_size, options)
     fine_stage = stages[1] if len(stages) > 1 else None
@@ -220,7 +220,7 @@ def load_model_folders(
         parts = (_ensemble_of(names, models),)
         names = ("ensemble",)
     model = parts[0]
-    # `JoinedModels` also replaces label values, so a single model is joined for that.
+    # `JoinedModels` also replaces label values, so it is used for a single model too.
     if len(parts) > 1 or label_values:
         model = JoinedModels(parts, names, label_values or {})
     if options.around is None:

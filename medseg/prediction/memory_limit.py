@@ -15,11 +15,11 @@ from medseg.memory.profile import memory_limit_bytes, resident_bytes
 LIBRARIES_BYTES = 60 * 2**20
 # Memory of slabs that are resampled, and of components of a label, at most.
 SLABS_BYTES = 240 * 2**20
-# What a prediction takes later, beside networks and arrays.
+# Memory that a prediction takes after its weights are loaded, beside networks and arrays.
 OVERHEAD_BYTES = LIBRARIES_BYTES + SLABS_BYTES
 # Smallest memory for networks and arrays with which a prediction starts.
 LEAST_BYTES = 80 * 2**20
-# Share of this memory that the networks get; the arrays get the rest.
+# Share of the memory for networks and arrays that the networks get; the arrays get the rest.
 NETWORK_SHARE = 0.6
 # Number of arrays of a scan that exist at a time: the scan, its labels, crops and probabilities.
 NUM_ARRAYS = 8
@@ -42,7 +42,7 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
 
     Args:
         max_ram_gib: Memory of the whole process; None = no bound.
-        backend_bytes: What the backends of the networks take later, see
+        backend_bytes: Memory that the backends take with the first pass, see
             `TrainedStage.backend_bytes`.
 
     Raises:

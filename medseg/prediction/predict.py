@@ -199,7 +199,7 @@ def _place_results(
         all_paths += paths
         cases.append(BatchCase(scan, output, paths))
     check_outputs(all_paths, protected)
-    # The viewer of a case called `index` would have the name of the page.
+    # The viewer of a case called `index` would overwrite the page.
     if page is not None and page in all_paths:
         raise UserError(
             f"{page} is the page over the batch and would be the viewer of the case {page.stem}; "

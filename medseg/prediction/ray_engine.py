@@ -95,8 +95,8 @@ class CaseActor:
         import_nibabel()
         range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
-        # In a batch of one case a defect of the program is raised, which would end the actor. In a
-        # larger batch only the case fails, with a message.
+        # A batch of one case raises an unexpected exception, which would end the actor. In a larger
+        # batch only the case fails, with a message.
         num_cases_of_batch = max(2, num_cases)
         # Nobody watches the steps in this process: `_Cohort` tells the user's observer.
         self.batch = make_batch(range_models, config, num_cases_of_batch, Observer())
@@ -307,7 +307,7 @@ class _Cohort:
                 if reference in self.starting:
                     self.started(reference)
                 # A reference in neither dictionary belongs to an actor whose death another call has
-                # reported: `lose` has put its case back to the queue.
+                # reported: `lose` has put its case back in the queue.
                 elif reference in self.running:
                     self.ended(reference)
             self.fill()
@@ -392,7 +392,7 @@ class _Cohort:
             self.running[reference] = (actor, case)
 
     def ended(self, reference: Any) -> None:
-        """Note the outcome of a case, or put the cases of a dead actor back to the queue.
+        """Note the outcome of a case, or put the cases of a dead actor back in the queue.
 
         Args:
             reference: Reference of the call of `predict`, which has ended.
@@ -417,7 +417,7 @@ class _Cohort:
         self.observer.case_ends(case)
 
     def lose(self, actor: Any, case: BatchCase, error: Exception) -> None:
-        """Put the cases of a dead actor back to the queue, and ask for another actor.
+        """Put the cases of a dead actor back in the queue, and ask for another actor.
 
         Args:
             actor: The dead actor.
@@ -438,7 +438,7 @@ class _Cohort:
         self.start()
 
     def retry(self, case: BatchCase, error: Exception) -> None:
-        """Put a case back to the queue, or let it fail if too many actors have died with it."""
+        """Put a case back in the queue, or let it fail if too many actors have died with it."""
         self.num_deaths[case.scan.name] += 1
         if self.num_deaths[case.scan.name] <= self.retries:
             self.waiting.appendleft(case)
@@ -520,5 +520,5 @@ def predict_bytes(
             case_bytes = forecast(model, grid, loaded_bytes).peak_bytes
             other_bytes = (CASES_PER_ACTOR - 1) * bytes_per_voxel * math.prod(grid.shape)
             predictions.append(case_bytes + other_bytes + missing_bytes)
-    # The default, where no header can be read, has no part for the scans.
+    # If no header can be read, the default counts no memory for the scans.
     return max(predictions, default=loaded_bytes + OVERHEAD_BYTES + network_bytes)

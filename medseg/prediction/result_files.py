@@ -73,8 +73,8 @@ def result_paths(
 
     Args:
         output: Path of the label map.
-        model: What segments the scan; if it averages several networks or flips, there is also a
-            map of their disagreement.
+        model: The model of the scan; if it averages several networks or flips, there is also a map
+            of their disagreement.
         save: Kinds of files.
 
     Returns:

@@ -30,11 +30,11 @@ CHANNEL_FIRST_AXES = 4
 class Segmenter:
     """A model of any task, loaded once: a coarse and a fine stage, one stage, or a model folder.
 
-    `segment` may be called from several threads: it changes nothing, and networks run one at a
-    time, so that their memory is needed once.
+    `segment` may be called from several threads: it changes no attribute, and networks run one at a
+    time, so that the memory of a pass is needed once.
 
     Attributes:
-        cascade: The model, a cascade or that of a folder.
+        cascade: The model: a cascade, or in spite of the name the model of a folder.
         num_threads: Number of torch threads with which it was loaded.
 
     Args:

@@ -248,8 +248,8 @@ def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> 
         task: See `write_summary`.
         total: From `total_name`.
     """
-    # Dictionaries without values serve as sets that keep the order of the rows: the order of a set
-    # of texts would differ from process to process.
+    # Dictionaries instead of sets, because the order of a set of texts differs from process to
+    # process.
     numeric_keys: dict[str, None] = {}
     for entry in entries:
         for key in entry.row:
@@ -326,7 +326,7 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
     try:
         rows = read_csv(path)
     except UserError:
-        # Only the table says which of the reports beside it belong to the summary.
+        # Without the table it is unknown which of the reports beside it belong to the summary.
         say(
             f"{path}: it is damaged, so the scans of earlier predictions are left out of the "
             "summary; predict them again to list them."

@@ -1,6 +1,6 @@
 """Baseline networks: the default 3D networks of nnU-Net and MONAI.
 
-Their packages are no dependencies of medseg: pip installs them into a separate folder.
+medseg does not depend on their packages: `install_baselines` installs them into a separate folder.
 """
 
 import subprocess
@@ -24,7 +24,7 @@ class Baseline(NamedTuple):
 
     Attributes:
         title: Name in tables.
-        trained_in: Precision in which the program that it comes from trains it.
+        trained_in: Precision in which its own program trains it, as `memory.precision` names it.
     """
 
     title: str

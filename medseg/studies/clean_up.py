@@ -1,8 +1,9 @@
 """Choice of a clean-up on held-out predictions, by a paired test over patients.
 
-A clean-up is made of steps on a part (a region or label): remove components, fill holes. A step is
-taken if it raises the mean Dice coefficient of its part over the patients and Wilcoxon's
-signed-rank test finds the rise significant. It works on the stored predictions; no network runs.
+A clean-up has up to two steps for a part (a region or label): remove components, then fill holes. A
+step is taken if it raises the mean Dice coefficient of its part over the patients and Wilcoxon's
+signed-rank test finds the rise significant. The choice needs only the stored predictions; no
+network runs.
 """
 
 import math
@@ -56,11 +57,11 @@ Dices = dict[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Choice:
-    """Clean-up that was chosen, and what it was chosen by.
+    """Chosen clean-up, and the tests that led to it.
 
     Attributes:
-        clean_ups: What is done to each part; a part that stays as it is has no entry.
-        rows: One for each candidate that was tested, with the keys of `COLUMNS`.
+        clean_ups: Clean-up of each part; a part that stays as it is has no entry.
+        rows: One row for each test, with the keys of `COLUMNS`.
         num_tests: Number of tests, over all parts.
         num_patients: Number of patients of the held-out scans.
         dices: Dice coefficients after the whole clean-up; empty if nothing was chosen.
@@ -76,7 +77,7 @@ class Choice:
     lowered: tuple[str, ...] = ()
 
     def markdown(self) -> str:
-        """Describe in Markdown what was chosen and how, with the table of candidates."""
+        """Describe the choice in Markdown, with a table of the tests."""
         if not self.rows:
             return "No clean-up: no trusted reference shows anything.\n"
         chosen = [f"{clean_up.part}: {clean_up}" for clean_up in self.clean_ups]
@@ -163,10 +164,9 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
 
 
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
-    """List what may be done to a part: nothing first, then removals that remove more and more.
+    """List the candidates of a part: no change, then removals of components, the strongest last.
 
-    If the part is a single label, all these candidates follow once more, each of which then also
-    fills the holes of the part.
+    If the part is a single label, the same candidates follow again, and then also fill holes.
 
     Args:
         part: Region or label.
@@ -190,7 +190,7 @@ def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> 
 def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
     """Count the tests that `_choose_for_part` makes on the candidates of a part."""
     removals = [clean_up for clean_up in clean_ups if not clean_up.fill_holes]
-    # Each is compared with the first one, which is to do nothing.
+    # Each removal is compared with the first candidate, which changes nothing.
     num_tests = len(removals) - 1
     has_fillings = len(removals) < len(clean_ups)
     if has_fillings:
@@ -202,7 +202,7 @@ def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
 def score_candidates(
     held_out: HeldOut, candidates: Mapping[str, Sequence[CleanUp]]
 ) -> dict[str, dict[CleanUp, Scores]]:
-    """Score each candidate by itself on the cases whose trusted reference shows its part.
+    """Score each candidate alone on the cases whose trusted reference shows its part.
 
     Args:
         held_out: The predictions.
@@ -286,7 +286,7 @@ def _choose_for_part(
 
 
 def _is_significant_rise(row: Mapping[str, Any], level: float) -> bool:
-    """Whether the mean Dice rises significantly; the test by itself may also find a fall."""
+    """Whether the mean Dice rises significantly; the two-sided test alone may also find a fall."""
     return row["p"] <= level and row["dice"] > row["dice_before"]
 
 
@@ -344,8 +344,8 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
     lowered: dict[str, None] = {}
     for group, scores_before in before.items():
         difference = paired_difference(after[group], scores_before, patients=held_out.patients)
-        # The difference is None if no case has a finite Dice. It is not compared with 0, because
-        # rounding may change the last digit of means of equal numbers.
+        # The difference is None if no case has a finite Dice. The limit is just below 0, because
+        # rounding may change the last digit of the mean of equal scores.
         if difference is not None and difference.difference < -1e-9:
             part, _ = group
             lowered[part] = None

@@ -72,7 +72,7 @@ def train(folder: str | Path, keys: Keys) -> Run:
     """
     folder = Path(folder)
     arguments = _arguments(keys)
-    # Raises where the folder has a training with other keys, which must not be returned here.
+    # Raises if the folder has a training with other keys, whose result must not be returned here.
     note_recipe(folder, {"arguments": arguments})
     for step in train_steps(folder, *arguments):
         _run(step)
@@ -86,7 +86,8 @@ def plan(keys: Keys) -> dict[str, Any]:
     """Predict memory and time of a training.
 
     Args:
-        keys: Keys of `medseg plan`; with `fit_gib` it searches switches that fit into this memory.
+        keys: Keys of `medseg plan`. With `fit_gib`, the command searches for memory switches with
+            which the training fits into this memory.
 
     Returns:
         What `medseg plan output=<file>` writes, such as `peak_resident_mib` and

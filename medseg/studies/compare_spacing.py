@@ -114,7 +114,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
     # Each row has a folder beside the folder `runs`.
     check_names(list(rows), "runs")
-    # There may be a second source, of extra phantoms, which only train.
+    # The first source is the user's cases. The second one, if any, is phantoms for training only.
     source = find_sources(config.data, config.task)[0]
     cases = [case for case in source.split.test if case.labels is not None]
     if not cases:
@@ -338,20 +338,20 @@ def train(stage: Stage, failed_runs: dict[Path, str]) -> None:
     raise UserError(failed_runs[stage.run_dir])
 
 
-def stage_costs(stage: Stage, whole: Shape | None) -> dict[str, Any]:
+def stage_costs(stage: Stage, largest_shape: Shape | None) -> dict[str, Any]:
     """Measure the training costs of a stage; a cost that is not known is None.
 
     Args:
         stage: Trained stage.
-        whole: Shape of the largest whole input, (D, H, W); None if no region was found.
+        largest_shape: Shape of the largest whole input, (D, H, W); None if no region was found.
 
     Returns:
-        The keys of `COSTS`. Those in `step_…` describe a step of the training, on a patch if the
-        stage has patches; `whole_…` describes a step on the whole input.
+        The keys of `COSTS`. `step_…` is the cost of a step of the training, on a patch if the stage
+        has patches; `whole_…` is that of a step on the whole input.
     """
     config = stage.config
-    step = _count_step(stage, config.stage.patch_size or whole)
-    whole_step = _count_step(stage, whole)
+    step = _count_step(stage, config.stage.patch_size or largest_shape)
+    whole_step = _count_step(stage, largest_shape)
     history = read_csv(stage.run_dir / "history.csv")
     # A line that only records a validation has no duration. A training that is shorter than
     # `history_every` steps has no other lines.
@@ -374,8 +374,8 @@ def _peak_mib(step: StepMemory | None) -> float | None:
 def _count_step(stage: Stage, shape: Shape | None) -> StepMemory | None:
     """Count the memory of a training step.
 
-    A network may refuse the crop of a region of a few voxels. A message then says so, and the row
-    lacks these costs, but keeps its scores.
+    A network may refuse the crop of a region of a few voxels. The user is told, and the row lacks
+    these costs, but keeps its scores.
 
     Args:
         stage: The stage.
@@ -416,12 +416,13 @@ def spacing_in_words(spacing: SpacingOptions) -> str:
 def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """Find the shape in which the coarse stage trains on a whole scan, (D, H, W).
 
-    The body is taken to fill the scan: a scan with air around the body has a smaller one.
+    The body is assumed to fill the scan. For a scan with air around the body, the shape of the
+    training is smaller.
     """
     rule = make_grid_rule(config.spacing)
     divisor = find_divisor(config)
     # Resampled in the same two steps as in `medseg.cascade.localise`, since each rounds the shape:
-    # to the spacing of the stage, then to that of the rule, which may depend on that of the scan.
+    # first to the spacing of the stage, then to that of the rule, which may depend on the scan.
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
     # Without a patch size `crop` would enlarge the box to a size that the network takes. As in
@@ -434,7 +435,12 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
 
 
 def crop_shape(config: TrainConfig, report: dict[str, Any]) -> Shape | None:
-    """Find the shape of the network input of a prediction's largest crop; None without a region."""
+    """Find the input shape (D, H, W) of the largest crop of a prediction; None without a crop.
+
+    Args:
+        config: Configuration of the fine stage.
+        report: Content of `<case>.json` of the prediction.
+    """
     divisor = find_divisor(config)
     shapes = []
     for box in report["boxes"].values():

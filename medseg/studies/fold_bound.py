@@ -80,7 +80,7 @@ def _scores_by_fold(rows: Sequence[Row], patients: Mapping[str, str]) -> list[Sc
 
 
 def formula_text(bound: DiceBound) -> str:
-    """Write the formula of a bound: how it follows from the agreement of the stages."""
+    """Write the formula that computes the bound of a region from the agreement of the stages."""
     return (
         f"Lower bound on Dice at a level of {LEVEL:.0%}: "
         f"1 - {bound.factor:.3g} * (1 - agreement of the stages + {bound.offset:g})"

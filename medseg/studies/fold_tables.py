@@ -44,7 +44,7 @@ def fold_rows(
     Args:
         folds: Folds with the scored cases.
         output: Folder of the study.
-        organs: Name of each region to its values in the label files.
+        organs: Name of each region to its values in the label files, from `organ_values`.
         is_cascade: Whether two stages made the predictions. The rows then also have `agreement`, of
             the stages, and `share_in_crop`.
     """

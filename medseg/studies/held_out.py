@@ -43,7 +43,7 @@ class HeldOut:
         return patients_of(self.cases)
 
     def trusted_parts(self, case: Case) -> list[str]:
-        """List the parts, regions or else labels, whose reference is trusted."""
+        """List the parts (regions, or labels of a task without them) with a trusted reference."""
         return [part for part in self.task.parts if case.trust.get(part, "") in TRUSTED]
 
     def pairs(self) -> Iterator[tuple[Case, np.ndarray, np.ndarray, VoxelGrid]]:

@@ -1,9 +1,9 @@
 """The `ladder` command: memory, time and Dice of a training as switches are added one at a time.
 
-Baseline networks of other programs have a row in fp32, to compare networks in the same precision.
-If their own program trains them in another precision, they have a second row in that one. Both are
-without checkpointing. Bytes are counted on tensors without values. So they are known in fp16 on a
-CPU too, although it cannot compute in fp16.
+Baseline networks of other programs have a row in fp32, to compare all networks in one precision. A
+baseline that its own program trains in another precision has a second row in that precision. Both
+rows are without checkpointing. Bytes are counted on tensors without values, so the bytes of fp16
+are known on a CPU too, although it cannot compute in fp16.
 """
 
 import json
@@ -167,8 +167,8 @@ def ladder(config: LadderConfig) -> int:
 def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
     """Yield the rows from top to bottom: `networks`, baselines, and the switches of `rows`.
 
-    Each of `rows` adds its arguments to those of the one above. Baselines have the arguments of the
-    first of `rows`.
+    Each row of `rows` adds its arguments to those of the row above. Baselines have the arguments of
+    the first row of `rows`.
 
     Args:
         config: Has the arguments that each row adds.
@@ -314,7 +314,7 @@ def measure_row(
         if baseline is None:
             # The text begins with the name of the key: `precision`.
             raise UserError(f"memory.{error}") from error
-        # Its bytes can be counted all the same, because they are counted on tensors without values.
+        # The bytes of a baseline are counted all the same: on tensors without values.
         is_timed = False
     make_baseline_network: Callable[[], nn.Module] | None = None
     if baseline:
@@ -457,7 +457,7 @@ def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, ti
 def picture_name(row: Row, line: dict[str, Any]) -> str:
     """Name a row in `ladder.png`.
 
-    The name is the switch that the row adds to the one above, or else states its precision and
+    A row that adds a switch is called `+ <switch>`. The name of any other row states precision and
     checkpointing.
     """
     if row.is_switch:

@@ -46,7 +46,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
     """Train both stages on every case of the table, and write their weights.
 
     Writes a model folder, see `medseg.weights.model_folder`. The bound on Dice is calibrated on the
-    cases of `held_out`; without them it is that of a `cross_validate` in the same folder of runs.
+    cases of `held_out`. Without them, it is the bound of a `cross_validate` in the folder `runs`.
 
     Returns:
         Exit code, always 0.
@@ -96,11 +96,11 @@ def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Cas
     trained_patients = {case.patient for case in cases}
     if config.fine_cases is not None:
         trained_patients |= {case.patient for case in read_cases(Path(config.fine_cases))}
-    shared = sorted({case.patient for case in held_out} & trained_patients)
-    if shared:
+    shared_patients = sorted({case.patient for case in held_out} & trained_patients)
+    if shared_patients:
         raise UserError(
-            f"held_out={config.held_out}: the networks train on its patients {', '.join(shared)}; "
-            "remove them from one of the tables"
+            f"held_out={config.held_out}: the networks train on its patients "
+            f"{', '.join(shared_patients)}; remove them from one of the tables"
         )
     return held_out
 
@@ -159,7 +159,7 @@ def _write_weights(
     Args:
         runs: Folder of the runs.
         output: The model folder.
-        bound: Bound on Dice; None = none.
+        bound: Bound on Dice, for the metadata; None = no bound.
         budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
     """
     networks: list[StageWeights] = []

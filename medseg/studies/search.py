@@ -1,10 +1,10 @@
 """The `search` command: searches values of keys by trials, each a training in its own run folder.
 
 Optuna draws the values of each trial and decides which trials end early (pruning). It keeps the
-trials as a study in a journal file, which several processes may share. Its own recovery of the
-trials of killed processes (heartbeats) needs a database and repeats a trial under another number.
-So here the process that runs a trial holds a lock file: a trial that is marked as running while its
-lock is free belongs to a process that was killed, and is resumed in its folder.
+trials as a study in a journal file, which several processes may share. Optuna's own recovery of
+the trials of killed processes (heartbeats) needs a database and repeats a trial under another
+number. So here the process that runs a trial locks a file: a trial that is marked as running while
+its lock is free belongs to a process that was killed, and is resumed in its folder.
 """
 
 import json
@@ -102,7 +102,7 @@ def search(config: SearchConfig) -> int:
     # are passed on to its process.
     exit_if_asked()
     journal = SearchJournal(folder, config.sweep)
-    # A space may name groups and keys: both, as the user set them for the search.
+    # The space may name groups and keys, so this joins the choices of both by the user.
     journal.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
     for trial, overrides in journal.trials():
         status = run_trial(journal, trial, overrides, compose)
@@ -376,7 +376,7 @@ class SearchJournal:
         Trials that killed processes have left come first, then new ones.
         """
         while True:
-            # A generator stops at `yield`: the lock is held until the caller asks for the next
+            # A generator pauses at `yield`, so the lock is held until the caller asks for the next
             # trial.
             with ExitStack() as trial_lock:
                 trial_and_overrides = self._next(trial_lock)

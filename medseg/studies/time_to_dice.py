@@ -136,7 +136,7 @@ def _figures(points: Sequence[Point], study: TimeToDiceConfig) -> dict[str, Any]
 
 
 class _Progress:
-    """Validations of a row over all its starts, with the CPU minutes until each.
+    """Validations of a row over all starts of the study, with the CPU minutes until each.
 
     Attributes:
         points: All lines of `points.csv` so far.

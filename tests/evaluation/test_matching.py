@@ -1,4 +1,4 @@
-"""References of a case table that are no label maps."""
+"""Matching: references in DICOM or as masks, predictions saved as masks, ignored voxels."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_prediction_is_compared_with_a_folder_of_masks(tmp_path: Path) -> None
 
 
 def test_structures_are_read_on_the_series_of_the_case(tmp_path: Path) -> None:
-    """A folder may hold several series: that of the case has the slices of its structures."""
+    """A folder may hold several series; the structures refer to slices of the case's series."""
     make_dicom(tmp_path / "data")
     for index in (0, 1):
         study = tmp_path / "data" / f"LCTSC-Train-S1-{index:03d}" / f"1.2.826.{index}"
@@ -142,16 +142,16 @@ def test_masks_alone_are_scored_as_the_label_map_that_they_make(tmp_path: Path) 
     values = {1: "left_lung", 2: "right_lung"}
     pred, target, _ = read_pair(prediction, reference, LUNGS, {**values})
     assert np.array_equal(pred, target)
-    # The folder is incomplete: the label would be scored as missing.
+    # A mask is missing: otherwise its label would be scored as not found.
     (folder / "a.right_lung.nii.gz").unlink()
     with pytest.raises(UserError, match=r"a\.right_lung\.nii\.gz"):
         read_pair(prediction, reference, LUNGS, {**values})
-    # One mask that is left still tells the case, which fails instead of going unseen.
+    # With one mask left the case is still found, and fails instead of being left out.
     assert list(find_predictions(folder)["a"].masks) == ["left_lung", "right_lung"]
 
 
 def two_slabs(values: tuple[int, int]) -> np.ndarray:
-    """Label map of two slabs along z, beside background in front of them."""
+    """Label map of two slabs along z, with background in front of both along y."""
     labels = np.zeros((4, 5, 6), dtype=np.uint8)
     labels[:2, 1:] = values[0]
     labels[2:, 1:] = values[1]

@@ -1,4 +1,4 @@
-"""Pictures of scored cases: viewers of the worst with reference, and named scans of a report."""
+"""Pictures of scored cases: viewers of the worst cases, and scans named by a report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHIFTS = {"good": 0, "bad": 3, "worse": 6}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Scans, references and predictions that are moved along y by some voxels; a case table."""
+    """Write scans, references, predictions moved along y by some voxels, and a case table."""
     target = np.zeros(GRID.shape, np.uint8)
     target[3:9, 2:12, 6:18] = 1
     for name, shift in SHIFTS.items():
@@ -65,7 +65,7 @@ def viewers(folder: Path) -> set[str]:
 
 
 def differences(page: Path) -> np.ndarray:
-    """Differences inside a viewer, (x, y, z)."""
+    """Read the map of differences (x, y, z) from a viewer."""
     (text,) = re.findall(r'id="volume-differences">([^<]+)<', page.read_text(encoding="utf-8"))
     image = nibabel.Nifti1Image.from_bytes(gzip.decompress(base64.b64decode(text)))
     return np.asarray(image.dataobj)

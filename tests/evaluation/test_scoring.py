@@ -42,7 +42,7 @@ NAMES = ["Doe, John", "a=b", "ü", "Thorax (1).x"]
 
 
 def _labels(shift: int = 0) -> np.ndarray:
-    """Two boxes; the patient's left, of value 1, lies at larger x."""
+    """Make a label map of two boxes; value 1 is the patient's left, at larger x."""
     labels = np.zeros(GRID.shape, dtype=np.uint8)
     labels[3:11, 4 + shift : 14 + shift, 15:23] = 1
     labels[3:11, 4:14, 3:11] = 2
@@ -102,7 +102,7 @@ def drawn_world(tmp_path: Path) -> World:
 
 @pytest.fixture
 def world(drawn_world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A pixel stands for each picture, which takes longer than the scores of its case."""
+    """Replace each overlay by one pixel, since drawing takes longer than scoring."""
 
     def draw(*_: Any, path: Path, **__: Any) -> None:
         path.parent.mkdir(exist_ok=True)
@@ -335,7 +335,7 @@ def test_a_folder_serves_as_reference_and_voxel_order_does_not_matter(world: Wor
     flipped = GRID.reoriented((1, 2, 0), (True, False, True))
     stored = _labels().transpose(1, 2, 0)[::-1, :, ::-1]
     world.add("a", np.ascontiguousarray(stored), _labels(), pred_grid=flipped)
-    world.add("u\u0308", _labels(), None)  # ü as some systems store it in a file's name
+    world.add("u\u0308", _labels(), None)  # ü as some systems store it
     write_labels(world.folder / "ref" / "ü.nii.gz", _labels(), GRID)
     summary = evaluate_folder(
         world.pred, world.folder / "ref", world.output, TASK, VALUES, progress=_say_nothing
@@ -385,7 +385,7 @@ def test_a_region_that_the_references_do_not_name_is_left_out(world: World) -> N
 
 
 def test_a_region_of_which_the_references_name_a_part_is_left_out(world: World) -> None:
-    """Of the lobes of a lung, say: every score of the whole lung would be too low."""
+    """As where only some lobes of a lung have references: its scores would be too low."""
     regions = (Region("left", ("left_lung",)), Region("both", ("left_lung", "right_lung")))
     world.add("a", _labels(), np.where(_labels() == 1, 1, 0).astype(np.uint8))
     summary = evaluate_folder(
@@ -907,13 +907,13 @@ def test_files_of_another_command_in_the_output_stay(world: World) -> None:
     evaluate_folder(
         world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing, pictures=False
     )
-    del foreign["metrics.csv"]  # its name is that of the scores
+    del foreign["metrics.csv"]  # it has the name of the table of scores
     for name, text in foreign.items():
         assert (world.output / name).read_text(encoding="utf-8") == text
 
 
 def test_a_metric_that_fails_for_a_case_has_no_score_there(world: World) -> None:
-    """As distances do for an empty mask; our scores of the case and the others stay."""
+    """As a distance fails for an empty mask; all other scores stay."""
     world.add("a", _labels(), _labels())
     world.add("empty", np.zeros(GRID.shape, np.uint8), _labels())
 
@@ -983,7 +983,7 @@ def test_all_is_no_trust_and_may_be_a_region(world: World) -> None:
 
 
 def test_two_cases_whose_names_look_alike_are_refused(world: World) -> None:
-    """As one they would be scored once, against the reference of the later line."""
+    """Taken for one case, they would be scored once, against the reference of the later row."""
     world.add("u\u0308", _labels(2), _labels())
     world.add("\u00fc", None, _labels())
     with pytest.raises(UserError, match=r"two cases are called \u00fc, .* rename one of them"):

@@ -10,12 +10,12 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.inference.clean_up import check_clean_up, clean
 from medseg.task import Channel, CleanUp, Region, Task
 
-GRID = VoxelGrid((20, 30, 40), (5.0, 2.0, 1.0), (0.0, 0.0, 0.0))  # 0.01 ml a voxel
+GRID = VoxelGrid((20, 30, 40), (5.0, 2.0, 1.0), (0.0, 0.0, 0.0))  # a voxel has 0.01 ml
 TASK = Task("t", {"liver": 1, "spleen": 2}, (), (Channel(window_hu=(-1000.0, 0.0)),))
 
 
 def noise(seed: int) -> np.ndarray:
-    """Two labels with components of many sizes, and holes."""
+    """Make a label map of two labels with components of many sizes, and with holes."""
     rng = np.random.default_rng(seed)
     field = ndimage.gaussian_filter(rng.normal(size=GRID.shape), 1.2)
     labels = np.zeros(GRID.shape, dtype=np.uint8)
@@ -41,7 +41,7 @@ def test_small_components_go_and_the_largest_stays(
 
 
 def test_holes_are_filled_after_all_components_are_removed() -> None:
-    """A speck of one label in the hole of another is removed first, whatever the order."""
+    """A speck of one label in a hole of another is removed before the hole is filled."""
     labels = np.zeros(GRID.shape, dtype=np.uint8)
     labels[2:12, 2:12, 2:12] = 1
     labels[5:8, 5:8, 5:8] = 0

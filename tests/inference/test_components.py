@@ -1,4 +1,4 @@
-"""Cleaning against the plain scipy recipes, on random masks."""
+"""Removal of components and filling of holes, compared with scipy on random masks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DENSITIES = [0.0, 0.02, 0.2, 0.35, 0.7, 0.9, 1.0]
 
 @pytest.fixture(params=[1, 2000, 10**9], ids=["a plane", "some planes", "all"])
 def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Voxels whose parts are numbered at a time: what comes of it must not depend on them."""
+    """Set the number of voxels of a slab, on which no result may depend."""
     monkeypatch.setattr(components, "SLAB_VOXELS", request.param)
 
 
 def random_mask(density: float, seed: int) -> np.ndarray:
-    """Blobs of random size somewhere in a volume with three different sizes."""
+    """Make a mask of random voxels in a part of a volume with three different sizes."""
     rng = np.random.default_rng(seed)
     mask = np.zeros((14, 19, 23), dtype=bool)
     mask[2:11, 3:19, 0:20] = rng.random((9, 16, 20)) < density
@@ -69,7 +69,7 @@ def test_a_hole_is_filled_and_a_bay_is_not() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_another_label_in_a_cavity_stays() -> None:
-    """A tumour within an organ: what is empty about it belongs to the organ."""
+    """As for a tumour in an organ: the empty voxels around it get the label of the organ."""
     labels = np.zeros((9, 9, 9), dtype=np.uint8)
     labels[1:8, 1:8, 1:8] = 1
     labels[2:7, 2:7, 2:7] = 0
@@ -92,11 +92,11 @@ def test_the_box_of_a_label_is_that_of_its_mask() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_gas_does_not_count_among_the_large_parts() -> None:
-    """The largest part is gas, so the second decides what is small; the label beside it stays."""
+    """The largest component is gas, so the second one decides which are small."""
     labels = np.zeros((20, 12, 14), dtype=np.uint8)
     labels[1:19, 1:6, 1:12] = 1  # gas
     labels[2:12, 8:11, 2:9] = 1
-    labels[14:16, 8:10, 2:5] = 1  # small beside the second, 12 to 210 voxels
+    labels[14:16, 8:10, 2:5] = 1  # small: 12 voxels, the second component has 210
     labels[15:18, 8:10, 8:10] = 2
     image_hu = np.full(labels.shape, -800)
     image_hu[:, :7] = -1000

@@ -1,4 +1,4 @@
-"""A converted network computes what torch computes at every size it claims, or says where not."""
+"""Export: a converted network computes the logits of torch at every size that it accepts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from medseg.models.unet import UNet
 
 
 class OneSize(UNet):
-    """Reads its input size in Python, which a trace turns into constants."""
+    """Network that reads its input size in Python: tracing makes constants of the numbers."""
 
     def forward(self, image: Tensor) -> Tensor:
         return super().forward(image) + torch.zeros(
@@ -138,7 +138,7 @@ def test_other_programs_run_the_files_at_every_size(suffix: str, tmp_path: Any) 
 
 
 class OneValue(Logits):
-    """Logits that are the image times 2, without a network."""
+    """Stand-in for a network: its logits are twice the image."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -151,7 +151,7 @@ class OneValue(Logits):
 def export_one_value(
     run: Any, fixed_size: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[export.Exported, list[Any]]:
-    """Export with a format that only notes what it is asked for."""
+    """Export with a fake format that records its calls."""
     calls: list[Any] = []
 
     def converted(network: Logits, example: Tensor, is_dynamic: bool) -> bool:

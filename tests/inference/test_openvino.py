@@ -1,4 +1,4 @@
-"""OpenVINO computes what torch does, is named where missing, and is chosen by measurement."""
+"""OpenVINO: same logits as torch, a message where it is missing, choice by measurement."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_converted_network_is_kept_for_its_checkpoint_and_code(
     content = bytearray(kept.read_bytes())
     content[len(content) // 2] ^= 1
     kept.write_bytes(content)
-    assert [run("a"), run("a")] == [4.0, 4.0]  # a damaged file is made again
+    assert [run("a"), run("a")] == [4.0, 4.0]  # a damaged file is replaced
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
     assert run("") == 5.0
 
@@ -157,7 +157,7 @@ def test_the_memory_of_a_pass_is_released_when_it_ends(monkeypatch: pytest.Monke
 
 @needs_openvino
 def test_openvino_has_no_package_that_could_send_statistics() -> None:
-    """In a new process, in which the check of an export's libraries is the first to import it."""
+    """In a new process, where the check of the libraries of an export imports OpenVINO first."""
     lines = [
         "from medseg.inference import export",
         "export._check_libraries(export.FORMATS['.xml'])",
@@ -199,7 +199,7 @@ def test_a_limit_that_openvino_does_not_know_is_refused_in_bf16(
 
 
 class Odd(UNet):
-    """OpenVINO cannot convert it."""
+    """Network that OpenVINO cannot convert."""
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         return super().forward(torch.special.bessel_j0(image))
@@ -270,7 +270,7 @@ def test_a_damaged_file_is_converted_again(tmp_path: Path, monkeypatch: pytest.M
         damaged = bytearray(content)
         damaged[place] ^= int(random.integers(1, 256))
         path.write_bytes(damaged)
-        # Some bytes mean nothing, such as those of the date.
+        # Changes of some bytes are not noticed, such as those of the date.
         assert backend._read_cached(path) in (None, "model")
 
 
@@ -288,7 +288,7 @@ def test_without_the_extra_one_sentence_says_how_to_get_it(monkeypatch: pytest.M
 
 @pytest.fixture
 def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
-    """Durations of torch and OpenVINO of the next measurements; the machine's cache is new."""
+    """Replace the measurements by durations of torch and OpenVINO; the machine's cache is empty."""
     pairs: list[tuple[float, float]] = []
 
     def seconds(call: Any, image: torch.Tensor) -> float:
@@ -326,7 +326,7 @@ def test_the_quicker_one_is_measured_once_per_machine(
 def test_durations_that_differ_are_measured_again_and_the_shorter_ones_count(
     timings: list[tuple[float, float]],
 ) -> None:
-    # Another program lengthens the first pass in OpenVINO, and the last one in torch a little.
+    # Another program lengthens the first pass in OpenVINO, and slightly the last one in torch.
     timings += [(2.0, 9.0), (2.0, 1.0), (2.3, 1.0)]
     assert quickest_backend(make()) == "openvino"
     assert timings == []

@@ -1,4 +1,4 @@
-"""Memory of a layer in slabs, and the room of feature maps beside each other."""
+"""Slab pass: memory of a layer, and feature maps within half of the budget."""
 
 from __future__ import annotations
 

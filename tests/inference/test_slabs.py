@@ -1,4 +1,4 @@
-"""Slabs compute what one pass computes, each voxel once, within their budget."""
+"""Slabs: same logits as one pass, no voxel computed twice, memory within the budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from medseg.inference.slabs import least_budget_bytes, logits_in_slabs
 from medseg.models.blocks import BLOCKS, NORMS, replace_convolutions
 from medseg.models.unet import STEMS, UNet
 
-SHAPE = (64, 16, 48)  # unequal; four planes at the lowest of four levels
+SHAPE = (64, 16, 48)  # three different sizes; four planes at the lowest of four levels
 COARSE_Z = ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
 
 
@@ -33,7 +33,7 @@ def make(**arguments: Any) -> UNet:
     torch.manual_seed(0)
     network = UNet(1, 3, **{"width": 8, **arguments})
     for name, parameter in network.named_parameters():
-        if parameter.ndim == 1:  # scales and shifts: a zero scale would hide what a branch does
+        if parameter.ndim == 1:  # a scale of zero would hide the output of a branch
             nn.init.uniform_(
                 parameter, 0.5 if "bias" not in name else -0.5, 1.5 if "bias" not in name else 0.5
             )
@@ -49,7 +49,7 @@ def image(dtype: torch.dtype = torch.float64, shape: tuple[int, int, int] = SHAP
 
 
 def run(network: UNet, inputs: Tensor, budget_bytes: float) -> tuple[Tensor, int]:
-    """Logits by slabs, and their number at the end."""
+    """Run a network in slabs; returns the logits, and in how many parts they came."""
     taken: list[Tensor] = []
     with torch.inference_mode():
         logits_in_slabs(network, inputs, budget_bytes, taken.append)
@@ -101,7 +101,7 @@ def test_half_precision_is_as_near_to_fp32_as_in_one_pass(norm: str) -> None:
 
 
 class Convolved(TorchDispatchMode):
-    """Counts the multiplications of convolutions."""
+    """Mode that counts the multiplications of convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,10 @@ def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_
     refine: int, most: float
 ) -> None:
     network, inputs = make(refine=refine), image(torch.float32, (128, 16, 32))
-    with torch.no_grad(), Convolved() as whole:  # inference mode hides convolutions from the count
+    with (
+        torch.no_grad(),
+        Convolved() as whole,
+    ):  # inference mode hides convolutions
         network(inputs)
     with torch.no_grad(), Convolved() as parts:
         logits_in_slabs(network, inputs, 8 * least(network, (128, 16, 32)), lambda _: None)
@@ -128,7 +131,7 @@ def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_
 
 
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Watch the feature maps: the most bytes in memory, and the number of files."""
+    """Record the most bytes of feature maps in memory, and the number of their files."""
     held = [0, 0]
     allocate = Features._allocate
 
@@ -163,7 +166,7 @@ def test_a_budget_below_one_plane_is_refused() -> None:
 
 @pytest.mark.parametrize("refine", [2, 48])
 def test_the_least_budget_is_enough_and_less_is_refused(refine: int) -> None:
-    """Whichever needs the most: a layer of the first level, or the refining head."""
+    """Also if the layer that needs the most is the refining head."""
     network = make(refine=refine)
     inputs = image(torch.float32, (16, 16, 48))
     logits, _ = run(network, inputs, least(network))
@@ -173,7 +176,7 @@ def test_the_least_budget_is_enough_and_less_is_refused(refine: int) -> None:
 
 
 def test_the_least_budget_of_a_network_whose_stem_needs_the_most() -> None:
-    """Many channels of the image, in cells: a plane of them is the largest input of all layers."""
+    """An image of many channels, in cells: one plane is the largest input of all layers."""
     torch.manual_seed(0)
     network = UNet(12, 3, width=4, depth=1, norm="affine").eval()
     inputs = torch.randn(1, 12, 8, 16, 48)

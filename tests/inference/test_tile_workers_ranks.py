@@ -1,4 +1,4 @@
-"""Tile workers as threads: scattering, order of answers, errors and the end."""
+"""Tile workers as threads: scatter, order of the answers, errors, and the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from medseg.inference.tile_workers import TileWorkers, process_group, serve_tile
 
 
 class Group:
-    """Stands for `torch.distributed`: the ranks are threads that meet at barriers."""
+    """Replaces `torch.distributed`: the ranks are threads that wait for each other at barriers."""
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier, self.rank_of = (
@@ -53,7 +53,7 @@ class Group:
 def on_ranks(
     monkeypatch: pytest.MonkeyPatch, use: Callable[[TileWorkers], None], seen: list[Any]
 ) -> None:
-    """Run rank 0 here and two workers beside it; `seen` gets what each worker was asked."""
+    """Run rank 0 in this thread and two workers in others; `seen` gets the tasks of each worker."""
     group = Group(3)
     monkeypatch.setattr(tile_workers, "dist", group)
 

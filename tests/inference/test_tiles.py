@@ -1,4 +1,4 @@
-"""Tiles equal the whole for a network that looks at single voxels; padding never shows."""
+"""Tiles: same probabilities as the whole for a pointwise network; padding, batches, air."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from medseg.inference import tiles as tiles_module
 from medseg.inference.tiles import most_probable, predict_probs
 
-ROUNDING = 2.0**-12  # of float16 below one
+ROUNDING = 2.0**-12  # of a float16 below one, which has 11 significant bits
 SHAPES = [(9, 20, 31), (16, 24, 8), (1, 5, 40)]
 TILES = [(8, 8, 8), (12, 16, 20), (7, 9, 5), (32, 8, 64)]
 
 
 def pointwise(image: Tensor) -> Tensor:
-    """Logits of three classes from each voxel alone."""
+    """Pointwise network: logits of three classes, each from one voxel."""
     return torch.cat([image, -image, 0.3 * image.abs()], dim=1)
 
 
@@ -73,9 +73,9 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(
         (image,) = seen
         inside = (image[0, 0] == 0.5).nonzero()
         assert tuple(image.shape[2:]) == (40, 40, 40)
-        # The last slice goes on; in plane lies air.
+        # Along z the last slice is repeated; along y and x the padding is air.
         assert (inside.max(0).values - inside.min(0).values + 1).tolist() == [40, *shape[1:]]
-        # At the end, where training pads: the cells of the network lie on the same voxels.
+        # Padding is at the end, as in training, so that cells of the network hold the same voxels.
         assert inside.min(0).values.tolist() == [0, 0, 0]
 
 
@@ -83,7 +83,7 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(
 def test_sums_are_those_of_float32_whatever_the_logits(
     tile_size: tuple[int, int, int] | None,
 ) -> None:
-    """Rounded once, at the end: half precision in between would lose more than a rounding."""
+    """Probabilities are rounded once, at the end; earlier rounding would exceed the tolerance."""
     image = noise((8, 8, 8))
 
     def half(batch: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def test_sums_are_those_of_float32_whatever_the_logits(
 
 
 def test_the_middle_of_a_tile_weighs_more_than_its_border() -> None:
-    """A network that knows its tile's border gives most weight to voxels far from it."""
+    """The network predicts foreground in the middle of a tile, and background near its border."""
 
     def is_middle(image: Tensor) -> Tensor:
         logits = torch.zeros((1, 2, *image.shape[2:]))
@@ -112,7 +112,7 @@ def test_the_middle_of_a_tile_weighs_more_than_its_border() -> None:
 
 @pytest.mark.parametrize("num_classes", [2, 3, 5])
 def test_the_most_probable_class_is_that_of_argmax(num_classes: int) -> None:
-    # Few values, so that many are equal.
+    # Four different values, so that many classes are equally probable.
     probs = torch.randint(0, 4, (num_classes, 5, 6, 7)) / 4
     before = probs.clone()
     labels = most_probable(probs)
@@ -154,14 +154,14 @@ def test_a_tile_of_air_is_background_and_seen_by_no_network() -> None:
     torch.testing.assert_close(
         probs.float().sum(0), torch.ones(8, 8, 32), rtol=0, atol=2 * ROUNDING
     )
-    # Nothing but air: one tile says how many classes there are.
+    # Air only: one tile goes through the network, for the number of classes.
     assert predict_probs(
         always_foreground, torch.full((1, 1, 8, 8, 32), -1.0), **options
     ).shape == (2, 8, 8, 32)
 
 
 def test_every_tile_goes_through_the_network_where_air_is_a_value_of_the_body() -> None:
-    """In an MR the lowest value is no air: `skips_air=False`."""
+    """In an MR the lowest value may be tissue: `skips_air=False`."""
     image, num_seen = torch.full((1, 1, 8, 8, 32), -1.0), []
 
     def always_foreground(tiles: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ def test_every_tile_goes_through_the_network_where_air_is_a_value_of_the_body() 
 
 
 def test_the_number_of_tiles_does_not_change_how_often_values_are_read() -> None:
-    """Each reading makes the CPU wait for the GPU."""
+    """Each time a value of a tensor is read, the CPU waits for the GPU."""
 
     class Reads(TorchDispatchMode):
         number = 0

@@ -1,4 +1,4 @@
-"""What the budget allows: the whole crop or the wanted tile, never another tile."""
+"""Tiling plan: the budget chooses between one pass and slabs, and never changes the tile."""
 
 from __future__ import annotations
 

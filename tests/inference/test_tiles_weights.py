@@ -1,4 +1,4 @@
-"""Laws of the sliding window."""
+"""Sliding window: positions and weights of the tiles."""
 
 from __future__ import annotations
 

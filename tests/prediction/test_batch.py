@@ -1,4 +1,4 @@
-"""Where results go, what is refused before loading, and that bad cases harm no others."""
+"""Batch: paths of results, refusals before the weights are loaded, and cases that fail."""
 
 from __future__ import annotations
 
@@ -65,7 +65,11 @@ def scans(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def without_networks(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
-    """Predict with stand-ins that open no scan; returns what they raise, by step and case."""
+    """Replace the steps by stubs that open no scan.
+
+    Returns:
+        Step and case to the exception that the stub raises; empty until a test fills it.
+    """
     raises: dict[tuple[str, str], Any] = {}
 
     def fail(step: str, scan: Scan) -> None:
@@ -135,7 +139,7 @@ def test_scans_of_other_splits_are_safe_too(scans: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("column", ["labels", "expert"])
 def test_references_of_a_table_are_not_overwritten(tmp_path: Path, column: str) -> None:
-    """Not even those of another split."""
+    """This includes the references of other splits."""
     (tmp_path / "masks").mkdir()
     (tmp_path / "masks" / "z.nii.gz").write_bytes(b"drawn by hand")
     table = tmp_path / "t.csv"
@@ -259,7 +263,7 @@ def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
             raise RuntimeError("then") from error
 
     monkeypatch.setattr(batch, "segment_case", fail)
-    gc.disable()  # it would find them some time
+    gc.disable()  # a collection would free the cycles of the error
     try:
         assert predict(scans, tmp_path / "out") == 1
     finally:
@@ -273,7 +277,7 @@ def test_a_large_scan_waits_for_its_turn(
     without_networks: dict[tuple[str, str], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its header decides: four bytes a voxel must fit into the budget."""
+    """By the header: four bytes for each voxel must fit into the budget."""
     volume, _ = scan_of_blocks()
     for name in ("a.nii.gz", "b.nrrd"):
         write_image(scans / name, volume.array, volume.grid)
@@ -346,7 +350,7 @@ def test_sigterm_ends_the_command_and_is_given_back(
     without_networks: dict[tuple[str, str], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The handler belongs to the command: a program that calls it keeps its own."""
+    """The command restores the handler of the program that has called it."""
     before, seen = signal.getsignal(signal.SIGTERM), []
 
     def stopped(*_: object) -> None:
@@ -376,7 +380,7 @@ def test_a_precision_that_the_device_lacks_is_refused_first(scans: Path, tmp_pat
 
 @pytest.fixture
 def tf32_flags() -> Iterator[tuple[Any, Any]]:
-    """The two places of torch that allow TF32; left as they were."""
+    """Restore the two switches of torch that allow TF32."""
     flags = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [flag.allow_tf32 for flag in flags]
     yield flags
@@ -479,7 +483,7 @@ def test_every_key_of_a_model_folder_reaches_its_loader(
 def test_the_libraries_of_a_gpu_count_as_loaded(
     device: str, starts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are started before the memory is divided, and before what is loaded is measured."""
+    """They start before the resident memory is measured and before the rest is divided."""
     events: list[str] = []
     monkeypatch.setattr(batch, "pick_device", lambda *_: torch.device(device))
     monkeypatch.setattr(batch, "start_libraries", lambda _: events.append("libraries"))
@@ -517,7 +521,7 @@ def test_the_other_processes_of_torchrun_serve_tiles_and_read_no_scan(
     thin = RangeOptions(range_mm=(0.0, 2.0), coarse="a")
     with pytest.raises(UserError, match="by_spacing: the processes of torchrun share one cascade"):
         predict_module.predict_scans(replace(config, by_spacing={"thin": thin}))
-    # Whatever the rank: none waits for the others.
+    # Every rank refuses it, so that none waits for the others.
     of_folder = PredictConfig(input=str(tmp_path), output=str(tmp_path), weights="nnUNet")
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)

@@ -1,4 +1,4 @@
-"""The next case is read while one is computed and the last is finished (threads that wait)."""
+"""Pipeline of a batch: the next case is read and the last one finished while one is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 60.0
 
 
 class Log:
-    """What has happened, in order; whoever waits for an event that never comes fails."""
+    """Record of events in their order; a wait for an event fails after a limit."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -39,7 +39,7 @@ class Log:
 
 
 def test_reading_and_finishing_go_on_while_a_case_is_computed() -> None:
-    """If a case were computed to its end before the next is read, the steps would stand still."""
+    """Each step waits for the others, so that this test would time out without an overlap."""
     log = Log()
 
     def read(case: int, is_ahead: bool) -> str:
@@ -75,7 +75,7 @@ def test_reading_and_finishing_go_on_while_a_case_is_computed() -> None:
 
 
 def test_one_case_ahead_and_one_behind_at_most() -> None:
-    """However quick the steps are, reading and finishing differ from computing by one case."""
+    """Also if steps take no time: reading is one case ahead of computing, finishing one behind."""
     log = Log()
     events = {
         "read": lambda case, _: log.add(f"read {case}") or case,
@@ -101,7 +101,7 @@ def test_what_a_case_held_is_let_go_once_it_is_done() -> None:
 
     def compute(case: int, scan: Large) -> Large:
         gc.collect()
-        # This scan, perhaps the next one, and the labels of the last.
+        # The scan that is computed, perhaps the next one, and the labels of the last one.
         assert sum(one() is not None for one in held) <= 3
         return make()
 
@@ -131,7 +131,7 @@ STEPS = ("read", "compute", "finish")
 def test_an_error_or_an_interrupt_ends_the_whole_after_what_was_computed_before(
     failing: str, error: BaseException
 ) -> None:
-    """Whatever ends case 2, the cases before it are finished, and none behind it is computed."""
+    """If case 2 ends the batch, the cases before it are finished, and no later one is computed."""
     log = Log()
 
     def step(name: str) -> Callable[..., int]:

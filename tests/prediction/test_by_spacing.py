@@ -1,4 +1,4 @@
-"""Several cascades, each for its range of spacings: which one a scan gets, why, or none."""
+"""Choice of a cascade by the spacing of a scan: its message, and scans that no range covers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def configured(source: Path, output: Path, by_spacing: str) -> PredictConfig:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracles for checkpoints: the thin one works at 1 mm, the thick one on the scan's grid."""
+    """Replace checkpoints by oracles: `thin` works at 1 mm, `thick` on the grid of the scan."""
 
     def load_stage(path: Path, name: str, *_: Any) -> Any:
         spacing_mm: Any = None if path.name == "thick" else (1.0, 1.0, 1.0)
@@ -58,7 +58,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_scan(path: Path, depth: int, slice_mm: float) -> np.ndarray:
-    """Two bright blocks in 120 mm, in slices of any thickness along the last array axis."""
+    """Write a scan of 120 mm with two bright blocks, with slices along the last array axis."""
     labels = np.zeros((64, 80, depth), dtype=np.uint8)
     inner = slice(depth // 6, depth - depth // 6)
     labels[16:48, 50:70, inner], labels[16:48, 10:30, inner] = 1, 2

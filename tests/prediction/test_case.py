@@ -1,4 +1,4 @@
-"""A second run predicts what is missing or would come out otherwise, and nothing else."""
+"""Second prediction into a folder: only cases that are missing or outdated are predicted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from medseg.task import Channel, Task
 
 
 def use_oracles(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Let networks that know the answer stand for checkpoints; returns their checksums by stage."""
+    """Replace checkpoints by oracles; returns the checksums that they state, by stage."""
     networks, sums = (
         {"coarse": CoarseOracle(), "fine": FineOracle()},
         {"coarse": "c0", "fine": "f0"},
@@ -57,7 +57,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture
 def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cases that are predicted, not skipped."""
+    """Record the cases that are predicted, not skipped."""
     names: list[str] = []
     segment_case = batch.segment_case
 
@@ -88,7 +88,7 @@ def predict(folder: Path, *overrides: str) -> int:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two scans and their results, which no test changes."""
+    """Predict two scans, once for all tests; no test changes their folder."""
     folder = tmp_path_factory.mktemp("finished")
     volume, _ = scan()
     for name in ("a", "b"):
@@ -101,7 +101,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of two scans and their results, to be changed."""
+    """Copy the two scans and their results, for a test to change."""
     return shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
 
 
@@ -115,10 +115,10 @@ def test_what_is_finished_is_skipped_and_said(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert predict(folder) == 0  # the summary lists the files of the copy now
+    assert predict(folder) == 0  # now the summary lists the files of the copy
     before = content(folder)
     capsys.readouterr()
-    os.utime(folder / "scans" / "a.nii.gz", (0, 0))  # touched, or copied: its content is the same
+    os.utime(folder / "scans" / "a.nii.gz", (0, 0))  # the same content
     monkeypatch.chdir(folder)
     assert predict(Path(), "threads=1") == 0
     assert predicted == []
@@ -221,7 +221,7 @@ def test_what_another_prediction_finishes_after_it_was_read_is_skipped(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """While `a` is computed, `b`, which is read already or soon, is written by someone else."""
+    """While `a` is computed, another prediction writes `b`, which may have been read already."""
     done = {path.name: path.read_bytes() for path in (folder / "out").iterdir()}
     for path in (folder / "out").iterdir():
         path.unlink()
@@ -258,7 +258,7 @@ def test_a_report_that_is_deleted_meanwhile_does_not_count_as_another_prediction
 def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_other(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second begins to write between the first's label map and report: waits, is refused."""
+    """The second one begins to write while the first one does: it waits, and is then refused."""
     other_scan(folder)
     output, write_labels, entered = (
         folder / "one.nii.gz",
@@ -322,7 +322,7 @@ def test_a_report_says_what_a_case_cost_and_came_from(finished: Path) -> None:
         "total",
     }
     assert sum(seconds for step, seconds in steps.items() if step != "total") <= steps["total"]
-    # More than numpy and torch hold by themselves, for as long as the case took.
+    # At least the memory that numpy and torch hold, times the duration of the case.
     assert report["memory_gb_s"] > 0.05 * steps["total"]
     assert report["peak_resident_bytes"] > 5e7
     assert report["checkpoints"] == {"coarse": {"c": "c0"}, "fine": {"f": "f0"}}
@@ -331,7 +331,7 @@ def test_a_report_says_what_a_case_cost_and_came_from(finished: Path) -> None:
 
 @pytest.mark.parametrize("num_channels", [1, 2])
 def test_all_channels_of_a_scan_must_fit_into_the_budget(tmp_path: Path, num_channels: int) -> None:
-    """Four bytes a voxel; a scan that just fits is read ahead."""
+    """Four bytes for each voxel of each channel; a scan that just fits is read ahead."""
     grid = VoxelGrid((4, 8, 16), (1.0, 1.0, 1.0))
     paths = [tmp_path / f"{number}.nii.gz" for number in range(num_channels)]
     for path in paths:

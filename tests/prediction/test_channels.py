@@ -40,7 +40,7 @@ FOUR = replace(
 
 
 class Both(nn.Module):
-    """Foreground is where all channels are bright; sides as in `CoarseOracle` for two labels."""
+    """Network whose foreground is bright in all channels; with two labels they are sides."""
 
     divisor = (8, 8, 8)
 
@@ -59,7 +59,7 @@ class Both(nn.Module):
 
 
 def mr_of(labels: np.ndarray, rng_seed: int = 0) -> np.ndarray:
-    """A second channel: bright in the labels, dark in the body around, 0 outside."""
+    """Make a second channel: bright in the labels, dark in the rest of the body, 0 outside."""
     noise = np.random.default_rng(rng_seed).random(labels.shape)
     image = np.where(labels > 0, 900 + 10 * noise, 100 + 10 * noise)
     image[:, :3] = 0
@@ -68,7 +68,7 @@ def mr_of(labels: np.ndarray, rng_seed: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A CT and a second channel of the same blocks on a grid of its own, shifted and finer."""
+    """Write a CT, and a second channel of the same blocks on a shifted and finer grid."""
     volume, labels = scan()
     write_image(tmp_path / "ct.nii.gz", volume.array, volume.grid)
     fine = GRID.resampled((2.0, 0.9, 0.8)).crop(VoxelBox((2, 3, 4), (38, 86, 126)))

@@ -1,4 +1,4 @@
-"""One DICOM series among several: the same choice in all commands; remarks reach the user."""
+"""One DICOM series among several: same choice in all commands, messages in the reports."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compose(name: str, *overrides: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks that know the answer in place of checkpoints."""
+    """Replace checkpoints by oracles."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -46,7 +46,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def study(tmp_path: Path) -> Path:
-    """A scan, the same upside down in HU, a topogram; the scan's labels; a table of both."""
+    """Write a scan, a copy with inverted HU, a topogram, labels, and a table of the two scans."""
     volume, labels = scan()
     folder = tmp_path / "study 1"
     save_grid(folder / "a", volume.array, volume.grid, uid="1.2.3.4", SeriesNumber=3)
@@ -82,7 +82,7 @@ def is_right(path: Path) -> bool:
 def test_predict_one_series_of_a_folder(
     study: Path, tmp_path: Path, series: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was left out is in its report, and no warning."""
+    """Its report lists the series that were left out as information, not as a warning."""
     overrides = [f"input='{study}'", f"output='{tmp_path / 'o.nii.gz'}'", f"series={series}"]
     assert predict_app.predict(compose("predict", *overrides)) == 0
     assert is_right(tmp_path / "o.nii.gz")

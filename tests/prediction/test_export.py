@@ -1,6 +1,6 @@
-"""An export of a hospital, predicted as it is.
+"""Prediction of the DICOM export of a hospital without any preparation.
 
-It is flat, in folders, in a zip archive, or given by the table of `medseg list`.
+The export is a flat folder, a folder of folders, a zip archive, or a table of `medseg list`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FEW = ("two kernels", "two studies", "gap", "MR alone")
 
 @pytest.fixture(autouse=True)
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks that know the answer in place of checkpoints."""
+    """Replace checkpoints by oracles."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -52,7 +52,7 @@ def written(folder: Path) -> list[str]:
 
 
 def reports(folder: Path) -> dict[str, dict[str, str]]:
-    """Identity of each result."""
+    """Read the identity in each report."""
     return {
         path.stem: json.loads(path.read_text())["identity"]
         for path in sorted(folder.glob("*.json"))
@@ -105,7 +105,7 @@ def test_one_command_predicts_one_series_of_each_study(
 def test_the_table_of_a_listing_is_predicted(
     few: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The headers of the folder are read once for all rows; a new file changes no other case."""
+    """Headers are read once for all rows; a new file makes no other case outdated."""
     table, out = tmp_path / "cases.csv", tmp_path / "out"
     assert list_app.list_series(ListConfig(str(few["flat"]), str(table), Modality.ct, None)) == 0
     assert predict(table, out) == 0
@@ -122,7 +122,7 @@ def test_the_table_of_a_listing_is_predicted(
     )
     assert predict(table, tmp_path / "other", "save=[labels]") == 0
     num_files = sum(1 for _ in few["flat"].iterdir())
-    # Once for the table, and for each row its own four slices a few times.
+    # All headers once for the table, and the four slices of each row a few times more.
     assert len(read) <= num_files + 4 * 4 * 4
 
 
@@ -176,7 +176,7 @@ def test_an_archive_that_gives_nothing_is_one_sentence(
 
 
 def test_names_and_times_of_an_archive_do_no_harm(tmp_path: Path) -> None:
-    """A name that leads out of the folder stays within it; a time of zeros is no time."""
+    """A name with `..` is unpacked inside the folder, and a time of zeros is accepted."""
     member = zipfile.ZipInfo("a/../../b.txt")
     member.date_time = (1980, 0, 0, 0, 0, 0)
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
@@ -198,7 +198,7 @@ def test_a_rule_needs_a_folder_and_no_series(few: dict[str, Path], tmp_path: Pat
 def test_a_refusal_of_two_series_names_the_rule(
     few: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What it says works when it is typed."""
+    """The argument that the message advises works."""
     assert predict(few["flat"], tmp_path / "out") == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "it holds 2" in line]
     assert line.endswith(
@@ -210,7 +210,7 @@ def test_a_refusal_of_two_series_names_the_rule(
 def test_a_folder_without_a_scan_names_its_patient(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A folder of its own is a case, which is refused with what is there instead."""
+    """The folder is a case, and its refusal says what the folder holds instead."""
     forms = make_export(tmp_path, kinds=("MR alone", "topogram alone"))
     assert predict(forms["folders"], tmp_path / "out", "series_pick=thinnest") == 1
     said = capsys.readouterr().err.splitlines()
@@ -223,9 +223,9 @@ def test_a_folder_without_a_scan_names_its_patient(
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same results in all forms; each refusal names patient, date and cure in one line."""
+    """All forms have the same results; a refusal names patient, date and cure in one line."""
     forms = make_export(tmp_path)
-    # A damaged file that does not tell its series stops no scan.
+    # A damaged file without a series in its header does not affect the scans.
     damaged = bytes(128) + b"DICM" + b"\xff" * 40
     for form in ("flat", "folders"):
         (forms[form] / "IM990000").write_bytes(damaged)

@@ -1,4 +1,4 @@
-"""Exports run outside of medseg and give its labels: their steps, ONNX and OpenVINO."""
+"""Exports to ONNX and OpenVINO: outside of medseg they give the labels of medseg."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_the_output_must_be_a_file_of_a_known_format(tmp_path: Path) -> None:
 def test_the_cascade_gives_the_same_labels_with_exported_networks(
     name: str, shared_ct: Path, tmp_path: Path
 ) -> None:
-    """Labels of three scans, with both networks of the cascade replaced by exported files."""
+    """Three scans, with both networks of the cascade replaced by exported files."""
     stages = [
         load_stage(
             shipped_weights("lungs", one),

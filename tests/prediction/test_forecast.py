@@ -1,4 +1,4 @@
-"""Forecast of a prediction: bytes by hand, the memory contract, and seconds of past cases."""
+"""Forecast: bytes computed by hand, the bound on the memory, and seconds by earlier cases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     lattice, body, padded = 4 * 150 * 205 * 205, 150 * 164 * 205, 152 * 168 * 208
     network = 0.75 / 2.5 * 40 * padded
     assert found.memory["localise"] == fixed + lattice + round(4 * body + 4 * padded + network)
-    # 270 x 200 x 160 mm at 1 mm, seen in tiles.
+    # Regions of 270 x 200 x 160 mm at 1 mm, in tiles.
     crop, tile = 270 * 200 * 160, 128 * 160 * 160
     layer = 4 * 2 * 128 * 200 * 160
     refine = (
@@ -66,8 +66,8 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     joined = fixed + 2 * 2 * crop + 0.9 * voxels + 18 * MIB
     assert found.memory["join"] == pytest.approx(joined, abs=100)
     assert found.peak_bytes == max(found.memory.values())
-    # Tiles that share half: 4 x 2 x 1 of them for each side. The time of a network counts five
-    # times.
+    # With an overlap of half, 4 x 2 x 1 tiles for each side. A voxel of a network counts five time
+    # units.
     assert found.time_units == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
 
 
@@ -127,7 +127,7 @@ def test_the_median_of_finished_cases_gives_the_seconds(
     for _ in range(30):
         note_rate("weights", Rate(1.0, 0.0))
     assert known_rate("weights") == (1.0, 0.0)
-    # Damaged, and as earlier versions wrote it.
+    # A damaged file, and one of an earlier version.
     for content in ('{"weights": [', '{"weights": [0.5]}'):
         (tmp_path / "medseg" / "predictions.json").write_text(content, encoding="utf-8")
         assert known_rate("weights") is None
@@ -137,7 +137,7 @@ def test_passes_have_a_rate_of_their_own() -> None:
     finished = Forecast({}, time_units=100, operations=1000.0)
     rate = rate_of(finished, total_s=5.0, pass_s=4.0)
     assert rate == (0.01, 0.004)
-    # Half of all else, and three times the passes.
+    # Half of the time units, and three times the operations.
     assert rate.seconds(Forecast({}, 50, 3000.0)) == 0.5 + 12.0
     assert rate_of(finished._replace(operations=0.0), total_s=5.0, pass_s=0.0) == (0.05, 0.0)
 
@@ -171,7 +171,7 @@ def test_a_batch_names_its_largest_case_and_its_time() -> None:
         forecast_text({"a": cases["a"]}, 10.0, 1)
         == "expected peak memory 1.00 GiB, expected time 10 s"
     )
-    # Two of eight cases stand for all.
+    # Forecasts of two of the eight cases.
     assert (
         forecast_text(cases, 40.0, 8)
         == "8 cases, expected peak memory 1.50 GiB (case b), expected time 5 min"
@@ -193,7 +193,7 @@ def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
     grid = VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0))
     limits = forecast_module.ArrayLimits(1000.0, array_bytes)
     found = forecast_module._forecast_joined(model, grid, 300, limits)
-    # One part may need arrays in memory that wait in files with another part alone.
+    # Each part gets the limits of the whole model.
     assert asked == [(grid, 300, 1000.0, array_bytes)] * 2
     assert found.memory == {
         "read": 100 + held_bytes,

@@ -1,4 +1,4 @@
-"""Files that hold no HU: every command applies the same scale, and says when one is missing."""
+"""Files whose values are not HU: each command applies the same scale, and warns without one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compose(name: str, *overrides: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks that know the answer in place of checkpoints."""
+    """Replace checkpoints by oracles."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -41,7 +41,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A scan in HU, the same stored 1024 higher, and a table that says so."""
+    """Write a scan in HU, a copy with values 1024 higher, and a table with the offset."""
     volume, labels = scan()
     write_image(tmp_path / "hu.nii.gz", volume.array, volume.grid)
     write_image(tmp_path / "high.nii.gz", volume.array + 1024, volume.grid)
@@ -130,7 +130,7 @@ def test_a_batch_script_can_tell_a_scan_without_hu_from_its_summary(folder: Path
     write_image(folder / "scans" / "windowed.nii.gz", windowed, volume.grid)
     (folder / "scans" / "bad.nii").write_bytes(b"no scan")
     source, out = folder / "scans", folder / "out"
-    for _ in range(2):  # the second skips what is finished, and says the same
+    for _ in range(2):  # the second prediction skips the case, with the same message
         assert predict_app.predict(compose("predict", f"input='{source}'", f"output='{out}'")) == 1
         rows = read_csv(out / "summary.csv")
         assert [row["case"] for row in rows] == ["bad", "high", "hu", "windowed"]

@@ -1,4 +1,4 @@
-"""Names of nnU-Net, `<case>_0000`, and the channels that they count."""
+"""Channels in files that are numbered as nnU-Net does, `<case>_0000`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def scans(*names: str) -> list[Scan]:
             2,
             {"a": ["a_0000", "a_0001"], "b": ["b_0000", "b_0001"]},
         ),
-        # Numbers that count scans
+        # numbers that count scans, not channels
         (["scan_0000", "scan_0001"], 1, {"scan_0000": ["scan_0000"], "scan_0001": ["scan_0001"]}),
         (
             ["a_0000", "a_0001", "a_0002"],
             2,
             {"a_0000": ["a_0000"], "a_0001": ["a_0001"], "a_0002": ["a_0002"]},
         ),
-        # A channel is missing, a name is taken, other numbers
+        # a missing channel, a name that another scan has, other numbers
         (["a_0000"], 2, {"a_0000": ["a_0000"]}),
         (["a", "a_0000"], 1, {"a": ["a"], "a_0000": ["a_0000"]}),
         (

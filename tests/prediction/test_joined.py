@@ -1,4 +1,4 @@
-"""Several models as one: values of the labels, what is painted over, and the names of all parts."""
+"""Joined models: values of the labels, order of painting, names of steps and messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_values_count_through_all_models_and_a_later_label_wins() -> None:
     assert result.volumes_ml == {"liver": 0.004, "spleen": 0.0, "aorta": 0.004, "rib": 0.0}
     assert begun == model.steps == list(result.durations_s) == [f"segment_{n}" for n in (1, 2, 3)]
     assert list(model.checkpoints) == ["3d_fullres_1", "3d_fullres_2", "3d_fullres_3"]
-    # A part may be empty where the others are not.
+    # One part may be empty although others are not.
     assert result.warnings == []
 
 
@@ -92,7 +92,7 @@ def test_an_empty_result_has_one_warning() -> None:
 
 @dataclass(frozen=True)
 class Doubtful(Painter):
-    """Model that doubts each of its results."""
+    """Model that adds a warning to each result."""
 
     def segment(self, volume: Volume, _: Any = (), **options: Any) -> Segmentation:
         result = super().segment(volume, **options)
@@ -128,7 +128,7 @@ def test_what_is_found_names_its_model_where_there_are_several() -> None:
 
 @dataclass(frozen=True)
 class Bounded(Painter):
-    """Model that keeps its bound and notes the grids that it is asked about."""
+    """Model that stores its bound, and records the grids of `check_budget`."""
 
     budget_gib: float = 9.0
     backend_bytes: int = 3
@@ -159,7 +159,7 @@ def test_a_bound_on_the_memory_holds_for_each_part() -> None:
     ("labels", "values", "expected"),
     [
         ([["a", "b"], ["c"]], {}, {"a": 1, "b": 2, "c": 3}),
-        # One name is one label.
+        # A name in several models is one label.
         ([["a", "b"], ["b", "c"]], {}, {"a": 1, "b": 2, "c": 3}),
         ([["a", "b"], ["c"]], {"c": 1}, {"a": 2, "b": 3, "c": 1}),
         ([["a", "b"]], {"a": 7}, {"a": 7, "b": 1}),
@@ -185,7 +185,7 @@ def test_what_cannot_be_joined_is_refused() -> None:
 
 @dataclass(frozen=True)
 class Listener(Painter):
-    """Model that notes the voxels that it gets."""
+    """Model that records the voxels that it gets."""
 
     heard: list[np.ndarray] = field(default_factory=list)
 
@@ -195,7 +195,7 @@ class Listener(Painter):
 
 
 def test_each_model_gets_the_voxels_that_it_was_trained_on() -> None:
-    """One as they are stored, the other with air where a constant was filled in."""
+    """One gets the voxels as stored, the other gets air in place of the padding."""
     grid = VoxelGrid((8, 40, 40), (1.0, 1.0, 1.0))
     image = np.random.default_rng(0).normal(40.0, 20.0, grid.shape).round()
     image[:, 5:35, 5:35] -= 900.0

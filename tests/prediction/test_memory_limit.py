@@ -1,4 +1,4 @@
-"""The shares of `inference.max_ram_gib`: at most what is left, refused if too little."""
+"""Memory limit: shares of `inference.max_ram_gib`, and the refusal of a limit that is too low."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_headers_are_checked_where_the_budget_may_be_too_small_for_a_scan(
 
 def test_a_scan_waits_in_a_file_where_the_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def held_by(*_: Any) -> tuple[bool, bool]:
-        """Whether an array is in memory, and one that waits."""
+        """Whether an array is in memory, and whether one that waits is."""
         array = new_array((100,), np.uint8)
         waiting = new_array((100,), np.uint8, waits=True)
         return array.base is None, waiting.base is None

@@ -1,4 +1,4 @@
-"""Cohorts on Ray: whatever dies, each case is computed once and equals `engine=local`."""
+"""Cohorts on Ray: same results as `engine=local`, also if actors or nodes die."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NUM_SCANS = 20
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small network of one stage with random weights."""
+    """Write the checkpoint of a small network of one stage with random weights."""
     path = tmp_path_factory.mktemp("weights") / "single.safetensors"
     overrides = [
         "stage=single",
@@ -140,7 +140,7 @@ def test_under_torchrun_it_is_refused(
 
 
 class FakeRay:
-    """Ray's calls, of which one at a time ends, in an order drawn at random."""
+    """Replaces the module `ray`: calls end one at a time, in random order."""
 
     class exceptions:  # noqa: N801
         class RayError(Exception):
@@ -192,7 +192,7 @@ class SimpleActor:
 
 
 class Ended(Observer):
-    """Notes the cases that end."""
+    """Observer that records the cases that end."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -233,7 +233,7 @@ def test_a_case_that_ends_every_actor_fails_alone(num_actors: int) -> None:
 
 
 def test_a_cluster_without_its_node_ends_with_the_remaining_cases_named() -> None:
-    """Ray reports the actors as dead, takes requests for others, and never starts them."""
+    """Ray then reports the actors as dead, accepts requests for new ones, and never starts them."""
     fake = FakeRay(lambda *_: False)
     cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(NUM_SCANS)]
     ended = Ended()
@@ -430,7 +430,7 @@ def test_actors_a_node_and_the_driver_die_and_no_case_is_computed_twice(
 
 
 class Cluster:
-    """Stands for the module `ray`: nodes with resources, and notes of what it is asked for."""
+    """Replaces the module `ray`: nodes with resources, and a record of the calls."""
 
     def __init__(self, nodes: list[dict[str, Any]]) -> None:
         self.known_nodes = nodes
@@ -481,7 +481,7 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     expected: tuple[float, float, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two nodes of 6 processors with 9 and 6 GiB, one with two GPUs; a dead one does not count."""
+    """Two nodes of 6 CPUs with 9 and 6 GiB, one of them with two GPUs, and a dead node."""
     cluster = Cluster(
         [
             node("own", CPU=6.0, GPU=2.0, memory=9.0 * GIB),
@@ -505,7 +505,7 @@ def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(
         "RAY_USAGE_STATS_ENABLED", "1"
-    )  # so that it is put back, also where it was absent
+    )  # so that monkeypatch restores the variable, also if it was absent
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     cases: Any = [SimpleNamespace(name=number) for number in range(num_cases)]
     config = PredictConfig(

@@ -102,7 +102,7 @@ def test_every_kind_has_its_name_and_its_content(scans: Path, tmp_path: Path) ->
     report = json.loads((out / "lungs.json").read_text(encoding="utf-8"))
     assert set(report["results"]) == {path.name for path in out.iterdir()} - {"lungs.json"}
     assert tuple(report["statistics"]["left_lung"]) == ("ml", *HU_FIGURES)
-    # The blocks are water at 0 HU; the clean-up and the edges take no other voxels in.
+    # The blocks are water at 0 HU, and the labels hold no other voxels.
     assert abs(report["statistics"]["left_lung"]["p50_hu"]) <= 1
     assert report["statistics"]["left_lung"]["ml"] == report["volume_ml"]["left_lung"]
 

@@ -1,4 +1,4 @@
-"""The predict command on odd and broken files: each has its sentence, and the others go on."""
+"""`predict` on odd and broken files: each gets a message, and the other cases go on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from medseg.prediction.options import PredictConfig
 
 @pytest.fixture(autouse=True)
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks that know the answer as checkpoints, without the audit of the blocks."""
+    """Replace checkpoints by oracles, and leave out the audit, which would refuse the blocks."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -50,7 +50,7 @@ def predict(source: Path, output: Path, *overrides: str) -> int:
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    """A folder with one good scan."""
+    """Make a folder with one good scan."""
     folder = tmp_path / "scans"
     volume, _ = scan()
     write_image(folder / "good.nii.gz", volume.array, volume.grid)
@@ -58,7 +58,7 @@ def scans(tmp_path: Path) -> Path:
 
 
 def is_right(path: Path) -> bool:
-    """Whether a result is that of the good scan."""
+    """Tell whether a result is that of the good scan."""
     labels, reference = read_labels(path).array, scan()[1]
     return min(dice(labels == value, reference == value) for value in (1, 2)) > 0.95
 
@@ -145,7 +145,7 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
         "summary.xlsx",
     ]
     assert is_right(tmp_path / "out" / "good.nii.gz")
-    # Alone each of them is the whole request.
+    # As the only input, each of them ends the command.
     assert predict(scans / "cut.nii.gz", tmp_path / "alone") == 2
     assert not list((tmp_path / "alone").iterdir())
 
@@ -261,7 +261,7 @@ def test_several_checkpoints_leave_a_map_of_their_disagreement(scans: Path, tmp_
 def test_links_that_lead_nowhere_fail_alone(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Files of git-annex that were not fetched are such links; they are not left out in silence."""
+    """Files of git-annex that were not fetched are such links; each is reported."""
     (scans / "gone.nii.gz").symlink_to("nowhere.nii.gz")
     (scans / "loop.nii.gz").symlink_to("loop.nii.gz")
     table = tmp_path / "table.csv"

@@ -1,4 +1,4 @@
-"""Segmenting from Python: the command's labels, of the given kind, from several threads."""
+"""Python API: same labels as the command, as objects of the input's kind, from threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.io.io_volumes import finding_texts
 
 @pytest.fixture
 def segmenter(monkeypatch: pytest.MonkeyPatch) -> medseg.LungSegmenter:
-    """With networks that know the answer."""
+    """Make a `Segmenter` with oracles as networks."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -66,7 +66,7 @@ def test_arrays_and_images_of_nibabel_get_labels_of_their_kind(
     from_array = segmenter.segment(array, affine=image.affine).labels
     assert isinstance(from_array, np.ndarray)
     assert np.array_equal(from_array.transpose(), expected)
-    # As MONAI loads it: one channel first, with its affine.
+    # As MONAI loads it: (1, X, Y, Z), with its affine.
     tensor = MetaTensor(torch.from_numpy(array.astype(np.float32))[None], affine=image.affine)
     from_tensor = segmenter.segment(tensor).labels
     assert isinstance(from_tensor, torch.Tensor)
@@ -88,7 +88,7 @@ def test_each_kind_of_scan_has_labels_of_its_kind_on_its_grid(
     assert is_right(from_volume.labels.array, reference)
     assert from_volume.labels.grid == volume.grid
     assert np.array_equal(from_path.labels.array, from_volume.labels.array)
-    # ITK names the same voxels in the same order; its header is what makes the result lie on them.
+    # The array of ITK has the same order of voxels; the header places the result on the scan.
     assert np.array_equal(SimpleITK.GetArrayFromImage(from_image.labels), from_path.labels.array)
     for get in ("GetSpacing", "GetOrigin", "GetDirection", "GetSize"):
         assert getattr(from_image.labels, get)() == getattr(image, get)()
@@ -96,7 +96,7 @@ def test_each_kind_of_scan_has_labels_of_its_kind_on_its_grid(
         "the file rounds its spacing"
     )
     assert set(from_image.boxes) == {"left_lung", "right_lung"}
-    # What was read from a file goes back with its header.
+    # A `Volume` from a file keeps its header.
     write_labels(
         tmp_path / "o.nii.gz",
         from_path.labels.array,
@@ -226,7 +226,7 @@ def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
 
 @pytest.mark.slow
 def test_two_threads_get_what_the_command_writes(tmp_path: Path) -> None:
-    """Included weights in their own process, which shows that `import medseg` brings no torch."""
+    """In a process of its own, which also shows that `import medseg` does not import torch."""
     for index in range(2):
         phantom = make_phantom(
             PhantomSpec(seed=5, index=index, spacing_mm=(4.0, 3.4, 3.4), matrix=(110, 110))

@@ -1,4 +1,4 @@
-"""Models of one stage: `single` in the place of both stages of a cascade."""
+"""Models of one stage: `single` instead of `coarse` and `fine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch of DICOM: each study is a case, wherever its files lie; `series=` chooses inside."""
+"""DICOM studies of a batch: each is a case, in any folders; `series=` chooses within it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZE = "(4 slices, 2.5 x 0.8 x 0.648 mm)"
 
 @pytest.fixture(autouse=True)
 def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Networks that know the answer in place of checkpoints."""
+    """Replace checkpoints by oracles."""
     networks = {"coarse": CoarseOracle(), "fine": FineOracle()}
     monkeypatch.setattr(
         "medseg.cascade.load.load_stage", lambda path, name, *_: stage(networks[name], name)
@@ -42,7 +42,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def series(folder: Path, patient: str, number: int, study: int = 1, **fields: object) -> np.ndarray:
-    """Write a CT series; its values tell it from others."""
+    """Write a CT series and return its voxels, by which a test recognises it."""
     key = sum(map(ord, patient))
     rng = np.random.default_rng(key + 100 * study + number)
     image = rng.integers(-900, 900, (4, 8, 9)).astype(np.int16)
@@ -104,7 +104,7 @@ def test_a_series_is_chosen_inside_each_case(
 def test_a_flat_folder_of_several_patients(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each is a case; two series of one are refused with words that work when they are typed."""
+    """Each patient is a case; a study of two series is refused, with arguments that work."""
     flat, out = tmp_path / "flat", tmp_path / "out"
     chosen = {"anna": series(flat, "anna", 3), "bert": series(flat, "bert", 3)}
     assert {name.partition("_")[0] for name in cases(flat)} == set(chosen)
@@ -130,7 +130,7 @@ def test_a_flat_folder_of_several_patients(
 
 
 def test_one_scan_of_a_flat_folder_is_named_by_patient_and_number(tmp_path: Path) -> None:
-    """As the row of a case table does, in words that a person can read and type."""
+    """The row of a case table can name it the same way, in words that people can type."""
     flat = tmp_path / "flat"
     images = {"anna:2": series(flat, "anna", 2), "7": series(flat, "anna", 7)}
     for study in (1, 2):
@@ -150,7 +150,7 @@ def test_one_scan_of_a_flat_folder_is_named_by_patient_and_number(tmp_path: Path
 
 
 def test_studies_are_told_apart_by_their_headers_not_by_folders(tmp_path: Path) -> None:
-    """A patient who came twice, in one folder; a study in two folders; and one that is plain."""
+    """Two studies of a patient in one folder, a study in two folders, and one in a folder."""
     cohort = tmp_path / "cohort"
     series(cohort / "twice", "anna", 2, study=1)
     series(cohort / "twice" / "later", "anna", 2, study=2)
@@ -162,8 +162,22 @@ def test_studies_are_told_apart_by_their_headers_not_by_folders(tmp_path: Path) 
     assert np.array_equal(images["carl_20240101"], whole)
 
 
+def test_hidden_files_are_no_slices(tmp_path: Path) -> None:
+    """Finder writes `.DS_Store`, and a `._<name>` beside each file on other disks."""
+    flat = tmp_path / "flat"
+    images = {f"{name}_20240101": series(flat, name, 2) for name in ("anna", "bert")}
+    for file in list(flat.iterdir()):
+        file.with_name(f"._{file.name}").write_bytes(b"\0\5\x16\7")
+        file.with_name(f"._copy {file.name}").write_bytes(file.read_bytes())
+    (flat / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    found = cases(flat)
+    assert list(found) == list(images)
+    for name, image in images.items():
+        assert np.array_equal(found[name], image)
+
+
 def test_folders_of_one_study_with_whole_series_stay_apart(tmp_path: Path) -> None:
-    """As an archive exports them; a number is looked for in all folders of the study."""
+    """Archives export studies so; a series number is searched in all folders of the study."""
     study, out = tmp_path / "study", tmp_path / "out"
     images = {
         "thick": series(study / "thick", "anna", 3),
@@ -184,7 +198,7 @@ def test_a_copied_series_is_not_spread(tmp_path: Path) -> None:
 
 
 def spread(whole: Path, cohort: Path) -> None:
-    """Move the slices of a series into two folders, as a medium holds them."""
+    """Move the slices of a series into two folders, as on a CD."""
     for number, file in enumerate(sorted(whole.iterdir())):
         folder = cohort / f"ST{number % 2}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +206,7 @@ def spread(whole: Path, cohort: Path) -> None:
 
 
 def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -> None:
-    """A folder is a batch even if its files are one scan; a file of the series is none."""
+    """A folder gets a summary even if it is one scan; a single file does not."""
     spread_over, flat = tmp_path / "spread", tmp_path / "flat"
     series(tmp_path / "whole", "anna", 2)
     spread(tmp_path / "whole", spread_over)
@@ -207,7 +221,7 @@ def test_a_summary_depends_on_the_kind_of_input_not_on_headers(tmp_path: Path) -
 
 
 def listed(message: str) -> list[str]:
-    """Values of `series=` that a refusal lists."""
+    """List the values of `series=` in a refusal."""
     return [
         word.rstrip(",")
         for word in re.findall(r"series=(\S+) ", message.partition("; choose one")[0])
@@ -215,7 +229,7 @@ def listed(message: str) -> list[str]:
 
 
 def test_the_values_of_a_listing_work_on_the_folder(tmp_path: Path) -> None:
-    """Each is what a person types after the list: the number with patient and date, or the UID."""
+    """Each value is either the series number with patient and date, or the UID."""
     flat = tmp_path / "flat"
     chosen = [series(flat, "anna", 3), series(flat, "bert", 3), series(flat, "bert", 3, study=2)]
     chosen.append(series(flat, "no ID: x", 3))
@@ -231,7 +245,7 @@ def test_the_values_of_a_listing_work_on_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_values_of_a_listing_work_on_the_batch(tmp_path: Path) -> None:
-    """Two series of one number are told apart by UIDs, which only one case holds."""
+    """Two series with the same number differ by their UIDs, each of which is in one case."""
     cohort = tmp_path / "cohort"
     image = series(cohort / "anna", "anna", 3)
     series(cohort / "anna" / "more", "anna", 4, SeriesNumber=3)
@@ -254,7 +268,7 @@ def test_a_choice_that_nothing_meets_is_refused_with_the_list(tmp_path: Path) ->
 
 
 def test_a_choice_does_not_change_the_name_of_a_case(tmp_path: Path) -> None:
-    """Two studies of a patient on a day: neither result is written over the other."""
+    """Two studies of a patient on one day: no result overwrites the other."""
     flat = tmp_path / "flat"
     for study in (1, 2):
         series(flat, "anna", 3, study=study, StudyDate="20240101")
@@ -263,7 +277,7 @@ def test_a_choice_does_not_change_the_name_of_a_case(tmp_path: Path) -> None:
 
 
 def test_what_is_no_scan_makes_no_case(tmp_path: Path) -> None:
-    """An MR and a localiser: other studies of the patient that hold nothing to segment."""
+    """An MR and a localiser: studies of the patient without a CT volume."""
     cohort = tmp_path / "cohort"
     series(cohort / "anna", "anna", 2)
     series(cohort / "anna" / "mr", "anna", 3, study=2, Modality="MR")
@@ -283,7 +297,7 @@ def test_files_without_identities_stay_apart(tmp_path: Path) -> None:
 
 
 def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
-    """Files without identities are a case of their own, which `series=` reaches too."""
+    """Files without identity are a separate case, which `series=` can name too."""
     flat = tmp_path / "flat"
     series(flat, "anna", 2)
     image = series(flat, "", 3, StudyInstanceUID="", StudyDate="")
@@ -299,7 +313,7 @@ def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
 def test_a_case_of_a_flat_folder_reads_the_files_of_its_study(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A further patient neither makes the others be predicted again nor is read with them."""
+    """Files of a further patient do not make the other cases outdated, nor are read with them."""
     flat, out = tmp_path / "flat", tmp_path / "out"
     series(flat, "anna", 3)
     series(flat, "bert", 3)
@@ -324,7 +338,7 @@ def test_a_case_of_a_flat_folder_reads_the_files_of_its_study(
 def test_a_broken_file_of_an_unknown_series_stops_no_study_of_its_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], num_bytes: int
 ) -> None:
-    """An empty file named like a slice, or a header that ends at once: one line, all go on."""
+    """An empty file named like a slice, or a truncated header: one message, all cases go on."""
     flat, out = tmp_path / "flat", tmp_path / "out"
     images = {patient: series(flat, patient, 3) for patient in ("anna", "bert")}
     broken = min(flat.iterdir()).with_name("99.dcm")
@@ -341,7 +355,7 @@ def test_a_broken_file_of_an_unknown_series_stops_no_study_of_its_folder(
 
 
 def test_a_broken_file_in_the_folder_of_one_study_is_refused_with_it(tmp_path: Path) -> None:
-    """Its only series can own it; the study in the other folder goes on."""
+    """The file can only belong to that series; the study in the other folder goes on."""
     cohort, out = tmp_path / "cohort", tmp_path / "out"
     for patient in ("anna", "bert"):
         series(cohort / patient, patient, 3)
@@ -369,7 +383,7 @@ def test_an_unreadable_file_is_one_of_the_study_whose_volume_alone_lies_beside_i
 def test_an_unreadable_file_is_one_of_the_study_of_a_multi_frame_file_beside_it(
     tmp_path: Path,
 ) -> None:
-    """One file of several frames is a volume too; `read_image` refuses it for the other file."""
+    """A multi-frame file is a volume; because of the other file, `read_image` refuses it."""
     positions_xyz_mm = [(0.0, 0.0, 2.5 * index) for index in range(3)]
     stored = np.zeros((3, 8, 9), np.int16)
     scan = save(enhanced(stored, positions_xyz_mm, [(1.0, 0.0)] * 3), tmp_path / "1.dcm")
@@ -412,7 +426,7 @@ def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(
 def test_results_and_refusals_name_patient_and_date(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The report of a result holds both, as do the line of a refusal and a row of the summary."""
+    """Both are in the report of a result, in the message of a refusal and in the summary."""
     flat, out = tmp_path / "flat", tmp_path / "out"
     series(flat, "anna", 2)
     series(flat, "bert", 2)

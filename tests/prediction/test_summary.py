@@ -1,4 +1,4 @@
-"""Summary of a batch: rows, columns, what stays of earlier tables, and LibreOffice."""
+"""Summary of a batch: rows, columns, rows of earlier tables, and the file in LibreOffice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def figures(ml: float, mean_hu: float) -> dict[str, float]:
 
 
 def report_of(name: str, **changes: Any) -> dict[str, Any]:
-    """Content of `<case>.json`, as far as the summary reads it."""
+    """Make the entries of a `<case>.json` that the summary reads."""
     bound = {"value": 0.981, "level": 0.9, "patients": 26}
     topogram = {"code": "left_out", "severity": "information", "sentence": "a topogram, left out"}
     report = {
@@ -141,7 +141,7 @@ def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Pa
 
 
 def test_scans_of_earlier_predictions_stay(tmp_path: Path) -> None:
-    """Of a table of an older version, of one whose results are gone, and of another task."""
+    """Scans in a table of an older version, scans without results, and scans of another task."""
     (tmp_path / "summary.csv").write_text(
         "case,status,label,ml,warnings\nold,warnings,left_lung,12,gone\n"
         "old,warnings,right_lung,13,gone\na,ok,left_lung,1,\nkept,ok,left_lung,1,\n"
@@ -154,7 +154,7 @@ def test_scans_of_earlier_predictions_stay(tmp_path: Path) -> None:
     assert (kept["case"], kept["patient"], kept["liver_ml"]) == ("kept", "P kept", "1400.0")
     assert kept["total_ml"] == "1400.0"
     assert (own["case"], own["left_lung_ml"]) == ("a", "1762.25")
-    # Again, now with the results of one removed: its row is all that is left of it.
+    # Again, after the results of one scan were removed: its row stays.
     (tmp_path / "kept.json").unlink()
     before = (tmp_path / "summary.csv").read_text()
     write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
@@ -189,7 +189,7 @@ PARAGRAPH = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}p"
 
 
 def read_sheet(document: ElementTree.Element, name: str) -> list[list[tuple[str, str]]]:
-    """Cells of a sheet of LibreOffice by row: type, and number, date or text."""
+    """Read the cells of a sheet of LibreOffice by row: type, and number, date or text."""
     (table,) = [one for one in document.iter(f"{TABLE}table") if one.get(f"{TABLE}name") == name]
     rows = []
     for row in table.iter(f"{TABLE}table-row"):
@@ -198,7 +198,7 @@ def read_sheet(document: ElementTree.Element, name: str) -> list[list[tuple[str,
             kind = cell.get(f"{OFFICE}value-type", "")
             text = "\n".join("".join(line.itertext()) for line in cell.findall(PARAGRAPH))
             value = cell.get(f"{OFFICE}value") or cell.get(f"{OFFICE}date-value") or text
-            # The empty cells at the end of a row are one that is repeated.
+            # LibreOffice writes the empty cells at the end of a row as one repeated cell.
             cells += [(kind, value)] * min(100, int(cell.get(f"{TABLE}number-columns-repeated", 1)))
         rows.append(cells)
     return rows
@@ -208,7 +208,7 @@ def read_sheet(document: ElementTree.Element, name: str) -> list[list[tuple[str,
 def test_a_table_that_cannot_be_written_hides_no_failed_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a full disk: the error of the case comes first."""
+    """As on a full disk: the error of the case is reported, not that of the table."""
 
     def full(*_: object) -> None:
         raise UserError("no space is left")
@@ -252,7 +252,7 @@ def test_libreoffice_reads_numbers_as_numbers_and_dates_as_dates(tmp_path: Path)
 
 
 def test_the_total_is_that_of_the_report_else_the_sum_of_the_volumes(tmp_path: Path) -> None:
-    """Labels may overlap in no voxel, but an older report has no figures of all together."""
+    """Reports of older versions have no total; labels do not overlap, so their sum is the total."""
     old = case_of(tmp_path, "old", total_statistics={}, statistics={})
     write_summary(tmp_path, [old], LUNGS)
     (row,) = read_csv(tmp_path / "summary.csv")

@@ -1,4 +1,4 @@
-"""Resampling around models of nnU-Net, as TotalSegmentator does it: the bits of scipy's `zoom`."""
+"""Resampling as TotalSegmentator does it: bit-equal to scipy's `zoom`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_images_and_labels_have_the_bits_of_scipy(target: tuple[int, int, int]) 
     numbers = np.random.default_rng(0)
     image = numbers.integers(-1000, 1000, source).astype(np.int16)
     factors = [new / old for new, old in zip(target, source, strict=True)]
-    # In the order (x, y, z) of a NIfTI file, which decides about decimals that are cut off.
+    # In the order (x, y, z) of a NIfTI file, since the order of the sums decides the last bit.
     values = image.T.astype(np.float64)
     expected = zoom(values, factors[::-1], order=1, mode="nearest").astype(np.int32).T
     assert np.array_equal(resampled(image, target), expected)
@@ -52,7 +52,7 @@ def test_any_storage_of_a_scan_is_seen_in_ras(model: TotalsegmentatorModel) -> N
     array = np.random.default_rng(1).normal(-300, 300, (9, 20, 17)).astype(np.int16)
     volume = Volume(array, VoxelGrid(array.shape, (3.0, 1.0, 1.2)), None)
     result = model.segment(volume)
-    # RAS: x and y run against those of the usual storage of a CT.
+    # RAS: x and y run opposite to those of the usual storage of a CT.
     ras = array[:, ::-1, ::-1]
     small = zoom(ras.T.astype(np.float64), [14 / 17, 13 / 20, 2], order=1, mode="nearest").T
     grid = model.resampled_grid(volume.grid)
@@ -88,7 +88,7 @@ class OneSlice:
 def test_a_result_is_empty_if_it_is_on_the_grid_of_the_scan(
     number: int, volume_ml: float, is_empty: bool
 ) -> None:
-    """Ten slices of the scan take the slices 0, 4, … of the 33 that were segmented."""
+    """The ten slices of the scan get slices 0, 4, … of the 33 segmented ones."""
     grid = VoxelGrid((10, 4, 8), (5.0, 1.5, 1.5))
     task = Task("liver", {"liver": 1}, (), (Channel("ct", (0, 1)),))
     model = TotalsegmentatorModel((OneSlice(number, task),), 1.5)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Choice of a clean-up on planted predictions of phantoms: what helps is taken, nothing else."""
+"""Choice of a clean-up on predictions with planted errors: only steps that raise Dice are taken."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ Plant = Callable[[np.ndarray, np.random.Generator], None]
 
 
 def plant_nothing(labels: np.ndarray, rng: np.random.Generator) -> None:
-    """A prediction with errors at the surface alone."""
+    """Leave a prediction with errors at the surface only."""
 
 
 def plant_specks(labels: np.ndarray, rng: np.random.Generator) -> None:
-    """Specks of the spleen away from all organs."""
+    """Add specks of the spleen away from all organs."""
     free = np.argwhere(ndimage.distance_transform_edt(labels == 0) > 3)
     for z, y, x in rng.permutation(free)[:25]:
         labels[z, y, x] = 2
 
 
 def plant_holes(labels: np.ndarray, rng: np.random.Generator) -> None:
-    """Holes inside the liver."""
+    """Cut holes into the liver."""
     inside = np.argwhere(ndimage.distance_transform_edt(labels == 1) > 1.5)
     for z, y, x in rng.permutation(inside)[:15]:
         labels[z, y, x] = 0
@@ -64,7 +64,7 @@ def plant_holes(labels: np.ndarray, rng: np.random.Generator) -> None:
 def make_held_out(
     folder: Path, num_cases: int, plant: Plant, task: Task = TASK, trust: str = "reference"
 ) -> HeldOut:
-    """Phantoms as references, and predictions that miss a bit of the surface."""
+    """Write phantoms as references, and predictions that miss a few voxels of the surface."""
     cases = []
     for index in range(num_cases):
         images, target = make_scene(SceneSpec(7, index, TASK.labels, {}))
@@ -102,7 +102,7 @@ def test_planted_specks_are_removed_and_only_they(tmp_path: Path) -> None:
     text = (tmp_path / "clean_up.md").read_text(encoding="utf-8")
     assert text.startswith(f"Clean-up of the model: spleen: {clean_up}.")
     assert "at least 9 patients" in text
-    # The Dice of the table is that of the files, and the test that of scipy.
+    # Dice and p of the table are those that follow from the files, with the test of scipy.
     gains = []
     for case, pred, target, _ in held_out.pairs():
         before = dice(pred == 2, target == 2)
@@ -175,7 +175,7 @@ def test_the_fewest_patients_are_those_of_the_exact_test(level: float) -> None:
 
 
 def test_plausible_volumes_are_a_prediction_interval() -> None:
-    """Of new patients with log-normal volumes, 99 % lie within, whatever the number of patients."""
+    """The range of 8 patients holds 99 % of new patients, if the volumes are log-normal."""
     rng = np.random.default_rng(0)
     covered = 0
     for _ in range(2000):
@@ -212,7 +212,7 @@ def test_the_volumes_of_references_are_measured(tmp_path: Path) -> None:
 
 
 def write_checkpoint(path: Path, task: Task) -> None:
-    """Checkpoint of a tiny network of one stage, as a run leaves it."""
+    """Write the checkpoint of a tiny network of one stage, as a run does."""
     overrides = ["stage=single", "task=kidneys", "model=unet_lean", "model.width=4", "run_dir=x"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = to_config(hydra.compose("train", overrides), TrainConfig)

@@ -15,7 +15,11 @@ from medseg.studies import command_functions
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands that were called; each writes what it would write, and `steps=0` fails."""
+    """Replace the commands by a function that writes their files; with `steps=0` it fails.
+
+    Returns:
+        The commands that were called so far.
+    """
     called: list[list[str]] = []
 
     def run(step: Sequence[str]) -> str:
@@ -87,7 +91,7 @@ def test_what_a_command_wrote_is_returned(commands: list[list[str]], tmp_path: P
 def test_a_refused_command_raises_its_message(commands: list[list[str]], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="steps: must be at least 1"):
         medseg.train(tmp_path / "run", {"steps": 0})
-    # The folder is free for the corrected call.
+    # The refused call has not claimed the folder.
     assert medseg.train(tmp_path / "run", {"steps": 5}).summary["status"] == "finished"
 
 

@@ -197,7 +197,7 @@ class Commands:
 
 @pytest.fixture
 def row(tmp_path: Path) -> Callable[[], Strategy]:
-    """Runs a row whose stages are trained."""
+    """Return a function that runs a row whose stages are trained."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         stages = app.stages_of("isotropic 2 mm", compose(), [], tmp_path / "runs")
     for stage in stages:
@@ -249,7 +249,7 @@ def test_a_step_that_cannot_be_counted_leaves_its_cells_empty(
 def test_a_training_without_timed_steps_leaves_their_cell_empty(
     row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As with fewer steps than `history_every`."""
+    """The training made fewer steps than `history_every`."""
     monkeypatch.setattr(app, "_count_step", lambda stage, shape: None)
     Commands(monkeypatch)
     for history in (tmp_path / "runs").glob("*/history.csv"):

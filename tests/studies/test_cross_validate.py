@@ -41,12 +41,15 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
     fine = oriented.resampled((2.0, 2.0, 2.0))
 
     def share(low_z_mm: float, high_z_mm: float) -> float:
-        """Share in a crop that covers the volume in plane and two heights (outer faces) along z."""
+        """Share in a crop that covers the volume in y and x, and reaches from low to high along z.
+
+        The heights are those of the outer faces of the first and the last slice.
+        """
         bottom_mm = 30.0 - 2.0  # outer face of the lowest slice
         start, stop = round((low_z_mm - bottom_mm) / 2), round((high_z_mm - bottom_mm) / 2)
         box = VoxelBox((start, 0, 0), (stop, *fine.shape[1:]))
         crop = fine.crop(box)
-        bent = crop.resized((7, 30, 24))  # a crop of fixed size: the same piece, other voxels
+        bent = crop.resized((7, 30, 24))  # a crop of fixed size: the same extent in other voxels
         shares = {
             share_in_crop(case, [2], json.loads(json.dumps(RegionBox(voxels, grid).to_dict())))
             for voxels, grid in ((box, crop), (VoxelBox.full(bent.shape), bent))
@@ -66,7 +69,7 @@ def test_the_share_in_the_crop_counts_whole_voxels(tmp_path: Path) -> None:
 def test_a_crop_reaches_half_of_its_own_voxel_beyond_their_centres(
     size: int, tmp_path: Path
 ) -> None:
-    """Few large voxels over the whole volume, all of which is the region."""
+    """A crop of few large voxels covers the whole volume, and the region fills it."""
     write_labels(tmp_path / "l.nii.gz", np.ones(GRID.shape, dtype=np.uint8), GRID, None)
     case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p")
     crop = GRID.reoriented((0, 1, 2), (False, True, True)).resized((size, size, size))
@@ -138,8 +141,8 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
              for agreement,
              trust in ((None, "reference"), (0.98, "approximate"), (1.0, "absent"))]  # fmt: skip
     write_bound(rows, cases, config)
-    # Twelve patients of two scans; the worse scan of each counts, and of 13 · 0.9 the twelfth: the
-    # last.
+    # Twelve patients with two scans each, of which the worse counts. The level is
+    # 0.9, so the bound is the error number ceil(13 · 0.9) = 12 in ascending order: the largest.
     assert read_bound(tmp_path / BOUND, config) == {
         "factor": pytest.approx((1 - 0.957) / 0.04),
         "level": 0.9,
@@ -161,7 +164,7 @@ def test_the_bound_rests_on_found_regions_with_a_trusted_reference(tmp_path: Pat
 
 
 def make_config(folder: Path, stage: StageName, **values: Any) -> Any:
-    """The keys that `cross_validate` reads."""
+    """Make a configuration with the keys that `cross_validate` reads."""
     defaults = {
         "output": str(folder),
         "cases": "cases.csv",
@@ -189,7 +192,7 @@ def make_config(folder: Path, stage: StageName, **values: Any) -> Any:
 def without_runs(
     monkeypatch: pytest.MonkeyPatch, folder: Path, arguments: list[str], rows: list[dict[str, Any]]
 ) -> list[command_steps.Step]:
-    """Let a study plan its commands without running them; they are collected in the list."""
+    """Let a study make its commands without running them, and return the list of the commands."""
     cases = [Case(f"c{n}", Path("i"), Path("l"), f"p{n}") for n in range(4)]
     commands: list[command_steps.Step] = []
     (folder / "scores").mkdir(parents=True)
@@ -233,13 +236,13 @@ def test_one_stage_is_trained_by_the_arguments_of_train(
         assert not any(argument.startswith(("num_folds", "output")) for argument in train)
         assert f"single={run_dir / 'checkpoints' / 'last.ckpt'}" in predict
     assert f"task={tmp_path / 'task.yaml'}" in commands[-1], "an experiment may choose the task"
-    # The tables that a study writes have their labels in the column `labels`.
+    # The tables that a study writes name their label files in the column `labels`.
     assert not any(argument.startswith("data.labels_column") for argument in commands[-1])
     tables = [tmp_path / f"fold_{fold}" / "held_out.csv" for fold in range(3)]
     held_out = [case.name for table in tables for case in read_case_table(table)]
     assert sorted(held_out) == ["c0", "c1", "c2"]
     assert "coarse" not in json.dumps([*map(list, commands)])
-    # Finished runs of other arguments would be taken for those of these.
+    # Finished runs with other arguments must not be taken for those of these arguments.
     checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
@@ -272,7 +275,7 @@ def test_a_prediction_gets_what_no_checkpoint_tells(
 def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the study itself, in the command that follows it, and in the model card."""
+    """The study itself, the printed command after it and the model card state the same budget."""
     commands = without_runs(monkeypatch, tmp_path, [], [])
     model = tmp_path / "my model"
     asked: list[Any] = []

@@ -1,4 +1,4 @@
-"""Ladder: rows up to the lean experiment are measured, trained and drawn, once each."""
+"""Ladder: its rows are composed, measured, trained and drawn, each once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [row for row in ladder_app.ladder_rows(ladder_config("peers=true"), []) if row.baseline]
-    # nnU-Net trains in autocast of CUDA, which is fp16; MONAI's tutorial of the network in fp32.
+    # nnU-Net trains in CUDA's autocast, which is fp16; the tutorial of MONAI's UNet trains in fp32.
     assert [(row.name, row.precision, row.folder) for row in rows] == [
         ("nnU-Net's default network, fp32", "fp32", "nnunet_fp32"),
         ("nnU-Net's default network, fp16 as it trains", "fp16", "nnunet_fp16"),
@@ -81,7 +81,7 @@ def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(
     in_fp32 = ladder_app.measure_row(full, (16, 16, 16), timed_steps=0, baseline="nnunet")
     in_fp16 = ladder_app.measure_row(half, (16, 16, 16), timed_steps=1, baseline="nnunet")
     assert "seconds_per_step" not in in_fp16, "a CPU cannot compute fp16"
-    # The loss keeps its logits in fp32 in both.
+    # More than half, since the loss keeps its logits in fp32 in both precisions.
     assert 0.5 < in_fp16["saved_per_voxel"] / in_fp32["saved_per_voxel"] < 0.6
     line = ladder_app.table_row(rows[1], half.memory, in_fp16, {})
     assert (line["precision"], line["checkpointing"]) == ("fp16", "none")

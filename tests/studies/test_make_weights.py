@@ -66,7 +66,7 @@ def write_checkpoints(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Commands that were not run; the experiment `c` sees the coarse stage."""
+    """Collect the commands instead of running them; the experiment `c` takes the coarse stage."""
     collected: list[Step] = []
     monkeypatch.setattr(study, "run_steps", collected.extend)
     monkeypatch.setattr(study, "check_experiments", lambda config: None)
@@ -134,7 +134,7 @@ def test_a_fine_stage_sees_the_coarse_stages_of_the_folds_or_that_of_all_cases(
     for fold in folds:
         (fold / "coarse").mkdir(parents=True)
     study.make_weights(make_config(tmp_path, fine_cases=write_table(tmp_path / "f.csv", "a", "b")))
-    # One coarse experiment, then two fine ones; the last one sees a coarse stage.
+    # One coarse experiment, then two fine ones; only the last one takes a coarse stage.
     coarse, first, last = steps
     assert f"data.cases={tmp_path / 't.csv'}" in coarse
     assert f"data.cases={tmp_path / 'f.csv'}" in first
@@ -190,7 +190,7 @@ def test_the_bound_is_that_of_the_worst_of_nine_held_out_patients(
         report = {"boxes": {"left": {}, "right": {}}, "agreements": {"left": 0.9, "right": 0.98}}
         (predictions / f"{name}.json").write_text(json.dumps(report), encoding="utf-8")
         rows.append(f"{name},left,reference,{0.99 - 0.01 * number}")
-        # Neither what a reference leaves out nor a region that no stage found counts.
+        # These two do not count: a reference with an unknown part missing, a region without a box.
         rows.append(f"{name},right,partial,0.1")
         rows.append(f"{name},none,reference,0.0")
     (folder / "scores").mkdir()

@@ -63,7 +63,7 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
         cut, cut_labels = read_image(part.image), read_labels(part.labels)
         assert cut.grid.is_close(cut_labels.grid)
         assert bool((cut_labels.array == 7).any()) == (name not in {"c_below", "c_above"})
-        # Each voxel at its own world point.
+        # Each voxel has kept its point in the world.
         place = np.round(
             HEAD_FIRST_GRID.world_to_index_zyx(cut.grid.index_to_world_xyz_mm([1, 2, 3]))
         ).astype(int)
@@ -124,7 +124,7 @@ def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path
     assert np.array_equal(painted.array, read_image(again.image).array)
     assert painted.grid.is_close(read_labels(ill.labels).grid)
     assert (painted.array > -800).any()
-    # The first slice of the scan is the highest one, that of what is written the lowest.
+    # The first slice of the scan is the highest one; that of the written files is the lowest.
     assert not (painted.array > -800)[52:].any()
     assert not (painted.array > -800)[:8].any()
     assert paint_scan(case, [[9]], tmp_path / "none") == []

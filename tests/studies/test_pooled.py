@@ -35,7 +35,7 @@ def test_the_scans_of_a_patient_count_once() -> None:
     assert (pooled["patients"], pooled["scans"]) == (2, 3)
     assert pooled["dice"] == pytest.approx((0.6 + 0.9) / 2)
     assert pooled["dice_sd"] == pytest.approx(0.3 / math.sqrt(2))
-    # The same patient seen more often changes nothing.
+    # Further scans of a patient with the same scores change nothing.
     assert pooled_rows([*rows, score("b", 0.9)], PATIENTS)[0]["dice_sd"] == pooled["dice_sd"]
 
 

@@ -19,7 +19,7 @@ from medseg.studies import command_steps, recipes, train_arguments
 
 
 def cascade_steps(config: MakeWeightsConfig, *place: Any) -> list[command_steps.Step]:
-    """The commands of both stages."""
+    """Make the commands of both stages."""
     coarse, fine = (recipes.stage_steps(config, stage, *place) for stage in ("coarse", "fine"))
     return [*coarse, *fine]
 
@@ -164,7 +164,7 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
         recipes.note_recipe(tmp_path / "fold_0", recipe)
 
     note("c")
-    note("a")  # `c` was refused before its first checkpoint
+    note("a")  # `c` was refused before its first checkpoint, so the recipe may change
     checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "coarse")
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()

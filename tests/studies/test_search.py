@@ -1,4 +1,4 @@
-"""A search gives each trial its turn, once; whatever ends a trial, the search goes on."""
+"""Search: each trial runs once, and the search goes on after a trial that failed."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ SPACE = {
     "model.width": {"type": "choice", "choices": [8, 16]},
 }
 
-# Entry of a job that trains nothing; its Dice is a function of the learning rate, and a bad one is
-# slow.
+# Module with the entry of a job that trains nothing: its Dice is a function of the learning rate.
+# If the folder has a file `slow`, a job with a low Dice takes long.
 JOB = """
 import json, time
 from pathlib import Path
@@ -71,7 +71,10 @@ def space(**parameters: Any) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command in this process, with jobs that train nothing; returns the exit code."""
+    """Return a function that runs the command in this process, with jobs that train nothing.
+
+    The function returns the exit code.
+    """
     (tmp_path / "fake_job.py").write_text(JOB)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "fake_job", raising=False)
@@ -80,7 +83,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     (conf / "mine.yaml").write_text(space())
     monkeypatch.setattr(processes, "_job", importlib.import_module("fake_job").entry)
     monkeypatch.setattr(processes, "LOOK_S", 0.05)
-    # Jobs without the imports of a new process.
+    # Jobs are forked from a server, which saves the imports of a new process.
     monkeypatch.setattr(
         torch.multiprocessing, "spawn", partial(start_processes, start_method="forkserver")
     )
@@ -166,7 +169,7 @@ def test_a_search_that_is_asked_to_stop_before_its_first_trial_draws_none(
     assert not list(tmp_path.rglob("study.journal"))
 
 
-# Below: without processes, composed in no time.
+# The tests below start no processes, and compose without Hydra.
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +182,7 @@ def base() -> DictConfig:
 
 
 class Trials:
-    """A search whose worker is a function of the run folder, which gives the exit code."""
+    """A search whose trainings are replaced by a function: run folder to exit code."""
 
     def __init__(self, base: DictConfig, folder: Path) -> None:
         self.base = base
@@ -194,7 +197,7 @@ class Trials:
     def go_on(
         self, work: Callable[[Path], int], num_trials: int, **parameters: Any
     ) -> list[dict[str, Any]]:
-        """Run the trials that are left, until one is interrupted; returns all records."""
+        """Run the trials that are left, until one is interrupted; returns all `job.json`."""
         plain = {
             key: value for key, value in OmegaConf.to_container(self.base).items() if key != "sweep"
         }
@@ -219,7 +222,7 @@ class Trials:
         return records(self.folder)
 
     def states(self) -> list[str]:
-        """What Optuna remembers."""
+        """List the states of the trials in the journal of Optuna."""
         return [
             trial.state.name
             for trial in SearchJournal(self.folder, self.config(1).sweep).study.trials
@@ -291,7 +294,7 @@ def test_a_search_that_was_killed_with_its_trial_goes_on_with_it(trials: Trials)
     with pytest.raises(KeyboardInterrupt):
         trials.go_on(die, 2)
     assert [job["status"] for job in records(trials.folder)] == ["interrupted"]
-    # The worker had come to its end all the same: that counts, and nothing is run again.
+    # The training had finished nevertheless: its result counts, and it is not run again.
     finish(trials.folder / "0")
     assert [job["status"] for job in trials.go_on(finish, 2)] == ["finished", "finished"]
     assert trials.started == [0, 1]
@@ -343,7 +346,7 @@ def test_of_two_searches_that_begin_at_the_same_moment_one_has_the_folder(
 
 @pytest.fixture(scope="module")
 def composed() -> Iterator[Callable[[SearchConfig], Compose]]:
-    """Hydra's own composition of trials."""
+    """Return the function with which the command composes trials by Hydra."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         yield lambda config: composer(
             ["optimizer.lr=0.5", "+sweep.seed=1", "steps=7"], config.sweep
@@ -406,7 +409,7 @@ def test_values_that_only_go_together_are_no_mistake(trials: Trials, composed: A
     check_space(config.sweep, composed(config))
 
 
-# With real processes.
+# The tests below start real processes.
 
 
 @pytest.mark.slow
@@ -431,7 +434,7 @@ def test_a_trial_below_the_median_is_ended_early(run: Callable[..., int], tmp_pa
     assert f"\n{pruned[0]['number']},pruned," in (folder / "report.csv").read_text()
 
 
-# Kills the search's own process, as a full machine would, when the third trial has begun.
+# Kills the search when the third trial has begun, as the system does when memory is full.
 KILLED_SEARCH = """
 import os, signal, sys
 from medseg.commands.entry import run_command
@@ -452,7 +455,7 @@ run_command("search")
 
 
 def seed_that_draws(wanted: list[str], config: SweepConfig, folder: Path) -> int:
-    """A seed whose trials after the first draw these learning rates."""
+    """Find a seed with which the trials after the first one draw these learning rates."""
     for seed in range(1000):
         study = SearchJournal(
             Path(tempfile.mkdtemp(dir=folder)),

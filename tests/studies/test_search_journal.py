@@ -65,7 +65,8 @@ def test_an_interrupted_study_tries_what_an_uninterrupted_one_would(tmp_path: Pa
         trials = SearchJournal(tmp_path / "halved", sweep(8)).trials()
         trial, overrides = next(trials)
         assert (trial.number, overrides) == (3, whole[3])
-        trials.close()  # as a killed process leaves it: its lock is free, and the trial has no end
+        # As after the death of the process: the lock is free, and the trial is marked as running.
+        trials.close()
     assert go_on(tmp_path / "halved", sweep(8)) == whole[3:]
     assert go_on(tmp_path / "halved", sweep(8)) == []
 

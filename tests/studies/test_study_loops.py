@@ -29,7 +29,7 @@ Compose = Callable[..., Any]
 
 @pytest.fixture
 def compose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compose]:
-    """Compose a command and let Hydra say that these were its arguments."""
+    """Return a function that composes a command; `HydraConfig` then states its arguments."""
 
     def make(command: str, schema: type, *overrides: str) -> Any:
         composed = hydra.compose(command, [*overrides, "run_dir=none"])
@@ -201,7 +201,7 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
             return self
 
         def __exit__(self, *_: object) -> None:
-            """Nothing is left behind."""
+            """End nothing: there is no process."""
 
         def call(self, *arguments: Any) -> dict[str, Any]:
             calls.append(arguments)

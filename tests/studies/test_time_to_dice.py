@@ -1,4 +1,4 @@
-"""Time to Dice: rows are timed to the target, stopped at a limit, continued at a restart."""
+"""Time to Dice: a row is timed until its target, stopped at its limit, and continued later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def row(tiny_table: Path, tmp_path: Path, study: TimeToDiceConfig) -> TrainConfi
 
 
 class Training:
-    """A training of a CPU minute between two validations (ten steps); its Dice rises by 0.1."""
+    """Training that validates every ten steps: after each CPU minute Dice is 0.1 higher."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, last_step: int = 1000, code: int = 0
@@ -147,7 +147,7 @@ def test_a_row_has_the_smaller_of_the_two_limits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A multiple of the minutes of the first row counts where that row has reached the target."""
+    """The multiple of the first row's minutes counts only if that row has reached the target."""
     asked: list[float] = []
 
     def train_row(_: Any, __: Any, limit_minutes: float) -> Any:
@@ -203,7 +203,7 @@ def test_a_study_reaches_stops_and_continues(tiny_table: Path, tmp_path: Path) -
         learns, idle = csv.DictReader(file)
     assert (learns["outcome"], idle["outcome"]) == ("reached", "stopped")
     assert float(learns["dice"]) >= 0.3 > float(idle["dice"])
-    # The table rounds both to hundredths of a minute.
+    # The table rounds the minutes of both rows to hundredths.
     rounding = 0.005
     learned = float(learns["cpu_minutes"])
     assert learned > 0

@@ -38,7 +38,7 @@ def reasons_of(
         for length, voxel_mm in zip(setting.patch_size, setting.spacing_mm, strict=True)
     )
     return {
-        "stage": f"one stage in patches finds {_count(task)} wherever they lie",
+        "stage": f"one stage in patches finds {_labels_text(task)} wherever they lie",
         "spacing": "a spacing for each axis, so that thick slices stay as they are",
         "model": _reason_of_model(setting),
         "augment": f"the channels are {modalities}",
@@ -89,8 +89,8 @@ def _reason_of_flips(task: Task) -> str:
     return "left and right are mirrored: no name of a label has a side"
 
 
-def _count(task: Task) -> str:
-    """Write the number of labels as a part of a sentence."""
+def _labels_text(task: Task) -> str:
+    """Write `the label` or `the <number> labels`, for a sentence."""
     num_labels = len(task.labels)
     if num_labels == 1:
         return "the label"

@@ -1,4 +1,4 @@
-"""Choices within memory and time: laws of the rules, with a planner of simple formulas."""
+"""Choices within memory and time, with a planner whose predictions are simple formulas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FACTOR = {"amp": 1.0, "amp_checkpoint": 0.6, "lean": 0.4}
 
 
 def facts(size_mm: float, spacing_mm: tuple[float, float, float], name: str = "a") -> CaseFacts:
-    """A scan of 300 x 360 x 420 mm with a ball."""
+    """Facts of a scan of 300 x 360 x 420 mm with a ball."""
     shape = tuple(
         round(length / step) for length, step in zip((300, 360, 420), spacing_mm, strict=True)
     )
@@ -50,7 +50,7 @@ SMALL = Fingerprint((facts(20.0, (2.5, 0.75, 0.8)),))
 
 
 class FakePlanner:
-    """A step of 1 µs and 400 bytes a voxel; the wide network takes three times as much."""
+    """Predicts 1 µs and 400 bytes a voxel for a step, and three times both for the wide network."""
 
     def __init__(self) -> None:
         self.asked: Counter[Setting] = Counter()
@@ -96,7 +96,7 @@ def test_more_time_never_gives_a_coarser_spacing_or_a_smaller_patch() -> None:
         assert math.prod(setting.spacing_mm) <= math.prod(previous.spacing_mm)
         previous = setting
     assert previous.model == "unet_lean"
-    # The finest that helps: that of the scans, rounded to two digits.
+    # No finer than the spacing of the scans, rounded to two digits.
     assert previous.spacing_mm == (2.5, 0.75, 0.8)
 
 
@@ -129,7 +129,7 @@ def test_spacings_run_from_what_a_label_wants_to_what_it_bears() -> None:
     assert tried[0] == (3.1, 3.1, 3.1)  # 150 mm / 48
     assert tried[-1][0] == pytest.approx(150 / LEAST_VOXELS_ACROSS, rel=0.05)
     assert len(tried) == 9  # a factor of four in steps of a fourth root of two
-    # A label of 20 mm wants 0.42 mm, which no scan has.
+    # For 48 voxels, a label of 20 mm needs 0.42 mm, finer than any scan.
     assert next(spacings(SMALL)) == (2.5, 0.75, 0.8)
     assert VOXELS_ACROSS == 4 * LEAST_VOXELS_ACROSS
 

@@ -1,4 +1,4 @@
-"""The command with a planner and a pilot of known numbers: its files, and what it refuses."""
+"""`configure` with a fake planner and pilot: the files that it writes, and its refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COSTS = Costs(0.2, 4.0, 8.0, 5.0, 2.0, 1.0, 0.75)
 
 
 class FakePlanner:
-    """Takes nothing from the machine."""
+    """Predicts by formulas, without a measurement of the machine."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -53,7 +53,7 @@ FINGERPRINT = Fingerprint(
 def configure(
     tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Path]:
-    """Run the command on the tiny scans, each of a patient of its own."""
+    """Return a function that runs the command on the tiny scans, each of another patient."""
     timed: list[Setting] = []
 
     def measure(pilot: command.Pilot, setting: Setting) -> Costs:

@@ -1,4 +1,4 @@
-"""Fingerprint: sizes of labels are those of shapes that are known."""
+"""Fingerprint: sizes of labels with known shapes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_labels_are_measured_as_in_the_file(scan: Path, tmp_path: Path) -> None:
 def test_a_ball_is_as_large_as_its_diameter() -> None:
     ball = LabelFacts(math.pi / 6 * 30**3 / 1000, (30.0, 30.0, 30.0))
     assert ball.size_mm == pytest.approx(30.0)
-    # A disc of the same volume is as thin as it is.
+    # The size of a disc of the same volume is its thickness.
     assert LabelFacts(ball.volume_ml, (3.0, 80.0, 80.0)).size_mm == 3.0
 
 
@@ -74,7 +74,7 @@ def test_the_smallest_label_is_that_of_the_median_case() -> None:
             CaseFacts(str(number), (10, 10 + number, 10), (3.0, 1.0, 1.0), 0.0, 1.0, labels)
         )
     fingerprint = Fingerprint(tuple(cases))
-    # The liver that is cut in one case decides nothing.
+    # The liver is cut in one case only, so its median size is not that of the cut one.
     assert fingerprint.smallest_label == ("gland", 21.0)
     assert fingerprint.largest.name == "2"
     assert fingerprint.spacing_mm == (3.0, 1.0, 1.0)
@@ -82,7 +82,7 @@ def test_the_smallest_label_is_that_of_the_median_case() -> None:
 
 
 def test_the_largest_case_has_the_largest_field_of_view() -> None:
-    """And not the most voxels, which its resampled image has not."""
+    """Not the most stored voxels: after resampling, the field of view decides the size."""
     fine = CaseFacts("fine", (100, 100, 100), (1.0, 1.0, 1.0), 0.0, 1.0, {})
     wide = CaseFacts("wide", (50, 50, 50), (3.0, 3.0, 3.0), 0.0, 1.0, {})
     assert Fingerprint((fine, wide)).largest.name == "wide"

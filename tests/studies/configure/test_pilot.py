@@ -1,4 +1,4 @@
-"""Costs that the pilot derives from its commands, whose files and seconds are given here."""
+"""Pilot: the costs that it derives from stubbed commands with known files and durations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREPARE_S, TRAIN_S, PREDICT_S, CASE_S, SCORE_S, STEP_S = 3.0, 20.0, 8.0, 5.0, 7.
 
 
 class Machine:
-    """Stands in for the commands: each writes what the pilot reads, and moves the clock."""
+    """Stub of the commands: each writes the files that the pilot reads, and advances a clock."""
 
     def __init__(self, folder: Path, training_gib: float, prediction_gib: float) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Machine:
             self.now_s += TRAIN_S
             run_dir = self.folder / "run"
             run_dir.mkdir(parents=True)
-            # The first line holds the time of loading and compiling.
+            # The steps of the first line also load and compile.
             seconds = [9.0, 0.9 * STEP_S, STEP_S, STEP_S]
             rows = [{"seconds_per_step": value, "cpu_percent": 100.0} for value in seconds]
             write_csv(run_dir / "history.csv", rows)
@@ -106,7 +106,7 @@ def test_each_part_is_timed_by_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     assert costs.prepare_s == PREPARE_S
     assert costs.train_start_s == TRAIN_S - 20 * STEP_S
     assert costs.predict_start_s == PREDICT_S - CASE_S
-    # The mean case has (8 + 1 + 1) / 3 of the 8 litres of the one that was predicted.
+    # The mean case has (8 + 1 + 1) / 3 litres, the predicted case 8.
     share = 10 / 3 / 8
     assert costs.case_s == pytest.approx(share * CASE_S)
     assert costs.score_s == pytest.approx(share * (SCORE_S - costs.predict_start_s))

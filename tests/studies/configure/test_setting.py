@@ -1,4 +1,4 @@
-"""The experiment file: `train` composes it, every choice has its reason, for any task."""
+"""Experiment file of `configure`: `train` composes it, and each choice states a reason."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_train_takes_the_experiment(
     assert config.spacing.target_spacing_mm == (2.5, 1.5, 1.5)
     assert config.stage.patch_size == config.inference.tile_size == (48, 64, 64)
     assert (config.steps, config.stage.validate_every) == (350, 350)
-    # Two patches of a step, one after the other.
+    # The two patches of a step go through the network one after the other.
     assert (config.stage.batch_size, config.memory.accumulate) == (2, 2)
     assert (config.model["width"], config.model["refine"]) == (32, 8)
     assert (config.memory.precision.value, config.memory.checkpointing) == ("bf16", "all")
@@ -86,7 +86,7 @@ def test_every_choice_has_its_reason_in_one_line() -> None:
             if line.lstrip().startswith((f"{leaf}:", f"- override /{leaf}:"))
         )
         assert lines[place - 1].lstrip() == f"# {reasons[key]}"
-    # A reader's YAML is the same as Hydra's.
+    # YAML's own reader gets the same values as Hydra.
     content = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(content, dict)
     assert content["stage"]["patch_size"] == [48, 64, 64]

@@ -1,4 +1,4 @@
-"""Steps within the hours: the largest number that fits, and the nearest hours where none does."""
+"""Steps within the hours: the largest number that fits, or the hours that would be enough."""
 
 from __future__ import annotations
 
