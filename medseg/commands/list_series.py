@@ -62,7 +62,9 @@ def list_series(config: ListConfig) -> int:
     if is_dicomdir(folder):
         folder = folder.parent
     with _file_counter() as count_file:
-        listing = list_folder(folder, config.modality.value, on_file=count_file)
+        listing = list_folder(
+            folder, config.modality.value, on_file=count_file, lists_unreadable=True
+        )
     print_table([_printed(listed) for listed in listing], COLUMNS)
     scans = [listed for listed in listing if not listed.fault]
     studies = {(scan.series.patient, scan.series.study) for scan in scans}
@@ -104,7 +106,18 @@ def _check_input(folder: Path) -> None:
     Raises:
         UserError: With the cure.
     """
-    if folder.is_dir() and next(iter(dicom_files(folder)), None) is None:
+    unreadable: list[UserError] = []
+
+    def note_unreadable(path: Path, error: OSError) -> None:
+        sentence = f"{path}: cannot be read ({error.strerror or error}); check its permissions."
+        unreadable.append(UserError(sentence))
+
+    if folder.is_dir():
+        if next(dicom_files(folder, on_unreadable=note_unreadable), None) is not None:
+            return
+        # DICOM files may lie where nothing can be read.
+        if unreadable:
+            raise unreadable[0]
         kind = "a folder without DICOM files"
     elif input_format(folder) != "dicom":
         kind = "a volume file"

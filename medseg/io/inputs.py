@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from medseg.errors import UserError
@@ -122,7 +122,17 @@ def _visible(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
+def raise_unreadable(_: Path, error: OSError) -> None:
+    """Raise the error of a file or folder that cannot be read."""
+    raise error
+
+
+def dicom_files(
+    folder: Path,
+    *,
+    is_deep: bool = True,
+    on_unreadable: Callable[[Path, OSError], None] = raise_unreadable,
+) -> Iterator[Path]:
     """Yield the DICOM files of a folder, sorted by name within each folder.
 
     Hidden files and DICOMDIR are left out.
@@ -131,6 +141,8 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         folder: Where to look.
         is_deep: Whether to search the folders below too; a folder that several links lead to is
             searched once.
+        on_unreadable: Called with each file or folder that cannot be read, and the error. By
+            default the error is raised.
     """
     searched: set[str] = set()
     waiting = [folder]
@@ -141,15 +153,34 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         if real_path in searched:
             continue
         searched.add(real_path)
-        entries = _visible(current)
+        try:
+            entries = _visible(current)
+        except OSError as error:
+            on_unreadable(current, error)
+            continue
+        subfolders = []
         for entry in entries:
-            # A volume file is known by its name; only other files are opened.
-            if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry):
+            try:
+                is_listed = _is_listed_dicom(entry)
+                is_folder = entry.is_dir()
+            except OSError as error:
+                on_unreadable(entry, error)
+                continue
+            if is_listed:
                 yield entry
+            if is_folder:
+                subfolders.append(entry)
         if is_deep:
-            subfolders = [entry for entry in entries if entry.is_dir()]
             # `pop` takes the last one first.
             waiting += reversed(subfolders)
+
+
+def _is_listed_dicom(path: Path) -> bool:
+    """Whether a path is a DICOM file other than a DICOMDIR."""
+    # A volume file is known by its name; only other files are opened.
+    if volume_suffix(path) is not None or is_dicomdir(path):
+        return False
+    return is_dicom_file(path)
 
 
 def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,6 +76,8 @@ def list_series(
     modality: str = "ct",
     files: Sequence[Path] = (),
     on_file: Callable[[], None] = lambda: None,
+    *,
+    lists_unreadable: bool = False,
 ) -> list[ListedSeries]:
     """List the series below a folder, wherever their files lie.
 
@@ -86,14 +89,39 @@ def list_series(
         modality: Modality of scans, as a task names it: `ct`, `mr`, or `other` for any.
         files: The files to read instead of all files at the path.
         on_file: Called after each file.
+        lists_unreadable: Whether files and folders that the system does not let read are listed
+            with a fault; otherwise the first one raises its error.
 
     Returns:
-        The series by patient, date, study and number; last, files whose series is unknown.
+        The series by patient, date, study and number; last, files and folders that cannot be read
+        and whose series are unknown.
+
+    Raises:
+        OSError: If the system does not let a file or folder be read, without `lists_unreadable`.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
-    images = read_images(path, dicom_modality, files, is_deep=True, on_file=on_file)
     # Files that cannot be read and do not tell their series.
     loose: list[NoSlice] = []
+    closed_folders: list[NoSlice] = []
+
+    def note_unreadable(unreadable_path: Path, error: OSError) -> None:
+        if not lists_unreadable:
+            raise error
+        reason = f"cannot be read ({error.strerror or error}); check its permissions."
+        entry = NoSlice(unreadable_path, Series(), reason, is_unreadable=True)
+        if os.path.isdir(unreadable_path):
+            closed_folders.append(entry)
+        else:
+            loose.append(entry)
+
+    images = read_images(
+        path,
+        dicom_modality,
+        files,
+        is_deep=True,
+        on_file=on_file,
+        on_unreadable=note_unreadable,
+    )
     # By scope and Series Instance UID.
     by_series: dict[tuple[str, str], list[Frame | NoSlice]] = {}
     for image in images:
@@ -115,7 +143,7 @@ def list_series(
         is_unique = num_scopes[uid] == 1
         listed += _list_one(series_images, doubtful.get(uid, []), is_unique=is_unique)
     listed.sort(key=_order)
-    return [*listed, *map(_loose_file, loose)]
+    return [*listed, *map(_loose_entry, [*loose, *closed_folders])]
 
 
 def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> None:
@@ -214,13 +242,18 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
     )
 
 
-def _loose_file(image: NoSlice) -> ListedSeries:
-    """Describe a file that cannot be read and whose series is unknown."""
+def _loose_entry(image: NoSlice) -> ListedSeries:
+    """Describe a file or folder that cannot be read and whose series is unknown."""
+    num_bytes = 0
+    # A link may lead nowhere, or into a folder that may not be searched.
+    with suppress(OSError):
+        if image.path.is_file():
+            num_bytes = image.path.stat().st_size
     return ListedSeries(
         series=image.series,
         folder=image.path.parent,
         files=(image.path,),
-        num_bytes=image.path.stat().st_size,
+        num_bytes=num_bytes,
         num_slices=0,
         fault=_damage([image]),
     )

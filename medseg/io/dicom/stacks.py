@@ -19,7 +19,13 @@ from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import SeriesChoice, parse_series
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
 from medseg.io.identity import written_date
-from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicom_file, is_dicomdir
+from medseg.io.inputs import (
+    DICOM_SUFFIXES,
+    dicom_files,
+    is_dicom_file,
+    is_dicomdir,
+    raise_unreadable,
+)
 from medseg.io.volume import shown
 from medseg.wording import first_few
 
@@ -91,6 +97,16 @@ class Contents(NamedTuple):
     stacks: list[Stack]
     left_out: list[NoSlice]
     unreadable: list[NoSlice]
+
+
+def lacks_study(image: Frame | NoSlice) -> bool:
+    """Whether a file cannot be read and does not tell its patient and study.
+
+    Its header was cut off, perhaps after the UID of its series.
+    """
+    if isinstance(image, Frame) or not image.is_unreadable:
+        return False
+    return image.series.scope == Series().scope
 
 
 def normal_of(frame: Frame) -> np.ndarray:
@@ -251,7 +267,7 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
     They may be copies that were interrupted before their first byte.
 
     Args:
-        files: All DICOM files of the folders of the slices.
+        files: All DICOM files of the folders of the slices, and other paths to leave out.
         slices: The slices.
     """
     for folder, neighbours in group_by(slices, lambda path: path.parent).items():
@@ -318,6 +334,7 @@ def read_images(
     *,
     is_deep: bool,
     on_file: Callable[[], None] = lambda: None,
+    on_unreadable: Callable[[Path, OSError], None] = raise_unreadable,
 ) -> list[Frame | NoSlice]:
     """Read the headers of some files, or of all DICOM files at a path.
 
@@ -330,12 +347,20 @@ def read_images(
         files: The files to read instead of all files at the path; empty: all.
         is_deep: Whether the folders below are searched too.
         on_file: Called after each file.
+        on_unreadable: As for `dicom_files`; without effect on `files`. What cannot be read is not
+            among the results.
     """
+    unreadable_paths: set[Path] = set()
+
+    def note_unreadable(unreadable_path: Path, error: OSError) -> None:
+        unreadable_paths.add(unreadable_path)
+        on_unreadable(unreadable_path, error)
+
     if files:
         readable_files = [file for file in files if is_dicom_file(file)]
     else:
         folder = path.parent if path.is_file() else path
-        readable_files = list(dicom_files(folder, is_deep=is_deep))
+        readable_files = list(dicom_files(folder, is_deep=is_deep, on_unreadable=note_unreadable))
     images: list[Frame | NoSlice] = []
     for file in readable_files:
         images += read_frames(file, modality)
@@ -344,7 +369,8 @@ def read_images(
         broken_files = set(files) - set(readable_files)
     else:
         slices = {image.path for image in images if isinstance(image, Frame)}
-        broken_files = set(broken_copies(set(readable_files), slices))
+        examined_paths = {*readable_files, *unreadable_paths}
+        broken_files = set(broken_copies(examined_paths, slices))
     return [*images, *map(refused_copy, sorted(broken_files))]
 
 
@@ -353,10 +379,19 @@ def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame
 
     All stay where that would leave no slice: the refusal then lists what there is.
     """
+    uids_in_scope: set[str] = set()
+    uids_elsewhere: set[str] = set()
+    for image in images:
+        if choice.is_scope_of(image.series):
+            uids_in_scope.add(image.series.uid)
+        elif not lacks_study(image):
+            uids_elsewhere.add(image.series.uid)
+    # A file without a UID may belong to any series.
+    other_uids = uids_elsewhere - uids_in_scope - {""}
     in_scope: list[Frame | NoSlice] = []
     for image in images:
-        # A file whose series cannot be read may belong to any study.
-        if choice.is_scope_of(image.series) or not image.series.uid:
+        may_be_in_scope = lacks_study(image) and image.series.uid not in other_uids
+        if choice.is_scope_of(image.series) or may_be_in_scope:
             in_scope.append(image)
     has_slices = any(isinstance(image, Frame) for image in in_scope)
     return in_scope if has_slices else images
@@ -444,6 +479,7 @@ def choose_stack(
         raise _no_such_series(path, choice, candidates, contents.stacks)
     _check_patient(path, chosen[0])
     findings = _left_out_findings(left_out, meant_uids)
+    findings += _study_findings(chosen[0])
     if is_selected:
         findings += _loose_findings(contents.unreadable)
     else:
@@ -545,6 +581,19 @@ def _check_patient(path: Path, stack: Stack) -> None:
             f"{path}: expected a series of one patient, but its slices carry {num_patients} "
             "different Patient IDs; put the files of each patient into a folder of their own."
         )
+
+
+def _study_findings(stack: Stack) -> list[Finding]:
+    """Warn of slices of several studies: one series belongs to one study."""
+    # A slice without a Study Instance UID may be one of the only study.
+    num_studies = len({frame.series.study for frame in stack.frames} - {""})
+    if num_studies <= 1:
+        return []
+    sentence = (
+        f"the slices carry {num_studies} different Study Instance UIDs; "
+        "check that they are of one scan"
+    )
+    return warnings_of("reading", [sentence])
 
 
 def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Finding]:

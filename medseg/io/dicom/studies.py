@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medseg.io.dicom.frames import Frame, NoSlice, Series, read_frames
-from medseg.io.dicom.stacks import SliceFolders, broken_copies, refused_copy
+from medseg.io.dicom.stacks import SliceFolders, broken_copies, lacks_study, refused_copy
 from medseg.io.identity import Identity, written_date
 from medseg.io.inputs import dicom_files
 
@@ -131,10 +131,9 @@ def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Fol
 def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     """Add a slice, or a file without one, to the series of a folder."""
     series = image.series
-    # A file that was cut off lacks its patient and study. Those of its series are known where
-    # another file of the series was read before.
-    lacks_study = series.scope == Series().scope and series.uid not in folder.series
-    if isinstance(image, NoSlice) and image.is_unreadable and lacks_study:
+    # Patient and study of the series are known where another file of the series was read before.
+    if lacks_study(image) and series.uid not in folder.series:
+        assert isinstance(image, NoSlice), "slices can be read"
         folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
