@@ -205,7 +205,7 @@ def read_header(path: Path) -> TextHeader:
         fields = _read_fields(path, file, data_key)
         offset = file.tell()
         lines_after = b""
-        if fields.get(data_key, "").upper().startswith("LIST"):
+        if _is_file_list(fields.get(data_key, "")):
             lines_after = file.read(MAX_HEADER_BYTES)
     # A header beyond the limit was read only in part, and the field may be in the rest.
     if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
@@ -280,9 +280,18 @@ def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
                 f"{path}: the header gives the field {shown(key)} twice; remove one of the lines."
             )
         fields[key] = value
-        if key == data_key and (is_meta or value.upper().startswith("LIST")):
+        if key == data_key and (is_meta or _is_file_list(value)):
             break
     return fields
+
+
+def _is_file_list(value: str) -> bool:
+    """Whether a header lists its data files in the lines after it, by the value of `data_key`.
+
+    The value is `LIST`, perhaps with the number of axes of each file: `LIST 2` in NRRD, `LIST 2D`
+    in MetaImage. A file name such as `list_1.raw` is no list.
+    """
+    return re.fullmatch(r"LIST(\s+\dD?)?", value, re.IGNORECASE) is not None
 
 
 def _data_files(path: Path, value: str, lines_after: list[str]) -> tuple[Path, ...]:
@@ -297,7 +306,7 @@ def _data_files(path: Path, value: str, lines_after: list[str]) -> tuple[Path, .
         UserError: If it names none, or one outside the folder of the header.
     """
     words = value.split()
-    if words and words[0].upper() == "LIST":
+    if _is_file_list(value):
         names = [line.strip() for line in lines_after if line.strip()]
     elif "%" in value and len(words) >= 4:
         names = _numbered_names(path, value)

@@ -71,18 +71,33 @@ def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> st
     if unknown_keys:
         raise ValueError(f"the rows have the keys {sorted(unknown_keys)}, which are no columns")
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(headings.values())
+    _write_csv_line(text, headings.values())
     for cells in _cells(rows, headings, formats):
-        writer.writerow(map(_safe_cell, cells))
+        _write_csv_line(text, map(_safe_cell, cells))
     return text.getvalue()
+
+
+def _write_csv_line(text: io.StringIO, cells: Iterable[str]) -> None:
+    r"""Add a line of a CSV file to a text.
+
+    `csv.writer` puts quotes around a cell with a comma, a quote or `\n`. Python before 3.13 leaves
+    them out around a lone `\r`, which readers would take for the end of the line.
+    """
+    cells = list(cells)
+    writer = csv.writer(text, lineterminator="\n")
+    if any("\r" in cell for cell in cells):
+        writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writerow(cells)
 
 
 def _safe_cell(cell: str) -> str:
     """Put an apostrophe before a text that a spreadsheet would take for a formula.
 
-    Numbers stay as they are, also negative ones.
+    Numbers stay as they are, also negative ones. A text that `plain_cell` would take for a safe one
+    gets a further apostrophe, so that reading gives back what was written.
     """
+    if _is_safe_formula(cell):
+        return f"'{cell}"
     if not cell.startswith(FORMULA_SIGNS):
         return cell
     try:
@@ -97,10 +112,14 @@ def plain_cell(cell: str) -> str:
 
     An apostrophe before anything else belongs to the text.
     """
-    content = cell.removeprefix("'")
-    if content.startswith(FORMULA_SIGNS):
-        return content
+    if _is_safe_formula(cell):
+        return cell.removeprefix("'")
     return cell
+
+
+def _is_safe_formula(cell: str) -> bool:
+    """Whether a text is one or more apostrophes followed by the first character of a formula."""
+    return cell.startswith("'") and cell.lstrip("'").startswith(FORMULA_SIGNS)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -163,7 +182,13 @@ def markdown_table(
 
 def _markdown_line(cells: Iterable[str]) -> str:
     """Write a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {' | '.join(map(_markdown_text, cells))} |\n"
+
+
+def _markdown_text(cell: str) -> str:
+    """Escape what would end a cell or a line of a Markdown table."""
+    one_line = " ".join(cell.splitlines())
+    return one_line.replace("|", r"\|")
 
 
 def latex_table(rows: Rows, columns: Columns = None) -> str:
