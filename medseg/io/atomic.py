@@ -106,18 +106,40 @@ def create_text(path: Path, text: str) -> bool:
     part = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}.part")
     replace_text(part, text)
     try:
+        _link_or_claim(part, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _not_written(path, error) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    return True
+
+
+def _link_or_claim(part: Path, path: Path) -> None:
+    """Give a written file a second name or, where there are no hard links, another name.
+
+    Raises:
+        FileExistsError: If the other name exists.
+        OSError: If the file cannot get it.
+    """
+    try:
         # Unlike a rename, a hard link fails where the path exists.
         os.link(part, path)
-    except OSError:  # the path exists, or the file system has no hard links
-        try:
-            # Claim the name with an empty file, which is then replaced.
-            path.open("x").close()
-        except FileExistsError:
-            return False
+        return
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no hard links
+        # Claim the name with an empty file, which is then replaced.
+        path.open("x").close()
+    try:
         os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return True
+    except BaseException:  # an interrupt as well
+        # The empty file would count as made.
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def check_writable(folder: Path) -> None:

@@ -44,7 +44,9 @@ _waiting_bytes: ContextVar[float] = ContextVar("scratch_waiting_bytes", default=
 # Maps of all living scratch arrays. The array alone keeps its map alive: weak references here let
 # the system remove the file with the array.
 _maps: WeakSet[mmap.mmap] = WeakSet()
-_lock = threading.Lock()  # guards `_maps` and the start and the end of the thread
+# Mark of the last thread that was started to release pages; each older one ends when it sees it.
+_releaser: object = None
+_lock = threading.Lock()  # guards `_maps`, and the start and the end of the thread
 
 
 def scratch_folder() -> Path:
@@ -177,7 +179,7 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             f"found none ({error.strerror}); free some, or set TMPDIR to a folder on a larger disk"
         ) from error
     with _lock:
-        # The thread ends with the last map.
+        # The thread ends with the last map. If it has not ended yet, the new one replaces it.
         if not _maps:
             # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory
             # for a thread.
@@ -206,10 +208,31 @@ def release_pages() -> None:
 
 
 def _release_repeatedly() -> None:
-    """Release pages at each interval until there is no scratch array; runs in its own thread."""
+    """Release pages at each interval, in a thread of its own.
+
+    It ends when there is no scratch array, or when a later thread has started.
+    """
+    global _releaser
+    own_mark = object()
+    _releaser = own_mark
     while True:
         time.sleep(RELEASE_INTERVAL_S)
+        if _releaser is not own_mark:
+            return
         release_pages()
         with _lock:
             if not _maps:
                 return
+
+
+def _start_child() -> None:
+    """Prepare a forked child, which has no thread yet: its first own array starts one."""
+    global _maps
+    _maps = WeakSet()
+    _lock.release()
+
+
+# A fork must not copy the lock while the thread holds it: nothing would release it in the child.
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_start_child
+)
