@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from medseg import __version__
 from medseg.config.check import to_config, to_typed
@@ -197,6 +197,9 @@ def changed_config(
     default_values = flat(default)
     changed = OmegaConf.create(values)
     overridden_keys = list(map(_name_of, overrides))
+    chosen_nodes = [
+        name for name in EXTENSION_KEYS if _is_chosen(name, composed, default, overridden_keys)
+    ]
     # Keys whose composed values may differ from the defaults though the user did not give them: the
     # length of the schedule, which follows `steps`, and the arguments of an extension for which the
     # command line composes another class than that of the run.
@@ -205,6 +208,8 @@ def changed_config(
         if values[name].get(TARGET) != composed[name].get(TARGET):
             derived_keys.append(name)
     for key, value in flat(composed).items():
+        if _is_below(key, chosen_nodes):
+            continue
         # Hydra gives every command a folder of its own; a resumed run keeps its folder.
         if key in ("run_dir", "logger.save_dir"):
             continue
@@ -212,14 +217,65 @@ def changed_config(
         is_changed = not is_default and not _is_below(key, derived_keys)
         if is_changed or _is_below(key, overridden_keys):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
-    # A new logger replaces that of the run as a whole. Its paths name the folder that Hydra gave
-    # this command. `_set_run_dir` later replaces the folder in `changed.run_dir` in these paths, so
-    # it must be the same one.
-    if any(key.partition(".")[0] == "logger" for key in overridden_keys):
-        changed.logger = composed["logger"]
+    for name in chosen_nodes:
+        changed[name] = composed[name]
+    if "schedule" in chosen_nodes:
+        _follow_run(changed, composed, overridden_keys)
+    # The paths of a new logger name the folder that Hydra gave this command. `_set_run_dir` later
+    # replaces the folder in `changed.run_dir` in these paths, so it must be the same one.
+    if "logger" in chosen_nodes:
         changed.run_dir = composed["run_dir"]
     changed.resume = resume
     return to_config(changed, schema)
+
+
+def _is_chosen(
+    name: str,
+    composed: Mapping[str, Any],
+    default: Mapping[str, Any],
+    overridden_keys: Sequence[str],
+) -> bool:
+    """Whether the command line chooses the class of an extension point.
+
+    The node of such an extension replaces that of the run as a whole: arguments of one class mean
+    nothing to another.
+
+    Args:
+        name: Key of the extension point, such as `optimizer`.
+        composed: See `changed_config`.
+        default: See `changed_config`.
+        overridden_keys: Dotted keys and groups that the arguments name.
+    """
+    # Loggers have no common arguments: any key replaces the node.
+    if name == "logger" and any(_is_below(key, ["logger"]) for key in overridden_keys):
+        return True
+    if name in overridden_keys or f"{name}.{TARGET}" in overridden_keys:
+        return True
+    # An experiment may choose another class than the default.
+    return bool(composed[name].get(TARGET) != default[name].get(TARGET))
+
+
+def _follow_run(
+    changed: DictConfig, composed: Mapping[str, Any], overridden_keys: Sequence[str]
+) -> None:
+    """Let a newly chosen schedule follow the steps and the learning rate of the run, in place.
+
+    Its file gives these arguments as `${steps}` and `${optimizer.lr}`, which the command line
+    composes with its own defaults.
+
+    Args:
+        changed: Configuration of the run with the changes.
+        composed: See `changed_config`.
+        overridden_keys: Dotted keys and groups that the arguments name.
+    """
+    # Dotted key to the argument that follows it.
+    followers = dict.fromkeys(LENGTH_KEYS.values(), "steps") | {"max_lr": "optimizer.lr"}
+    for argument, source in followers.items():
+        value = composed["schedule"].get(argument)
+        is_given = f"schedule.{argument}" in overridden_keys
+        # Another value than that of the source was given in an experiment.
+        if value is not None and not is_given and value == flat(composed).get(source):
+            changed.schedule[argument] = OmegaConf.select(changed, source)
 
 
 def _name_of(override: str) -> str:

@@ -66,7 +66,20 @@ def join_ranks() -> None:
     is_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     if is_one_machine:
         store = dist.PrefixStore(str(num_restarts()), store)
-    dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=RANK_TIMEOUT)
+    # Without a backend, torch 2.13 chooses one for a single type of device: on a machine with GPUs,
+    # ranks that compute on the CPU could not exchange tensors. Its name would be `undefined`, which
+    # Lightning does not recognise as Gloo.
+    backend = "gloo"
+    # NCCL needs a GPU for each rank.
+    if int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend=backend,
+        store=store,
+        rank=own_rank,
+        world_size=world_size,
+        timeout=RANK_TIMEOUT,
+    )
     # A process that ends while threads of its group still run may be aborted (std::terminate), with
     # an exit code of failure.
     atexit.register(_leave_ranks)
