@@ -636,8 +636,8 @@ def _voxel_files_of_header(path: Path) -> tuple[Path, ...]:
 
     try:
         voxel_files = read_header(path).files
-    # A damaged header does not stop the import: `prepare` will refuse this case alone.
-    except UserError:
+    # A header that cannot be read does not stop the import: `prepare` will refuse this case alone.
+    except (OSError, UserError):
         return ()
     return voxel_files
 

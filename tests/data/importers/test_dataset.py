@@ -13,6 +13,7 @@ from medseg.data.case_table import Case
 from medseg.data.importers.dataset import (
     DataSet,
     LabelMembers,
+    _voxel_files_of_header,
     channel_of,
     check_dataset,
     label_names,
@@ -302,3 +303,10 @@ def test_a_file_of_few_cases_names_all_of_them(tmp_path: Path, num_cases: int) -
     if num_cases == 4:
         roles = "labels of a, labels of b, labels of c and 1 more"
     assert why == f"one file is {roles}; check that this is meant"
+
+
+def test_a_header_that_cannot_be_opened_names_no_files(tmp_path: Path) -> None:
+    """The reader of the case refuses it, and the other cases are imported."""
+    link = tmp_path / "a.mhd"
+    link.symlink_to(tmp_path / "not fetched.mhd")
+    assert _voxel_files_of_header(link) == ()
