@@ -36,7 +36,7 @@ MAX_SLICE_PIXELS = 2**26
 # enhanced CT of 1000 slices has 500 MiB.
 MAX_INFLATED_BYTES = 2**29
 
-# Largest slope and intercept; those of CT, MR and PET are far below it.
+# Largest accepted slope and intercept; CT, MR and PET have far smaller ones.
 MAX_RESCALE = 1e6
 
 # Modalities whose objects are not images of a scanner.
@@ -84,7 +84,7 @@ MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 # Tag of the pixels (7FE0,0010), little or big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
-# What an element of compressed pixels gives in place of its length; a mark shows where it ends.
+# Length in the header of compressed pixels: unknown, they end at a delimiter (PS3.5, A.4).
 UNDEFINED_LENGTH = 2**32 - 1
 
 
@@ -102,7 +102,7 @@ class Phase(NamedTuple):
     frame_field: str
 
 
-# What may distinguish the volumes of one series, in the order in which it is tried.
+# Properties that may distinguish the volumes of one series, in the order in which they are tried.
 PHASES = (
     Phase("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
     Phase("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
@@ -129,8 +129,8 @@ _KEYWORDS += [phase.file_field for phase in PHASES]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
-# Where the fields of a frame may be, in the order of the search: in an enhanced file the functional
-# group of the frame, then the one that all frames share; in every file the header, which is last.
+# Where the fields of a frame may be, in the order of the search. In an enhanced file: the group of
+# the frame, the group that all frames share, the header. In others: the header alone.
 Places = tuple[Dataset, ...]
 
 
@@ -225,7 +225,7 @@ class Frame:
         spacing_mm: Distance of rows, then of columns.
         position_xyz_mm: Centre of the first pixel, LPS.
         axes: LPS unit vectors (2, 3) along a row and along a column.
-        is_hu: Whether the values are HU, as those of CT.
+        is_hu: Whether the values are HU, as in CT.
         slope: Factor from stored value to HU, or to the intensity of another modality.
         intercept: Added after the slope.
         has_rescale: Whether the header gives slope and intercept.
@@ -269,8 +269,8 @@ class NoSlice:
     Attributes:
         path: File.
         series: Its series.
-        reason: What it is instead; for an unreadable file the message that refuses it, without the
-            path.
+        reason: Kind of object, such as `localiser`; for an unreadable file the message that refuses
+            it, without the path.
         is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused where
             its series is chosen, and does not affect others.
         is_image: Whether it is an image of the requested modality, in grey values and no localiser,
@@ -299,10 +299,7 @@ def _values(value: Any) -> Sequence[Any]:
 
 
 def _text(value: Any) -> str:
-    r"""Write the value of a field on one line, several with `\` between them as in DICOM.
-
-    "" where it is missing.
-    """
+    r"""Write a field on one line: several values with `\` between them as in DICOM, "" for None."""
     return "\\".join(map(_word, _values(value)))
 
 
@@ -333,7 +330,7 @@ def _whole_number(header: Dataset, keyword: str, default: int) -> int:
 
 
 def field_of(places: Places, keyword: str) -> Any:
-    """Find the value of a field of a frame: that in the first place that has it, or None."""
+    """Read a field of a frame from the first place that has the field; None where none has."""
     *groups, header = places
     for group in groups:
         sequence = group.get(MACROS[keyword])
@@ -456,8 +453,8 @@ def _read_slices(
     Args:
         path: The file, as the slices name it.
         file: Open at the element of the pixels.
-        header: What precedes it.
-        series: Its series.
+        header: Fields before that element.
+        series: Series of the file.
         modality: As for `read_frames`.
 
     Raises:
@@ -491,7 +488,7 @@ def _why_unreadable(error: Exception) -> str:
     reason = getattr(error, "strerror", None) or one_line or type(error).__name__
     if isinstance(error, UserError):
         return reason
-    # Anything else is what pydicom raises for a damaged file.
+    # pydicom raises other exceptions for a damaged file.
     return (
         f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
     )
@@ -536,31 +533,30 @@ def _inflates_beyond(file: BinaryIO, max_bytes: int) -> bool:
 
 
 def _other_kind(header: FileDataset, wanted_modality: str) -> str:
-    """Say what an object is that holds no slice of the wanted modality.
+    """Name the kind of an object that holds no slice of the wanted modality.
 
     Args:
         header: Header of the file.
         wanted_modality: As DICOM names it; "" takes any.
 
     Returns:
-        Its kind, for `NoSlice.reason`; "" for an object that holds such slices.
+        The kind, for `NoSlice.reason`; "" for an object that holds such slices.
 
     Raises:
-        UserError: If the object has no pixels, although its class is that of an image of the wanted
-            modality or is not given; the message has no path.
+        UserError: If the object has no pixels, and its class is an image of the wanted modality or
+            is unknown; the message has no path.
     """
     modality = _text(header.get("Modality"))
     sop_class = _text(header.get("SOPClassUID"))
     storage_class = _text(header.file_meta.get("MediaStorageSOPClassUID"))
-    # Names of classes are such as "CT Image Storage".
+    # Such as "CT Image Storage".
     class_words = uid.UID(sop_class or storage_class).name.split()
     has_rows = _whole_number(header, "Rows", 0) != 0
     has_pixels = has_rows and _whole_number(header, "Columns", 0) != 0
     # The order matters: each test presumes that those before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
-    # A variant of this class, such as that of several frames, has the UID of the class, a dot and
-    # a number.
+    # Variants of this class, such as for several frames, have its UID with a dot and a number.
     capture = uid.SecondaryCaptureImageStorage
     if sop_class == capture or sop_class.startswith(f"{capture}."):
         return "secondary capture"
@@ -577,14 +573,14 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
 
 
 def _refuse_lost_image(class_words: list[str], wanted_modality: str) -> None:
-    """Refuse an object without an image if its class is that of an image of the wanted modality.
+    """Refuse an object without pixels if its class is an image of the wanted modality.
 
     Args:
         class_words: Words of the name of its class; empty where the header lacks the class.
         wanted_modality: As for `_other_kind`.
 
     Raises:
-        UserError: If it is, or may be since its class is unknown; the message has no path.
+        UserError: If its class is such an image, or is unknown; the message has no path.
     """
     is_wanted_class = class_words[-2:] == ["Image", "Storage"]
     if wanted_modality and wanted_modality not in class_words:
@@ -666,7 +662,7 @@ def _make_slice(
 
 
 def _read_phases(places: Places) -> tuple[str, ...]:
-    """Read what distinguishes the volume of a slice from others: the value of each of `PHASES`."""
+    """Read the properties of a slice that may distinguish volumes: a value for each of `PHASES`."""
     header = places[-1]
     values = []
     for phase in PHASES:
@@ -767,7 +763,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
 
     Args:
         file: Open at the element of the pixels.
-        header: What precedes it.
+        header: Fields before that element.
 
     Raises:
         UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
@@ -844,7 +840,7 @@ def _check_size(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:
-    """Read the encoding of the pixels; one that is not named is taken to be that of the header."""
+    """Read the encoding of the pixels; a header that does not name it has the same encoding."""
     named_syntax = header.file_meta.get("TransferSyntaxUID")
     if named_syntax:
         return uid.UID(named_syntax)
@@ -855,10 +851,9 @@ def _transfer_syntax(header: FileDataset) -> uid.UID:
 def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
     """Read the tag and the length of an element, little endian, up to the first byte of its value.
 
-    In a header without types of values (implicit VR) it begins with tag and length, 4 bytes each.
-    In one with them (explicit VR) the type, two letters, and two zeros stand between tag and
-    length. The types of pixels cannot be taken for a length: "O" and "U" are odd as the lowest byte
-    of a number, and the lengths of DICOM are even.
+    Implicit VR: the element begins with tag and length, 4 bytes each. Explicit VR: between them are
+    the type of the value, two letters, and two zeros. The letters cannot be taken for a length:
+    lengths of DICOM are even, and "O" and "U" are odd as the lowest byte of a number.
     """
     start = file.read(8)
     tag = start[:4]
@@ -871,8 +866,8 @@ def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
 def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     """Read the stored values that mean "no pixel", as `PixelFormat.padding`.
 
-    Some headers declare them as unsigned although the pixels are signed, or the reverse. The type
-    that pydicom would read is therefore ignored: their raw bytes are read as those of a pixel.
+    Some headers declare them as unsigned although the pixels are signed, or the reverse. Their raw
+    bytes are therefore read with the sign of the pixels, not with the type that pydicom would use.
     """
     _, is_little_endian = header.original_encoding
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"

@@ -24,13 +24,13 @@ class ListedSeries:
         series: Patient, study and series.
         folder: Folder that holds all its files.
         files: Its files, with those that cannot be read and can only belong to it.
-        num_bytes: Size of its files without those that cannot be read and do not tell their series,
-            each of which is an entry of its own.
+        num_bytes: Size of its files that tell their series. Files that do not are entries of their
+            own.
         num_slices: Number of slice positions; where it is no stack of slices, number of images.
         fault: Why it cannot be read as a scan, the end of a sentence; "" for a scan.
         is_unique: Whether no other patient or study has a series of this UID.
         part: Number of the part, from 1; 0 where the series is one stack.
-        phase: What distinguishes the part, or "".
+        phase: See `Stack.phase`.
         kernel: Convolution kernel, or "".
         thickness_mm: Slice thickness, or None.
         spacing_mm: Spacing (z, y, x); empty where it is no stack of slices.
@@ -81,8 +81,8 @@ def list_series(
 ) -> list[ListedSeries]:
     """List the series below a folder, wherever their files lie.
 
-    Series are told apart by Patient ID, Study Instance UID and Series Instance UID. What the reader
-    of a scan would refuse has a `fault`, as has a series with a file that cannot be read.
+    Series are told apart by Patient ID, Study Instance UID and Series Instance UID. A series that
+    the reader of scans would refuse has a `fault`, and so has one with a file that cannot be read.
 
     Args:
         path: Folder, searched to its bottom.
@@ -134,7 +134,8 @@ def list_series(
     # Number of patients and studies that have a series, by its UID.
     num_scopes = Counter(uid for _, uid in by_series)
     folders = slice_folders(images)
-    # The loose files, by the UID of the only series that they may be a slice of, or None.
+    # The loose files, by the UID of the only series that they may belong to; None: several may own
+    # them, or none.
     doubtful: dict[str | None, list[NoSlice]] = {}
     for image in loose:
         doubtful.setdefault(folders.owner(image.path), []).append(image)
@@ -147,9 +148,9 @@ def list_series(
 
 
 def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> None:
-    """Move files that were cut off in their header to their series, which is changed in place.
+    """Move files that were cut off in their header to their series, in place in `by_series`.
 
-    They know the UID of their series and lack their patient and study.
+    Such files have the UID of their series, and lack patient and study.
     """
     unknown_scope = Series().scope
     # A copy of the keys, since the loop removes some.
@@ -179,7 +180,7 @@ def _list_one(
     """Yield the stacks of one series or, where it has none, the series as a whole with a fault.
 
     Args:
-        images: What its files hold.
+        images: Slices and other objects in its files.
         doubtful: Files of an unknown series that can only belong to it.
         is_unique: See `ListedSeries`.
     """
@@ -225,7 +226,7 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
     Args:
         stack: The stack.
         whole: The series as a whole, whose common fields are kept.
-        damage: What cannot be read of the series, or "".
+        damage: Names of files of the series that cannot be read, with the reason, or "".
     """
     first = stack.frames[0]
     return replace(

@@ -23,8 +23,8 @@ from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, PixelFormat, plain
 from medseg.task import AIR_HU
 
-# The largest value of a 12-bit CT. Tissue has values between air and this: padding in that range
-# cannot be told from tissue and stays; padding above it becomes air.
+# The largest value of a 12-bit CT. Padding between air and this value stays, since tissue has such
+# values too; padding above it becomes air.
 DENSEST_HU = 3071
 
 # A negative padding that was written as an unsigned number is nearer than this to the end of the
@@ -129,8 +129,8 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     if syntax in uid.JPEG2000TransferSyntaxes:
         parameters = get_j2k_parameters(code)
     else:
-        # A code that was cut off is refused here: the decoder of JPEG invents missing pixels, and
-        # that of JPEG-LS may search for them without end. FFD8 marks the start, FFD9 the end.
+        # A code that was cut off is refused here: the JPEG decoder invents missing pixels, and the
+        # JPEG-LS decoder may search for them without end. FFD8 marks the start, FFD9 the end.
         tail = code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
         if not code.startswith(b"\xff\xd8\xff") or b"\xff\xd9" not in tail:
             raise ValueError("the code does not start or end as it should")
@@ -140,7 +140,7 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     values = np.empty(pixels.shape, dtype)
     # Raises before it decodes where the code has another shape or more than 16 bits.
     DECODERS[syntax](code, out=values)
-    # The header decides on the sign, since that of some codes is wrong: take the bits as they are.
+    # The sign that a code declares may be wrong: take the bits, and the sign from the header.
     stored = values.astype(np.int32) & (2**bits - 1)
     if pixels.dtype.kind != "i":
         return stored
@@ -225,7 +225,7 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
         frame: The slice.
     """
     pixels = frame.pixels
-    # How many values the type has (2^16 for 16 bits), and how many the bits that are used of it.
+    # Number of values of the type (2^16 for 16 bits), and of the bits that are used of it.
     num_type_values = 2 ** (8 * pixels.dtype.itemsize)
     num_used_values = 2**pixels.bits_stored
     has_unused_bits = num_used_values < num_type_values
@@ -258,7 +258,8 @@ def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
 
     Such values use fewer bits than their type: of 12 bits, -1 was written as 4095.
     """
-    # With an intercept such as -1024, which makes 0 air, no stored value of a CT is negative.
+    # With an intercept of about -1024, the stored value of air is 0 and none is negative. Other
+    # writers have an intercept of about 0; half of the HU of air separates the two.
     if not frame.is_hu or frame.intercept <= AIR_HU / 2:
         return stored
     num_used_values = 2**frame.pixels.bits_stored

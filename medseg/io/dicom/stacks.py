@@ -56,7 +56,7 @@ class Stack:
 
     Attributes:
         part: Number of the stack within its series, from 1; 0 where it is the only one.
-        phase: What distinguishes it from the other parts, or "".
+        phase: Property that distinguishes it from the other parts, as `acquisition 2`, or "".
         frames: Its slices, sorted along the normal.
         heights_mm: Their positions along the normal, ascending.
     """
@@ -84,7 +84,7 @@ class Stack:
 
 
 class Contents(NamedTuple):
-    """What the files of a folder, or of a patient or study in it, hold.
+    """Content of the files of a folder, or of one patient or study in it.
 
     Attributes:
         images: Everything that was read, in the order of the files.
@@ -145,7 +145,9 @@ def num_positions(heights_mm: np.ndarray) -> int:
     return 1 + int(np.count_nonzero(steps_mm > SAME_POSITION_MM))
 
 
-def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+def _divide_by_phase(
+    frames: Sequence[Frame], first_phase: int = 0
+) -> list[tuple[str, Sequence[Frame]]]:
     """Divide parallel slices that fill the same space more than once into stacks.
 
     Slices with different values that follow each other along the normal (the rotations of one scan)
@@ -153,22 +155,23 @@ def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, S
 
     Args:
         frames: The slices.
-        key: Index of the first of `PHASES` that may divide them; later ones divide the parts again.
+        first_phase: Index of the first of `PHASES` that may divide them; the parts are then divided
+            by the later ones.
 
     Returns:
-        Pairs (what distinguishes the stack, its slices).
+        Pairs of a phase, see `Stack.phase`, and its slices.
     """
-    if key == len(PHASES):
+    if first_phase == len(PHASES):
         return [("", frames)]
-    groups = group_by(frames, lambda frame: frame.phases[key])
-    # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+    groups = group_by(frames, lambda frame: frame.phases[first_phase])
+    # A property that differs in nearly every slice, such as a time, distinguishes no volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
     if not may_be_volumes or not _overlap(list(groups.values())):
-        return _divide_by_phase(frames, key + 1)
+        return _divide_by_phase(frames, first_phase + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural):
-        phase = f"{PHASES[key].name} {plain(value) or 'unknown'}"
-        for further_phase, slices in _divide_by_phase(groups[value], key + 1):
+        phase = f"{PHASES[first_phase].name} {plain(value) or 'unknown'}"
+        for further_phase, slices in _divide_by_phase(groups[value], first_phase + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))
             else:
@@ -200,7 +203,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     Returns:
         The stacks, and the slices that have no parallel slice at another position.
     """
-    # Slices of one orientation and size, by the first of them.
+    # First slice of each orientation and size, to all its parallel slices.
     parallel_slices = group_by(frames, lambda frame: _first_parallel(frame, frames))
     stacks: list[Stack] = []
     single_slices: list[Frame] = []
@@ -226,7 +229,7 @@ def _first_parallel(frame: Frame, frames: Sequence[Frame]) -> Frame:
 
 
 def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np.ndarray]:
-    """Sort parallel slices by position, those of one position by file and frame.
+    """Sort parallel slices by position, and slices at one position by file and frame.
 
     Returns:
         The slices, and their positions along the normal in mm.
@@ -243,10 +246,10 @@ def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np
 
 
 def _name_pattern(path: Path) -> str:
-    """Reduce the name of a slice to what the names of all slices of a folder share.
+    """Reduce the name of a slice to the part that all slices of a folder have in common.
 
-    That is a suffix of DICOM, else the name with "#" for each number, whose digits may be
-    hexadecimal or followed by letters.
+    The pattern is a suffix of DICOM or, without one, the name with "#" for each number. The digits
+    may be hexadecimal or followed by letters.
 
     Example:
         >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z"))
@@ -377,7 +380,7 @@ def read_images(
 def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame | NoSlice]:
     """Keep the images of the chosen patient or study.
 
-    All stay where that would leave no slice: the refusal then lists what there is.
+    Where that would leave no slice, all images stay, so that the refusal can list their series.
     """
     uids_in_scope: set[str] = set()
     uids_elsewhere: set[str] = set()
@@ -439,8 +442,8 @@ def choose_stack(
         files: The files to read instead of all files at the path.
 
     Returns:
-        The stack, and findings on what was left out: information, unless it may be a part of the
-        scan.
+        The stack, and findings on files that were left out: warnings where a file may be a part of
+        the scan, else information.
 
     Raises:
         UserError: If there is none, or more than one, or a file of it cannot be read.
@@ -457,7 +460,7 @@ def choose_stack(
     chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
-    # Series Instance UIDs that the arguments mean.
+    # Series Instance UIDs of the series that the arguments mean: their files must be readable.
     if chosen:
         meant_uids = {chosen[0].series.uid}
     elif candidates:
@@ -528,7 +531,7 @@ def _several(
 
 
 def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> UserError:
-    """Refuse a path without a stack, with what was found instead."""
+    """Refuse a path without a stack; the message counts the objects that were found."""
     return UserError(
         f"{path}: expected a {kind} of at least two slices, but found only "
         f"{_count_reasons(left_out) or 'no image'}; give the folder of a {kind}."
@@ -574,7 +577,7 @@ def _check_patient(path: Path, stack: Stack) -> None:
     Raises:
         UserError: If there are several; the message gives their number.
     """
-    # Slices without a Patient ID may be those of the only patient.
+    # Slices without a Patient ID may belong to the only patient.
     num_patients = len({frame.series.patient for frame in stack.frames} - {""})
     if num_patients > 1:
         raise UserError(
@@ -585,7 +588,7 @@ def _check_patient(path: Path, stack: Stack) -> None:
 
 def _study_findings(stack: Stack) -> list[Finding]:
     """Warn of slices of several studies: one series belongs to one study."""
-    # A slice without a Study Instance UID may be one of the only study.
+    # Slices without a Study Instance UID may belong to the only study.
     num_studies = len({frame.series.study for frame in stack.frames} - {""})
     if num_studies <= 1:
         return []
@@ -649,7 +652,7 @@ def _count_reasons(images: Iterable[NoSlice]) -> str:
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
-    """List stacks for a message by the value that `series=` takes, and what distinguishes them.
+    """List stacks for a message, each as `_describe` writes it.
 
     Args:
         stacks: The stacks to list.
@@ -663,9 +666,9 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
 
 
 def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
-    """Write the value of `series=` that names a stack, and what distinguishes it.
+    """Write the value of `series=` that names a stack, and the properties of the stack.
 
-    That is patient, date and number (if the folder holds several studies), description, phase,
+    These are patient, date and number (if the folder holds several studies), description, phase,
     number of slices and spacing (z, y, x).
     """
     series = stack.series
@@ -684,7 +687,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
         properties.append(shown(series.description))
     properties.append(stack.phase)
     spacing = " x ".join(f"{mm:.3g}" for mm in stack.spacing_mm)
-    # What is unknown is "" and left out.
+    # Unknown properties are "" and are left out.
     words = [
         f"series={key}",
         ", ".join(filter(None, properties)),
@@ -696,7 +699,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
     """Choose the shortest value of `series=` that names one series among all.
 
-    That is its number, else the number with patient and perhaps date, else its UID.
+    In this order: its number, the number with the patient, that with the date too, its UID.
     """
     if not series.number:
         return series.uid

@@ -60,7 +60,7 @@ class Study:
 
 @dataclass
 class _Folder:
-    """What the headers of the files below a folder say.
+    """Content of the DICOM files below a folder, from their headers.
 
     Attributes:
         series: The series by UID, each as the first of its `files` describes it.
@@ -207,7 +207,7 @@ def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[s
 def _files_of(
     folder: _Folder, all_series: Iterable[Series], owned_files: dict[str, list[Path]]
 ) -> tuple[Path, ...]:
-    """List the files of some series, with those of `_owned_files`."""
+    """List the files of some series, with the files that `_owned_files` assigns to them."""
     files: set[Path] = set()
     for series in all_series:
         files.update(folder.files[series.uid])
