@@ -24,10 +24,11 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     """Convert an array with an affine, as if it were read from a NIfTI file.
 
     Args:
-        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or what NumPy converts, as a tensor.
+        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or an object that NumPy converts, such
+            as a tensor.
         affine: Index to RAS in mm (4, 4).
-        air: Value that replaces what is not finite, see `load_image`.
-        name: What the scan is called in messages.
+        air: Value that replaces NaN and infinity, see `load_image`.
+        name: Name of the scan in messages.
 
     Returns:
         HU (Z, Y, X), int16 where that is exact, else float32.

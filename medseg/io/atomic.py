@@ -31,10 +31,10 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 def replace_path(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces the target at the end of the block.
 
-    It is in the folder of the target, since a file system can only rename within itself; missing
-    folders are made. Its name keeps the suffix, since libraries choose the format by it. After an
-    error, an interrupt or a full disk the old file is unchanged and the temporary one is removed. A
-    link stays a link: the file that it points to is replaced.
+    The temporary file is in the folder of the target, since a file system can only rename within
+    itself; missing folders are made. It has the suffix of the target, by which libraries choose the
+    format. After an error, an interrupt or a full disk the old file is unchanged and the temporary
+    one is removed. A link stays a link: the file that it points to is replaced.
 
     Raises:
         UserError: If the file cannot be written.
@@ -178,8 +178,8 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     """Hold the lock of a file. Forked children, such as loader workers, do not hold it.
 
     On a file system without locks the block runs without one: the lock only guards against
-    accidents. filelock could then take the existence of a file for a lock; that is off, since such
-    a file would outlive a killed holder.
+    accidents. filelock's fallback for such file systems is off: it takes the existence of a file
+    for a lock, and the file would outlive a killed holder.
 
     Args:
         path: Lock file; made if needed, and left in place.

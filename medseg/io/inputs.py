@@ -282,10 +282,10 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
     """List the scans that a path stands for.
 
     A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its
-    label map beside them. Any other folder gives its volume files, and those of its subfolders that
-    hold DICOM files at any depth or an image `ct.nii.gz`, one scan each, sorted by name. Other
-    files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be
-    searched counts as a scan, whose reading then fails.
+    label map beside them. Any other folder gives, sorted by name, its volume files, and one scan
+    for each subfolder that holds DICOM files at any depth or an image `ct.nii.gz`. Other files
+    (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched
+    counts as a scan, whose reading then fails.
 
     Args:
         path: File or folder.

@@ -1,10 +1,10 @@
 """Scratch arrays: voxels in a temporary file instead of memory, used like any other array.
 
 Inside `scratch_above(num_bytes)`, `new_array` and `new_tensor` make larger arrays as scratch
-arrays. A smaller limit may hold for arrays that wait (`waits=True`): those that are written once,
-plane by plane, and read a few times in the same order, so that a file hardly slows them. A thread
-drops the pages of all scratch arrays from the memory of this process every 20 ms; the values stay
-in the files.
+arrays. A smaller limit may hold for arrays that wait (`waits=True`): arrays that are written once,
+plane by plane, and read a few times in the same order, so that a file hardly slows the program. A
+thread drops the pages of all scratch arrays from the memory of this process every 20 ms; the values
+stay in the files.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Rule(NamedTuple):
         pattern: Regular expression of the value or, with `power`, of each of its words; letters of
             either case.
         expected: Description for messages.
-        power: The value has as many words as the number of axes to this power: 1 for a vector, 2
-            for a matrix; None: it is one text.
+        power: The value has (number of axes) ** power words: 1 for a vector, 2 for a matrix. None:
+            the value is one text.
     """
 
     pattern: str
@@ -139,7 +139,7 @@ META_RULES = {
     "DistanceUnits": LENGTHS,
 }
 
-# Values of the NRRD field `space` whose axes are those of the patient.
+# Values of the NRRD field `space` with axes of the patient.
 PATIENT_SPACES = re.compile(
     r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)"
     r"(-time|t)?",
@@ -231,7 +231,7 @@ def _field_lines(file: BinaryIO, *, is_meta: bool) -> Iterator[str]:
         is_meta: Whether it is MetaImage, otherwise NRRD.
     """
     while line := file.readline(MAX_HEADER_BYTES):
-        # Bytes that are not UTF-8 may be those of a file name.
+        # Bytes that are not UTF-8 may belong to a file name.
         text = line.rstrip(b"\r\n").decode("utf-8", RAW_NAMES)
         if file.tell() > MAX_HEADER_BYTES:
             return
@@ -444,7 +444,7 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
     if num_components == num_layers:
-        # One number for each layer, as expected; `grid_of` refuses all other numbers but 1.
+        # One number for each layer, as expected. `grid_of` refuses other numbers than 1.
         num_components = 1
     return grid_of(path, reader, num_components), NUMPY_CODES[type_name]
 
@@ -468,7 +468,7 @@ def _meta_lines(values: dict[str, str]) -> list[str]:
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
-    """Warn of what the header does not give, and of what is assumed instead.
+    """Warn of spacing, orientation and origin that a header lacks; says what is assumed.
 
     Returns:
         One sentence; none where the header gives all.
@@ -496,8 +496,8 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
 
     Args:
         path: The file.
-        num_layers: Numbers of each voxel, as in a segmentation with layers; with several, the
-            volume is that many times wider and holds them side by side.
+        num_layers: Numbers per voxel, one for each layer of a segmentation. The volume then is
+            (D, H, W * num_layers): the numbers of a voxel follow one another along x.
 
     Raises:
         UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too
@@ -564,7 +564,7 @@ def read_segments(path: Path) -> list[Segment]:
 
     Raises:
         UserError: If the header cannot be read, gives a field two values, or a segment has no value
-            or that of another one.
+            or shares the value of another segment.
     """
     num_layers = _num_layers(read_header(path).fields)
     pairs = _read_pairs(path)
@@ -627,7 +627,7 @@ def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers:
 def _read_pairs(path: Path) -> dict[str, str]:
     """Read the lines `key:=value` of a NRRD header.
 
-    Programs keep there what the format does not define.
+    Programs store fields of their own there, which the format does not define.
 
     Raises:
         UserError: If a key has two values.
@@ -649,9 +649,9 @@ def _read_pairs(path: Path) -> dict[str, str]:
 
 
 def _num_layers(fields: Mapping[str, str]) -> int:
-    """Count the layers of a segmentation of 3D Slicer: the size of its first axis, if it has four.
+    """Count the layers of a segmentation of 3D Slicer.
 
-    A segmentation of three axes has one layer.
+    With four axes it is the size of the first one; a segmentation of three axes has one layer.
     """
     sizes = fields.get("sizes", "").split()
     if len(sizes) == 4 and sizes[0].isdecimal():
@@ -721,7 +721,7 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
 
     Args:
         image: `SimpleITK.Image` of three axes, one number per voxel, a CT in HU.
-        air: Value that replaces what is not finite, see `load_image`.
+        air: Value that replaces NaN and infinity, see `load_image`.
 
     Returns:
         HU (D, H, W), int16 where that is exact, else float32, in the image's own order.

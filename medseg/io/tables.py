@@ -43,7 +43,14 @@ def write_csv(
     formats: Formats = None,
     errors: str = "backslashreplace",
 ) -> None:
-    """Write a CSV file, whole or not at all; `errors` is that of `replace_text`.
+    """Write a CSV file, whole or not at all.
+
+    Args:
+        path: The file.
+        rows: See `Rows`.
+        columns: See `Columns`.
+        formats: See `Formats`.
+        errors: As for `replace_text`.
 
     Raises:
         UserError: If the file cannot be written.
@@ -93,10 +100,10 @@ def _write_csv_line(text: io.StringIO, cells: Iterable[str]) -> None:
 def _safe_cell(cell: str) -> str:
     """Put an apostrophe before a text that a spreadsheet would take for a formula.
 
-    Numbers stay as they are, also negative ones. A text that `plain_cell` would take for a safe one
-    gets a further apostrophe, so that reading gives back what was written.
+    Numbers stay as they are, also negative ones. A text that already looks like a protected formula
+    gets a further apostrophe, so that `plain_cell` restores the text.
     """
-    if _is_safe_formula(cell):
+    if _is_protected(cell):
         return f"'{cell}"
     if not cell.startswith(FORMULA_SIGNS):
         return cell
@@ -112,12 +119,12 @@ def plain_cell(cell: str) -> str:
 
     An apostrophe before anything else belongs to the text.
     """
-    if _is_safe_formula(cell):
+    if _is_protected(cell):
         return cell.removeprefix("'")
     return cell
 
 
-def _is_safe_formula(cell: str) -> bool:
+def _is_protected(cell: str) -> bool:
     """Whether a text is one or more apostrophes followed by the first character of a formula."""
     return cell.startswith("'") and cell.lstrip("'").startswith(FORMULA_SIGNS)
 
@@ -136,8 +143,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         ) from error
     for row in rows:
         for key, cell in row.items():
-            # In a damaged line, missing cells are None, and surplus ones are a list under the key
-            # None.
+            # `DictReader` gives None for a missing cell of a damaged line, and a list under the key
+            # None for surplus cells.
             if isinstance(cell, str):
                 row[key] = plain_cell(cell)
     return rows
@@ -149,7 +156,7 @@ def refuse_table(path: Path, columns: Sequence[str], content: str) -> None:
     Args:
         path: File that is to be written; it may not exist.
         columns: First columns of the other command's table.
-        content: End of the message: what that table holds, and the cure.
+        content: End of the message after `<path> holds`: content of that table, and the cure.
 
     Raises:
         UserError: If the file begins with these columns.
@@ -186,7 +193,7 @@ def _markdown_line(cells: Iterable[str]) -> str:
 
 
 def _markdown_text(cell: str) -> str:
-    """Escape what would end a cell or a line of a Markdown table."""
+    """Escape the characters that would end a cell or a line of a Markdown table."""
     one_line = " ".join(cell.splitlines())
     return one_line.replace("|", r"\|")
 
@@ -254,8 +261,8 @@ def table_lines(
         table.add_column(heading, justify=side, no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
-    # So wide that rich wraps no line. Cells are text of users: brackets and colons in them are no
-    # markup of rich.
+    # So wide that rich wraps no line. Cells are texts of users: brackets and colons in them must
+    # not act as markup of rich.
     console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)

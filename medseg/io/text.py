@@ -32,8 +32,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
     Args:
         path: The file.
         max_bytes: Length above which the file is refused.
-        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES`
-            of `medseg.io.names` keeps them.
+        errors: Treatment of bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES` of
+            `medseg.io.names` keeps them.
 
     Raises:
         UserError: If it is missing, no regular file, longer than the limit, or in another encoding.

@@ -18,8 +18,8 @@ from scipy.spatial import cKDTree
 # centres of the outermost pixels.
 EDGE_PX = 1e-3
 
-# Number of points of an outline that are tried as the end of a keyhole: the nearest to each point of
-# the hole. Every outline has at least four points.
+# Number of points of an outline, nearest to a point of the hole, that are tried as the end of a
+# keyhole. Every outline has at least four points.
 NUM_NEIGHBOURS = 4
 
 
