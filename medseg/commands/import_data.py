@@ -48,7 +48,7 @@ def import_data(config: ImportConfig) -> int:
     output = Path(config.output)
     task = data.task()
     task_text = _task_text(data, task)
-    # Before anything is written: a person may have edited what an earlier import wrote.
+    # Before anything is written: a person may have edited the files of an earlier import.
     require_unchanged(output, data, task_text)
     check_writable(output)
     table = write_case_table(output / TABLE_NAME, data.cases)
@@ -101,7 +101,7 @@ def _count_cases(number: int) -> str:
 
 
 def _use_of(case: Case) -> str:
-    """Say what a case is for, in the first line of the summary."""
+    """Name the use of a case in the first line of the summary."""
     if case.split is not None:
         return case.split
     # `fold_sides` has `train` or `val` for each fold, or None where the fold does not use the case.
@@ -134,7 +134,7 @@ def require_unchanged(output: Path, data: DataSet, task_text: str) -> None:
 
 
 def _with_absolute_paths(case: Case) -> Case:
-    """Make the paths of a case absolute, as those of a case table that was read are."""
+    """Make the paths of a case absolute, as `read_case_table` does."""
     return replace(
         case,
         image=case.image.absolute(),

@@ -38,10 +38,10 @@ COLUMNS = {
 """Columns that are printed, and their headings."""
 
 TABLE_COLUMNS = ("case", "image", "series", *[key for key in COLUMNS if key != "fault"])
-"""Columns of the case table: what `read_case_table` takes, and what is printed."""
+"""Columns of the case table: the columns of `read_case_table`, then the printed ones."""
 
 MAX_TEXT = 40
-"""Letters of a header's text that are printed; longer ones are cut."""
+"""Letters of a text from a header that are printed; longer texts are cut."""
 
 MAX_NAME = 100
 """Letters of the name of a case, before the suffix that makes it unique."""
@@ -74,7 +74,7 @@ def list_series(config: ListConfig) -> int:
     if not scans:
         raise UserError(f"{folder}: there is no scan to write to {output}; see the last column.")
     if config.series_pick is not None:
-        # One scan of each study that has a matching one.
+        # One scan of each study with a matching scan.
         scans = pick_each_study(scans, config.series_pick)
         _say_left_out(len(studies) - len(scans), config.series_pick)
     if not scans:

@@ -61,7 +61,7 @@ def replace_path(path: Path) -> Iterator[Path]:
 def move_into_place(part: Path, target: Path) -> None:
     """Rename a written file to its target, after its content has reached the disk."""
     with part.open("rb") as file:
-        # Otherwise a power cut may leave an empty file under the new name, and the old one lost.
+        # Otherwise a power cut may leave an empty file under the new name, and lose the old file.
         os.fsync(file.fileno())
     os.replace(part, target)
 
@@ -95,7 +95,7 @@ def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> Non
 def create_text(path: Path, text: str) -> bool:
     """Write a text file whole, unless the path exists.
 
-    Of several processes that do so at the same moment, one makes the file.
+    Where several processes call this at the same moment, exactly one makes the file.
 
     Returns:
         Whether this call has made the file; False where the path existed.

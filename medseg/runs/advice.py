@@ -42,7 +42,7 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
     """Write the `plan` command for a training, with the free memory of this machine as its limit.
 
     Args:
-        config: Configuration of the run; its `trainer` tells whose memory counts.
+        config: Configuration of the run; its `trainer` decides between GPU and CPU memory.
         overrides: Arguments of the training command, as Hydra got them.
 
     Returns:
@@ -196,7 +196,7 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         key, _, value = override.partition("=")
         name = key.lstrip("+~")
-        # Of Hydra's own keys a plan needs the search path only, where its files are found.
+        # Among Hydra's own keys, a plan needs only the search path of the configuration files.
         is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
         # `VALUES` is the argument that every command adds itself, by `with_task`, for the values of
         # the labels in imported files. `resume=auto` says nothing about the configuration, while
@@ -234,10 +234,10 @@ def _free_gib(config: TrainConfig) -> float:
 def _free_bytes_of_gpu(gpu_number: int) -> int:
     """Measure the memory that is free on a GPU once this process has ended.
 
-    The result is a little too low: what the driver keeps for this process is not counted as free.
+    The result is a little too low: memory that the driver keeps for this process counts as used.
     """
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(gpu_number)
-    # The process gives back what torch's allocator holds, whether it is in use or not.
+    # When the process ends, all memory of torch's allocator becomes free, used or cached.
     return int(free_bytes + torch.cuda.memory_reserved(gpu_number))

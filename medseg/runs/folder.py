@@ -27,8 +27,8 @@ from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-# Lists for each start of the run what its result depends on beside the configuration: seed and
-# versions.
+# List of the starts of the run, each with the seed and the versions, on which the result depends
+# beside the configuration.
 VERSIONS_FILE = "versions.json"
 # Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
@@ -49,7 +49,7 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
     """Make a new run folder with the resolved configuration, or prepare the one to resume.
 
     Args:
-        config: Checked configuration; changed in place to the one of the run.
+        config: Checked configuration; changed in place to the configuration of the run.
         is_named: Whether the user chose the folder. A folder that is named by the time gets a
             number where another run, started in the same second, has claimed it.
 
@@ -137,7 +137,7 @@ def _take_over(run_dir: Path) -> bool:
             (run_dir / SUMMARY_FILE).unlink()
         except FileNotFoundError:
             return False  # another process was faster
-    # This file lists the start of the run that ended.
+    # The file lists starts of the run that ended.
     (run_dir / VERSIONS_FILE).unlink(missing_ok=True)
     return True
 
@@ -202,7 +202,7 @@ def changed_config(
     ]
     # Keys whose composed values may differ from the defaults though the user did not give them: the
     # length of the schedule, which follows `steps`, and the arguments of an extension for which the
-    # command line composes another class than that of the run.
+    # command line composes another class than the run has.
     derived_keys = [_length_key(values["schedule"][TARGET])]
     for name in EXTENSION_KEYS:
         if values[name].get(TARGET) != composed[name].get(TARGET):
@@ -273,7 +273,7 @@ def _follow_run(
     for argument, source in followers.items():
         value = composed["schedule"].get(argument)
         is_given = f"schedule.{argument}" in overridden_keys
-        # Another value than that of the source was given in an experiment.
+        # An experiment may have given another value than the source has.
         if value is not None and not is_given and value == flat(composed).get(source):
             changed.schedule[argument] = OmegaConf.select(changed, source)
 
@@ -298,9 +298,9 @@ def _is_below(key: str, groups: Iterable[str]) -> bool:
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """Find the run that `resume=auto` resumes.
 
-    It has the signature of the configuration, and lies in the configured folder, or else is the
-    newest of those beside it that have not finished. A run whose loss was not finite is left out,
-    since it would fail again.
+    The run has the signature of the configuration. It is the run in the configured folder or,
+    without one, the newest unfinished run in a folder beside it. A run whose loss was not finite is
+    left out, since it would fail again.
 
     Args:
         config: Checked configuration; its paths are made absolute.
@@ -412,8 +412,8 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
 
     Args:
         run_dir: The run folder.
-        trusted: `trusted_targets` of the present command, which replace those of the file: a folder
-            from someone else must not decide which code is trusted.
+        trusted: `trusted_targets` of the present command. They replace the `trusted_targets` of the
+            file: a folder from someone else must not decide which code is trusted.
 
     Raises:
         UserError: If it is damaged or invalid, or of version 0.1.
@@ -547,7 +547,7 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
     Args:
         resume: The argument, for messages.
         saved: Values of the run from `decisive`.
-        steps: Steps of the command, another number than that of the run.
+        steps: Steps of the command; the run has another number.
         is_length_changed: Whether the length of the schedule has changed with the steps.
 
     Raises:

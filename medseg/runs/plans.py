@@ -1,4 +1,4 @@
-"""Plans on this machine: predicted memory and time of a configuration, beside what runs took."""
+"""Plans on this machine: memory and time of a configuration, predicted and measured."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from medseg.io.machine_cache import machine_folder
 from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 
-# Groups and keys that decide memory and seconds of a run, and those of the group `data`.
+# Groups and keys that decide memory and seconds of a run, and keys of the group `data` that do.
 DECISIVE = (
     "stage",
     "task",
@@ -59,7 +59,7 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
 
     Args:
         config: Configuration of the run.
-        measured: What the run took.
+        measured: Measured numbers of the run.
 
     Returns:
         For each number `predicted`, `measured` and `ratio`, the quotient of the two; empty if the
@@ -107,7 +107,7 @@ def past_errors() -> list[str]:
 
 
 def _plan_path(config: TrainConfig) -> Path:
-    """File of the plan of a configuration, named by a hash of what decides its numbers."""
+    """File of the plan of a configuration, named by a hash of the keys that decide its numbers."""
     values = plain(config)
     decisive = {name: values[name] for name in DECISIVE}
     decisive |= {name: values["data"][name] for name in DECISIVE_DATA}

@@ -59,7 +59,7 @@ def join_ranks() -> None:
         torch.cuda.set_device(local_rank)
     # Otherwise there is no GPU of this number: the ranks run on the CPU.
     store, own_rank, world_size = next(dist.rendezvous("env://", timeout=RANK_TIMEOUT))
-    # When torchrun starts the ranks again, its store still holds the addresses of the dead ones
+    # When torchrun starts the ranks again, its store still holds the addresses of the dead ranks
     # (torch 2.13). On one machine a prefix therefore gives each start keys of its own. Several
     # machines may differ in their numbers of restarts, and so in the prefix: there the user sets
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each start a new store.
@@ -162,7 +162,7 @@ def redirect_output(run_dir: Path) -> None:
         return
     log_file = run_dir / "ranks" / f"rank{rank()}.log"
     log_file.parent.mkdir(exist_ok=True)
-    # What is buffered so far still belongs to the old output.
+    # Text that is still buffered belongs to the old output.
     sys.stdout.flush()
     sys.stderr.flush()
     # The descriptors 1 and 2 (standard output and error) instead of `sys.stdout` and `sys.stderr`:

@@ -54,10 +54,11 @@ class Job:
 
     Attributes:
         number: Place in the sweep, from 0.
-        status: `running` from the start, so that a job that was killed can be recognised.
+        status: `running` as long as no end is recorded: also of a job that was killed.
         message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
-        signature: Hash of what its result depends on; empty where the configuration was refused.
+        signature: Hash of the values that decide its result, see `medseg.runs.signature`; empty
+            where the configuration was refused.
     """
 
     number: int
@@ -104,7 +105,7 @@ class SweepFolder(Callback):
     """Hydra callback at the start of a multirun: one folder for the whole sweep.
 
     A folder whose name depends on a swept key (`runs/${name}/…`) or on the time would otherwise be
-    another one for each job. `sweep.json` in it records what is swept.
+    another one for each job. `sweep.json` in it records the swept keys.
 
     Attributes:
         started: Folders of the sweeps that this process has started. An attribute of the class,
@@ -187,12 +188,12 @@ def run_job(config: TrainConfig) -> int:
             return exit_code_of(status)
         if is_busy(job_dir):
             say(f"job {job.number} is running elsewhere: {job_dir}")
-            # It counts as failed here, since its result is not known.
+            # The job counts as failed in this sweep, since its result is not known.
             return exit_code_of(Status.running)
         # A job that was refused has a record, but no configuration to resume.
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
     elif (job_dir / CONFIG_FILE).is_file():
-        # The folder of this number holds another job: what is swept has changed since.
+        # The folder of this number holds another job, since the swept values have changed.
         job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
     config.run_dir = str(job_dir)
     if STOP.is_asked:
@@ -244,8 +245,8 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
     """Find the folder of an earlier attempt at the same job in a sweep; None if there is none.
 
-    It has the same signature, and the same values of the swept keys. These count beside the
-    signature, since a sweep may compare what changes no result, such as `data.num_workers`.
+    The earlier job has the same signature and the same values of the swept keys. The signature
+    alone is not enough: a sweep may compare keys that change no result, as `data.num_workers`.
     """
     # Where `sweep.json` is missing or damaged, all arguments of the job count.
     keys = _swept_keys(sweep_dir) or list(job.overrides)
@@ -280,7 +281,7 @@ def note_refusal(message: str) -> None:
 def exit_codes() -> list[int]:
     """List the exit codes of all jobs of the sweeps that this process started.
 
-    They come from the records, since a launcher may run the jobs in other processes.
+    The codes come from the records, since a launcher may run the jobs in other processes.
     """
     codes = []
     for sweep_dir in SweepFolder.started:

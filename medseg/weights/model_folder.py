@@ -6,9 +6,9 @@
     README.md                                model card
     clean_up.csv, clean_up.md                how a cross-validation chose the clean-up
 
-All else that prediction needs is in the metadata of each file of weights: configuration, clean-up,
-label names, plausible volumes, bound on Dice and versions. The included weights are in such a
-folder.
+The metadata of each file of weights hold the other values that a prediction needs: configuration,
+clean-up, label names, plausible volumes, bound on Dice and versions. The included weights are in
+such a folder.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def write_model_folder(
 
     Args:
         folder: An existing folder.
-        networks: Networks of one task, those of the last stage last.
+        networks: Networks of one task, the last stage last.
         sections: Further sections of the card: heading to text in Markdown.
         arguments: Arguments that `predict` needs beside the folder, for the command in the card.
 
@@ -275,7 +275,7 @@ def _clean_up_text(metadata: Mapping[str, Any]) -> str:
         steps.append(f"components with a median below {least_hu:g} HU go")
     for arguments in metadata.get("clean_up", ()):
         clean_up = CleanUp(**arguments)
-        # The label or region, then `str` of the object: what is done, as `holes are filled`.
+        # The label or region, then the step, such as `holes are filled`.
         steps.append(f"{clean_up.part}: {clean_up}")
     return "; ".join(steps) or "none"
 

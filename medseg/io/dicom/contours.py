@@ -157,7 +157,7 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
 def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Find the pixels whose centre is inside closed polygons.
 
-    These have an odd number of edges to the left of the centre, in its row.
+    An odd number of edges crosses the row of such a centre to its left.
 
     Args:
         starts: First points (N, 2) of the edges, (row, column).

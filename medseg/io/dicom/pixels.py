@@ -217,8 +217,7 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
       lie at the end of the range and beyond all HU. Other contents of unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
 
-    Of other modalities than CT only the overlays are cleared: their values are not expected to be
-    negative.
+    In other modalities than CT only the overlays are cleared: no negative values are expected.
 
     Args:
         stored: Stored values of a slice, or its padding values; of any shape.
@@ -256,7 +255,7 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
 def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Give signed values the sign bits that the writer has left out.
 
-    Such values use fewer bits than their type: of 12 bits, -1 was written as 4095.
+    The values use fewer bits than their type has: -1 in 12 bits was written as 4095.
     """
     # With an intercept of about -1024, the stored value of air is 0 and none is negative. Other
     # writers have an intercept of about 0; half of the HU of air separates the two.

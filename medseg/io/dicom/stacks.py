@@ -602,7 +602,7 @@ def _study_findings(stack: Stack) -> list[Finding]:
 def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Finding]:
     """Make findings on the images that are left out.
 
-    They are information, but a warning where an image may be a slice of a series of `uids`.
+    A finding is a warning where the image may be a slice of a series of `uids`, else information.
     """
     # A slice of the chosen series may be missed; a topogram, a report or another series is not.
     lost_slices: list[NoSlice] = []
