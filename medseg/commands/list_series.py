@@ -12,7 +12,7 @@ from medseg.config.schema import ListConfig
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
-from medseg.io.dicom.frames import plain
+from medseg.io.dicom.frames import printable
 from medseg.io.dicom.listing import ListedSeries
 from medseg.io.dicom.listing import list_series as list_folder
 from medseg.io.dicom.pick import pick_each_study
@@ -115,7 +115,7 @@ def _check_input(folder: Path) -> None:
     if folder.is_dir():
         if next(dicom_files(folder, on_unreadable=note_unreadable), None) is not None:
             return
-        # DICOM files may lie where nothing can be read.
+        # The folder may hold DICOM files that cannot be read.
         if unreadable:
             raise unreadable[0]
         kind = "a folder without DICOM files"
@@ -200,7 +200,7 @@ def _short(text: str) -> str:
     """Cut a text to `MAX_TEXT` letters, and quote one that would control a terminal."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - 1] + "…"
-    return plain(text)
+    return printable(text)
 
 
 def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:

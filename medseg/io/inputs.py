@@ -289,8 +289,8 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
 
     Args:
         path: File or folder.
-        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then
-            ignored instead of refused.
+        is_dicom: Whether the user has asked for a DICOM series: volume files beside DICOM files are
+            then ignored instead of refused.
 
     Returns:
         Pairs (case name, path).

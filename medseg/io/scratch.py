@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 RELEASE_INTERVAL_S = 0.02
-# Estimate of the bytes of scratch arrays that lie in memory: the most that is read or written in
-# one interval.
+# Estimate of the bytes of scratch arrays in memory: the most that a process reads or writes in one
+# interval.
 TOUCHED_BYTES = 50_000_000
 
 # Sizes above which an array is a file: any array, and one that waits. Context variables, so that
@@ -148,8 +148,8 @@ def _scratch_bytes(num_bytes: int, *, waits: bool) -> np.ndarray | None:
     if num_bytes > _limit_bytes.get():
         return scratch_array((num_bytes,), np.uint8)
     if waits and num_bytes > _waiting_bytes.get():
-        # The array fits into memory, and the file only saves some: without room for the file
-        # (UserError) or for the thread that releases its pages (RuntimeError) it goes to memory.
+        # The file only saves memory, into which the array fits too: without room for the file
+        # (UserError) or the thread that releases its pages (RuntimeError), the array is in memory.
         with suppress(UserError, RuntimeError):
             return scratch_array((num_bytes,), np.uint8)
     return None

@@ -116,7 +116,7 @@ NRRD_SYNONYMS = {
     "byteskip": "byte skip",
 }
 
-# Fields of MetaImage that mean the same.
+# Groups of MetaImage fields with the same meaning.
 META_ORIGINS = ("Offset", "Position", "Origin")
 META_DIRECTIONS = ("TransformMatrix", "Rotation", "Orientation")
 META_ORDERS = ("BinaryDataByteOrderMSB", "ElementByteOrderMSB")
@@ -194,9 +194,10 @@ def read_header(path: Path) -> TextHeader:
             own folder.
     """
     is_meta = not is_nrrd(path)
-    # The field that says where the voxels are; without it they follow the header of a NRRD.
+    # The field with the place of the voxels; in a NRRD without it, they follow the header.
     data_key = "ElementDataFile" if is_meta else "data file"
     with path.open("rb") as file:
+        # The first line of NRRD; MetaImage begins with the first field.
         if not is_meta and re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is None:
             raise UserError(
                 f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version "
@@ -256,7 +257,7 @@ def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
     Args:
         path: File, for messages.
         file: Open at the first field.
-        data_key: The field that says where the voxels are.
+        data_key: The field with the place of the voxels.
 
     Raises:
         UserError: If a line is no field, or repeats one.
@@ -474,7 +475,7 @@ def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
         One sentence; none where the header gives all.
     """
     keys = values.keys()
-    # In a NRRD, directions alone do not say how the axes of the space lie in the patient.
+    # In a NRRD, directions are vectors in `space`: without it, left and right are unknown.
     is_patient_space = PATIENT_SPACES.fullmatch(values.get("space", "")) is not None
     has_patient_axes = is_patient_space and "space directions" in values
     assumptions: dict[str, str] = {}

@@ -161,7 +161,7 @@ def refuse_table(path: Path, columns: Sequence[str], content: str) -> None:
     Raises:
         UserError: If the file begins with these columns.
     """
-    # A file that cannot be read is not refused: writing it will tell why.
+    # A file that cannot be read is not refused here: the error of writing it is clearer.
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         heading = file.readline(1000)
         if heading.startswith(",".join(columns)):

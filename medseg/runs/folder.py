@@ -154,7 +154,7 @@ def note_abandoned(run_dir: Path) -> None:
 def numbered(folder: Path) -> Iterator[Path]:
     """Yield a folder, and then without end the names `<folder>_2`, `<folder>_3` and so on.
 
-    Folders are named by the second in which they are made, so two may want one name.
+    Folders are named by the second in which they are made, so two runs may get one name.
     """
     yield folder
     for number in itertools.count(2):

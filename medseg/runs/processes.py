@@ -164,8 +164,10 @@ def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda
         (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
         while process.exitcode is None:
             process.join(LOOK_S)
-            # The job is asked once, though it may take long to save and end.
-            if not is_told_to_stop and (STOP.is_asked or should_stop()):
+            # Once only, though the job may take long to save and end.
+            if is_told_to_stop:
+                continue
+            if STOP.is_asked or should_stop():
                 is_told_to_stop = True
                 process.terminate()
     finally:

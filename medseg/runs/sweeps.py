@@ -126,8 +126,8 @@ class SweepFolder(Callback):
             if create_text(sweep_dir / SWEEP_FILE, "{}") or is_named:
                 break
         self.started.append(sweep_dir)
-        # The basic launcher runs the jobs from this process, one after the other, and looks at
-        # `STOP`. Other launchers have worker processes, which have to be told.
+        # With the basic launcher, this process runs the jobs one after the other, and `run_job`
+        # reads `STOP`. Other launchers have worker processes, to which the signal is passed on.
         if _is_basic_launcher(config.hydra):
             STOP.install()
         else:
@@ -201,7 +201,7 @@ def run_job(config: TrainConfig) -> int:
         remove_if_empty(job_dir)
         exit_if_asked()
     code = _run_and_record(config, job, job_dir, sweep_dir)
-    exit_if_asked()  # the system wants this process to end, not the next job to begin
+    exit_if_asked()  # after a stop signal, the next job must not begin
     return code
 
 

@@ -156,8 +156,8 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     Raises:
         ValueError: With the key and the value.
     """
-    # Nothing is built from `config`, which is only a record. `check_arguments` checks `model`, where
-    # a key such as `size` has another meaning.
+    # Nothing is built from `config`, which is only a record. `check_arguments` checks `model`: its
+    # keys, such as `size`, may have other meanings.
     checked = {key: value for key, value in metadata.items() if key not in ("config", "model")}
     for key, value in _pairs(checked):
         is_native = key == "spacing_mm" and value == NATIVE
@@ -166,7 +166,8 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     # Older checkpoints have no `grid_rule` (see `GridRule`).
     rule = metadata.get("grid_rule", {})
     size = rule.get("size")
-    if size is not None and not (isinstance(size, (list, tuple)) and len(size) == 3):
+    has_three_numbers = isinstance(size, (list, tuple)) and len(size) == 3
+    if size is not None and not has_three_numbers:
         raise ValueError(f"size={size}, expected 3 numbers")
     _check_labels(metadata["task"])
     check_arguments(metadata["model"])

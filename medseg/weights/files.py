@@ -263,7 +263,7 @@ def trained_cases(path: Path, key: str) -> list[str]:
         key: The key that gave the path, for messages.
 
     Raises:
-        UserError: If the file does not say it; a safetensors file never does.
+        UserError: If the file does not list them; a safetensors file never does.
     """
     source = f"{key}={path}"
     data_state: Any = None

@@ -33,7 +33,7 @@ class SeriesChoice(NamedTuple):
 
         Args:
             series: The series.
-            part: Number of the part, from 1; 0 asks for the series with any part.
+            part: Number of the part, from 1; 0: any part of the series.
         """
         uid_or_number, _, part_name = self.name.partition("/")
         if part and part_name not in ("", str(part)):

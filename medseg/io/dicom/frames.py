@@ -185,7 +185,7 @@ class Series:
     def __str__(self) -> str:
         name = "unknown series"
         if self.number or self.uid:
-            name = f"series {plain(self.number or self.uid)}"
+            name = f"series {printable(self.number or self.uid)}"
         if self.description:
             name += f" {shown(self.description)}"
         return name
@@ -284,7 +284,7 @@ class NoSlice:
     is_image: bool = False
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Prepare a text of a header for a message.
 
     It is quoted only where it is long or would act on a terminal.
@@ -489,9 +489,7 @@ def _why_unreadable(error: Exception) -> str:
     if isinstance(error, UserError):
         return reason
     # pydicom raises other exceptions for a damaged file.
-    return (
-        f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
-    )
+    return f"the DICOM file cannot be read ({printable(reason)}); it is damaged, copy or export it again."
 
 
 def _check_inflated(file: BinaryIO) -> None:
@@ -563,8 +561,8 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     if not has_pixels:
         _refuse_lost_image(class_words, wanted_modality)
         return NO_PIXELS
-    if wanted_modality and modality and modality != wanted_modality:
-        return f"{plain(modality)} image"
+    if wanted_modality and modality not in ("", wanted_modality):
+        return f"{printable(modality)} image"
     if wanted_modality and not modality and wanted_modality not in class_words:
         return "image of unknown modality"
     if _is_colour(header):
@@ -731,7 +729,7 @@ def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float |
     elif intercept is not None and abs(intercept) > MAX_RESCALE:
         fault = f"an intercept of {intercept:g}"
     elif is_hu and rescale_type.upper() not in HU_TYPES:
-        fault = plain(rescale_type)
+        fault = printable(rescale_type)
     if fault and is_hu:
         raise UserError(
             f"expected a rescale slope and intercept to HU, but the slices have {fault}; "

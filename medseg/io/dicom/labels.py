@@ -20,7 +20,7 @@ from medseg.errors import UserError, first_line
 from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.contours import fill
-from medseg.io.dicom.frames import Frame, PixelFormat, Places, field_of, plain, read_numbers
+from medseg.io.dicom.frames import Frame, PixelFormat, Places, field_of, printable, read_numbers
 from medseg.io.dicom.pixels import decode
 from medseg.io.dicom.read import JITTER_TOLERANCE_MM, SourceSlices
 from medseg.io.dicom.stacks import SAME_POSITION_MM, heights_of, normal_of
@@ -70,7 +70,7 @@ def open_label_file(path: Path) -> LabelFile:
         dataset = dcmread(path, force=True)
         kind = KINDS.get(dataset.get("SOPClassUID"), "")
         if not kind:
-            modality = plain(str(dataset.get("Modality") or "another object"))
+            modality = printable(str(dataset.get("Modality") or "another object"))
             raise UserError(
                 f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {modality}; "
                 "give another file."
@@ -261,7 +261,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # pydicom and its decoders raise any type
         raise UserError(
-            f"{path}: the DICOM file cannot be read ({plain(first_line(error))}); "
+            f"{path}: the DICOM file cannot be read ({printable(first_line(error))}); "
             "it is damaged, copy or export it again."
         ) from error
 
@@ -291,7 +291,7 @@ def _read_segments(
     if dataset.BitsAllocated == 1 and syntax.is_encapsulated:
         raise UserError(
             f"{file.path}: expected a BINARY SEG without compression, but it is encoded as "
-            f"{plain(syntax.name)}; export it without."
+            f"{printable(syntax.name)}; export it without."
         )
     frame_places = _frame_places(dataset)
     positions, axes, spacing_mm = _frame_geometry(file.path, frame_places)

@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable
 from medseg.io.dicom.read import fault_of
-from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, slice_folders
+from medseg.io.dicom.stacks import Stack, find_stacks, natural_key, read_images, slice_folders
 from medseg.wording import first_few
 
 # Index of the kernel in `PHASES`, and so in `Frame.phases`.
@@ -24,7 +24,7 @@ class ListedSeries:
         series: Patient, study and series.
         folder: Folder that holds all its files.
         files: Its files, with those that cannot be read and can only belong to it.
-        num_bytes: Size of its files that tell their series. Files that do not are entries of their
+        num_bytes: Size of its files, without files of unknown series, which are entries of their
             own.
         num_slices: Number of slice positions; where it is no stack of slices, number of images.
         fault: Why it cannot be read as a scan, the end of a sentence; "" for a scan.
@@ -100,7 +100,7 @@ def list_series(
         OSError: If the system does not let a file or folder be read, without `lists_unreadable`.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
-    # Files that cannot be read and do not tell their series.
+    # Files that cannot be read and whose series is unknown.
     loose: list[NoSlice] = []
     closed_folders: list[NoSlice] = []
 
@@ -170,7 +170,7 @@ def _are_unreadable(images: Sequence[Frame | NoSlice]) -> bool:
 def _order(listed: ListedSeries) -> tuple[str, str, str, tuple[float, str], str, int]:
     """Sort key: patient, date, study, number, UID, part."""
     series = listed.series
-    number = natural(series.number)
+    number = natural_key(series.number)
     return series.patient, series.date, series.study, number, series.uid, listed.part
 
 
@@ -273,5 +273,5 @@ def _damage(unreadable: Sequence[NoSlice]) -> str:
 
 def _reasons(others: Iterable[NoSlice]) -> str:
     """List why images are not slices, each reason once and three at most."""
-    reasons = dict.fromkeys(plain(image.reason) for image in others)
+    reasons = dict.fromkeys(printable(image.reason) for image in others)
     return first_few(reasons, 3)

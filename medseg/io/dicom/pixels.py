@@ -20,7 +20,7 @@ from pydicom.pixels import get_decoder
 from pydicom.pixels.utils import _get_jpg_parameters, get_j2k_parameters
 
 from medseg.errors import UserError
-from medseg.io.dicom.frames import Frame, PixelFormat, plain
+from medseg.io.dicom.frames import Frame, PixelFormat, printable
 from medseg.task import AIR_HU
 
 # The largest value of a 12-bit CT. Padding between air and this value stays, since tissue has such
@@ -72,7 +72,7 @@ def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) 
         raise
     except Exception as error:  # decoders raise any type for damaged data
         raise UserError(
-            f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, "
+            f"{frame.path}: its pixels, encoded as {printable(frame.pixels.transfer_syntax.name)}, "
             "cannot be decoded; it is damaged, copy or export it again."
         ) from error
 
@@ -95,7 +95,7 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
         get_decoder(pixels.transfer_syntax)  # only to learn whether there is one
     except NotImplementedError:
         raise UserError(
-            f"{frame.path}: its pixels are encoded as {plain(pixels.transfer_syntax.name)}, "
+            f"{frame.path}: its pixels are encoded as {printable(pixels.transfer_syntax.name)}, "
             "which medseg does not read; export the series without compression."
         ) from None
     return decode(read_file(frame.path), pixels, frame.index)

@@ -28,7 +28,7 @@ from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.pixels import READ_FILE, has_whole_hu, read_hu
-from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
+from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural_key, normal_of
 from medseg.io.volume import LazyVolume, grid_from_columns
 from medseg.task import AIR_HU
 from medseg.wording import first_few
@@ -300,9 +300,9 @@ def _without_duplicates(
                 f"{path}: expected one slice at each position, but {previous} and {frame} share a "
                 "position and differ; remove one of them."
             )
-        # `natural` gives infinity for an acquisition without a number: it counts as the later one.
-        number, _ = natural(acquisition)
-        previous_number, _ = natural(previous_acquisition)
+        # `natural_key` gives infinity for an acquisition without a number, which counts as later.
+        number, _ = natural_key(acquisition)
+        previous_number, _ = natural_key(previous_acquisition)
         if number < previous_number:
             frames[-1] = frame
             heights_mm[-1] = height_mm

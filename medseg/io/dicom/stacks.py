@@ -17,7 +17,7 @@ from medseg.errors import SeveralSeriesError, UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import SeriesChoice, parse_series
-from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable, read_frames
 from medseg.io.identity import written_date
 from medseg.io.inputs import (
     DICOM_SUFFIXES,
@@ -100,9 +100,9 @@ class Contents(NamedTuple):
 
 
 def lacks_study(image: Frame | NoSlice) -> bool:
-    """Whether a file cannot be read and does not tell its patient and study.
+    """Whether a file cannot be read and its patient and study are unknown.
 
-    Its header was cut off, perhaps after the UID of its series.
+    The header of such a file was cut off, perhaps after the UID of the series.
     """
     if isinstance(image, Frame) or not image.is_unreadable:
         return False
@@ -116,7 +116,7 @@ def normal_of(frame: Frame) -> np.ndarray:
     return np.asarray(normal / np.linalg.norm(normal))
 
 
-def natural(value: str) -> tuple[float, str]:
+def natural_key(value: str) -> tuple[float, str]:
     """Sort key that puts the number 2 before 10, and both before text."""
     try:
         return float(value), value
@@ -169,8 +169,8 @@ def _divide_by_phase(
     if not may_be_volumes or not _overlap(list(groups.values())):
         return _divide_by_phase(frames, first_phase + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
-    for value in sorted(groups, key=natural):
-        phase = f"{PHASES[first_phase].name} {plain(value) or 'unknown'}"
+    for value in sorted(groups, key=natural_key):
+        phase = f"{PHASES[first_phase].name} {printable(value) or 'unknown'}"
         for further_phase, slices in _divide_by_phase(groups[value], first_phase + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))
@@ -295,7 +295,7 @@ def refused_copy(path: Path) -> NoSlice:
 
 
 class SliceFolders:
-    """The folders of all slices, by which a file that does not tell its series gets an owner.
+    """The folders of all slices, by which a file of unknown series gets an owner: a series.
 
     Args:
         slices: Series Instance UID and path of each slice; a series of one slice is no volume.
@@ -419,7 +419,7 @@ def _sort_contents(images: list[Frame | NoSlice]) -> Contents:
         stacks += series_stacks
         left_out += single_slices
     # Messages list the stacks in this order.
-    stacks.sort(key=lambda stack: (natural(stack.series.number), stack.series.uid, stack.part))
+    stacks.sort(key=lambda stack: (natural_key(stack.series.number), stack.series.uid, stack.part))
     return Contents(images, stacks, left_out, unreadable)
 
 
@@ -429,7 +429,7 @@ def choose_stack(
     """Read the headers of all files and find the one stack that the arguments select.
 
     Unreadable files are refused where their series is chosen; other series stay readable beside
-    them. A file that does not tell its series belongs to the only volume of its folder; beside
+    them. An unreadable file of unknown series belongs to the only volume of its folder; beside
     several volumes it is left out with a warning. A series that consists of unreadable files only
     is left out, like an object of another modality, if exactly one other series can be read.
 
@@ -548,7 +548,7 @@ def _no_such_series(
     if not choice.is_scope_of(candidates[0].series):
         name = choice.within(choice.scope)
     return UserError(
-        f"{path}: there is no series={plain(name)} among "
+        f"{path}: there is no series={printable(name)} among "
         f"{_list(candidates, all_stacks)}; give one of them."
     )
 
@@ -562,8 +562,8 @@ def _check_readable(contents: Contents, uids: set[str], folders: SliceFolders) -
     broken = []
     for image in contents.unreadable:
         owner = image.series.uid or folders.owner(image.path)
-        # Where the path has no stack, `uids` may hold "", the UID of files that do not tell their
-        # series: such a file may be why there is none.
+        # Where the path has no stack, `uids` may hold "", the UID of files of unknown series: such
+        # a file may be why there is none.
         if owner in uids or image.series.uid in uids:
             broken.append(image)
     if broken:
@@ -632,7 +632,7 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
 
 
 def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
-    """Warn of files that cannot be read and do not tell their series: it may be the chosen one."""
+    """Warn of files of unknown series that cannot be read: they may belong to the chosen one."""
     loose = [image for image in unreadable if not image.series.uid]
     if not loose:
         return []
@@ -672,17 +672,17 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     number of slices and spacing (z, y, x).
     """
     series = stack.series
-    key = plain(_shortest_name(series, all_series))
+    key = printable(_shortest_name(series, all_series))
     if stack.part:
         key += f"/{stack.part}"
     properties = []
     all_scopes = {candidate.scope for candidate in all_series}
     if len(all_scopes) > 1:
-        properties.append(f"patient {plain(series.patient or 'unknown')}")
-        properties.append(plain(written_date(series.date)))
+        properties.append(f"patient {printable(series.patient or 'unknown')}")
+        properties.append(printable(written_date(series.date)))
         # Where there is only one study, the key shows the number instead.
         if series.number:
-            properties.append(f"series {plain(series.number)}")
+            properties.append(f"series {printable(series.number)}")
     if series.description:
         properties.append(shown(series.description))
     properties.append(stack.phase)

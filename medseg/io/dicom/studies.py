@@ -65,7 +65,7 @@ class _Folder:
     Attributes:
         series: The series by UID, each as the first of its `files` describes it.
         files: Files by the UID of their series.
-        loose: Files that cannot be read and do not tell their study.
+        loose: Files that cannot be read and whose study is unknown.
         dicom: All DICOM files.
         slices: Series Instance UID and file of each slice; a file of several frames occurs once for
             each frame.
@@ -96,8 +96,8 @@ def find_studies(
         folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
         on_file: Called after each file.
-        on_loose: Called with each file that cannot be read and that belongs to no study: it tells
-            none, and there is not exactly one volume near it.
+        on_loose: Called with each file that cannot be read and belongs to no study: its header
+            names none, and there is not exactly one volume near the file.
 
     Returns:
         The studies of each folder, by patient and date; none of a folder that cannot be searched.
@@ -186,7 +186,7 @@ def _divide(
 
 
 def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
-    """Assign files that do not tell their study, and broken copies, to the only volume near them.
+    """Assign files of unknown study, and broken copies, to the only volume near them.
 
     Returns:
         Such files by the UID of that volume; `on_loose` gets the others.
