@@ -489,7 +489,10 @@ def _why_unreadable(error: Exception) -> str:
     if isinstance(error, UserError):
         return reason
     # pydicom raises other exceptions for a damaged file.
-    return f"the DICOM file cannot be read ({printable(reason)}); it is damaged, copy or export it again."
+    return (
+        f"the DICOM file cannot be read ({printable(reason)}); "
+        "it is damaged, copy or export it again."
+    )
 
 
 def _check_inflated(file: BinaryIO) -> None:
