@@ -9,8 +9,18 @@ from pathlib import Path
 
 from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable
 from medseg.io.dicom.read import fault_of
-from medseg.io.dicom.stacks import Stack, find_stacks, natural_key, read_images, slice_folders
+from medseg.io.dicom.stacks import (
+    SliceFolders,
+    Stack,
+    find_stacks,
+    natural_key,
+    read_images,
+    slice_folders,
+)
 from medseg.wording import first_few
+
+# Images by scope and Series Instance UID.
+ImagesBySeries = dict[tuple[str, str], list[Frame | NoSlice]]
 
 # Index of the kernel in `PHASES`, and so in `Frame.phases`.
 KERNEL = [phase.name for phase in PHASES].index("kernel")
@@ -100,19 +110,14 @@ def list_series(
         OSError: If the system does not let a file or folder be read, without `lists_unreadable`.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
-    # Files that cannot be read and whose series is unknown.
+    # Files that cannot be read and whose series is unknown, and folders that cannot be read.
     loose: list[NoSlice] = []
-    closed_folders: list[NoSlice] = []
 
     def note_unreadable(unreadable_path: Path, error: OSError) -> None:
         if not lists_unreadable:
             raise error
         reason = f"cannot be read ({error.strerror or error}); check its permissions."
-        entry = NoSlice(unreadable_path, Series(), reason, is_unreadable=True)
-        if os.path.isdir(unreadable_path):
-            closed_folders.append(entry)
-        else:
-            loose.append(entry)
+        loose.append(NoSlice(unreadable_path, Series(), reason, is_unreadable=True))
 
     images = read_images(
         path,
@@ -122,8 +127,7 @@ def list_series(
         on_file=on_file,
         on_unreadable=note_unreadable,
     )
-    # By scope and Series Instance UID.
-    by_series: dict[tuple[str, str], list[Frame | NoSlice]] = {}
+    by_series: ImagesBySeries = {}
     for image in images:
         if isinstance(image, NoSlice) and image.is_unreadable and not image.series.uid:
             loose.append(image)
@@ -131,23 +135,37 @@ def list_series(
             key = (image.series.scope, image.series.uid)
             by_series.setdefault(key, []).append(image)
     _join_cut_files(by_series)
+    doubtful = _doubtful_files(loose, slice_folders(images))
     # Number of patients and studies that have a series, by its UID.
     num_scopes = Counter(uid for _, uid in by_series)
-    folders = slice_folders(images)
-    # The loose files, by the UID of the only series that they may belong to; None: several may own
-    # them, or none.
-    doubtful: dict[str | None, list[NoSlice]] = {}
-    for image in loose:
-        doubtful.setdefault(folders.owner(image.path), []).append(image)
     listed: list[ListedSeries] = []
     for (_, uid), series_images in by_series.items():
         is_unique = num_scopes[uid] == 1
         listed += _list_one(series_images, doubtful.get(uid, []), is_unique=is_unique)
     listed.sort(key=_order)
-    return [*listed, *map(_loose_entry, [*loose, *closed_folders])]
+    return [*listed, *map(_loose_entry, loose)]
 
 
-def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> None:
+def _doubtful_files(
+    loose: Sequence[NoSlice], folders: SliceFolders
+) -> dict[str | None, list[NoSlice]]:
+    """Group files by the UID of the only series that they may belong to.
+
+    Args:
+        loose: Files and folders that cannot be read. Folders are left out: one may hold anything.
+        folders: Folders of all slices.
+
+    Returns:
+        The files by UID; under None those that several series, or none, may own.
+    """
+    doubtful: dict[str | None, list[NoSlice]] = {}
+    for image in loose:
+        if not os.path.isdir(image.path):
+            doubtful.setdefault(folders.owner(image.path), []).append(image)
+    return doubtful
+
+
+def _join_cut_files(by_series: ImagesBySeries) -> None:
     """Move files that were cut off in their header to their series, in place in `by_series`.
 
     Such files have the UID of their series, and lack patient and study.

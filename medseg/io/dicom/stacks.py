@@ -442,11 +442,12 @@ def choose_stack(
         files: The files to read instead of all files at the path.
 
     Returns:
-        The stack, and findings on files that were left out: warnings where a file may be a part of
-        the scan, else information.
+        The stack, and findings: on files that were left out (warnings where a file may be a part of
+        the scan, else information) and on slices of several studies.
 
     Raises:
-        UserError: If there is none, or more than one, or a file of it cannot be read.
+        UserError: If no stack is selected, or more than one, or a file of the series cannot be
+            read.
     """
     is_folder = path.is_dir() or is_dicomdir(path)
     only_file = None if is_folder else path
@@ -455,6 +456,7 @@ def choose_stack(
     images = read_images(path, modality, files, is_deep=is_folder)
     folders = slice_folders(images)
     contents = _sort_contents(_in_scope(images, choice))
+    # All stacks of a folder; for a file, the stacks with a slice in it.
     candidates = _stacks_with(contents.stacks, only_file)
     # A series of one stack (part 0) may be named as its own part 1.
     chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
@@ -472,7 +474,7 @@ def choose_stack(
     # Before the refusals below: files that cannot be read may be why there is no stack.
     _check_readable(contents, meant_uids, folders)
     left_out = contents.left_out
-    # Where nothing selects a series, all that the folder holds is of interest.
+    # Where the arguments select no series, the findings cover all objects of the folder.
     is_selected = bool(choice.name) or only_file is not None
     if is_selected:
         left_out = [image for image in left_out if image.series.uid in meant_uids]
