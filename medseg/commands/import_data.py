@@ -21,6 +21,7 @@ from medseg.io.tables import print_table, write_csv
 from medseg.io.text import read_text
 from medseg.wording import quote_for_shell
 
+# Table of the files, cases and labels of the data set: whether they are used, and why not.
 ACCOUNT_FILE = "account.csv"
 # First line of the file, by which a file of that name is known to be an account.
 ACCOUNT_HEADER = ",".join(Item._fields)

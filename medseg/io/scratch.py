@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# Interval at which the thread drops pages from memory, in s.
 RELEASE_INTERVAL_S = 0.02
 # Estimate of the bytes of scratch arrays in memory: the most that a process reads or writes in one
 # interval.

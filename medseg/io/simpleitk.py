@@ -77,6 +77,7 @@ NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
 # programs ignore units.
 LENGTHS = Rule(rf"(?!.*{OTHER_UNIT}).*", "lengths in mm")
 
+# Names of the number types in NRRD.
 NRRD_TYPES = (
     "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|"
     "u?int(8|16|32|64)(_t)?|float|double"
@@ -92,6 +93,7 @@ NRRD_ENCODINGS = {
     "text": "text",
     "txt": "text",
 }
+# Fields of NRRD that are used, and the values that they may have.
 NRRD_RULES = {
     "dimension": Rule("[3-5]", "3 to 5 axes"),
     "sizes": SIZES,
@@ -131,6 +133,7 @@ META_GEOMETRY = {
     **dict.fromkeys(META_ORIGINS, NUMBERS),
     **dict.fromkeys(META_DIRECTIONS, Rule(NUMBER, "a matrix of all axes", 2)),
 }
+# Fields of MetaImage that are True or False.
 META_FLAGS = ("BinaryData", "CompressedData", *META_ORDERS)
 META_RULES = {
     **META_GEOMETRY,

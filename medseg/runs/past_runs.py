@@ -34,6 +34,7 @@ from medseg.runs.sweeps import JOB_FILE
 
 T = TypeVar("T")
 
+# Files of a run folder with losses and with scores of cases; file of a search with its result.
 HISTORY_FILE = "history.csv"
 VALIDATION_FILE = "validation.csv"
 STUDY_FILE = "study.json"

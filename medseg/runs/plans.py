@@ -34,6 +34,7 @@ TITLES = {"peak_resident_mib": "resident peak", "seconds_per_step": "seconds per
 # List of the last runs of this machine; each is a mapping of a name in `TITLES` to the quotient
 # predicted / measured.
 RUNS_FILE = "runs.json"
+# Number of runs that the file keeps.
 MAX_RUNS = 50
 # Number of planned runs below which the errors of the plans are not reported.
 LEAST_RUNS = 3

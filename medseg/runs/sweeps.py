@@ -42,6 +42,7 @@ from medseg.runs.status import FAILURES, Status, exit_code_of, status_of
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS, STOP
 
+# Record of a job in its run folder, and record of the sweep in the sweep folder.
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
 # How long the jobs of a stopped sweep may take to save before the launcher kills them, in s.

@@ -23,6 +23,7 @@ MAX_TEXT = 1_000_000
 MAX_INTEGER = 2**63
 # Axes of a tensor of weights; the tensor of a 3D convolution has five.
 MAX_AXES = 8
+# Number types that the tensors of weights may have.
 DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,

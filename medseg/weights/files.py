@@ -39,7 +39,9 @@ NETWORK_PREFIX = "network."
 # Key of the data module's state in a checkpoint; Lightning uses the name of the class. Its entry
 # "train" lists name and content of each case, see `CasesDataModule.state_dict`.
 DATA_STATE = "CasesDataModule"
+# Model folder with the included weights.
 SHIPPED_FOLDER = Path(__file__).parent
+# File of a model folder with the SHA-256 of each file of weights.
 CHECKSUMS = "SHA256SUMS"
 LAST_CHECKPOINT = "checkpoints/last.ckpt"
 """Checkpoint inside a run folder."""

@@ -35,6 +35,7 @@ from medseg.weights.files import (
     write_weights,
 )
 
+# File of a model folder with the model card.
 CARD = "README.md"
 ALL = "all"
 """Stands in place of a fold for a network that was trained on all cases."""

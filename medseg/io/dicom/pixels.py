@@ -31,6 +31,7 @@ DENSEST_HU = 3071
 # range: -2000 becomes 63536.
 MAX_PADDING = 4096
 
+# Largest signed number of 16 bits: bound of whole slopes and intercepts, and of possible HU.
 MAX_INT16 = 2**15 - 1
 
 # Decoders of imagecodecs by transfer syntax. Not `jpeg_decode`: where libjpeg-turbo refuses a code
