@@ -36,7 +36,7 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     Raises:
         UserError: If the array is no volume of numbers, or the affine is none of a regular grid.
     """
-    # The functions of readers name a scan by a path.
+    # The functions shared with the readers of files take the name of a scan as a path.
     path = Path(name)
     voxels = np.asarray(array)
     if voxels.ndim != NUM_SPATIAL_AXES or voxels.dtype.kind not in "iuf":

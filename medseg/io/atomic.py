@@ -40,8 +40,8 @@ def replace_path(path: Path) -> Iterator[Path]:
         UserError: If the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    # The target's name with an addition could be too long. The suffix is cut to a length that no
-    # format exceeds: in a name without a format, all behind the last dot counts as the suffix.
+    # A new name, since the target's name with an addition could be too long. The suffix is cut to 8
+    # characters, more than any format has: in other names it is all behind the last dot.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
         if target.exists() and not target.is_file():
@@ -136,7 +136,7 @@ def _link_or_claim(part: Path, path: Path) -> None:
     try:
         os.replace(part, path)
     except BaseException:  # an interrupt as well
-        # The empty file would count as made.
+        # Otherwise the empty file would count as the finished one.
         with suppress(OSError):
             path.unlink()
         raise

@@ -24,7 +24,7 @@ MAX_AGE_S = 30 * 86400.0
 # Largest part of all processors that other programs may use on a machine that counts as quiet. One
 # busy processor among eight is more than that.
 QUIET_LOAD = 0.1
-# How long `present_load` observes the processors.
+# How long `present_load` observes the processors, in s.
 WATCH_S = 0.25
 # Load noted for measurements that do not agree with each other: above `QUIET_LOAD`, so that a quiet
 # machine measures them again.

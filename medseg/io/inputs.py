@@ -32,7 +32,7 @@ DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 # (`s0001/ct.nii.gz`).
 CASE_IMAGES = ("ct", "mri")
 
-# Bytes by which a DICOM file is known: a preamble of 128, and the mark "DICM".
+# Number of first bytes that identify a DICOM file: a preamble of 128, and the mark "DICM".
 NUM_DICOM_HEAD_BYTES = 132
 
 # Control characters, line separators, and surrogates (bytes of a file name that are not UTF-8).

@@ -37,15 +37,15 @@ RELEASE_INTERVAL_S = 0.02
 # interval.
 TOUCHED_BYTES = 50_000_000
 
-# Sizes above which an array is a file: any array, and one that waits. Context variables, so that
-# the limit of one thread does not affect the others.
+# Sizes above which an array is a file: for any array, and for an array that waits. They are context
+# variables, so that the limit of one thread does not affect the others.
 _limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
 _waiting_bytes: ContextVar[float] = ContextVar("scratch_waiting_bytes", default=math.inf)
 
 # Maps of all living scratch arrays. The array alone keeps its map alive: weak references here let
 # the system remove the file with the array.
 _maps: WeakSet[mmap.mmap] = WeakSet()
-# Mark of the last thread that was started to release pages; each older one ends when it sees it.
+# Mark of the newest thread that releases pages; a thread with another mark ends.
 _releaser: object = None
 _lock = threading.Lock()  # guards `_maps`, and the start and the end of the thread
 

@@ -681,7 +681,7 @@ def open_layer(path: Path, layer: int) -> LazyVolume:
     grid = replace(volume.grid, shape=(depth, height, width // num_layers))
 
     def read_chunks() -> Iterator[np.ndarray]:
-        # Value k of the file is one of layer k % num_layers; a chunk may begin with any layer.
+        # Value k of the file belongs to layer k % num_layers; a chunk may begin with any layer.
         num_read = 0
         for values in volume.read_chunks():
             first = (layer - num_read) % num_layers
@@ -839,8 +839,8 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)
-        # After the voxels, so that a header never points to a file that does not exist. The name
-        # of that file takes the place of LOCAL.
+        # The header is written after the voxels, so that it never points to a file that does not
+        # exist. It ends with the name of that file in place of LOCAL.
         replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
     except BaseException:  # an interrupt as well
         with suppress(OSError):

@@ -93,7 +93,7 @@ def read_catalogue(folder: Path) -> Catalogue:
                 catalogue.labels.append(_label_entry(path, patient))
             elif uid and modality not in NO_IMAGES:
                 series_files.setdefault(uid, []).append(path)
-                # Where the files of a series disagree, the last one counts.
+                # If the files of a series differ in these fields, the last file counts.
                 modality_and_patient[uid] = (modality, patient)
             else:
                 catalogue.others[path] = modality or "unknown modality"

@@ -53,6 +53,6 @@ class SeriesChoice(NamedTuple):
 
 def parse_series(series: str | None) -> SeriesChoice:
     """Divide a value of `series=` into its scope and its series; None chooses any."""
-    # The last colon divides: a scope of patient and study has one itself.
+    # At the last colon, since a scope of patient and study contains a colon too.
     scope, _, name = (series or "").rpartition(":")
     return SeriesChoice(scope, name)

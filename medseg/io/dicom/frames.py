@@ -81,7 +81,7 @@ LOSSY_SYNTAXES = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLos
 # Encodings that may lose detail.
 MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 
-# Tag of the pixels (7FE0,0010), little or big endian.
+# Tag of the pixels (7FE0,0010), little endian and big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
 # Length in the header of compressed pixels: unknown, they end at a delimiter (PS3.5, A.4).
@@ -391,7 +391,8 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             _check_inflated(file)
             # Forced: pydicom would refuse a file without the DICOM preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-            # Before any value is read: reading one replaces its raw bytes, which this check counts.
+            # The check counts raw bytes, so it must precede the first access to a value, which
+            # replaces them.
             is_cut = _ends_within(header)
             media_class = header.file_meta.get("MediaStorageSOPClassUID")
             if media_class == uid.MediaStorageDirectoryStorage:
@@ -464,7 +465,7 @@ def _read_slices(
     if kind:
         return [NoSlice(path, series, kind)]
     pixels = _pixel_format(file, header)
-    # The standard allows this sequence one item: others are not read.
+    # The standard allows one item in this sequence: further items are not read.
     shared_groups = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
     places_of_frames: list[Places] = [(group, *shared_groups, header) for group in frame_groups]
@@ -554,7 +555,7 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
     class_words = uid.UID(sop_class or storage_class).name.split()
     has_rows = _whole_number(header, "Rows", 0) != 0
     has_pixels = has_rows and _whole_number(header, "Columns", 0) != 0
-    # The order matters: each test presumes that those before it did not apply.
+    # The order matters: each test presumes that the tests before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
     # Variants of this class, such as for several frames, have its UID with a dot and a number.
@@ -781,7 +782,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
             f"expected slices of at most {MAX_SLICE_PIXELS} pixels, but the header says "
             f"{rows} x {columns}; it is damaged: copy or export the DICOM series again."
         )
-    # The value must fill the lowest bits: those above it may hold overlays, which old files have.
+    # Values must occupy the lowest bits. The bits above may hold overlays, as in old files.
     are_lowest_bits = 1 <= bits_stored <= bits and high_bit == bits_stored - 1
     if bits not in (8, 16, 32) or not are_lowest_bits:
         raise UserError(
@@ -798,16 +799,15 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
         )
-    # Encoded pixels are decoded only when they are read; their tag shows that they are there. In a
-    # deflated file, which pydicom has read to its end, no tag follows: whether it has pixels shows
-    # only when they are decoded.
+    # Encoded pixels are not decoded here: their tag counts as evidence of them. In a deflated file,
+    # which pydicom has read to its end, no tag follows: missing pixels are found by the decoder.
     has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
     if not has_pixels or (is_plain and length < num_bytes):
         raise UserError(
             f"the DICOM file is truncated or damaged: {expected}; copy or export it again."
         )
     if is_plain:
-        # Writers may append bytes to the pixels. As many as a row or a column has would mean that
+        # Writers may append a few bytes to the pixels. A whole row or column more would mean that
         # the size in the header is wrong.
         max_surplus = min(rows, columns) * bits // 8
         if length >= num_bytes + max_surplus:

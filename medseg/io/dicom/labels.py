@@ -150,7 +150,7 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
 
 def _frame_places(dataset: Dataset) -> list[Places]:
     """List for each frame of a SEG where its fields may be."""
-    # The standard allows this sequence one item: others are not read.
+    # The standard allows one item in this sequence: further items are not read.
     shared_groups = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
     return [(group, *shared_groups, dataset) for group in frame_groups]
@@ -590,7 +590,7 @@ def _read_contours(
         ranges_mm = _height_ranges(contours, normal)
         thickness_mm = np.ptp(ranges_mm, axis=1)
         # A contour in the plane of a slice has no thickness, but an oblique one that stays within
-        # the distance of slices is accepted. Negated, since a comparison with NaN is False.
+        # the distance of slices is accepted. The comparison is negated, so that NaN is refused.
         if not thickness_mm.max() <= 2 * reach_mm:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "

@@ -34,16 +34,16 @@ MAX_PADDING = 4096
 # Largest signed number of 16 bits: bound of whole slopes and intercepts, and of possible HU.
 MAX_INT16 = 2**15 - 1
 
-# Decoders of imagecodecs by transfer syntax. Not `jpeg_decode`: where libjpeg-turbo refuses a code
-# it tries another decoder, which can end the process.
+# Decoders of imagecodecs by transfer syntax. `jpeg_decode` is not used: where libjpeg-turbo refuses
+# a code, that function tries another decoder, which can end the process.
 DECODERS = {
     **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
     **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
     **dict.fromkeys(uid.JPEG2000TransferSyntaxes, imagecodecs.jpeg2k_decode),
 }
 
-# Most bytes by which a decoded RLE code may exceed a slice: some writers fill up a code with zeros,
-# each pair of which becomes a byte.
+# Most bytes by which a decoded RLE code may exceed a slice: some writers append zeros to a code,
+# and each pair of zeros decodes to a byte.
 MAX_SURPLUS_BYTES = 16
 
 # How many of the last bytes of a JPEG code are searched for its end mark, once zeros at the end are
@@ -139,7 +139,7 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     bits = parameters["precision"]
     dtype = np.uint8 if bits <= 8 else np.uint16
     values = np.empty(pixels.shape, dtype)
-    # Raises before it decodes where the code has another shape or more than 16 bits.
+    # The decoders raise, before they decode, for a code of another shape or of more than 16 bits.
     DECODERS[syntax](code, out=values)
     # The sign that a code declares may be wrong: take the bits, and the sign from the header.
     stored = values.astype(np.int32) & (2**bits - 1)
@@ -234,19 +234,19 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
         return _with_sign_bits(stored, frame) if has_unused_bits else stored
     if not frame.is_hu:
         return stored & used_bits
-    # Values from this one on are meant as negative.
+    # Stored values from this number on stand for negative numbers.
     if has_unused_bits:
         # A negative number of few bits has ones in all unused bits.
         first_negative = num_type_values - num_used_values
     else:
-        # With all bits used, only padding is negative; of 8 bits, which have fewer values than
-        # `MAX_PADDING`, the upper half of the range.
+        # With all bits used, only padding is negative, and lies at the end of the range. 8 bits
+        # have fewer values than `MAX_PADDING`: there the upper half of the range counts.
         first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     highest = int(stored.max())
-    # The values hold neither overlays in unused bits nor negative numbers.
+    # Below both limits, the values hold neither overlays in unused bits nor negative numbers.
     if highest < min(num_used_values, first_negative):
         return stored
-    # Large values that are possible HU are meant as they are.
+    # Large values that give possible HU are no negative padding.
     if not has_unused_bits and highest * frame.slope + frame.intercept <= MAX_INT16:
         return stored
     negative = stored.astype(np.int64) - num_type_values

@@ -113,7 +113,7 @@ def open_slices(
     # The grid begins at the smallest shift (y, x) of all slices.
     low_mm = shifts_mm.min(axis=0)
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
-    # How much larger than a slice the grid is. Rounding noise must not add a pixel.
+    # Rows and columns that the grid has beyond a slice. Rounding noise must not add a pixel.
     num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
     slice_shape = np.array(first.pixels.shape)
     if (num_more_px > slice_shape).any():

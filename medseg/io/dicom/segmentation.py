@@ -110,8 +110,8 @@ def write_segmentation(
         if is_multi_frame:
             _drop_other_frames(segmentation, slices)
         if kind == "labelmap":
-            # Not by highdicom: it would take the encoder of GDCM where that is installed, which
-            # ends the process on odd widths.
+            # Compressed here, since highdicom would use the encoder of GDCM where that is
+            # installed, which ends the process on odd widths.
             segmentation.compress(
                 RLELossless, encoding_plugin="pydicom", generate_instance_uid=False
             )

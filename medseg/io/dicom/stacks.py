@@ -469,7 +469,7 @@ def choose_stack(
         # No stack is the chosen one, perhaps because the files of that series cannot be read.
         meant_uids = _uids_of(contents.images, choice, only_file)
     else:
-        # Without any stack, the files of all series may say why there is none.
+        # Without any stack, an unreadable file of any series may be the reason.
         meant_uids = _uids_of(contents.images, parse_series(None), only_file)
     # Before the refusals below: files that cannot be read may be why there is no stack.
     _check_readable(contents, meant_uids, folders)
@@ -606,7 +606,7 @@ def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Find
 
     A finding is a warning where the image may be a slice of a series of `uids`, else information.
     """
-    # A slice of the chosen series may be missed; a topogram, a report or another series is not.
+    # A lost slice of the chosen series matters; a topogram, a report or another series does not.
     lost_slices: list[NoSlice] = []
     unrelated: list[NoSlice] = []
     for image in left_out:

@@ -169,8 +169,8 @@ def labels_on_slices(
     num_rows, num_columns = slices.frames[0].pixels.shape
     numbers = np.empty((len(slices.frames), num_rows, num_columns), number_of_value.dtype)
     for index, plane in enumerate(planes):
-        # Row y and column x of the grid at each pixel. All lie on the grid, which covers every
-        # slice: shifts count from its first voxel.
+        # Row y and column x of the grid at each pixel; shifts are measured from its first voxel.
+        # The grid covers every slice, so all indices exist.
         y_shift_px, x_shift_px = slices.shifts_px[index]
         y = nearest(np.arange(num_rows) + y_shift_px)
         x = nearest(np.arange(num_columns) + x_shift_px)

@@ -169,8 +169,8 @@ def _divide(
             if series.uid in volume_uids and series.uid in folder.positions:
                 volumes.append(series)
                 positions[series.uid] = frozenset(folder.positions[series.uid])
-        # Series of one study may have several dates, or none; the earliest counts, of volumes if
-        # there are any.
+        # Series of one study may have several dates, or none. The earliest date of its volumes
+        # counts or, without a volume, the earliest of all series.
         first = min(volumes or all_series, key=lambda series: (series.date == "", series.date))
         study = Study(
             patient=first.patient,
