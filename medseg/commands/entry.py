@@ -277,7 +277,7 @@ def run(
         _run_command_line(command, run_job)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The broken pipe may be another one, such as that to a worker.
+        # The broken pipe may be another one, such as a pipe to a worker.
         if not _drop_if_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
@@ -316,7 +316,7 @@ def _prepare_process(schema: type) -> None:
     # programs on two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
-    # `configure` times trainings, so it computes as they do.
+    # `configure` measures the time of trainings, so it computes with the same instructions.
     if issubclass(schema, (TrainConfig, ConfigureConfig)):
         train_without_amx()
     # Without this variable, Hydra prints many lines on a composition error and exits itself.

@@ -19,7 +19,7 @@ from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 from medseg.wording import first_few
 
-# Files that the line of a case names, where it has no label map.
+# Largest number of files that the line of a case names if there is no label map.
 MAX_FILES = 3
 # Seconds after which the reading of headers is shown, as of a cohort on a network drive.
 SLOW_S = 2.0

@@ -74,14 +74,14 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     """Prepare the folder of the run to resume, and write its changed configuration."""
     run_dir = _existing_run(resume)
     saved = load_config(run_dir, config.trusted_targets)
-    # `config` is settled too: only then do equal paths and spacings compare as equal.
+    # As `config` was: with absolute paths and computed spacings, equal values compare as equal.
     settle(saved)
     _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
     if is_busy(run_dir):
         raise UserError(f"resume={resume}: another process is running it; wait for it, or stop it")
     config.resume = None
     _set_run_dir(config, run_dir)
-    # The summary of the finished run must not stand for the steps that are still to be made.
+    # With more steps the run is unfinished again, and the summary of its earlier end is wrong.
     if saved.steps < config.steps:
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     text = _yaml_text(config)
@@ -268,14 +268,16 @@ def _follow_run(
         composed: See `changed_config`.
         overridden_keys: Dotted keys and groups that the arguments name.
     """
-    # Dotted key to the argument that follows it.
+    # Argument of a schedule to the dotted key that it follows.
     followers = dict.fromkeys(LENGTH_KEYS.values(), "steps") | {"max_lr": "optimizer.lr"}
+    flat_composed = flat(composed)
     for argument, source in followers.items():
-        value = composed["schedule"].get(argument)
-        is_given = f"schedule.{argument}" in overridden_keys
-        # An experiment may have given another value than the source has.
-        if value is not None and not is_given and value == flat(composed).get(source):
-            changed.schedule[argument] = OmegaConf.select(changed, source)
+        key = f"schedule.{argument}"
+        if key not in flat_composed or key in overridden_keys:
+            continue
+        # A value that differs was given in an experiment, and stays.
+        if flat_composed[key] == flat_composed.get(source):
+            OmegaConf.update(changed, key, OmegaConf.select(changed, source))
 
 
 def _name_of(override: str) -> str:
@@ -291,7 +293,7 @@ def _name_of(override: str) -> str:
 
 def _is_below(key: str, groups: Iterable[str]) -> bool:
     """Whether a dotted key is one of some keys, or lies in one of some groups."""
-    # With a dot at the end: `data.seed` does not lie in the group `data.s`.
+    # The dot at the end: `data.seed` is not in the group `data.s`.
     return any(f"{key}.".startswith(f"{group}.") for group in groups)
 
 

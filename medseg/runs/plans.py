@@ -48,7 +48,7 @@ Numbers = dict[str, float]
 
 def write_plan(config: TrainConfig, numbers: Numbers) -> None:
     """Save the predicted numbers of a configuration, for `compare_with_plan` after its runs."""
-    # A home that cannot be written must not fail the plan.
+    # A home folder that cannot be written must not fail the plan.
     with suppress(UserError):
         replace_text(_plan_path(config), json.dumps(numbers))
 
@@ -80,7 +80,7 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
         path = machine_folder() / RUNS_FILE
         ratios = {name: numbers["ratio"] for name, numbers in comparison.items()}
         runs = [*_read_json(path, list), ratios]
-        # A home that cannot be written must not fail a run that has finished.
+        # A home folder that cannot be written must not fail a run that has finished.
         with suppress(UserError):
             replace_text(path, json.dumps(runs[-MAX_RUNS:]))
     return comparison

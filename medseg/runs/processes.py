@@ -227,7 +227,7 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
         The exit code of the run.
     """
     if code >= 0:
-        # A run that has finished wrote a summary; any other may have ended before it could.
+        # A process that succeeds has written a summary; one that fails may have ended before.
         has_summary = code == 0 or (run_dir / SUMMARY_FILE).is_file()
         # The process has found the run locked by another process, and ended.
         is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
