@@ -402,7 +402,7 @@ def _run_hydra(command: str, run_job: Callable[[DictConfig], None]) -> None:
 
 
 def _exit_code(codes: Sequence[int]) -> int:
-    """Join the exit codes of all jobs, and say how many of several failed."""
+    """Combine the exit codes of all jobs; of several jobs, say how many failed."""
     # `--help` runs no job, and succeeds.
     if not codes:
         return 0

@@ -79,7 +79,7 @@ def _task_text(data: DataSet, task: Mapping[str, Any]) -> str:
 
 
 def _print_summary(data: DataSet) -> None:
-    """Tell the notes of a data set; print its numbers of cases, its channels and its labels."""
+    """Say the notes of a data set, and print its numbers of cases, its channels and its labels."""
     for note in data.notes:
         say(note)
     if len(data.labels) > MANY_LABELS:

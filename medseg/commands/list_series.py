@@ -93,7 +93,7 @@ def list_series(config: ListConfig) -> int:
 
 
 def _say_left_out(num_studies: int, rule: str) -> None:
-    """Say how many studies a rule leaves out, if it does."""
+    """Say how many studies a rule leaves out; nothing where it leaves out none."""
     if num_studies == 0:
         return
     studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
@@ -101,10 +101,10 @@ def _say_left_out(num_studies: int, rule: str) -> None:
 
 
 def _check_input(folder: Path) -> None:
-    """Refuse a folder without DICOM files, and a file that is not DICOM.
+    """Check that an input is a folder with DICOM files, or a DICOM file.
 
     Raises:
-        UserError: With the cure.
+        UserError: If it is another folder or file, or cannot be read.
     """
     unreadable: list[UserError] = []
 
@@ -130,10 +130,11 @@ def _check_input(folder: Path) -> None:
 
 
 def _check_table(output: Path) -> None:
-    """Refuse a place where a case table cannot be.
+    """Check that a case table can be written to a path.
 
     Raises:
-        UserError: With the cure.
+        UserError: If the name does not end in .csv, the path is a folder, or its folder cannot be
+            written.
     """
     if output.suffix.lower() != ".csv" or output.is_dir():
         raise UserError(f"output={output}: expected a file that ends in .csv")
@@ -144,7 +145,7 @@ def _refuse_other_table(output: Path, text: str) -> None:
     """Refuse to replace a table of other content, which a person may have edited.
 
     Raises:
-        UserError: With the cure.
+        UserError: If the table exists, and its text is another one.
     """
     if output.exists() and read_text(output, errors=RAW_NAMES) != text:
         raise UserError(f"{output} exists and holds other cases; remove it, or give another output")

@@ -237,8 +237,8 @@ def _is_chosen(
 ) -> bool:
     """Whether the command line chooses the class of an extension point.
 
-    The node of such an extension replaces that of the run as a whole: arguments of one class mean
-    nothing to another.
+    The composed node then replaces the node of the run as a whole: the arguments of one class have
+    no meaning for another.
 
     Args:
         name: Key of the extension point, such as `optimizer`.
@@ -260,8 +260,8 @@ def _follow_run(
 ) -> None:
     """Let a newly chosen schedule follow the steps and the learning rate of the run, in place.
 
-    Its file gives these arguments as `${steps}` and `${optimizer.lr}`, which the command line
-    composes with its own defaults.
+    The file of a schedule gives these arguments as `${steps}` and `${optimizer.lr}`. The command
+    line has resolved them with its own values, which are defaults unless the user gave others.
 
     Args:
         changed: Configuration of the run with the changes.

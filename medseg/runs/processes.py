@@ -36,7 +36,7 @@ def check_start(trainer: TrainerOptions, resume: str | None) -> None:
     """Refuse a run on several machines that torchrun did not start, or could not restart.
 
     Raises:
-        UserError: With the command that works.
+        UserError: If so; the message names the command that works.
     """
     if trainer.num_nodes == 1:
         return

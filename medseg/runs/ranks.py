@@ -107,7 +107,7 @@ def from_first_rank(value: T) -> T:
 
 
 def choose_gpus(gpus: Sequence[int] | None) -> None:
-    """Let this process and those that it starts see some GPUs only.
+    """Restrict this process and its child processes to some GPUs.
 
     Call it before torch looks for GPUs.
 

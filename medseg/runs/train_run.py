@@ -84,7 +84,7 @@ def run_rank(config: TrainConfig) -> int:
 
 
 def train_run(config: TrainConfig) -> dict[str, Any]:
-    """Build, train and summarise a run; it goes on from `checkpoints/last.ckpt` where there is one.
+    """Build, train and summarise a run; a run with `checkpoints/last.ckpt` continues from there.
 
     Args:
         config: Configuration of an opened run folder; changed in place to the ranks that were

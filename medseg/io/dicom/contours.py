@@ -126,9 +126,10 @@ def _corners(polygon: np.ndarray) -> np.ndarray:
 
 
 def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Fill polygons by the even-odd rule: one within another is a hole, and keyholes cancel.
+    """Fill polygons by the even-odd rule: a polygon within another is a hole.
 
-    A pixel is inside where an odd number of edges is on one side of its centre.
+    A pixel is inside where an odd number of edges is on one side of its centre. The two passes of a
+    keyhole count twice, and so cancel.
 
     Args:
         polygons: Closed polygons, each (N, 2) in (row, column).

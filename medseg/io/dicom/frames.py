@@ -516,7 +516,7 @@ def _check_inflated(file: BinaryIO) -> None:
 
 
 def _inflates_beyond(file: BinaryIO, max_bytes: int) -> bool:
-    """Whether the rest of a file, which is deflated, inflates to more than so many bytes.
+    """Whether the rest of a file, which is deflated, inflates to more than `max_bytes`.
 
     The inflated bytes are counted and not kept.
     """
@@ -841,7 +841,7 @@ def _check_size(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:
-    """Read the encoding of the pixels; a header that does not name it has the same encoding."""
+    """Read the encoding of the pixels; where none is named, it is the encoding of the header."""
     named_syntax = header.file_meta.get("TransferSyntaxUID")
     if named_syntax:
         return uid.UID(named_syntax)

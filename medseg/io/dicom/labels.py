@@ -136,8 +136,8 @@ def _names(
 def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
     """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT).
 
-    The result is empty for a SEG of label maps: there only the pixels tell which segments they
-    hold.
+    The result is empty for a SEG of label maps, whose segments are known only once the pixels are
+    decoded.
     """
     if kind == "RTSTRUCT":
         items = dataset.get("ROIContourSequence") or []
@@ -415,7 +415,7 @@ def _paint(labels: np.ndarray, mask: np.ndarray, value: int) -> int:
     """Set the pixels of a mask to a label value, in place.
 
     Returns:
-        How many of them had another label value before.
+        Number of these pixels that had another label before, not counting the background.
     """
     num_overlaps = np.count_nonzero(mask & (labels != 0) & (labels != value))
     labels[mask] = value

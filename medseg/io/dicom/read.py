@@ -130,6 +130,7 @@ def open_slices(
     # Rounded decimals in the headers make a straight stack lean a little. Its slices are not
     # shifted, so the grid leans with them: else its last plane would lie beside the last slice.
     along_stack = normal_of(first) + slant[0] * along_column + slant[1] * along_row
+    # LPS vectors from a voxel to the next one along x, y and z.
     steps_mm = [
         along_row * column_distance_mm,
         along_column * row_distance_mm,
@@ -419,9 +420,9 @@ def _sideways_shifts(
     offsets_xyz_mm = positions_xyz_mm - positions_xyz_mm[0]
     # Unit vectors along a column (y) and along a row (x).
     axes_yx = frames[0].axes[::-1]
-    shifts_mm = offsets_xyz_mm @ axes_yx.T
+    shifts_mm = offsets_xyz_mm @ axes_yx.T  # (slices, 2)
     rise_mm = heights_mm - heights_mm[0]
-    # The line through the first slice that fits the others best, by least squares.
+    # Slope (y, x) of the line through the first slice that fits the others best: least squares.
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
     is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
     tangent = np.linalg.norm(slant)  # of the angle between stack and normal

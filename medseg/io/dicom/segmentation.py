@@ -161,7 +161,7 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment.
 
-    A label without a SNOMED code gets a private one, which consists of its name.
+    A label without a SNOMED code gets a private code that consists of its name.
     """
     name = stored_name(structure.name)
     category = codes.SCT.Tissue

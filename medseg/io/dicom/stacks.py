@@ -102,7 +102,7 @@ class Contents(NamedTuple):
 def lacks_study(image: Frame | NoSlice) -> bool:
     """Whether a file cannot be read and its patient and study are unknown.
 
-    The header of such a file was cut off, perhaps after the UID of the series.
+    So it is where the header was cut off, perhaps after the UID of the series.
     """
     if isinstance(image, Frame) or not image.is_unreadable:
         return False
@@ -701,7 +701,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
     """Choose the shortest value of `series=` that names one series among all.
 
-    In this order: its number, the number with the patient, that with the date too, its UID.
+    In this order: its number; number and patient; number, patient and date; its UID.
     """
     if not series.number:
         return series.uid

@@ -90,7 +90,7 @@ def find_studies(
 
     Localisers, reports, structures and other modalities make no volume of a study. All slices of a
     series belong to the study of the first one, even where their headers disagree; the reader of
-    the series refuses that later.
+    the series later refuses several patients, and warns of several studies.
 
     Args:
         folders: Where to look, to the bottom.
