@@ -548,7 +548,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     for path in files:
         try:
             voxel_files = _voxel_files_of_header(path)
-        except UserError as error:
+        except (OSError, UserError) as error:
             # Not claimed, so that the account lists it as left out, with this reason.
             data.account.explain(path, f"damaged, prepare will refuse its case ({error})")
             continue
@@ -636,6 +636,7 @@ def _voxel_files_of_header(path: Path) -> tuple[Path, ...]:
     Files that do not exist are in the list too: `files_of` leaves them out.
 
     Raises:
+        OSError: If the header cannot be opened.
         UserError: If the header is damaged.
     """
     if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):
