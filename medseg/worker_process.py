@@ -36,9 +36,9 @@ class NotSentError(Exception):
 class Worker:
     """A process of its own that calls one function at a time.
 
-    It is spawned, since a forked child of a process with threads may hang. It talks through a pipe:
-    the queues of an executor need named semaphores, which nobody removes when this process is
-    killed. The worker ends when this process ends, in whatever way.
+    It is spawned, since a forked child of a process with threads may hang. Requests and results go
+    through a pipe: the queues of an executor need named semaphores, which would stay in the system
+    if this process were killed. The worker ends when this process ends or is killed.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Worker:
         self._pipe, worker_pipe = context.Pipe()
         self._process = context.Process(target=_serve, args=(worker_pipe,), daemon=True)
         self._process.start()
-        # This end belongs to the worker. While this process held it too, the death of the worker
+        # This end belongs to the worker. If this process kept it open too, the end of the worker
         # would not close the pipe, and `recv` would wait forever.
         worker_pipe.close()
 

@@ -1,8 +1,8 @@
-"""Disease painted into lungs whose outline is known: what belongs to the lung, and fluid beside it.
+"""Augmentation by disease: lesions painted into labelled lungs, and pleural fluid beside them.
 
-Dense lung keeps its label, so that networks learn to include it. Pleural fluid lies between lung
-and chest wall: it becomes background. The two differ by density and place. Radii and shares lie in
-ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et al.,
+Dense lung keeps its label, so that networks learn to include it. Pleural fluid, which lies between
+lung and chest wall, becomes background. The two differ by density and place. Radii and shares lie
+in ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et al.,
 Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
 """
 
@@ -40,15 +40,15 @@ FAT_SHARE = 0.3
 DENSE_HU = (30.0, 110.0)
 # Density of air in an airway.
 AIRWAY_HU = -950.0
-# Share of the dense lesions that are crossed by vessels denser than themselves. Open airways are
-# drawn apart from the vessels, for the same share.
+# Share of the dense lesions that contain vessels denser than themselves. Independently, the same
+# share contains open airways.
 BRANCHED_SHARE = 0.6
 # Distance of neighbouring branches, and range of their radii.
 BRANCH_GRAIN_MM = 24.0
 BRANCH_RADIUS_MM = (0.7, 2.5)
-# Fluid squeezes the air out of the lung beside it: largest thickness of this dense layer.
+# Fluid squeezes the air out of the lung beside it. Largest thickness of this layer of dense lung.
 MAX_SQUEEZED_MM = 35.0
-# Largest height by which fluid climbs at the wall, and distance from the wall within which it does.
+# Meniscus of fluid at the wall: its largest height, and its width from the wall.
 MENISCUS_MM = 15.0
 WALL_MM = 20.0
 
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
         Args:
             radius_mm: Least and largest radius.
-            rough_mm: Standard deviation of the border.
+            rough_mm: Standard deviation of the position of the border.
         """
         voxels = self.organ.flatten().nonzero()[:, 0]
         voxel = int(voxels[int(self.rng.integers(len(voxels)))])
@@ -116,7 +116,7 @@ class Place(NamedTuple):
         Args:
             max_share: Largest share. The least is 0.02, and small shares are more frequent.
             tilt: See `back_mm`.
-            rough_mm: Standard deviation of the border.
+            rough_mm: Standard deviation of the position of the border.
         """
         back_mm = self.back_mm(tilt)
         # The exponent of the uniform number makes small shares more frequent.
@@ -143,7 +143,7 @@ class Place(NamedTuple):
         """Coordinate towards the back beyond which a share of the organ lies.
 
         Args:
-            back_mm: From the method `back_mm`, perhaps changed, (D, H, W).
+            back_mm: From the method `back_mm`, with or without offsets, (D, H, W).
             share: In [0, 1].
         """
         organ_mm = back_mm[self.organ]
@@ -241,13 +241,13 @@ def paint_fluid(
     is_pool = rng.integers(2) == 0
     depth_mm = _pool(place, wall_mm) if is_pool else _layer(place, wall_mm)
 
-    # Dense lung extends beyond the fluid, which is then poured over its outer part.
+    # Dense lung reaches deeper than the fluid. Then the fluid is painted over its outer part.
     squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
     squeezed = Lesion(
         depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), edge_mm=4.0, has_branches=True
     )
     _paint_lesion(image_hu, squeezed, place, spacing_mm)
-    _pour(image_hu, labels, place, depth_mm, FLUID_HU)
+    _fill(image_hu, labels, place, depth_mm, FLUID_HU)
 
 
 def paint_missing(
@@ -281,17 +281,17 @@ def paint_missing(
     range_hu = FLUID_HU
     if rng.random() < FAT_SHARE:
         range_hu = FAT_HU
-    _pour(image_hu, labels, place, depth_mm, range_hu)
+    _fill(image_hu, labels, place, depth_mm, range_hu)
 
 
 @dataclass(frozen=True)
 class LungEffect(Effect):
-    """Change painted into lungs of a sample: into its first channel and its labels, in place.
+    """Effect that paints into lungs of a sample: into its first channel and its labels, in place.
 
     Attributes:
-        probability: That a lung of a sample is painted, or that a sample is; each subclass says
-            which. Where it is 0, nothing is drawn from the generator, so that samples are the same
-            as without the effect.
+        probability: Probability that a lung is painted, or that a sample is; each subclass says
+            which of the two. If it is 0, nothing is drawn from the generator, so that samples are
+            the same as without the effect.
         window_hu: HU of -1 and 1 in the image.
         organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
 
@@ -317,15 +317,15 @@ class LungEffect(Effect):
         """Draw lungs that the sample shows, and paint each before the next is drawn."""
         if self.probability and self.window_hu is not None:
             values = [value for value in labels.unique().tolist() if value in self.organ_values]
-            # `draw` is an iterator, which uses the generator in turn with `paint`: a list of what
-            # it draws would give other samples.
+            # `draw` is an iterator that uses the generator in turn with `paint`: with a list of its
+            # values the order of the draws, and so the samples, would differ.
             for value in self.draw(values, rng):
                 with _in_hu(image, self.window_hu) as hu:
                     self.paint(hu, labels, value, rng, spacing_mm)
         return image, labels
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability, and only when it is asked for, see `__call__`."""
+        """Yield each lung with the probability; each is drawn after the one before is painted."""
         for value in values:
             if rng.random() < self.probability:
                 yield value
@@ -373,7 +373,7 @@ class Disease(LungEffect):
         super().__post_init__()
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability, or one of them with it, see `each_lung`."""
+        """Yield each lung with the probability or, without `each_lung`, one random lung with it."""
         if self.each_lung:
             yield from super().draw(values, rng)
         # The random number is drawn even where there is no lung: the number of draws must not
@@ -416,12 +416,12 @@ class Missing(LungEffect):
     paint = staticmethod(paint_missing)
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw one of several lungs with the probability."""
+        """Yield one of several lungs with the probability."""
         if rng.random() < self.probability and len(values) > 1:
             yield values[int(rng.integers(len(values)))]
 
 
-def _pour(
+def _fill(
     image_hu: Tensor,
     labels: Tensor,
     place: Place,
@@ -547,13 +547,13 @@ def _depth_below_wall(organ: Tensor, spacing_mm: Spacing) -> Tensor:
 
 
 def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spacing) -> Place:
-    """Measure the organ of a value in a label map (D, H, W)."""
+    """Make the `Place` of a label value from a label map (D, H, W)."""
     organ = labels == value
     z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
     # (D, 1, 1), (H, 1) and (W), which broadcast to (D, H, W).
     points_mm = (z[:, None, None], y[:, None], x)
     rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
-    # What belongs to another label keeps its density: bronchi at the hilum, the other lung.
+    # Voxels of other labels keep their density: bronchi at the hilum, the other lung.
     reach = _grown(organ, rim).mul_(organ | (labels == 0))
     rough = _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM)
     return Place(points_mm, organ, reach, rough, rng)
@@ -571,7 +571,7 @@ def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[sl
 
 @contextmanager
 def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
-    """Give the first channel in HU, and map it back to the range of the network, in place."""
+    """Convert the first channel to HU in place, and back to the range of the network at the end."""
     low_hu, high_hu = window_hu
     half_hu = (high_hu - low_hu) / 2
     middle_hu = low_hu + half_hu

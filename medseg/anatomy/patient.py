@@ -51,7 +51,7 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
         # and a voxel reaches beyond its centre.
         is_outside = distances_mm.max(axis=0) > EROSION_MM + max(y_mm, x_mm)
         is_beyond[z] = is_outside.reshape(is_beyond.shape[1:])
-    # Back to all voxels: each takes the value of the nearest one that was read.
+    # Each voxel of the full image takes the value of the nearest voxel that was read.
     nearest = []
     for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True):
         nearest.append(np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1))
@@ -61,8 +61,8 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
 def _thick_pieces(is_soft: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     """Erode soft tissue (D, H, W) with a box of a size in voxels, and keep the large pieces."""
     eroded = ndimage.minimum_filter(is_soft, sizes, mode="nearest")
-    # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by
-    # corners.
+    # Voxels that share only a corner count as connected too: the erosion may leave no more between
+    # the parts of a thin chest wall.
     pieces, _ = ndimage.label(eroded, np.ones((3, 3, 3)))
     counts = np.zeros(int(pieces.max()) + 1, dtype=np.int64)
     # Plane by plane: `bincount` converts to eight bytes a voxel.

@@ -158,8 +158,8 @@ class NnunetModel:
     previous: NnunetModel | None = None
     watch: PassWatch = field(default_factory=PassWatch, compare=False)
 
-    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Values are kept, that is,
-    # padding is not replaced by air, because nnU-Net does not replace it in training.
+    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Padding of a scan stays
+    # as it is, because nnU-Net does not replace it by air in training.
     keeps_values = True
     has_views = False
     backend_bytes = 0

@@ -34,8 +34,8 @@ _SHARED_INDEX = 2**32 - 1
 # Half axes of a mean body, as a share of those of the scan: the middle of the range in
 # `make_scene`.
 MEAN_BODY_SHARE = 0.83
-# Factor by which the volume of an ellipsoid stays away from the ends of its plausible range, since
-# the uneven surface of the organ changes the volume.
+# The volume of an ellipsoid differs at least by this factor from the ends of its plausible range,
+# since the uneven surface of the organ changes the volume.
 MARGIN = 1.3
 # Number of random points that are compared for the centre of an organ.
 _NUM_CANDIDATES = 2000
@@ -118,7 +118,7 @@ def make_scene(
     body_radii_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
     body_centre_xyz_mm = 0.05 * body_radii_xyz_mm * rng.uniform(-1, 1, 3)
     body = Body(body_centre_xyz_mm, body_radii_xyz_mm)
-    # World point of that origin: a scanner may have its own anywhere.
+    # World position of that origin, which differs from scanner to scanner.
     world_origin_xyz_mm = rng.uniform(-60, 60, 3)
     organs = []
     for organ in place_organs(spec):
@@ -203,7 +203,7 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
 
 
 def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
-    """Find by what to multiply the half axes of an organ to make its volume plausible."""
+    """Compute the factor of the half axes of an organ that makes its volume plausible."""
     volume_ml = _ellipsoid_ml(radii_mm)
     lowest_ml, highest_ml = organ.volume_ml
     margin = MARGIN
@@ -252,9 +252,9 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
     contrast_of = dict(zip(organ_names, contrasts, strict=True))
-    # Largest radius, in half axes of the body. Organs of this radius fill the same share of the
-    # body whatever their number.
-    largest = 0.6 * len(spec.labels) ** (-1 / 3)
+    # Usual upper limit of a radius, in half axes of the body. Organs of this radius fill the same
+    # share of the body whatever their number.
+    usual_radius = 0.6 * len(spec.labels) ** (-1 / 3)
     shape, spacing_mm = SCENE_DETAILS[spec.detail]
     body_ml = _ellipsoid_ml(MEAN_BODY_SHARE * 0.5 * np.array(shape) * spacing_mm)
     lowest_ml = dict.fromkeys(organ_names, 0.0)
@@ -265,10 +265,10 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         centre, room = _find_room(rng, list(organs.values()), name in names_with_side)
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
         # the organ and the body.
-        needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
-        # As large as any organ may be, or as this one must be if that is more, but with a gap to
-        # its neighbours.
-        radius = min(max(largest, needed), 0.9 * room)
+        least_radius = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
+        # Above the usual limit only if the volume demands it, and always with a gap to the
+        # neighbours.
+        radius = min(max(usual_radius, least_radius), 0.9 * room)
         radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
         # The value 0 stands until the labels of the organ are known, below.

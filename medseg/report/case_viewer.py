@@ -45,7 +45,7 @@ class PackedCase(NamedTuple):
 class CaseReport(NamedTuple):
     """What a viewer shows of the report of a prediction.
 
-    All fields but `identity`, of the patient, are described in
+    `identity` is that of the patient. All other fields are described in
     `medseg.inference.segmentation.Segmentation`.
     """
 
@@ -84,7 +84,7 @@ def pack_case(
     pred, lps_grid, _ = orient(labels, grid)
     target = orientation_of(grid).to_lps(reference)
     num_values = 1 + max(task.labels.values())
-    # Voxels of the prediction, of the reference and of both, by label value.
+    # Number of voxels by label value: in the prediction, in the reference, and equal in both.
     counts = np.zeros((3, num_values), dtype=np.int64)
     worst_xyz_mm = None
     most_different = 0
@@ -107,7 +107,8 @@ def _dice_by_label(counts: np.ndarray, task: Task) -> dict[str, float]:
     """Compute the Dice coefficient of each label that the prediction or the reference has.
 
     Args:
-        counts: Voxels of the prediction, of the reference and of both, by label value; (3, values).
+        counts: Number of voxels in the prediction, in the reference, and equal in both, by label
+            value; (3, values).
         task: Names and values of the labels.
     """
     dice = {}

@@ -25,7 +25,7 @@ from medseg.report.plots import rank_offsets
 
 _HEIGHT_PX = 260
 _SMALL_HEIGHT_PX = 200
-# Least number of results for a chart per key: with fewer it shows no more than the table.
+# Least number of results for charts over keys: with fewer, they show no more than the table does.
 _MIN_RESULTS = 4
 # Largest number of charts of keys on a page.
 _MAX_KEYS = 9
@@ -35,7 +35,7 @@ _MAX_POINTS = 200
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
 # A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice.
 _LEAST_ERROR = 0.0005
-# An axis is logarithmic where its largest value is at least so many times the smallest.
+# An axis is logarithmic where its largest value is at least this many times the smallest.
 _LOG_RATIO = 8.0
 # Ends of the keys of learning rates.
 _RATE_NAMES = ("lr", "learning_rate")
@@ -128,7 +128,8 @@ def costs(comparison: Comparison) -> list[Chart]:
 def by_key(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice over each key that differs between settings.
 
-    There are no charts where only one key differs, or few runs have a result.
+    There are no charts where only one key differs, or where fewer than `_MIN_RESULTS` runs have a
+    result.
     """
     num_results = sum(len(setting.metrics.get(VAL_DICE.key, ())) for setting in comparison.settings)
     charts = []

@@ -23,8 +23,8 @@ FINISHED = "finished"
 OPEN = frozenset({"running", "interrupted", "unfinished"})
 # Status of a run that a search has ended early, since its results were poor.
 PRUNED = "pruned"
-# Keys in which the repeats of one setting may differ. The standard deviation over the repeats says
-# how much a difference between two settings is worth.
+# Keys in which the repeats of one setting may differ. The standard deviation over the repeats shows
+# which differences between settings are larger than chance.
 REPEAT_KEYS = ("seed", "data.fold")
 # Text of a key or a figure that a run does not have.
 MISSING = "–"

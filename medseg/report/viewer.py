@@ -41,7 +41,7 @@ DIFFERENCES = [
 _FOLDER = Path(__file__).parent / "viewer_page"
 # Bytes of the page beside niivue and the volumes: markup, style sheet and text.
 _PAGE_BYTES = 40_000
-# Highest ratio by which the grey values of a CT, each of one byte, are compressed. A number of bins
+# Highest compression ratio of the grey values of a CT, which have one byte each. A number of bins
 # that would not fit even with this ratio is not tried.
 _BEST_RATIO = 4
 

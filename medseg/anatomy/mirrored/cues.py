@@ -20,17 +20,17 @@ from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
-# The values up to `SCALES` were chosen by the anatomy. Around solid tissue there is no gas, fat or
-# bone within this distance, which is twice the spacing at which a scan is read.
+# The values before `SCALES` were chosen from anatomy, not measured. Around solid tissue there is no
+# gas, fat or bone within this distance, which is twice the spacing at which a scan is read.
 SOLID_MM = 5.0
 # Tissue of a lower density is light, as fat or gas.
 LIGHT_HU = -20.0
-# A column along z that is nowhere denser lies beyond a round field of view.
+# A column along z without a denser voxel lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
 # Depths below a lung at which the liver is looked for.
 BELOW_LUNG_MM = (8.0, 60.0)
-# Least volume that a scan must show at these depths, and its least share of what a scan would show
-# that goes on below all of the lung. A scan that ends at the bases of the lungs shows less.
+# Least volume that a scan must show at these depths, and least share of the volume that a scan
+# which reaches beyond these depths shows. A scan that ends at the bases of the lungs shows less.
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
 # Less dense voxels between the lungs are air of the trachea.
@@ -49,11 +49,11 @@ HEART_SHARES = (0.1, 0.5)
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
 # Largest size of a cue after the scaling: it bounds the weight of one cue in the sum of all.
 MAX_CUE = 2.0
-# An image is mirrored if the sum of its cues is at most minus this, and the liver clearly says so.
-# Of whole chests that are not mirrored, the least sum is -0.1, the second least 0.6; the least cue
-# of the liver is 0.64.
+# An image is mirrored if the sum of its cues is at most minus this, and the cue of the liver is
+# mirrored clearly. Of whole chests that are not mirrored, the least sum is -0.1, the second least
+# 0.6; the least cue of the liver is 0.64.
 MIRRORED_EVIDENCE = 0.8
-# Size from which a single cue says something.
+# Least size of a single cue that is clear.
 CLEAR_CUE = 0.5
 
 MEDIASTINUM = ("arch", "aorta", "heart")
@@ -65,7 +65,7 @@ SENTENCES = {
     "aorta": "the aorta seems to descend on the right of the spine",
     "heart": "the heart seems to lie on the right",
 }
-"""What is seen where a cue is mirrored."""
+"""Clause of a warning for each cue that is mirrored."""
 
 
 class Lungs(NamedTuple):
@@ -112,20 +112,20 @@ class MirrorEvidence(NamedTuple):
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the liver, and all cues together, say that left and right are exchanged."""
+        """Whether the liver, and the sum of all cues, show that left and right are exchanged."""
         # A collapsed lung moves the whole mediastinum: no cue above the diaphragm is enough.
         liver = self.cues.get("liver", 0.0)
         return liver <= -CLEAR_CUE and sum(self.cues.values()) <= -MIRRORED_EVIDENCE
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the mediastinum, which is independent of the liver, says the same."""
+        """Whether the mediastinum, which is independent of the liver, shows the same."""
         mediastinum = sum(self.cues.get(name, 0.0) for name in MEDIASTINUM)
         return self.is_mirrored and mediastinum <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
-        """What is seen, a clause."""
+        """The mirrored cues, as a clause of a warning."""
         mirrored = [SENTENCES[name] for name, size in self.cues.items() if size <= -CLEAR_CUE]
         return " and ".join(mirrored)
 
@@ -166,8 +166,8 @@ def find_lungs(
 ) -> Lungs | None:
     """Take the labels with a side that are full of air, on a coarse grid; None without two lungs.
 
-    Which of them is left is decided by their place: the names of the labels may follow the organs
-    of a mirrored image, or its header.
+    The place of a lung decides whether it is the left one: the names of the labels may follow the
+    organs of a mirrored image, or its header.
     """
     coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     masks = []

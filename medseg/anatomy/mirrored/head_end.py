@@ -43,7 +43,7 @@ SENTENCES = {
     "trachea": "the trachea seems to lie between the lower halves of the lungs",
     "liver": "the tissue above the lungs looks like the liver",
 }
-"""What is seen where a cue is upside down."""
+"""Clause of a warning for each cue of a patient who is upside down."""
 
 
 class HeadEvidence(NamedTuple):
@@ -58,13 +58,13 @@ class HeadEvidence(NamedTuple):
 
     @property
     def is_upside_down(self) -> bool:
-        """Whether both cues say that the patient is upside down; not where one is absent."""
+        """Whether both cues show that the patient is upside down; False if one is absent."""
         sizes = [self.cues.get(name, 0.0) for name in SCALES]
         return max(sizes) <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
-        """What is seen where `is_upside_down`, a clause."""
+        """Both cues as a clause of a warning, if `is_upside_down`."""
         return " and ".join(SENTENCES[name] for name in self.cues)
 
 
@@ -98,7 +98,7 @@ def find_air(
 ) -> Lungs | None:
     """Take the air in the labels with a side, on a coarse grid; None without two lungs.
 
-    Of a patient who is upside down a network also labels liver and bowel, but these are no air.
+    If a patient is upside down, a network also labels liver and bowel, which contain no air.
     """
     coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     is_air = coarse_hu < AIRY_HU
