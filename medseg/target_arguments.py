@@ -148,8 +148,8 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
         value: Value of plain types, as a configuration holds it; None fits everywhere.
 
     Returns:
-        The kind in words, such as `a number`; empty where the value fits, or where the signature
-        does not tell.
+        The kind in words, such as `a number`; empty where the value fits, or where the annotation
+        does not decide.
     """
     parameter = signature.parameters.get(name)
     if parameter is None or value is None:

@@ -105,7 +105,7 @@ class ExtensionNode(DictConfig):
         super().__setattr__(key, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # OmegaConf makes a plain DictConfig, whatever the class. An ordinary assignment to
+        # OmegaConf copies a subclass to a plain DictConfig. An ordinary assignment to
         # `__class__` would set a key of the configuration.
         copied = super().__deepcopy__(memo)
         object.__setattr__(copied, "__class__", type(self))

@@ -65,8 +65,8 @@ class Worker:
         """Call a function of a module in the worker, and wait for its result.
 
         Raises:
-            WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
-                memory.
+            WorkerDiedError: If the worker ends before it answers, for example because the system
+                kills it when memory is full.
             NotSentError: If the worker cannot read the request, or send the result or the error.
             Exception: What the function raises, or what pickle raises for an argument that it
                 cannot pack.
@@ -103,7 +103,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _answer(request: bytes) -> memoryview:
-    """Call the function of a request, and pack its result and its error, of which one is None.
+    """Call the function of a request, and pack the pair (result, error), one of which is None.
 
     The error has the traceback in this process as a note.
     """

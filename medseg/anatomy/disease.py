@@ -60,7 +60,7 @@ class Lesion(NamedTuple):
         depth_mm: Distance from its border, positive inside, (D, H, W).
         hu: Its density.
         edge_mm: Width of its border, over which it fades into the lung.
-        has_branches: Whether airways and vessels go on inside.
+        has_branches: Whether airways and vessels may be drawn inside.
     """
 
     depth_mm: Tensor
@@ -346,7 +346,7 @@ class LungEffect(Effect):
 class Disease(LungEffect):
     """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
 
-    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
+    The labels stay: they include consolidation, ground glass, a mass or collapse.
     Only an organ whose median is at most `MAX_LUNG_HU` is painted; what belongs to another label
     stays.
 
@@ -408,8 +408,8 @@ class Fluid(LungEffect):
 class Missing(LungEffect):
     """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
 
-    The probability is that of a sample. A sample that shows a single lung is not changed: no lung
-    would be left, and nothing would tell what fills the places of both.
+    The probability is that of a sample. A sample that shows a single lung is not changed, since no
+    lung would be left.
     """
 
     name = "missing"

@@ -272,11 +272,11 @@ class Cascade:
                 and bounds, and loses the boxes of regions that are removed.
         """
         task = self.task
-        absent, contradictions = remove_contradictions(
+        absent_regions, contradiction_warnings = remove_contradictions(
             labels, task, result.volumes_ml, result.agreements
         )
-        result.findings += warnings_of("little_agreement", contradictions)
-        for name in absent:
+        result.findings += warnings_of("little_agreement", contradiction_warnings)
+        for name in absent_regions:
             del result.boxes[name]
         self._clean_up(labels, grid, result)
         result.dice_at_least = self._stated_bounds(result)

@@ -201,7 +201,7 @@ def _build_stage(
     spacing_mm = None
     if metadata["spacing_mm"] != NATIVE:
         spacing_mm = _triple(metadata["spacing_mm"])
-    # A network of a fixed size accepts nothing else, whatever the training has recorded.
+    # A network of a fixed size accepts no other, even if the training recorded one.
     tile_size = network.traits.fixed_size
     if not tile_size and metadata["tile_size"]:
         tile_size = _triple(metadata["tile_size"])

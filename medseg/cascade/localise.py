@@ -143,10 +143,10 @@ def localise(
         grid: Their grid, oriented.
         stage: The coarse stage.
         options: How the networks run; the defaults where None.
-        scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled
-            one.
-        intensities: Map of each channel to the range of the network, where the volume is a
-            resampled one; None = chosen from `images`.
+        scan_spacing_mm: Spacing of the original scan, (z, y, x), if the volume was resampled from
+            it; None = that of `grid`.
+        intensities: Map of each channel to the range of the network, chosen from the original scan
+            if the volume was resampled from it; None = chosen from `images`.
         keep_probs: Whether the result has the probabilities.
 
     Returns:

@@ -142,7 +142,7 @@ class TrainedStage:
 
     @property
     def limits(self) -> list[tuple[float, float] | None]:
-        """Range to which each channel is clipped while it is resampled; None for all but CT."""
+        """Range to which each channel is clipped while it is resampled; None if it is no CT."""
         return [HU_LIMITS if channel.modality == "ct" else None for channel in self.task.channels]
 
     @property
@@ -150,8 +150,9 @@ class TrainedStage:
         """Number format of the image that goes through the networks.
 
         A pass of our UNet in torch begins with convolutions, which round the image to half
-        precision anyway: a rounded image gives the same labels and takes half of the memory. Tiles
-        keep float32, in which they are searched for air.
+        precision anyway: a rounded image gives the same labels and takes half of the memory. Images
+        that run in tiles keep float32: tiles of nothing but air are skipped, and values just above
+        that of air must not be rounded to it.
         """
         is_half = self.precision in HALF
         is_unet = self.allows_slabs  # no other network can run in slabs

@@ -133,7 +133,7 @@ class TorchPlanes:
         first, second = interpolated
         weight = self._weight[number]
         # A fused multiply-add: the product with `second` is rounded to float32, that with `first`
-        # is exact in float64, and their sum is rounded once, but for rare ties.
+        # is exact in float64, and their sum is rounded once, except in rare ties.
         second_term = (second * float(weight)).double()
         first_term = first.double().mul_(float(np.float32(1.0) - weight))
         between = second_term.add_(first_term).float()

@@ -6,7 +6,7 @@ learn them; size, position and surface vary from case to case.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -230,19 +230,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         One organ per label, in the order of the labels; they do not overlap.
     """
     rng = CaseSeed(spec.seed, _SHARED_INDEX).rng("layout")
-    # Name of the organ of each label, and side of each label that has one.
-    name_of: dict[str, str] = {}
-    sides: dict[str, str] = {}
-    for label in spec.labels:
-        words = words_of(label)
-        label_sides = [side for side in SIGNS if side in words]
-        name_of[label] = label
-        if label_sides:
-            sides[label] = label_sides[-1]
-            other_words = [word for word in words if word not in SIGNS]
-            # A label without a side has another name, since its words are neither left nor right.
-            name_of[label] = "_".join(["left", "right", *other_words])
-    sides |= spec.sides
+    name_of, named_sides = _organs_and_sides(spec.labels)
+    sides = {**named_sides, **spec.sides}
     names_with_side = {name_of[label] for label in sides}
     # Each name once, in the order of the labels.
     organ_names = list(dict.fromkeys(name_of.values()))
@@ -271,18 +260,40 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         radius = min(max(usual_radius, least_radius), 0.9 * room)
         radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
-        # The value 0 stands until the labels of the organ are known, below.
+        # The value is set below, for each label of the organ.
         organs[name] = Organ(
             value=0, sign=sign, centre_xyz=centre, radii_xyz=radii, contrast=contrast_of[name]
         )
     placed_organs = []
     for label, value in spec.labels.items():
         organ = organs[name_of[label]]
-        # A label of no side keeps the random one.
+        # A label without a side keeps the random sign of its organ.
         sign = SIGNS[sides[label]] if label in sides else organ.sign
         volume_ml = spec.volume_ml.get(label, organ.volume_ml)
         placed_organs.append(organ._replace(value=value, sign=sign, volume_ml=volume_ml))
     return placed_organs
+
+
+def _organs_and_sides(labels: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Read from the names of labels which of them are mirror images, and their sides.
+
+    Returns:
+        Label to the name of its organ, which mirror images share; and label to `left` or `right`,
+        for labels with one of these words in their names.
+    """
+    name_of = {}
+    sides = {}
+    for label in labels:
+        words = words_of(label)
+        label_sides = [side for side in SIGNS if side in words]
+        if not label_sides:
+            name_of[label] = label
+            continue
+        sides[label] = label_sides[-1]
+        other_words = [word for word in words if word not in SIGNS]
+        # With both sides in the name, it differs from that of each label without a side.
+        name_of[label] = "_".join(["left", "right", *other_words])
+    return name_of, sides
 
 
 def _find_room(

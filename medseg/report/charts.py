@@ -159,8 +159,8 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
     results: dict[int, float] = {}
     for index, run in enumerate(comparison.runs):
         value = metric.read(run)
-        # The folder of a trial has its number as name. Not `isdigit`, which is true for `²`, of
-        # which `int` makes no number.
+        # The name of a trial's folder is its number. Not `isdigit`: it is true for `²` too, which
+        # `int` refuses.
         is_trial = run.name.isdecimal()
         if is_trial and run.status == FINISHED and value is not None:
             results[index] = value
@@ -604,8 +604,8 @@ def _dice_chart(
     num_values = len({value for value, _ in points.values()})
     if num_settings < 2 or num_values < 2:
         return []
-    # Values of keys are texts. Where one of them is no number, or one that is too large, all stay
-    # names, which have one place each in the order of their appearance.
+    # Values of keys are texts. If all of them are numbers of at most `LARGEST`, they are drawn as
+    # numbers, else as names in the order of their first appearance.
     with suppress(ValueError):
         numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
         if all(abs(number) <= LARGEST for number, _ in numbers.values()):

@@ -1,6 +1,6 @@
 """Comparison of runs: differing keys, settings, metrics, the best setting, a baseline.
 
-A setting is a group of runs whose configurations are equal but for `REPEAT_KEYS`, such as the seed.
+A setting is a group of runs whose configurations differ only in `REPEAT_KEYS`, such as the seed.
 """
 
 import json
@@ -455,8 +455,8 @@ def _group_repeats(
         setting_texts: list[str | None] = []
         for key, run_texts in texts.items():
             text = run_texts[index]
-            # The name of a group's file does not count where the configuration says what the file
-            # sets: one run may name the file that another has by default.
+            # With the whole configuration, the keys that a group's file sets are compared instead
+            # of its name: one run may name the file that another run has by default.
             if key in group_keys and run.has_config:
                 text = None
             setting_texts.append(text)
@@ -560,7 +560,7 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
     They have the keys that differ, status and metrics of the run, and mean and standard deviation
     of the validation Dice over the runs of its setting. A key with the name of another column
-    becomes `config.<key>`: `steps` are the steps made, `config.steps` those asked for.
+    becomes `config.<key>`: `steps` are the steps made, `config.steps` is the configured number.
 
     `is_best` marks the runs of the best setting; `tied_with_best` marks those of settings that it
     is not established to beat.
@@ -629,7 +629,7 @@ def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
 
 
 def _group_keys(runs: Sequence[Run]) -> set[str]:
-    """Collect the groups of which an override of some run chose a file, such as `memory`.
+    """Collect the groups, such as `memory`, whose file an override of some run chose.
 
     A configuration has no key with the name of a group, but keys below it.
     """

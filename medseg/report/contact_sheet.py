@@ -40,8 +40,8 @@ class Card:
         date: Date of the study, or "".
         volumes_ml: Label name to its volume, after the volume of all labels together; None for a
             failed scan.
-        warnings: Sentences that ask for a look.
-        information: Sentences that ask for no action.
+        warnings: Sentences that need attention.
+        information: Sentences that need no action.
         codes: Codes of the warnings, each once.
         least_agreement: Smallest Dice coefficient between the two stages over the regions; None
             where there is none.

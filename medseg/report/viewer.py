@@ -306,7 +306,7 @@ class ViewerWords:
         title: Name of the case.
         status: `ok`, `warnings` or `not_hu`.
         warnings: Sentences of the report.
-        information: Sentences that ask for no action.
+        information: Sentences that need no action.
         columns: Headings of the table of labels.
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient between the two stages.

@@ -175,7 +175,7 @@ def find_lungs(
         mask = np.zeros(coarse_labels.shape, dtype=bool)
         for value in task.side_values(side):
             is_value = coarse_labels == value
-            # A side may have organs without air, too: the median tells the lungs.
+            # A side may also have organs without air: a lung has a low median.
             if is_value.any() and np.median(coarse_hu[is_value]) <= AIRY_HU:
                 mask |= is_value
         if not mask.any():
@@ -327,7 +327,7 @@ def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) 
     """
     near_mm, far_mm = BELOW_LUNG_MM
     num_shown = np.count_nonzero(below)
-    # Voxels of a scan that goes on below all columns.
+    # Voxels at these depths in a scan that shows all of them in all columns.
     num_whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]
     is_large = num_shown * spacing_mm.prod() / 1000 >= MIN_BELOW_ML
     return bool(is_large and num_shown >= MIN_BELOW_SHARE * num_whole)
