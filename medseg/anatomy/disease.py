@@ -70,20 +70,20 @@ class Lesion(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An organ in which a lesion is drawn.
+    """Place of a lesion: the geometry of the organ that contains it, and the random numbers.
 
     Attributes:
         points_mm: Coordinates z, y (towards the back) and x, which broadcast to (D, H, W).
         organ: Its voxels, (D, H, W) bool.
-        reach: Voxels that may be painted, 1 or 0, (D, H, W): the organ with a rim.
-        rough: Smooth noise of unit variance, (D, H, W).
+        paintable: 1 for voxels that may be painted, the organ with a rim; else 0, (D, H, W).
+        roughness: Smooth noise of unit variance, which roughens borders, (D, H, W).
         rng: Generator of the sample.
     """
 
     points_mm: tuple[Tensor, Tensor, Tensor]
     organ: Tensor
-    reach: Tensor
-    rough: Tensor
+    paintable: Tensor
+    roughness: Tensor
     rng: np.random.Generator
 
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
@@ -105,7 +105,7 @@ class Place(NamedTuple):
         away_y = y - y.flatten()[centre_y]
         away_x = x - x.flatten()[centre_x]
         away_mm = (away_z**2 + away_y**2 + away_x**2).sqrt()
-        return drawn_radius_mm - away_mm + rough_mm * self.rough
+        return drawn_radius_mm - away_mm + rough_mm * self.roughness
 
     def lowest(self, max_share: float, tilt: float, rough_mm: float) -> Tensor:
         """Depth (D, H, W) below a plane that cuts off a share of the organ at its back.
@@ -121,7 +121,7 @@ class Place(NamedTuple):
         back_mm = self.back_mm(tilt)
         # The exponent of the uniform number makes small shares more frequent.
         share = 0.02 + (max_share - 0.02) * self.rng.random() ** 1.5
-        return back_mm - self.level_mm(back_mm, share) + rough_mm * self.rough
+        return back_mm - self.level_mm(back_mm, share) + rough_mm * self.roughness
 
     def back_mm(self, tilt: float) -> Tensor:
         """Coordinate (D, H, W) in mm towards the back, tilted at random along z and x.
@@ -443,7 +443,7 @@ def _fill(
     # are denser than the filling, stay.
     change_hu = torch.where(place.organ, change_hu, change_hu.clamp(min=0.0))
     share = _share_inside(depth_mm, FLUID_EDGE_MM)
-    image_hu.add_(share * place.reach * change_hu)
+    image_hu.add_(share * place.paintable * change_hu)
     labels[place.organ & (depth_mm > 0)] = 0
 
 
@@ -466,7 +466,7 @@ def _pool(place: Place, wall_mm: Tensor) -> Tensor:
     climb_mm = place.rng.uniform(0.0, MENISCUS_MM) * (1 - wall_mm / WALL_MM) ** 2
     # The climb counts as depth, so that the surface lies further to the front at the wall. The
     # border is rough by 2 mm.
-    back_mm = place.back_mm(tilt=0.5) + climb_mm + 2.0 * place.rough
+    back_mm = place.back_mm(tilt=0.5) + climb_mm + 2.0 * place.roughness
     # From 1 to 61 % of the organ; the exponent makes small shares more frequent.
     share = 0.01 + 0.6 * place.rng.random() ** 1.5
     return back_mm - place.level_mm(back_mm, share)
@@ -485,7 +485,7 @@ def _layer(place: Place, wall_mm: Tensor) -> Tensor:
     beyond_level_mm = back_mm - place.level_mm(back_mm, share=place.rng.uniform(0.2, 0.8))
     # The layer gets 0.3 mm thinner with each mm towards the front, and ends at the level. Its
     # border is rough by 2 mm.
-    return torch.minimum(thickness_mm - wall_mm, 0.3 * beyond_level_mm) + 2.0 * place.rough
+    return torch.minimum(thickness_mm - wall_mm, 0.3 * beyond_level_mm) + 2.0 * place.roughness
 
 
 def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Spacing) -> None:
@@ -498,7 +498,7 @@ def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Sp
     if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
         airways = _branches(place, spacing_mm)
         lesion_hu += airways * (AIRWAY_HU - lesion_hu)
-    share = _share_inside(lesion.depth_mm, lesion.edge_mm).mul_(place.reach)
+    share = _share_inside(lesion.depth_mm, lesion.edge_mm).mul_(place.paintable)
     # In place, since `lesion_hu` and `share` are as large as the image; neither is used afterwards.
     change_hu = lesion_hu.sub_(image_hu).clamp_(min=0.0)
     image_hu.add_(share.mul_(change_hu))
@@ -508,7 +508,7 @@ def _texture(place: Place) -> Tensor:
     """Draw noise of a scanner and slow changes of density, in HU about 0, (D, H, W)."""
     grain = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
     texture = torch.from_numpy(grain).mul_(place.rng.uniform(5.0, 25.0))
-    return texture.add_(place.rough, alpha=place.rng.uniform(0.0, 8.0))
+    return texture.add_(place.roughness, alpha=place.rng.uniform(0.0, 8.0))
 
 
 def _branches(place: Place, spacing_mm: Spacing) -> Tensor:
@@ -554,9 +554,9 @@ def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spa
     points_mm = (z[:, None, None], y[:, None], x)
     rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
     # Voxels of other labels keep their density: bronchi at the hilum, the other lung.
-    reach = _grown(organ, rim).mul_(organ | (labels == 0))
-    rough = _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM)
-    return Place(points_mm, organ, reach, rough, rng)
+    paintable = _grown(organ, rim).mul_(organ | (labels == 0))
+    roughness = _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM)
+    return Place(points_mm, organ, paintable, roughness, rng)
 
 
 def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[slice, slice, slice]:

@@ -98,11 +98,11 @@ def _cut_slice(
     strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
     indices: list[int | slice] = [slice(None, None, stride) for stride in strides]
     indices[axis] = index
-    in_volume = tuple(indices)
+    index_tuple = tuple(indices)
     row_mm, column_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
     # Copies: a view would keep the volume in memory.
-    label_slice = None if labels is None else np.array(labels[in_volume])
-    return Slice(plane, np.array(image_hu[in_volume]), label_slice, (row_mm, column_mm))
+    label_slice = None if labels is None else np.array(labels[index_tuple])
+    return Slice(plane, np.array(image_hu[index_tuple]), label_slice, (row_mm, column_mm))
 
 
 def audit_pictures(
@@ -228,22 +228,22 @@ def _draw_slices(
     if not slices:  # the case could not be read
         return
     # Height and width of each slice.
-    sizes_mm = [np.multiply(part.image_hu.shape, part.spacing_mm) for part in slices]
+    sizes_mm = [np.multiply(view.image_hu.shape, view.spacing_mm) for view in slices]
     width_mm = sum(size_mm[1] for size_mm in sizes_mm)
     height_mm = max(size_mm[0] for size_mm in sizes_mm)
     px_per_mm = min((_CASE_PX - _GAP_PX) / width_mm, _SLICES_PX / height_mm)
     middle_px = top_px + _SLICES_PX / 2
-    for part, size_mm in zip(slices, sizes_mm, strict=True):
+    for view, size_mm in zip(slices, sizes_mm, strict=True):
         # At least a pixel: a volume of one slice is drawn too.
         height_px, width_px = np.maximum(1.0, size_mm * px_per_mm)
         upper_px = middle_px - height_px / 2
         axes = canvas.draw_slice(
             (left_px, upper_px, left_px + width_px, upper_px + height_px),
-            part.image_hu,
+            view.image_hu,
             values,
-            grey_range(part.image_hu, window_hu),
-            is_up=part.plane == "coronal",
-            outlined=part.labels,
+            grey_range(view.image_hu, window_hu),
+            is_up=view.plane == "coronal",
+            outlined=view.labels,
             width_pt=1.0,
         )
         axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")

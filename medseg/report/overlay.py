@@ -282,15 +282,15 @@ def overlay_montage(
         # Index of the slice along its axis, the view along the others.
         indices: list[int | slice] = list(view.slices())
         indices[axis] = panel.index
-        in_volume = tuple(indices)
-        outlined = None if reference is None else reference[in_volume]
+        index_tuple = tuple(indices)
+        outlined = None if reference is None else reference[index_tuple]
         axes = canvas.draw_slice(
             panel.box_px,
-            image_hu[in_volume],
+            image_hu[index_tuple],
             list(label_names),
             window_hu,
             is_up=panel.plane != "axial",
-            filled=pred[in_volume],
+            filled=pred[index_tuple],
             outlined=outlined,
             shows_errors=True,
         )

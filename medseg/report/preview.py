@@ -145,12 +145,12 @@ def draw_preview(
 
 def _sizes_px(slices: Sequence[PreviewSlice]) -> list[tuple[int, int]]:
     """Choose height and width of each slice in the picture, all in one scale."""
-    largest_mm = max(max(part.size_mm) for part in slices)
+    largest_mm = max(max(view.size_mm) for view in slices)
     # A small volume is not enlarged to the size of a panel: a voxel would be a large square.
     px_per_mm = min(_PANEL_PX / largest_mm, 4.0)
     sizes_px = []
-    for part in slices:
-        height_mm, width_mm = part.size_mm
+    for view in slices:
+        height_mm, width_mm = view.size_mm
         # At least a pixel: a volume of one slice is drawn too.
         height_px = max(1, round(px_per_mm * height_mm))
         width_px = max(1, round(px_per_mm * width_mm))
@@ -170,23 +170,24 @@ def _draw_slices(
     group_height_px = max(height_px for height_px, _ in sizes_px)
     left_px = (_WIDTH_PX - group_width_px) / 2
     # One range for all slices, so that a tissue has the same grey in each of them.
-    all_values = np.concatenate([part.image.ravel() for part in slices])
+    all_values = np.concatenate([view.image.ravel() for view in slices])
     black_and_white = grey_range(all_values, window)
     label_values = [structure.value for structure in structures]
     colours = [structure.colour for structure in structures]
-    for part, (height_px, width_px) in zip(slices, sizes_px, strict=True):
+    for view, (height_px, width_px) in zip(slices, sizes_px, strict=True):
         top_px = _HEADER_PX + (group_height_px - height_px) / 2
         axes = canvas.draw_slice(
             (left_px, top_px, left_px + width_px, top_px + height_px),
-            part.image,
+            view.image,
             label_values,
             black_and_white,
-            is_up=part.plane != "axial",
-            outlined=part.labels,
+            is_up=view.plane != "axial",
+            outlined=view.labels,
             width_pt=1.3,
             colours=colours,
         )
-        draw_marks(axes, part.plane, f"{part.plane} {part.index + 1}/{part.num_slices}")
+        caption = f"{view.plane} {view.index + 1}/{view.num_slices}"
+        draw_marks(axes, view.plane, caption)
         left_px += width_px + _GAP_PX
 
 
