@@ -189,8 +189,8 @@ def _fits(value: Any, hint: Any) -> bool:
         # For Python, true and false are the numbers 1 and 0.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        # YAML reads 1e3 as a float: a whole number fits `int` in either type.
-        return hint is float or float(value).is_integer()
+        # YAML reads 1e3 as a float, which fits `int` too.
+        return hint is float or isinstance(value, int) or value.is_integer()
     kind = origin or hint  # of `list[int]` the origin, `list`
     if isinstance(kind, type):
         return _is_of_class(value, kind, arguments)

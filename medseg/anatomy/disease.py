@@ -241,7 +241,7 @@ def paint_fluid(
     is_pool = rng.integers(2) == 0
     depth_mm = _pool(place, wall_mm) if is_pool else _layer(place, wall_mm)
 
-    # Dense lung reaches deeper than the fluid. Then the fluid is painted over its outer part.
+    # The dense lung reaches deeper than the fluid, which is then painted over its outer part.
     squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
     squeezed = Lesion(
         depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), edge_mm=4.0, has_branches=True

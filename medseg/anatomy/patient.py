@@ -8,14 +8,14 @@ from medseg.anatomy.rules import EROSION_MM, LEAST_PIECE_SHARE, READ_SPACING_MM,
 
 
 def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Find the voxels beyond the convex outline of the thick pieces of soft tissue, by slices.
+    """Find the voxels beyond the convex outline of thick pieces of soft tissue, slice by slice.
 
     Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge
     of the image, which cuts the patient off, the outline contains this edge as far as the tissue
     extends along it. Between two cut sides it also contains all that lies in front, since the image
-    may show a part of the chest without its front wall. Nothing counts as outside in a slice
-    without soft tissue, or where it reaches several edges, unless these are the two sides, with or
-    without the front edge.
+    may show a part of the chest without its front wall. No voxel counts as outside in a slice
+    without soft tissue, nor in a slice whose soft tissue reaches several edges other than the two
+    sides, or the two sides and the front.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.

@@ -296,8 +296,8 @@ class Cascade:
     def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
         """Apply the clean-up of the model, in place, and say what it changed.
 
-        It is the last step that changes labels, since a cross-validation chose it on results that
-        had gone through all other steps. The agreements of the stages are not computed again: the
+        The clean-up is the last step that changes labels, since a cross-validation chose it on
+        results of all other steps. The agreements of the stages are not computed again: the
         bound on Dice was calibrated with agreements from before a clean-up.
         """
         clean_ups = self.last.clean_up
@@ -455,7 +455,7 @@ def _refine_regions(
         `paste_percent`.
     """
     lattice = grid.resampled(fine.spacing_mm)
-    # The rule of the fine stage may scale its lattice, by the spacing of the scan.
+    # The grid rule of the stage may rescale the lattice, depending on the spacing of the scan.
     lattice = lattice.resampled(fine.rule.spacing_mm(grid.spacing_mm))
     # Measured once, on the whole scan: a crop has other statistics.
     intensities = fine.intensities(images)

@@ -1,4 +1,4 @@
-"""Trained stage: its networks, what they require of their input, and their run within a budget."""
+"""Trained stage: its networks, the requirements on their input, and inference within a budget."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TrainedStage:
     """Networks of a stage and what their checkpoints say about the input.
 
     Attributes:
-        network: From an image (N, C, D, H, W) to logits; has a `divisor`.
+        network: Maps images (N, C, D, H, W) to logits; has a `divisor`.
         name: `coarse`, `fine` or `single`.
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
@@ -254,7 +254,7 @@ class TrainedStage:
             shape = (image.shape[1], image.shape[2], image.shape[3])
             first_plan = self.plan(shape, options)
             plan = first_plan
-            # Each turn tries one way through the networks. If its memory runs out, the next turn
+            # Each iteration tries one way to run the networks. If memory runs out, the next one
             # tries a way that needs less.
             while True:
                 can_use_slabs = plan.slab_bytes is None and stage.allows_slabs
@@ -332,7 +332,7 @@ class TrainedStage:
             self.plan(self.tile_size, options)
         elif self.allows_slabs:
             lattice = grid.resampled(self.spacing_mm)
-            # The rule may choose another spacing by that of the scan; None keeps the lattice.
+            # The grid rule may rescale the lattice, depending on the spacing of the scan.
             rule_spacing_mm = self.rule.spacing_mm(grid.spacing_mm)
             scaled = lattice.resampled(rule_spacing_mm)
             self.plan(self.rule.size or scaled.shape, options)

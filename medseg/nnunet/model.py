@@ -651,8 +651,8 @@ class NnunetModel:
     def _side_warnings(self, grid: VoxelGrid) -> list[str]:
         """Warn if left and right labels depend on how the scan happens to be stored.
 
-        Only a network that sees the stored array depends on it, and a scan that is stored as usual
-        for a CT, in LPS, needs no warning.
+        Only a network that sees the stored array depends on the storage. A scan that is stored in
+        LPS, as usual for a CT, needs no warning.
         """
         is_lps = orientation_of(grid) == Orientation((0, 1, 2), (False, False, False))
         if self.orientation != Seen.stored or is_lps or not self.task.has_sides:

@@ -700,7 +700,10 @@ def _number(value: Any, name: str, low: float, high: float) -> float:
 
 
 def _flag(value: Any, name: str) -> bool | None:
-    """Return a value that must be true, false or null; as in nnU-Net, 1 and 0 are the first two."""
+    """Return a value that must be true, false or null.
+
+    As in nnU-Net, 1 and 0 count as true and false.
+    """
     if value is None:
         return None
     # `in` compares by `==`, so that 1 and 0 are found too.

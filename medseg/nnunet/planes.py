@@ -42,7 +42,7 @@ def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: Spacin
     is no such axis.
 
     Args:
-        separate_z: `force_separate_z` of the plan.
+        separate_z: `force_separate_z` of the plan; None = only if source or target is anisotropic.
         current_mm: Spacing of the source.
         new_mm: Spacing of the target.
     """
@@ -82,7 +82,7 @@ class SamePlanes:
 class TorchPlanes:
     """Planes of torch's linear interpolation in float32; see `Planes`.
 
-    They have the bits of one call of torch on the whole volume. Torch interpolates along x, then y,
+    Their bits are those of a call of torch on the whole volume. Torch interpolates along x, then y,
     then z. For x and y, a call on the two source planes goes through the same kernel; for z this
     class computes what torch's fused multiply-add does. Slices across a separate axis are
     two-dimensional images to torch, which takes another kernel for results with H + W <= 128: there

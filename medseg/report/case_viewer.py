@@ -28,7 +28,7 @@ SUFFIX = ".html"
 
 
 class PackedCase(NamedTuple):
-    """What a viewer needs of the voxels of a case.
+    """Reduced voxels of a case, and its differences to the reference, for a viewer.
 
     Attributes:
         volumes: Reduced scan, labels and differences.
@@ -43,7 +43,7 @@ class PackedCase(NamedTuple):
 
 
 class CaseReport(NamedTuple):
-    """What a viewer shows of the report of a prediction.
+    """Part of the report of a prediction that a viewer shows.
 
     `identity` is that of the patient. All other fields are described in
     `medseg.inference.segmentation.Segmentation`.

@@ -504,7 +504,7 @@ def _can_be_best(setting: Setting) -> bool:
 
 
 def _rank_key(setting: Setting) -> tuple[bool, bool, float, float]:
-    """Sort key of a setting, smaller is better: has a result, is complete, Dice, peak memory."""
+    """Sort key of a setting, the best first: lacks a result, is incomplete, -Dice, peak memory."""
     dices = setting.metrics.get(VAL_DICE.key)
     minus_dice = -fmean(dices) if dices else 0.0
     peaks_gib = setting.metrics.get(PEAK.key)

@@ -38,8 +38,8 @@ class Card:
         status: Status in `summary.csv`, a key of `STATUS_WORDS`.
         patient: Patient ID, or "".
         date: Date of the study, or "".
-        volumes_ml: Label name to its volume, after the volume of all labels together; None for a
-            failed scan.
+        volumes_ml: First the volume of all labels together, then the volume of each label, by
+            name; the volumes of a failed scan are None.
         warnings: Sentences that need attention.
         information: Sentences that need no action.
         codes: Codes of the warnings, each once.

@@ -34,7 +34,7 @@ class PreviewSlice:
 
     Attributes:
         plane: `axial`, `coronal` or `sagittal`.
-        index: Index of the slice along the axis that the plane is across.
+        index: Index of the slice along the axis perpendicular to the plane.
         num_slices: Number of slices along that axis.
         image: Values (rows, columns).
         labels: Label values (rows, columns).

@@ -287,9 +287,9 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
 
 
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Mask (H, W) of the columns of a lung without the outermost, below which lies its wall."""
-    # The distance that tissue must have from a lung in `tissue_below` is kept from its wall, too.
-    # Pixels are taken as square: the spacing along y holds for x, too.
+    """Mask (H, W) of the columns of a lung without a margin, below which lies the chest wall."""
+    # The margin is as wide as the least depth of `tissue_below`. The pixels of a CT are square, so
+    # the spacing along y is also that along x.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
     return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
 
@@ -379,8 +379,8 @@ def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | Non
     low_mm2, high_mm2 = TRACHEA_MM2
     if areas_mm2[largest] < low_mm2 or areas_mm2[largest] > high_mm2:
         return None
-    centre_y, centre_x = ndimage.center_of_mass(pieces == largest)
-    return float(centre_y), float(centre_x)
+    piece_y, piece_x = ndimage.center_of_mass(pieces == largest)
+    return float(piece_y), float(piece_x)
 
 
 def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
