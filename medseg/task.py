@@ -191,7 +191,7 @@ class Task:
         return tuple(sorted(values))
 
     def as_one_stage(self) -> Task:
-        """Return the task without regions, as one stage segments it; sides stay sides."""
+        """Return the task without regions, for a network of one stage; it keeps `has_sides`."""
         return replace(self, regions=(), is_sided=self.has_sides)
 
     @property

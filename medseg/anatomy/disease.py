@@ -54,7 +54,7 @@ WALL_MM = 20.0
 
 
 class Lesion(NamedTuple):
-    """A lesion.
+    """Lesion to be painted.
 
     Attributes:
         depth_mm: Distance from its border, positive inside, (D, H, W).
@@ -97,7 +97,7 @@ class Place(NamedTuple):
         voxel = int(voxels[int(self.rng.integers(len(voxels)))])
         centre = np.unravel_index(voxel, tuple(self.organ.shape))
         centre_z, centre_y, centre_x = (int(index) for index in centre)
-        # Log-uniform: each factor of two is as likely.
+        # Log-uniform: each doubling of the radius is equally likely.
         log_low, log_high = map(math.log, radius_mm)
         drawn_radius_mm = math.exp(self.rng.uniform(log_low, log_high))
         z, y, x = self.points_mm
@@ -132,7 +132,7 @@ class Place(NamedTuple):
             tilt: Largest slope, in mm per mm.
         """
         z, y, x = self.points_mm
-        # Slopes are as often negative as positive, so that their signs below mean nothing.
+        # The slopes are symmetric about 0, so their signs in the formula do not matter.
         slope_z, slope_x = self.rng.uniform(-tilt, tilt, size=2)
         along = y - slope_z * z + slope_x * x
         # Divided by the length of the plane's normal: a distance in mm.
@@ -147,7 +147,7 @@ class Place(NamedTuple):
             share: In [0, 1].
         """
         organ_mm = back_mm[self.organ]
-        # Some 10,000 of the voxels are enough for a quantile.
+        # About 10,000 voxels are enough for a quantile.
         step = 1 + len(organ_mm) // 10_000
         return float(torch.quantile(organ_mm[::step], 1.0 - share))
 
@@ -219,9 +219,9 @@ def paint_fluid(
 ) -> None:
     """Paint pleural fluid into the outer part of a lung, in place.
 
-    The fluid lies at the back, where it sinks to, and climbs at the wall; half of the time it is a
-    layer along the wall instead. It becomes background. The lung that it squeezes becomes dense and
-    keeps its label. An organ that is too dense to be a lung stays as it is.
+    In half of the calls the fluid is a pool at the back with a meniscus at the wall, else a layer
+    along the wall. The fluid becomes background. The lung that it squeezes becomes dense and keeps
+    its label. An organ that is too dense to be a lung stays as it is.
 
     Args:
         image_hu: (D, H, W) float32; y runs to the patient's back.
@@ -230,7 +230,7 @@ def paint_fluid(
         rng: Source of all choices.
         spacing_mm: Voxel spacing, (z, y, x).
     """
-    # With a margin in which the wall of the organ can be found, see `_depth_below_wall`.
+    # With a margin, because `_depth_below_wall` averages over neighbours within `WALL_MM`.
     box = _box_around(labels == value, WALL_MM, spacing_mm)
     image_hu = image_hu[box]
     labels = labels[box]
@@ -344,7 +344,7 @@ class LungEffect(Effect):
 
 @dataclass(frozen=True, kw_only=True)
 class Disease(LungEffect):
-    """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
+    """Effect that paints up to three lesions into a lung; voxels denser than a lesion stay.
 
     The labels stay: they include consolidation, ground glass, a mass or collapse.
     Only an organ whose median is at most `MAX_LUNG_HU` is painted; what belongs to another label
@@ -395,7 +395,7 @@ class Disease(LungEffect):
 
 @dataclass(frozen=True)
 class Fluid(LungEffect):
-    """Pleural fluid between a lung and the chest wall, see `paint_fluid`.
+    """Effect that paints pleural fluid between a lung and the chest wall, see `paint_fluid`.
 
     The probability is that of each lung of a sample.
     """
@@ -406,7 +406,7 @@ class Fluid(LungEffect):
 
 @dataclass(frozen=True)
 class Missing(LungEffect):
-    """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
+    """Effect that replaces one lung of a sample by fluid or fat, see `paint_missing`.
 
     The probability is that of a sample. A sample that shows a single lung is not changed, since no
     lung would be left.
@@ -439,8 +439,8 @@ def _fill(
     """
     filling_hu = _texture(place).add_(place.rng.uniform(*range_hu))
     change_hu = filling_hu - image_hu
-    # Inside the lung nothing shines through. In the rim beyond its outline, ribs and muscles, which
-    # are denser than the filling, stay.
+    # Inside the lung the filling replaces all densities. In the rim beyond its outline, tissue that
+    # is denser than the filling stays, such as ribs and muscles.
     change_hu = torch.where(place.organ, change_hu, change_hu.clamp(min=0.0))
     share = _share_inside(depth_mm, FLUID_EDGE_MM)
     image_hu.add_(share * place.paintable * change_hu)
@@ -489,7 +489,7 @@ def _layer(place: Place, wall_mm: Tensor) -> Tensor:
 
 
 def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Spacing) -> None:
-    """Make what is less dense than a lesion as dense, in place; what is denser stays."""
+    """Raise voxels that are less dense than a lesion to its density, in place; others stay."""
     lesion_hu = _texture(place).add_(lesion.hu)
     if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
         vessel_hu = lesion.hu + place.rng.uniform(10.0, 150.0)
@@ -505,9 +505,9 @@ def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Sp
 
 
 def _texture(place: Place) -> Tensor:
-    """Draw noise of a scanner and slow changes of density, in HU about 0, (D, H, W)."""
-    grain = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
-    texture = torch.from_numpy(grain).mul_(place.rng.uniform(5.0, 25.0))
+    """Draw scanner noise and slow variations of density, in HU about 0, (D, H, W)."""
+    noise = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
+    texture = torch.from_numpy(noise).mul_(place.rng.uniform(5.0, 25.0))
     return texture.add_(place.roughness, alpha=place.rng.uniform(0.0, 8.0))
 
 
@@ -560,7 +560,7 @@ def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spa
 
 
 def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[slice, slice, slice]:
-    """Find the box of a mask that is not empty, with a margin, inside its volume."""
+    """Find the box of a non-empty mask with a margin, clipped to the volume of the mask."""
     voxels = mask.nonzero()
     start = voxels.min(0).values
     stop = voxels.max(0).values + 1

@@ -83,7 +83,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
             f"one of {names} extends beyond the centre of the other: the coarse stage may have "
             "mixed up the sides"
         )
-    # The sides of an organ differ, but not by as much as where one is cut or collapsed.
+    # Normal sides differ by less than this ratio. A cut or collapsed side exceeds it.
     if large_ml > MAX_VOLUME_RATIO * small_ml:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: "

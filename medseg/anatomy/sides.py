@@ -1,4 +1,4 @@
-"""Sides of an organ: a lone side that is doubtful."""
+"""Check of a lone side of a paired organ against the side at which the scan is cut."""
 
 from collections.abc import Mapping
 

@@ -536,10 +536,10 @@ def _compare_stages(
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:
-    """Return a label map whose memory follows its axes; a view in another order is copied."""
+    """Return a label map in C order; a view in another order is copied."""
     if labels.flags.c_contiguous:
         return labels
-    # `new_array` may lie in a scratch file, where a volume exceeds the memory.
+    # `new_array` uses a scratch file if the volume exceeds the memory.
     copied = new_array(labels.shape, labels.dtype)
     np.copyto(copied, labels)
     return copied

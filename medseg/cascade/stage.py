@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
         std: Their standard deviation (D, H, W), float32, one number for all classes, from 0 to
             0.71, the square root of a half; None with a single checkpoint and no flips.
         tiling_plan: How the crop went through the network.
-        warnings: What did not go as planned, a sentence each.
+        warnings: A sentence for each time that memory ran out.
     """
 
     probs: Tensor
@@ -63,7 +63,7 @@ class Prediction(NamedTuple):
 
 @dataclass
 class TrainedStage:
-    """Networks of a stage and what their checkpoints say about the input.
+    """Networks of a stage, with the settings that their checkpoints state.
 
     Attributes:
         network: Maps images (N, C, D, H, W) to logits; has a `divisor`.
@@ -518,7 +518,7 @@ def _copy_on_cpu(network: nn.Module) -> nn.Module:
         if on_cpu.dtype in HALF.values():
             copies[id(weight)] = on_cpu.float()
         else:
-            # What is on the CPU already would be shared with the original.
+            # `cpu` returns the weight itself if it is on the CPU, which must not be shared.
             copies[id(weight)] = on_cpu.clone()
     # Buffers are plain tensors, but the parameters of a module must stay `nn.Parameter`.
     for parameter in network.parameters():

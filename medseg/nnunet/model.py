@@ -407,7 +407,7 @@ class NnunetModel:
     def _keeps_planes(self, grid: VoxelGrid) -> bool:
         """Whether the planes of the network are slices of the stored scan.
 
-        If they are not, each plane of labels touches all pages of their array.
+        If they are not, each plane of labels touches all memory pages of the label map.
         """
         stored_axes = self._reorientation_of(grid).orientation.order
         first_axis = self.plan.transpose[0]
@@ -581,7 +581,8 @@ class NnunetModel:
         """Yield planes of logits (K, H, W) of one fold, without the padding."""
         checkpoint = read_checkpoint(fold.path, f"weights={self.folder.path}")
         self.network.load_state_dict(checkpoint.weights)
-        # The network has a copy; a generator would keep the weights until its last plane.
+        # The network has copied the weights. Without this line the generator would keep them until
+        # its last plane.
         del checkpoint
         planes = finished_planes(
             self._run,

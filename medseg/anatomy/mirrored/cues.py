@@ -23,7 +23,7 @@ from medseg.task import Task
 # The values before `SCALES` were chosen from anatomy, not measured. Around solid tissue there is no
 # gas, fat or bone within this distance, which is twice the spacing at which a scan is read.
 SOLID_MM = 5.0
-# Tissue of a lower density is light, as fat or gas.
+# Less dense voxels count as light: fat or gas.
 LIGHT_HU = -20.0
 # A column along z without a denser voxel lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
@@ -43,7 +43,7 @@ TRACHEA_MM = 20.0
 AORTA_REACH_MM = (10.0, 35.0)
 # Part of the height of the lungs, from below, in which the heart is looked for.
 HEART_SHARES = (0.1, 0.5)
-# What a cue must measure to have the size 1, in the unit of the function that measures it. In 21
+# Measure that makes a cue of size 1, in the unit of the function that measures the cue. In 21
 # scans of whole chests the liver measures 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 mm without two
 # scans of lungs that have lost much volume), the aorta -0.3 to 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
@@ -69,7 +69,7 @@ SENTENCES = {
 
 
 class Lungs(NamedTuple):
-    """Both lungs on a coarse grid, told apart by their place.
+    """Both lungs on a coarse grid, distinguished by their position.
 
     Attributes:
         left: Mask (D, H, W) of the lung at larger x.
@@ -240,9 +240,9 @@ def liver_excess(lungs: Lungs) -> float | None:
     light as fat or gas.
 
     Returns:
-        Share of solid tissue below the right lung less that below the left one, averaged with the
-        share of light tissue below the left lung less that below the right one, so within ±1; None
-        where the scan shows too little below one of them.
+        Mean of two differences, within ±1: the share of solid tissue below the right lung minus
+        that below the left one, and the share of light tissue below the left lung minus that below
+        the right one. None where the scan shows too little below one of them.
     """
     spacing_mm = np.array(lungs.spacing_mm)
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
@@ -266,7 +266,7 @@ def liver_excess(lungs: Lungs) -> float | None:
 
 
 def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
-    """Slices of what `solid_and_light` reads for the voxels of a mask, which is not empty."""
+    """Slices of the part that `solid_and_light` reads for the voxels of a non-empty mask."""
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask shows what lies below a lung"
     # Two filters, one after the other, each with a reach of at most `SOLID_MM`, rounded to voxels.
@@ -337,8 +337,9 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
     """Measure by how much more tissue lies to the left of the trachea than to its right.
 
     Returns:
-        Mean difference of the distances from the trachea to both lungs in the upper half of the
-        lungs, in mm; None where the trachea is seen along less than `TRACHEA_MM`.
+        Distance from the trachea to the left lung minus that to the right lung, in mm, the mean
+        over the upper half of the lungs; None where the trachea is seen along less than
+        `TRACHEA_MM`.
     """
     z_mm, y_mm, x_mm = lungs.spacing_mm
     differences_mm = []
@@ -387,8 +388,8 @@ def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
     """Measure by how much more lung lies on the right beside the front of the spine.
 
     Returns:
-        Difference of the shares of lung to both sides, the mean over the slices, within ±1; None
-        where fewer than four slices show the spine between the lungs.
+        Share of lung to the right of the spine minus that to its left, the mean over the slices,
+        within ±1; None where fewer than four slices show the spine between the lungs.
     """
     _, y_mm, x_mm = lungs.spacing_mm
     is_lung = lungs.left | lungs.right
@@ -452,8 +453,8 @@ def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
     """Measure how far to the left of the middle of the chest the heart lies.
 
     Returns:
-        Mean distance in mm of what lies between the front halves of the lungs from the middle
-        between their outer borders; None where few rows show it.
+        Mean offset to the left, in mm, of the middle of the gap between the front halves of the
+        lungs from the middle between their outer borders; None with fewer than ten rows.
     """
     offsets = []
     for z in _levels(lungs, *HEART_SHARES):

@@ -35,7 +35,7 @@ MIN_AIR_ML = 100.0
 TRACHEA_REACH_MM = 30.0
 # Least share of its bounding rectangle in a slice that the trachea fills, since it is round.
 TRACHEA_FILL = 0.5
-# Each measure is divided by this number, in its own unit: a cue of 1 is a clear one. In 22 whole
+# Measure that makes a cue of size 1, in the unit of the measure. In 22 whole
 # chests `trachea_excess_mm` is 36 to 128 mm, `liver_excess` 0.27 to 0.72.
 SCALES = {"trachea": 40.0, "liver": 0.3}
 
@@ -177,7 +177,7 @@ def liver_excess(lungs: Lungs) -> float | None:
     Liver, spleen and heart are large and solid; around an apex lie fat, muscles and ribs.
 
     Returns:
-        `_solid_excess` below the lungs less that above them, within ±2; None where the scan shows
+        `_solid_excess` below the lungs minus that above them, within ±2; None where the scan shows
         too little below or above the lungs.
     """
     below = _solid_excess(lungs)
@@ -190,7 +190,7 @@ def liver_excess(lungs: Lungs) -> float | None:
 
 
 def _solid_excess(lungs: Lungs) -> float | None:
-    """Share of solid tissue below the lungs less the share of light tissue there, within ±1.
+    """Share of solid tissue below the lungs minus the share of light tissue there, within ±1.
 
     None where the scan shows too little below one of the lungs.
     """
