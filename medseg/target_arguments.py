@@ -233,8 +233,8 @@ def _item_hints(kind: type, arguments: tuple[Any, ...], num_items: int) -> Seque
         num_items: Length of the list.
 
     Returns:
-        The annotation of each item; for `tuple[int, float]` always these two, since classes often
-        also take another length than that which they annotate.
+        The annotation of each item. For `tuple[int, float]` these are always two: the length of the
+        list is left to the class, which often takes other lengths than it annotates.
     """
     is_by_position = issubclass(kind, tuple) and arguments[-1] is not Ellipsis
     return arguments if is_by_position else arguments[:1] * num_items

@@ -245,7 +245,7 @@ def bind_target(
         trusted: Prefixes of `trusted_targets`.
 
     Returns:
-        The class with its arguments; call it with what `leading` stood for.
+        The class with its arguments; call it with the positional arguments in place of `leading`.
 
     Raises:
         UserError: If the class is not trusted, does not exist or does not take the arguments.

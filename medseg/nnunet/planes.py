@@ -84,9 +84,9 @@ class TorchPlanes:
 
     Their bits are those of a call of torch on the whole volume. Torch interpolates along x, then y,
     then z. For x and y, a call on the two source planes goes through the same kernel; for z this
-    class computes what torch's fused multiply-add does. Slices across a separate axis are
-    two-dimensional images to torch, which takes another kernel for results with H + W <= 128: there
-    the last bit of a value may differ.
+    class computes what torch's fused multiply-add does. Slices across a separate axis are passed to
+    torch as two-dimensional images by nnU-Net. If H + W <= 128, torch has another kernel for these,
+    and the last bit of a value may differ.
 
     Args:
         source: Shape of the volume.

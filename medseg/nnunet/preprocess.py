@@ -171,7 +171,7 @@ def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
-    """Find the box of the voxels that are not zero in at least one channel; if none is, all."""
+    """Find the box of the voxels that are not zero in some channel; of a scan of zeros, all."""
 
     def nonzero_masks() -> Iterator[np.ndarray]:
         """Yield a mask (H, W) of these voxels for each plane."""
@@ -363,8 +363,9 @@ class _Limits:
             low = np.array([plane.min() for plane in source])
             high = np.array([plane.max() for plane in source])
         else:
-            # A slice across axis 1 or 2 has one line in each plane. Axis 1 of the volume is axis 0
-            # of a plane, whose lines are then reduced along its axis 1, and the other way round.
+            # A slice across axis 1 or 2 of the volume has one line in each plane. Axis 1 is axis 0
+            # of a plane, so the line runs along its axis 1; axis 2 is axis 1 of a plane, so the
+            # line runs along its axis 0.
             reduced_axis = 2 - self._separate
             low = np.min([plane.min(axis=reduced_axis) for plane in source], axis=0)
             high = np.max([plane.max(axis=reduced_axis) for plane in source], axis=0)

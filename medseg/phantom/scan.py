@@ -86,7 +86,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         is_outside = _is_outside_circle(spec.matrix)
         for array, value in ((image, spec.padding_hu), (labels, 0), (organs, 0)):
             array[:, is_outside] = value
-    # This follows the padding, which may cut a lung into pieces.
+    # After the padding, which may cut a lung into pieces.
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
     # Both maps have the same values for the lungs. A voxel of a lung and of another organ becomes
     # the lung's.

@@ -79,7 +79,8 @@ class Organ(NamedTuple):
         sign: -1 mirrors the centre from left to right, 1 leaves it.
         centre_xyz: Centre before it is mirrored.
         radii_xyz: Half axes.
-        contrast: Difference from the body in each channel, -1 to 1; at least 0.2 away from 0.
+        contrast: Difference from the body in each channel, -1 to 1. It is at least 0.2 away from 0,
+            except in the region of ignored voxels, where it is 0.
         volume_ml: Its smallest and largest plausible volume.
     """
 

@@ -36,7 +36,7 @@ class Slice(NamedTuple):
     Attributes:
         plane: `coronal` or `axial`.
         image_hu: Image in HU, (rows, columns).
-        labels: Label values of the same shape; None where there are none.
+        labels: Label values of the same shape; None for a case without labels.
         spacing_mm: Distance of neighbouring rows, and of neighbouring columns, in mm.
     """
 
@@ -201,7 +201,7 @@ def _write_heading(canvas: Canvas, left_px: float, top_px: float, case: CaseView
     """Write name and grid of a case, with a mark for its worst finding."""
     severities = [severity for severity, _ in case.findings]
     worst = min(severities, key=list(_SEVERITY_COLOURS).index, default="information")
-    # Information asks for no action: the case gets the same mark as one without a finding.
+    # Information needs no action: the case gets the same mark as one without a finding.
     if worst == "information":
         canvas.write(left_px, top_px, "✓", color=TEXT, fontsize=11)
     else:

@@ -197,7 +197,7 @@ def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     """
     # A label that was not measured has no figures at all; its volume is shown as 0.
     texts = {"ml": f"{figures.get('ml') or 0:.0f}"}
-    # The figures in HU are None together. The percentiles are whole numbers already.
+    # All figures in HU are None if one of them is. The percentiles are whole numbers already.
     if figures.get("mean_hu") is not None:
         share = figures["share_below_minus_950_hu"] or 0
         texts["mean HU"] = f"{figures['mean_hu']:.0f}"

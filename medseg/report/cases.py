@@ -233,7 +233,7 @@ def worst_first(rows: Sequence[Row]) -> list[str]:
 
 
 def _badness(row: Row) -> tuple[float, float]:
-    """Sort key of a row that puts the worst first."""
+    """Sort key of a row that puts the worst first: the lowest Dice, then the largest HD95."""
     return row["dice"], -row["hd95_mm"]
 
 

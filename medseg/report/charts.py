@@ -33,7 +33,7 @@ _MAX_KEYS = 9
 _MAX_POINTS = 200
 # Ticks of the logarithmic axis of a Dice.
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
-# A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice.
+# Smaller values of 1 - Dice are drawn at this value, since the axis is logarithmic in 1 - Dice.
 _LEAST_ERROR = 0.0005
 # An axis is logarithmic where its largest value is at least this many times the smallest.
 _LOG_RATIO = 8.0

@@ -601,8 +601,8 @@ def _texts_by_key(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     """List the text of each key, or chosen group, in each run.
 
     A text is None where the run never got a configuration and has no override of that key. A key
-    that a configuration lacks, as that of Adam lacks a momentum, has the text `MISSING`, which
-    counts as a difference.
+    that a configuration lacks, such as `optimizer.momentum` with Adam, has the text `MISSING`,
+    which counts as a difference.
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)

@@ -159,6 +159,6 @@ def _link(file_name: str) -> str:
     """Address of a file beside the page; "" without a name."""
     if not file_name:
         return ""
-    # A name may contain `#` or `?`; with "./" a colon in it does not end the name of a protocol. A
-    # name that is not UTF-8 has surrogates in Python.
+    # `quote` escapes `#` and `?` in a name. Without "./" the letters before a colon would be read
+    # as a protocol. A name that is not UTF-8 has surrogates in Python.
     return f"./{quote(file_name, errors='surrogateescape')}"

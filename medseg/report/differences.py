@@ -62,7 +62,7 @@ def paired_difference(
     """Compare two results patient by patient.
 
     The patients count equally, whatever the number of their cases. The mean of a patient with more
-    cases varies less; Student's t then keeps its level or is a little too careful (Ibragimov and
+    cases varies less; Student's t then keeps its level or is slightly conservative (Ibragimov and
     Müller, Journal of Business & Economic Statistics 28 (2010) 453).
 
     Args:

@@ -424,7 +424,7 @@ def _draw_header(
         entries.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
         for name, colour in ERROR_COLOURS.items():
             entries.append(Patch(facecolor=colour, label=name))
-    # At the right end of the header, in its middle.
+    # At the right end of the header, vertically centred.
     anchor = (1 - 4 / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px)
     canvas.figure.legend(
         handles=entries,

@@ -21,7 +21,7 @@ _PANEL_PX = 424
 _GAP_PX = 4
 _HEADER_PX = 48
 _LINE_PX = 20
-# Largest number of letters of the title, and of warnings.
+# Largest number of letters of the title, and largest number of warnings.
 _MAX_TITLE = 90
 _MAX_WARNINGS = 8
 # Letters of 10 points that fit into a line.

@@ -194,7 +194,7 @@ def _link_to(
         run: Run; None to search by the following arguments.
         setting: Setting of the run of the picture.
         case: Case that the picture shows.
-        label: Label that the case has a Dice of.
+        label: Label with a Dice in the picture.
     """
     for picture in pictures:
         is_of_run = run is not None and picture["run"] is run

@@ -28,7 +28,7 @@ from medseg.report.templates import open_templates
 # Spacing of the voxels in the page; a scan whose page would be too large gets a coarser one.
 SPACING_MM = 1.5
 
-# HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone.
+# Range of HU of the 256 grey values of a CT in the page: steps of 8 HU, from air to bone.
 CT_RANGE_HU = (-1024.0, 1024.0)
 
 # Values of the map of differences to a reference: 1 = voxels of the reference only, 2 = of the
