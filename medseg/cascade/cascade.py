@@ -24,6 +24,7 @@ from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.clean_up import clean
 from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import (
+    NO_LABEL,
     RegionBox,
     Segmentation,
     StatedBound,
@@ -282,11 +283,7 @@ class Cascade:
         result.dice_at_least = self._stated_bounds(result)
         # In a task with regions, the localisation has already warned of an empty result.
         if not task.regions and not any(result.volumes_ml.values()):
-            sentence = (
-                "no label found at all: the result is empty; check that the scan shows the organs "
-                "of the task"
-            )
-            result.findings += warnings_of("empty_result", [sentence])
+            result.findings += warnings_of("empty_result", [NO_LABEL])
         if task.is_ct:
             airless = airless_warnings(labels, image, task)
             result.findings += warnings_of("airless_side", airless)

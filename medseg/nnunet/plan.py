@@ -555,6 +555,7 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     if not isinstance(level_strides, list) or len(level_strides) != num_levels:
         raise PlanError(f"strides: expected a list of {num_levels}, one for each level")
     num_axes = len(patch_size)
+    # Product of the strides of all levels, along each axis.
     divisor = []
     for axis in range(num_axes):
         axis_strides = [_stride(stride, axis, num_axes) for stride in level_strides]

@@ -95,6 +95,7 @@ def paired_difference(
     ci95_high = None
     # A single patient has no variance.
     if len(gains) > 1:
+        # Half width = quantile of t * standard error of the mean.
         quantile = t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1)
         half_width = float(quantile * sem(gains))
         ci95_low = mean_gain - half_width
