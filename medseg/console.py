@@ -14,7 +14,7 @@ PROGRESS_S = 15.0  # least time between two messages of a task's progress
 
 
 def prepare_streams() -> None:
-    """Make printing safe: no text ends this process, or one that it starts, with an error.
+    """Make printing safe: no text raises an error in this process or in one that it starts.
 
     A letter that the terminal cannot show is written as its code. A stream that was closed before
     the start is redirected to the null device. Otherwise the next file that is opened would get its

@@ -79,10 +79,10 @@ def prepare(
     """
     transposed = [image.transpose(plan.transpose) for image in images]
     z, y, x = plan.transpose
-    spacing = spacing_mm[z], spacing_mm[y], spacing_mm[x]
-    plan = plan.for_scan(spacing)
+    transposed_mm = spacing_mm[z], spacing_mm[y], spacing_mm[x]
+    plan = plan.for_scan(transposed_mm)
     box = nonzero_box(transposed)
-    shape = resampled_shape(box.shape, spacing, plan)
+    shape = resampled_shape(box.shape, transposed_mm, plan)
     # A scan smaller than a patch lies in the middle of one.
     padded_shape = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
     padding = [(padded - size) // 2 for padded, size in zip(padded_shape, shape, strict=True)]
@@ -109,13 +109,13 @@ def prepare(
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
         target = image[number, planes, rows, columns]
-        _resample(normalised, target, box.shape, spacing, plan)
+        _resample(normalised, target, box.shape, transposed_mm, plan)
     if labels is not None:
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
         target = image[-1, planes, rows, columns]
-        resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
+        resample_previous(labels, target, plan.labels_resampling, transposed_mm, plan.spacing_mm)
     z_padding, y_padding, x_padding = padding
-    return Prepared(image, (z_padding, y_padding, x_padding), shape, box, spacing)
+    return Prepared(image, (z_padding, y_padding, x_padding), shape, box, transposed_mm)
 
 
 def filtered_image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:

@@ -198,7 +198,8 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
     # The unit is arbitrary, so that it differs from scan to scan.
     unit = np.exp(rng.normal(np.log(300), 0.5))
     bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), grain_mm=160).at(points))
-    # The scanner gives the magnitude of a complex signal with noise in both parts.
+    # The scanner gives the magnitude of a complex signal: the tissue's signal, exp(0.9 contrast)
+    # times the bias field, lies in the real part, and both parts have noise.
     real, imaginary = 0.05 * rng.standard_normal((2, *points.shape))
     return np.asarray(unit * np.hypot(np.exp(0.9 * contrast) * bias * inside + real, imaginary))
 
