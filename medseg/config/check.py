@@ -38,9 +38,10 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# For each setting our keys, of which a command may have some only, and the names of the setting in
-# nnU-Net, MONAI, Lightning and lightning-hydra-template. Blanks divide the keys and the names.
-HABITS = {
+# Our keys of a setting, and the names of that setting in nnU-Net, MONAI, Lightning and
+# lightning-hydra-template; each text is a list divided by blanks. A command may lack some of the
+# keys.
+FOREIGN_NAMES = {
     "optimizer.lr": "lr learning_rate initial_lr base_lr",
     "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
     "stage.validate_every": "val_interval val_check_interval check_val_every_n_epoch eval_every",
@@ -426,7 +427,7 @@ def _explain_reference(key: str, sentence: str) -> str:
 
 
 def _key_in(lines: Sequence[str]) -> str:
-    """Find the key that the lines of an error name; "" without one."""
+    """Find the key in the lines of an error's message; "" if they name none."""
     for line in lines:
         if line.startswith("full_key:"):
             return line.partition(":")[2].strip()
@@ -490,7 +491,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
     """
     last = key.rpartition(".")[2]
     near = []
-    for our_keys, names in HABITS.items():
+    for our_keys, names in FOREIGN_NAMES.items():
         if last in names.split():
             near += [name for name in our_keys.split() if name in keys]
     if not near:
@@ -499,7 +500,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _keys(node: Any, key: str = "") -> Iterator[str]:
-    """List the dotted keys of nested mappings: those of groups, too, and "" for the root."""
+    """List the dotted keys of nested mappings and their values; the root is ""."""
     yield key
     if not isinstance(node, dict):
         return

@@ -38,9 +38,9 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    # `predict` refuses a checkpoint whose arguments are numbers that are too large. They are
-    # refused here too, before time is spent on a training. Our UNet needs no check: with such
-    # numbers it does not fit into memory, so that there is no training.
+    # `predict` refuses a checkpoint with an argument above a limit. Such an argument is refused
+    # here too, before time is spent on a training. Our UNet needs no check: with such an argument
+    # it does not fit into memory, so it cannot be trained.
     if node[TARGET] != UNET:
         try:
             check_arguments(node)
@@ -67,11 +67,11 @@ def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, An
     """
     node = {}
     for name, value in model.items():
-        # On which devices the parts of a network are is no property of the network.
+        # The devices of its parts do not describe a network.
         if name == "device_map":
             continue
-        # Of these two keys, which are no arguments of the class, null means "find it out". Of any
-        # argument it is a value.
+        # Null is a value of an argument of the class. In these two keys, which are no arguments, it
+        # means that medseg finds the value itself.
         if value is None and name in ("divisor", "blocks"):
             continue
         node[name] = value

@@ -14,7 +14,7 @@ def collect_versions() -> dict[str, str]:
     root = Path(__file__).resolve().parents[2]  # of the repository
     commit = ""
     if (root / ".git").exists():
-        with contextlib.suppress(OSError):  # git is not installed: the version alone must do
+        with contextlib.suppress(OSError):  # git is not installed: no commit is recorded
             commit = subprocess.run(
                 ["git", "-C", str(root), "describe", "--always", "--dirty"],
                 capture_output=True,

@@ -64,6 +64,21 @@ def test_a_warm_up_multiplies_the_rates_of_the_schedule(schedule: str) -> None:
     assert warm[0] == pytest.approx(plain[0] / 5)
 
 
+def test_a_list_of_rates_is_scaled_number_by_number() -> None:
+    rates = Rates(
+        "schedule=one_cycle", "steps=20", "schedule.max_lr=[0.02]", "schedule.total_steps=20",
+        "lr_scaling=linear", "stage.batch_size=2",
+    ).next(20)  # fmt: skip
+    assert max(rates) == pytest.approx(0.04, rel=0.01)
+
+
+def test_a_rate_of_null_is_refused_in_one_sentence() -> None:
+    for override, group in (("optimizer.lr=null", "optimizer"), ("schedule.max_lr=null", "")):
+        config = compose("schedule=one_cycle", "model.width=4", override)
+        with pytest.raises(UserError, match=f"^{group or 'schedule'}: .* cannot be used with"):
+            check_objects(config)
+
+
 def test_a_warm_up_goes_on_where_it_was() -> None:
     settings = ["schedule=cosine", "steps=20", "warmup_steps=9"]
     whole, first, second = Rates(*settings), Rates(*settings), Rates(*settings)
