@@ -127,12 +127,12 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
         trusted = composed.get("trusted_targets") or ()
         if trusted and not OmegaConf.is_list(trusted):
-            raise UserError(_expected_container("trusted_targets", list[str], trusted))
+            raise UserError(_expected_form("trusted_targets", list[str], trusted))
         for point, key, node in list_nodes(unresolved):
             check_target(point, key, node, trusted)
     values = resolved(composed)
     _split_devices(values)
-    _check_containers(values, schema)
+    _check_forms(values, schema)
     _fill_label_values(values)
     try:
         config = _to_dataclass(values, schema)
@@ -240,7 +240,7 @@ def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
-def _check_containers(values: dict[str, Any], schema: type, path: str = "") -> None:
+def _check_forms(values: dict[str, Any], schema: type, path: str = "") -> None:
     """Refuse null where a schema does not allow it, and a group, mapping or list that is none.
 
     OmegaConf checks the types of single values, and refuses unknown and missing keys.
@@ -255,11 +255,11 @@ def _check_containers(values: dict[str, Any], schema: type, path: str = "") -> N
     """
     for name, hint in _hints_of(schema).items():
         if name in values:
-            _check_container(key_below(path, name), hint, values[name])
+            _check_form(key_below(path, name), hint, values[name])
 
 
-def _check_container(key: str, hint: Any, value: Any) -> None:
-    """Compare the form of a value, and of its items, with a type: see `_check_containers`."""
+def _check_form(key: str, hint: Any, value: Any) -> None:
+    """Compare the form of a value, and of its items, with a type: see `_check_forms`."""
     kinds = _union_members(hint)
     allows_null = Any in kinds or types.NoneType in kinds
     if value is None and allows_null:
@@ -268,17 +268,17 @@ def _check_container(key: str, hint: Any, value: Any) -> None:
     container = _container_of(kind)
     has_wrong_form = container is not None and not isinstance(value, container)
     if value is None or has_wrong_form:
-        raise UserError(_expected_container(key, kind, value))
+        raise UserError(_expected_form(key, kind, value))
     if dataclasses.is_dataclass(kind):
-        _check_containers(value, typing.cast(type, kind), key)
+        _check_forms(value, typing.cast(type, kind), key)
     elif container is not None:
         item_kind = typing.get_args(kind)[-1]  # of a mapping the type of its values
         for item_key, item in _items(value, key):
-            _check_container(item_key, item_kind, item)
+            _check_form(item_key, item_kind, item)
 
 
-def _expected_container(key: str, kind: Any, value: Any) -> str:
-    """Say which form a key expects by its type, in place of a value that has another form."""
+def _expected_form(key: str, kind: Any, value: Any) -> str:
+    """Say which form the type of a key requires; `value` has another one."""
     found = ", but got null" if value is None else ""
     length = _tuple_length(kind)
     if dataclasses.is_dataclass(kind):
@@ -663,7 +663,7 @@ def _checked_node(
         # The other arguments of a foreign class are bound to its signature, see `bind_target`.
         schema_names = {field.name for field in dataclasses.fields(schema)}
         arguments = {name: value for name, value in node.items() if name in schema_names}
-    _check_containers(arguments, schema, point)
+    _check_forms(arguments, schema, point)
     try:
         typed = _convert_group(schema, point, arguments)
     except OmegaConfBaseException as error:

@@ -251,8 +251,11 @@ def _logit_weights(config: TrainConfig) -> list[str]:
     labels = {**config.task.labels, IGNORE: len(config.task.labels) + 1}
     wider_config = replace(config, task=replace(config.task, labels=labels))
     wider_weights = make_network_on_meta(wider_config).state_dict()
-    weights = make_network_on_meta(config).state_dict()
-    return [name for name, value in weights.items() if value.shape != wider_weights[name].shape]
+    names = []
+    for name, value in make_network_on_meta(config).state_dict().items():
+        if name in wider_weights and value.shape != wider_weights[name].shape:
+            names.append(name)
+    return names
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
