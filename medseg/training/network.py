@@ -122,7 +122,13 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
             f"{key}: its network is {saved}, but the configured one is {configured}; "
             "give the same model"
         )
-    if config.stage.coarse_channel and not metadata.get("coarse_channel"):
+    has_coarse_channel = bool(metadata.get("coarse_channel"))  # older files do not state it
+    if has_coarse_channel and not config.stage.coarse_channel:
+        raise UserError(
+            f"{key}: its network also sees the probability of the coarse stage; give "
+            "stage.coarse_channel=true stage.coarse=<coarse checkpoint>"
+        )
+    if config.stage.coarse_channel and not has_coarse_channel:
         weights = _with_zero_channel(network, weights)
     old_classes = _classes_of_file(metadata, config.stage.name, key)
     new_classes = _labels_of_classes(make_task(config.task), config.stage.name)
@@ -134,8 +140,10 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
+        # Torch's first line says only that there are errors; the last one names a tensor.
+        last_line = str(error).splitlines()[-1].strip()
         raise UserError(
-            f"{key}: its weights do not fit the task {config.task.name} ({first_line(error)})"
+            f"{key}: its weights do not fit the task {config.task.name} ({last_line})"
         ) from error
 
 
