@@ -241,9 +241,10 @@ def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
 
 
 def _check_forms(values: dict[str, Any], schema: type, path: str = "") -> None:
-    """Refuse null where a schema does not allow it, and a group, mapping or list that is none.
+    """Refuse null where a schema does not allow it, and values of another form than declared.
 
-    OmegaConf checks the types of single values, and refuses unknown and missing keys.
+    The forms are group, mapping, list and single value. OmegaConf checks the types of single
+    values, and refuses unknown and missing keys.
 
     Args:
         values: Plain values of a group.
@@ -269,6 +270,9 @@ def _check_form(key: str, hint: Any, value: Any) -> None:
     has_wrong_form = container is not None and not isinstance(value, container)
     if value is None or has_wrong_form:
         raise UserError(_expected_form(key, kind, value))
+    is_single = container is None and kind is not Any
+    if is_single and isinstance(value, (dict, list)):
+        raise UserError(f"{key}: one value is needed, but got {value}")
     if dataclasses.is_dataclass(kind):
         _check_forms(value, typing.cast(type, kind), key)
     elif container is not None:
@@ -527,9 +531,6 @@ def _check_numbers(node: Any, path: str) -> None:
         for item_key, item in _items(value, key):
             if dataclasses.is_dataclass(item):
                 _check_numbers(item, item_key)
-            # OmegaConf accepts a list or a dictionary where a single value is declared.
-            if isinstance(item, (dict, list)) and _has_single_items(kind):
-                raise UserError(f"{item_key}: one value is needed, but got {item}")
         tuple_length = _tuple_length(kind)
         if isinstance(value, list) and tuple_length is not None:
             if len(value) != tuple_length:
@@ -558,17 +559,6 @@ def _items(value: Any, key: str) -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [(f"{key}.{number}", item) for number, item in enumerate(value)]
     return []
-
-
-def _has_single_items(kind: Any) -> bool:
-    """Whether a type is a mapping or list, or a union with one, whose items are single values."""
-    for member in _union_members(kind):  # such as a list, and None
-        if typing.get_origin(member) not in (dict, list):
-            continue
-        item_kind = typing.get_args(member)[-1]  # of a mapping the type of its values
-        if item_kind in (int, float, str):
-            return True
-    return False
 
 
 def _tuple_length(kind: Any) -> int | None:
