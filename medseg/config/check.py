@@ -38,9 +38,10 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# For each setting our keys, of which a command may have some only, and the names of the setting in
-# nnU-Net, MONAI, Lightning and lightning-hydra-template. Blanks divide the keys and the names.
-HABITS = {
+# Our keys of a setting, and the names of that setting in nnU-Net, MONAI, Lightning and
+# lightning-hydra-template; each text is a list divided by blanks. A command may lack some of the
+# keys.
+FOREIGN_NAMES = {
     "optimizer.lr": "lr learning_rate initial_lr base_lr",
     "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
     "stage.validate_every": "val_interval val_check_interval check_val_every_n_epoch eval_every",
@@ -126,12 +127,12 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
         trusted = composed.get("trusted_targets") or ()
         if trusted and not OmegaConf.is_list(trusted):
-            raise UserError(_expected_container("trusted_targets", list[str], trusted))
+            raise UserError(_expected_form("trusted_targets", list[str], trusted))
         for point, key, node in list_nodes(unresolved):
             check_target(point, key, node, trusted)
     values = resolved(composed)
     _split_devices(values)
-    _check_containers(values, schema)
+    _check_forms(values, schema)
     _fill_label_values(values)
     try:
         config = _to_dataclass(values, schema)
@@ -239,10 +240,11 @@ def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
-def _check_containers(values: dict[str, Any], schema: type, path: str = "") -> None:
-    """Refuse null where a schema does not allow it, and a group, mapping or list that is none.
+def _check_forms(values: dict[str, Any], schema: type, path: str = "") -> None:
+    """Refuse null where a schema does not allow it, and values of another form than declared.
 
-    OmegaConf checks the types of single values, and refuses unknown and missing keys.
+    The forms are group, mapping, list and single value. OmegaConf checks the types of single
+    values, and refuses unknown and missing keys.
 
     Args:
         values: Plain values of a group.
@@ -254,11 +256,11 @@ def _check_containers(values: dict[str, Any], schema: type, path: str = "") -> N
     """
     for name, hint in _hints_of(schema).items():
         if name in values:
-            _check_container(key_below(path, name), hint, values[name])
+            _check_form(key_below(path, name), hint, values[name])
 
 
-def _check_container(key: str, hint: Any, value: Any) -> None:
-    """Compare the form of a value, and of its items, with a type: see `_check_containers`."""
+def _check_form(key: str, hint: Any, value: Any) -> None:
+    """Compare the form of a value, and of its items, with a type: see `_check_forms`."""
     kinds = _union_members(hint)
     allows_null = Any in kinds or types.NoneType in kinds
     if value is None and allows_null:
@@ -267,17 +269,20 @@ def _check_container(key: str, hint: Any, value: Any) -> None:
     container = _container_of(kind)
     has_wrong_form = container is not None and not isinstance(value, container)
     if value is None or has_wrong_form:
-        raise UserError(_expected_container(key, kind, value))
+        raise UserError(_expected_form(key, kind, value))
+    is_single = container is None and kind is not Any
+    if is_single and isinstance(value, (dict, list)):
+        raise UserError(f"{key}: one value is needed, but got {value}")
     if dataclasses.is_dataclass(kind):
-        _check_containers(value, typing.cast(type, kind), key)
+        _check_forms(value, typing.cast(type, kind), key)
     elif container is not None:
         item_kind = typing.get_args(kind)[-1]  # of a mapping the type of its values
         for item_key, item in _items(value, key):
-            _check_container(item_key, item_kind, item)
+            _check_form(item_key, item_kind, item)
 
 
-def _expected_container(key: str, kind: Any, value: Any) -> str:
-    """Say which form a key expects by its type, in place of a value that has another form."""
+def _expected_form(key: str, kind: Any, value: Any) -> str:
+    """Say which form the type of a key requires; `value` has another one."""
     found = ", but got null" if value is None else ""
     length = _tuple_length(kind)
     if dataclasses.is_dataclass(kind):
@@ -426,7 +431,7 @@ def _explain_reference(key: str, sentence: str) -> str:
 
 
 def _key_in(lines: Sequence[str]) -> str:
-    """Find the key that the lines of an error name; "" without one."""
+    """Find the key in the lines of an error's message; "" if they name none."""
     for line in lines:
         if line.startswith("full_key:"):
             return line.partition(":")[2].strip()
@@ -490,7 +495,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
     """
     last = key.rpartition(".")[2]
     near = []
-    for our_keys, names in HABITS.items():
+    for our_keys, names in FOREIGN_NAMES.items():
         if last in names.split():
             near += [name for name in our_keys.split() if name in keys]
     if not near:
@@ -499,7 +504,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _keys(node: Any, key: str = "") -> Iterator[str]:
-    """List the dotted keys of nested mappings: those of groups, too, and "" for the root."""
+    """List the dotted keys of nested mappings and their values; the root is ""."""
     yield key
     if not isinstance(node, dict):
         return
@@ -526,9 +531,6 @@ def _check_numbers(node: Any, path: str) -> None:
         for item_key, item in _items(value, key):
             if dataclasses.is_dataclass(item):
                 _check_numbers(item, item_key)
-            # OmegaConf accepts a list or a dictionary where a single value is declared.
-            if isinstance(item, (dict, list)) and _has_single_items(kind):
-                raise UserError(f"{item_key}: one value is needed, but got {item}")
         tuple_length = _tuple_length(kind)
         if isinstance(value, list) and tuple_length is not None:
             if len(value) != tuple_length:
@@ -557,17 +559,6 @@ def _items(value: Any, key: str) -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [(f"{key}.{number}", item) for number, item in enumerate(value)]
     return []
-
-
-def _has_single_items(kind: Any) -> bool:
-    """Whether a type is a mapping or list, or a union with one, whose items are single values."""
-    for member in _union_members(kind):  # such as a list, and None
-        if typing.get_origin(member) not in (dict, list):
-            continue
-        item_kind = typing.get_args(member)[-1]  # of a mapping the type of its values
-        if item_kind in (int, float, str):
-            return True
-    return False
 
 
 def _tuple_length(kind: Any) -> int | None:
@@ -662,7 +653,7 @@ def _checked_node(
         # The other arguments of a foreign class are bound to its signature, see `bind_target`.
         schema_names = {field.name for field in dataclasses.fields(schema)}
         arguments = {name: value for name, value in node.items() if name in schema_names}
-    _check_containers(arguments, schema, point)
+    _check_forms(arguments, schema, point)
     try:
         typed = _convert_group(schema, point, arguments)
     except OmegaConfBaseException as error:

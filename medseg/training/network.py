@@ -38,9 +38,9 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    # `predict` refuses a checkpoint whose arguments are numbers that are too large. They are
-    # refused here too, before time is spent on a training. Our UNet needs no check: with such
-    # numbers it does not fit into memory, so that there is no training.
+    # `predict` refuses a checkpoint with an argument above a limit. Such an argument is refused
+    # here too, before time is spent on a training. Our UNet needs no check: with such an argument
+    # it does not fit into memory, so it cannot be trained.
     if node[TARGET] != UNET:
         try:
             check_arguments(node)
@@ -67,11 +67,11 @@ def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, An
     """
     node = {}
     for name, value in model.items():
-        # On which devices the parts of a network are is no property of the network.
+        # The devices of its parts do not describe a network.
         if name == "device_map":
             continue
-        # Of these two keys, which are no arguments of the class, null means "find it out". Of any
-        # argument it is a value.
+        # Null is a value of an argument of the class. In these two keys, which are no arguments, it
+        # means that medseg finds the value itself.
         if value is None and name in ("divisor", "blocks"):
             continue
         node[name] = value
@@ -122,7 +122,13 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
             f"{key}: its network is {saved}, but the configured one is {configured}; "
             "give the same model"
         )
-    if config.stage.coarse_channel and not metadata.get("coarse_channel"):
+    has_coarse_channel = bool(metadata.get("coarse_channel"))  # older files do not state it
+    if has_coarse_channel and not config.stage.coarse_channel:
+        raise UserError(
+            f"{key}: its network also sees the probability of the coarse stage; give "
+            "stage.coarse_channel=true stage.coarse=<coarse checkpoint>"
+        )
+    if config.stage.coarse_channel and not has_coarse_channel:
         weights = _with_zero_channel(network, weights)
     old_classes = _classes_of_file(metadata, config.stage.name, key)
     new_classes = _labels_of_classes(make_task(config.task), config.stage.name)
@@ -134,8 +140,10 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
+        # Torch's first line says only that there are errors; the last one names a tensor.
+        last_line = str(error).splitlines()[-1].strip()
         raise UserError(
-            f"{key}: its weights do not fit the task {config.task.name} ({first_line(error)})"
+            f"{key}: its weights do not fit the task {config.task.name} ({last_line})"
         ) from error
 
 
@@ -251,8 +259,11 @@ def _logit_weights(config: TrainConfig) -> list[str]:
     labels = {**config.task.labels, IGNORE: len(config.task.labels) + 1}
     wider_config = replace(config, task=replace(config.task, labels=labels))
     wider_weights = make_network_on_meta(wider_config).state_dict()
-    weights = make_network_on_meta(config).state_dict()
-    return [name for name, value in weights.items() if value.shape != wider_weights[name].shape]
+    names = []
+    for name, value in make_network_on_meta(config).state_dict().items():
+        if name in wider_weights and value.shape != wider_weights[name].shape:
+            names.append(name)
+    return names
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:

@@ -333,6 +333,27 @@ def test_classes_without_a_common_label_are_matched_by_number(tmp_path: Path) ->
         assert torch.equal(weight, old.state_dict()[name])
 
 
+def test_the_included_weights_fine_tune_as_the_pages_say() -> None:
+    coarse, fine = (shipped_weights("lungs", stage) for stage in ("coarse", "fine"))
+    lungs = to_network("experiment=lungs_coarse_4mm", f"init_from='{coarse}'")
+    # Their helper class, the airway, is left out.
+    assert lungs(torch.zeros(1, 1, 32, 32, 32)).shape[1] == 3
+    with pytest.raises(UserError, match=r"give stage\.coarse_channel=true stage\.coarse="):
+        to_network("experiment=finetune_fine", f"init_from='{fine}'")
+    channel = ("stage.coarse_channel=true", f"stage.coarse='{coarse}'")
+    lung = to_network("experiment=finetune_fine", f"init_from='{fine}'", *channel)
+    assert lung(torch.zeros(1, 2, 32, 32, 32)).shape[1] == 2
+
+
+def to_network(*overrides: str) -> StageNetwork:
+    """Make the network of a configuration with its initial weights."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", [*overrides, "run_dir=x"]), TrainConfig)
+    network = make_network(config)
+    load_initial_weights(network, config)
+    return network
+
+
 def test_initial_weights_with_a_damaged_task_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     write(path, compose(), task={"name": "lungs"})
