@@ -66,17 +66,19 @@ def run_dir(tmp_path: Path) -> Path:
         return open_run(compose(f"run_dir={tmp_path / 'run'}", *GIVEN))
 
 
-def resume(run_dir: Path, *overrides: str) -> TrainConfig:
-    """What the run's configuration is after `train.py resume=<run_dir> …`."""
+def changed(run_dir: Path, *overrides: str) -> TrainConfig:
+    """Compose `resume=<run_dir> …` without opening the run, as `plan` does."""
+    register_experiments(overrides)
     place = f"run_dir={run_dir.parent / 'later'}"  # which Hydra gives to the command
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed, default = (
-            resolved(hydra.compose("train", list(given)))
-            for given in ([place, *overrides], [place])
-        )
-    assert (
-        open_run(changed_config(str(run_dir), composed, default, overrides, TrainConfig)) == run_dir
-    )
+        composed = resolved(hydra.compose("train", [place, *overrides]))
+        default = resolved(hydra.compose("train", [place]))
+    return changed_config(str(run_dir), composed, default, overrides, TrainConfig)
+
+
+def resume(run_dir: Path, *overrides: str) -> TrainConfig:
+    """Open the run by `train.py resume=<run_dir> …`, and read its configuration."""
+    assert open_run(changed(run_dir, *overrides)) == run_dir
     return load_config(run_dir)
 
 
@@ -125,18 +127,6 @@ def test_what_changes_no_result_changes_by_name(run_dir: Path) -> None:
     }  # fmt: skip
     assert (config.seed, config.optimizer["lr"], config.stage.name.value) == (7, 0.01, "fine")
     assert config.run_dir == str(run_dir)
-
-
-def changed(run_dir: Path, *overrides: str) -> TrainConfig:
-    """Compose `resume=<run_dir> …` without opening the run, as `plan` does."""
-    register_experiments(overrides)
-    place = f"run_dir={run_dir.parent / 'later'}"
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed, default = (
-            resolved(hydra.compose("train", list(given)))
-            for given in ([place, *overrides], [place])
-        )
-    return changed_config(str(run_dir), composed, default, overrides, TrainConfig)
 
 
 @pytest.mark.parametrize("target", ["optimizer=sgd", "optimizer._target_=torch.optim.SGD"])
