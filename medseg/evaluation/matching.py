@@ -150,6 +150,12 @@ def read_pair(
 ) -> tuple[np.ndarray, np.ndarray, VoxelGrid]:
     """Read prediction and reference as label maps in the values of the task.
 
+    Args:
+        prediction: Files of the prediction.
+        reference: The reference.
+        task: Values of the labels, and the ignore label.
+        label_values: Value in the reference file to name of the label.
+
     Returns:
         Label maps of the prediction and the reference, oriented, (D, H, W), where voxels that the
         reference ignores are 0; and their grid.

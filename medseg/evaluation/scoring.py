@@ -426,7 +426,15 @@ def _score_case(
 ) -> str:
     """Add scores, cost, warnings or the failure of one case to the summary.
 
-    With a folder `overlays`, the case is drawn where its image is known.
+    Args:
+        summary: Gets the results.
+        prediction: Prediction of the case.
+        reference: Its reference.
+        regions: Regions to score.
+        task: Labels and channels.
+        label_values: Value in the reference files to name of the label.
+        overlays: Folder in which the case is drawn, where its image is known; None = no pictures.
+        metrics: Further metrics by name.
 
     Returns:
         The result of the case for the console: its Dice by region, or why it failed.
@@ -488,6 +496,12 @@ def _further_scores(
     spacing_mm: tuple[float, float, float],
 ) -> tuple[dict[str, float], list[str]]:
     """Compute the further metrics of one region.
+
+    Args:
+        metrics: Further metrics by name.
+        pred_mask: Voxels of the region in the prediction, (D, H, W), boolean.
+        target_mask: Voxels of the region in the reference, likewise.
+        spacing_mm: Spacing of the voxels, (z, y, x).
 
     Returns:
         Score by name, NaN where the metric failed; and a sentence for each failure.

@@ -290,6 +290,12 @@ class SlabPass:
     def _num_fitting(self, count: int, bytes_each: float, extra_bytes: float, step: int) -> int:
         """Count how many of `count` planes or channels half of the budget holds at a time.
 
+        Args:
+            count: Number of all planes or channels.
+            bytes_each: Memory of one.
+            extra_bytes: Memory that any number of them needs once more.
+            step: Required divisor of the result.
+
         Returns:
             A multiple of `step`.
 

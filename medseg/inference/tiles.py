@@ -370,7 +370,10 @@ def least_budget_gib(size: Shape, bytes_per_voxel: float, least_slab_bytes: floa
 
 
 def _tile_starts(size: int, tile: int, overlap: float) -> list[int]:
-    """Spread tiles of one length evenly over an axis, from its start to its end."""
+    """List the starts of tiles of one length that are spread evenly over an axis, in voxels.
+
+    The first tile begins at 0, the last one ends at `size`.
+    """
     last_start = size - tile
     if last_start <= 0:
         return [0]

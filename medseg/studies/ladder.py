@@ -414,6 +414,7 @@ def table_row(
         checkpointing = " ".join(checkpointing)
 
     def rounded(key: str, digits: int, unit: int = 1) -> float | None:
+        """Round a measurement in multiples of a unit; None if it was not measured."""
         if key not in measured:
             return None
         return round(measured[key] / unit, digits)
