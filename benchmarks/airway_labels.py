@@ -5,9 +5,10 @@
 
 Writes `<case>_airway.nii.gz`, the labels of the table with the tracked airway
 (`benchmarks/airways.py`) as 3, and `cases.csv`. Masks of the airway alone are kept in
-`<output>/airways`, as `benchmarks.lungs airways=<folder>` keeps and takes them: look at them, and
-name in `absent` the scans that show no trachea, in `unsure` those whose mask is wrong for another
-reason: their air between the lungs becomes 255, which is ignored.
+`<output>/airways`, which `benchmarks.lungs airways=<folder>` can use. Look at these masks and run
+again with the names of the wrong ones. `absent` lists the scans that show no trachea; their labels
+stay. `unsure` lists the scans whose mask is wrong for another reason; the air between their lungs
+becomes 255, which is ignored.
 """
 
 from dataclasses import replace
@@ -28,7 +29,7 @@ from medseg.studies.pieces import oriented_image, oriented_labels
 
 # Values in the label maps: the class of the airway, and `task.ignore_label`.
 AIRWAY, IGNORED = 3, 255
-# Denser voxels are no air. Thick slices blur the wall into the lumen, so the bound is high.
+# Voxels below are air. Thick slices blur the wall into the lumen, so the bound is high.
 MAX_AIR_HU = -400.0
 # Trachea and main bronchi lie within this distance of the middle of the lungs.
 HALF_WIDTH_MM = 50.0
@@ -36,7 +37,7 @@ HALF_WIDTH_MM = 50.0
 
 def main() -> None:
     """Label all cases and write the table."""
-    output, arguments = given_arguments(["cases", "unsure", "absent"])
+    output, arguments = given_arguments(["unsure", "absent"], required=["cases"])
     unsure = arguments.get("unsure", "").split(",")
     absent = arguments.get("absent", "").split(",")
     airways = output / "airways"
@@ -66,7 +67,7 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
     """
     if case.labels is None:
         return case
-    # Both are turned to the same axes: z to the head, y to the back, x to the left.
+    # Scan and labels are turned to the same axes: z to the head, y to the back, x to the left.
     stored_values, grid = oriented_image(case)
     image_hu = case.hu.apply(stored_values)
     labels, _ = oriented_labels(case)

@@ -1,9 +1,9 @@
 """Airway tracker: the lumen of trachea and main bronchi down to the hilum, found in the scan alone.
 
-Its result shows how much of the airway a segmentation calls lung, so it may not depend on a
+The result shows how much of the airway a segmentation labels as lung, so the tracker must not use a
 prediction. On a grid of 1 mm it finds the trachea, an upright tube of air, and follows the air
-downwards as far as a ball of the radius `CORE_MM` fits through. If the air that lies below a
-threshold of HU connects the tube with the lung, the next lower threshold is tried.
+downwards as far as a ball of the radius `CORE_MM` fits through. Air is what lies below a threshold
+in HU. If this air connects the tube with the lung, the tracker tries the next lower threshold.
 """
 
 from collections.abc import Iterator
@@ -18,44 +18,46 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import body_box
 from medseg.preprocess.resample import resample_image
 
-# Edge of a voxel of the tracker's grid. Counts of voxels are multiplied by its powers all through
-# the module, to make mm, mm² and mm³ of them.
+# Edge of a voxel of the tracker's grid. Its powers convert numbers of voxels to mm, mm² and mm³.
 GRID_MM = 1.0
-# Values beyond these are clipped before resampling; the lower one, air, also fills what is outside.
+# Values are clipped to this range before resampling. The lower one, air, also fills voxels outside
+# the scan.
 LIMITS_HU = (-1024.0, 600.0)
-# Half-way between air and wall first. Walls that thick slices blur are darker than half-way, and
-# close the tube only at a lower threshold.
+# The first threshold is half-way between air and wall. Walls that thick slices blur are darker than
+# half-way, and close the tube only at a lower threshold.
 THRESHOLDS_HU = (-500.0, -600.0, -700.0, -800.0, -850.0, -900.0, -930.0)
-# Radius of the ball that must fit through. Lobar bronchi have radii of 3 to 4 mm, gaps in a wall
-# are smaller.
+# Radius of the ball that must fit through the airway. Lobar bronchi have radii of 3 to 4 mm; gaps
+# in a wall are smaller.
 CORE_MM = 3.0
 # The mediastinum lies within this distance of the middle of the body.
 HALF_WIDTH_MM = 90.0
 # Least and largest cross-section of the core of the trachea, the lumen without a layer of `CORE_MM`
 # at its wall. The lumen has 100 to 450 mm².
 TRACHEA_MM2 = (8.0, 450.0)
-# Sides of the bounding box of a cross-section; a trachea that is narrowed from the sides is long.
+# Largest ratio of the sides of a cross-section's bounding box; a trachea that is narrowed from the
+# sides is long.
 MAX_LENGTH_TO_WIDTH = 3.0
+# Least height of an upright tube that may be the trachea.
 MIN_HEIGHT_MM = 20.0
 # A tube that ends lower than the highest one by more than this is not the trachea.
 MAX_BELOW_MM = 30.0
 # Tubes with less than this share of the voxels of the largest one are not the trachea.
 MIN_SHARE_OF_LARGEST = 0.5
-# The tissue about a tube is looked at up to this distance, in voxels of 1 mm.
+# Outer radius of the ring of tissue around a tube, in voxels of 1 mm.
 RING = 7
-# Denser voxels are soft tissue; of the ring about the trachea at least this share is.
+# Voxels above TISSUE_HU are soft tissue; least share of them in the ring around the trachea.
 TISSUE_HU = -500.0
 MIN_TISSUE_SHARE = 0.6
-# Values of lung, and its least area on one side of the trachea in one slice.
+# Range of HU of lung, and its least area on one side of the trachea in one slice.
 LUNG_HU = (-980.0, -500.0)
 MIN_LUNG_MM2 = 2000.0
-# A larger core reaches into the lung.
+# A core reaches into the lung if its volume is larger, or if one of its cross-sections is more than
+# this multiple of that of the trachea.
 MAX_CORE_ML = 60.0
-# So does a core with a cross-section of more than this multiple of that of the trachea.
 MAX_WIDENING = 3.0
-# Main bronchi and the intermediate one end within this distance of the carina.
+# The main bronchi and the intermediate bronchus end within this distance of the carina.
 REACH_MM = 45.0
-# Length of the airway that counts as one cross-section, and least cross-section of a branch.
+# Length of the pieces in which the cross-section is measured, and least cross-section of a branch.
 SHELL_MM = 4.0
 MIN_BRANCH_MM2 = 4.0
 
@@ -87,7 +89,7 @@ def track_airway(image_hu: np.ndarray, grid: VoxelGrid) -> Airway:
     remark = "no trachea is visible"
     for threshold_hu in THRESHOLDS_HU:
         is_air = hu < threshold_hu
-        # Erosion by a ball: what stays are the places where the centre of the ball can be.
+        # Erosion by a ball: the remaining voxels are those where the centre of the ball can be.
         core = GRID_MM * ndimage.distance_transform_edt(is_air) > CORE_MM
         parts, _ = ndimage.label(core)
         for tube in upright_tubes(core, hu):
@@ -98,14 +100,14 @@ def track_airway(image_hu: np.ndarray, grid: VoxelGrid) -> Airway:
             # Dilation by the same ball gives the lumen back its outer layer, within the air.
             to_core_mm = GRID_MM * ndimage.distance_transform_edt(~airway_core)
             lumen = is_air & (to_core_mm <= CORE_MM)
-            # Interpolation makes of the mask the share of lumen in each voxel of the scan.
+            # Interpolating the mask gives the share of lumen in each voxel of the scan.
             share = resample_image(lumen.astype(np.float32), fine, grid, outside=0.0).numpy()
             return Airway(share > 0.5, "", threshold_hu)
     return Airway(np.zeros(grid.shape, dtype=bool), remark)
 
 
 def _mediastinum(image_hu: np.ndarray, grid: VoxelGrid) -> VoxelGrid:
-    """Make the grid of the tracker: 1 mm, about the middle of the body."""
+    """Make the grid of the tracker: voxels of 1 mm around the middle of the body."""
     body = body_box(image_hu, grid.spacing_mm)
     fine = grid.resampled((GRID_MM,) * 3)
     box = fine.box_from(grid, body).clipped(fine.shape)
@@ -198,7 +200,7 @@ def _is_beside_lung(hu: np.ndarray, tube_box: tuple[slice, slice, slice]) -> boo
     """
     lowest = tube_box[0].start
     highest = tube_box[0].stop - 1
-    # The middle of the tube parts the right side of the body from the left one.
+    # The middle of the tube separates the right side of the body, at smaller x, from the left one.
     x = (tube_box[2].start + tube_box[2].stop) // 2
     ends_hu = hu[[lowest, highest]]  # (2, H, W)
     is_lung = (ends_hu > LUNG_HU[0]) & (ends_hu < LUNG_HU[1])
@@ -216,8 +218,8 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
 
     Args:
         parts: Numbers of the connected parts of the core (D, H, W); 0 outside the core.
-        tube: Voxels (D, H, W), bool, of one of `upright_tubes`: the trachea, if the air that
-            begins there does not open into a lung.
+        tube: Voxels (D, H, W), bool, of one of `upright_tubes`: the trachea, unless the air that
+            begins there opens into a lung.
 
     Returns:
         The part of the core (D, H, W), bool, that belongs to trachea and main bronchi; None if it
@@ -230,12 +232,12 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
     volume_ml = np.count_nonzero(connected) * GRID_MM**3 / 1000.0
     if volume_ml > MAX_CORE_ML:
         return None
-    # Shells of equal distance along the air are cross-sections: one piece in the trachea, two below
-    # the carina.
+    # Shells of equal distance from the top along the air are cross-sections: one piece in the
+    # trachea, two below the carina.
     distance_mm = _distance_mm(connected, top)
     shells = np.full(parts.shape, -1)
     shells[connected] = distance_mm[connected] // SHELL_MM
-    areas_mm2 = []  # of each shell the cross-sections of its pieces
+    areas_mm2 = []  # for each shell, the cross-sections of its pieces
     for number in range(int(shells.max()) + 1):
         pieces, _ = ndimage.label(shells == number, np.ones((3, 3, 3)))
         volumes_mm3 = np.bincount(pieces.ravel())[1:] * GRID_MM**3
@@ -252,7 +254,7 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
 
 
 def _carina_shell(areas_mm2: list[np.ndarray]) -> int | None:
-    """Find the first of two shells in a row with two branches; a single one may be noise."""
+    """Find the first shell with two branches whose next one has two as well: one may be noise."""
     num_branches = [np.count_nonzero(areas >= MIN_BRANCH_MM2) for areas in areas_mm2]
     for shell, (num_here, num_below) in enumerate(pairwise(num_branches)):
         if min(num_here, num_below) >= 2:
@@ -261,9 +263,10 @@ def _carina_shell(areas_mm2: list[np.ndarray]) -> int | None:
 
 
 def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
-    """Measure the shortest way inside a mask from its voxels of the slice `top`, (D, H, W) in mm.
+    """Measure the length of the shortest path inside a mask from its voxels in the slice `top`.
 
-    It is infinite outside the mask.
+    Returns:
+        Length in mm, (D, H, W); infinite outside the mask.
     """
     numbers = np.full(mask.shape, -1)  # of the nodes of the graph; -1 outside the mask
     voxels = np.argwhere(mask)
@@ -272,8 +275,8 @@ def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
     starts = []
     stops = []
     lengths = []
-    # Half of the steps to the 26 neighbours, since the graph has no directions. A step is the place
-    # of the neighbour in a cube of 3 × 3 × 3 about the voxel, which is also its offset in `padded`.
+    # Half of the steps to the 26 neighbours, since the graph is undirected. A step is the place of
+    # the neighbour in a cube of 3 × 3 × 3 around the voxel, which is also its offset in `padded`.
     offsets = [step for step in np.ndindex(3, 3, 3) if step > (1, 1, 1)]
     padded = np.pad(numbers, 1, constant_values=-1)
     for step in offsets:
@@ -288,8 +291,8 @@ def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
     edges = (np.concatenate(starts), np.concatenate(stops))
     graph = sparse.coo_matrix((np.concatenate(lengths), edges), shape=shape)
     first_nodes = numbers[top][mask[top]]
-    # `min_only`: the distance of each voxel to the nearest of the first ones.
-    way_mm = dijkstra(graph.tocsr(), directed=False, indices=first_nodes, min_only=True)
+    # `min_only`: the distance of each voxel to the nearest of the first nodes.
+    node_distances_mm = dijkstra(graph.tocsr(), directed=False, indices=first_nodes, min_only=True)
     result_mm = np.full(mask.shape, np.inf)
-    result_mm[mask] = way_mm
+    result_mm[mask] = node_distances_mm
     return result_mm

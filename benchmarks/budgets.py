@@ -137,9 +137,12 @@ def main() -> None:
     output, arguments = given_arguments(["budgets", "sets"])
     # The counter must be loaded before torch: this process starts again with it.
     begin_anew(LD_PRELOAD=str(allocation_counter(output)))
-    places = [f"data.phantoms.folder={output / 'phantoms'}", f"data.cache={output / 'cache'}"]
+    folder_arguments = [
+        f"data.phantoms.folder={output / 'phantoms'}",
+        f"data.cache={output / 'cache'}",
+    ]
     torch.set_num_threads(1)
-    config = compose(places)
+    config = compose(folder_arguments)
     shape = input_shape(config)
     machine = Machine(config)
     candidates = make_candidates(config, shape, machine)
@@ -151,7 +154,6 @@ def main() -> None:
     unwritten = unwritten_bytes(candidates, compared, config, shape, machine)
     measured = measure(compared, shape, ROUNDS, unwritten)
     write_csv(output / "sets.csv", [describe(switches, measured) for switches in compared])
-    # The smallest of many noisy times is too optimistic: sets that may be the fastest run again.
     finalists = {line_of(choice) for choice in choices}
     for budget in budgets:
         finalists |= nearly_fastest(compared, budget, measured)
@@ -160,8 +162,9 @@ def main() -> None:
     # The first measurement has selected them, so only the second one is unbiased.
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
-    # Peaks of the runs that came to their end, for larger budgets with the same choice. The peak
-    # of a run that was killed says only that it exceeded one limit.
+    # Peaks of the runs that came to their end, by the arguments of their switches: they also serve
+    # larger budgets with the same choice. The peak of a killed run only shows that it exceeded one
+    # limit.
     trained: dict[str, int] = {}
     for index, (budget, choice) in enumerate(zip(budgets, choices, strict=True)):
         line = line_of(choice)
@@ -169,7 +172,8 @@ def main() -> None:
         limit_bytes = int(budget * (1 + MARGIN))
         peak = trained.get(line)
         if peak is None:
-            peak = train_with(line, [*SETTINGS, *places], output / f"run_{index}", limit_bytes)
+            settings = [*SETTINGS, *folder_arguments]
+            peak = train_with(line, settings, output / f"run_{index}", limit_bytes)
         if peak <= limit_bytes:
             trained[line] = peak
         row = compare(choice, budget, sets, final, final_measured)
@@ -179,14 +183,14 @@ def main() -> None:
     write(rows, compared, measured, output)
 
 
-def compose(places: Sequence[str]) -> PlanConfig:
-    """Compose the configuration of `plan`; `places` are the arguments that name its data folders.
+def compose(folder_arguments: Sequence[str]) -> PlanConfig:
+    """Compose the configuration of `plan` for arguments that name the data folders.
 
     Makes the phantoms, whose largest validation case is part of the estimate.
     """
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose(
-            "plan", [*SETTINGS, *places, "allow=same_result", "run_dir=benchmark"]
+            "plan", [*SETTINGS, *folder_arguments, "allow=same_result", "run_dir=benchmark"]
         )
     config = to_config(composed, PlanConfig)
     return replace(config, validation_shape=validated_shape(config))
@@ -216,11 +220,15 @@ def sample_sets(candidates: Sequence[Candidate], number: int) -> list[SwitchSet]
 
 
 def list_budgets(sets: Sequence[SwitchSet], number: int) -> list[int]:
-    """List budgets in bytes from the smallest to the largest peak of a set, at equal distances."""
+    """List budgets in bytes from the smallest to the largest peak of a set, at equal distances.
+
+    A single budget is the smallest peak.
+    """
     peaks = [option.peak for _, option in sets]
     smallest = min(peaks)
     distance = max(peaks) - smallest
-    return [round(smallest + index * distance / (number - 1)) for index in range(number)]
+    num_gaps = max(1, number - 1)
+    return [round(smallest + index * distance / num_gaps) for index in range(number)]
 
 
 def choose_sets(candidates: Sequence[Candidate], budgets: Sequence[int]) -> list[SwitchSet]:
@@ -255,7 +263,7 @@ def compared_sets(
 
 
 def describe_sets(sets: Sequence[SwitchSet], num_measured: int) -> None:
-    """Print how many sets there are, and how far the peaks of their steps lie apart."""
+    """Print how many sets there are, and the range of the peaks of their steps."""
     peaks = sorted(step_peak(candidate, option) for candidate, option in sets)
     print(
         f"{len(sets)} sets predicted, {num_measured} measured; peaks of their steps "
@@ -285,7 +293,7 @@ def unwritten_bytes(
     Changes the costs of the machine: do not predict with it afterwards.
 
     Returns:
-        The arguments of the switches of each set to its bytes.
+        Bytes of each set, by the arguments of its switches.
     """
     costs = machine.costs
     costs.costs = {key: cost._replace(written=cost.workspace) for key, cost in costs.costs.items()}
@@ -336,12 +344,12 @@ def measure(
     Args:
         sets: The sets.
         shape: Voxels of a sample, (D, H, W).
-        rounds: How often each is visited.
-        unwritten: Bytes of workspaces at its peak that no kernel writes, by the arguments of its
-            switches; the counter sees them too.
+        rounds: How often each set is visited.
+        unwritten: Bytes of workspaces at the peak of each set that no kernel writes, by the
+            arguments of its switches; the counter sees them too.
 
     Returns:
-        The arguments of the switches of each set to its measurement.
+        Measurement of each set, by the arguments of its switches.
     """
     # Durations of the steps of each set, as multiples of the median step of their round.
     ratios_of: dict[str, list[float]] = {line_of(switches): [] for switches in sets}
@@ -455,9 +463,9 @@ def compare(
     option = choice[1]
     fitting = [(other.seconds, other.peak) for _, other in sets if other.peak <= budget]
     # The fastest, and of equally fast sets the smallest, as `plan` prefers them.
-    fewest_s, smallest_peak = min(fitting)
+    shortest_s, smallest_peak = min(fitting)
     # Sums of the same seconds in another order differ in the last digits: ns are compared.
-    is_optimum = (round(option.seconds, 9), option.peak) <= (round(fewest_s, 9), smallest_peak)
+    is_optimum = (round(option.seconds, 9), option.peak) <= (round(shortest_s, 9), smallest_peak)
     measured_s = measured[line_of(choice)].seconds
     fitting_s = []
     for switches in final:

@@ -7,9 +7,9 @@
 Writes a series and two labels on it, reads SEG and RTSTRUCT back with each program, and compares
 names, colours and geometry with what was written. Exit code 1 where something differs.
 
-All three read a series along the axes of the patient, with square pixels and slices. An oblique
-series is for dcmqi and dcmjs alone, since rt-utils cannot read it. Nor does rt-utils keep the axes
-of pixels or slices that are not square.
+All three read a series along the axes of the patient, with square pixels and slices. Only dcmqi and
+dcmjs read an oblique series: rt-utils cannot read one, and it exchanges the axes of pixels and
+slices that are not square.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from medseg.io.dicom.segmentation import write_segmentation
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.label_table import Structure
 
-# One with a code of SNOMED CT, and one without; its name has a letter outside ASCII.
+# The first has a code of SNOMED CT; the second has none, and a letter outside ASCII in its name.
 STRUCTURES = (
     Structure("left_lung", 1, "#38bdf8", ("39607008", "Lung", "left")),
     Structure("lésion", 2, "#ff8000"),
@@ -99,7 +99,7 @@ def centre_of(labels: np.ndarray, slices: SourceSlices, value: int) -> np.ndarra
 
 
 def check(program: str, what: str, difference: float, limit: float) -> bool:
-    """Print a comparison, and say whether it holds; names that differ have the difference 1."""
+    """Print a comparison; return whether it holds. Names that differ have the difference 1."""
     holds = difference <= limit
     print(
         f"{program:9s}{what:34s}{difference:.4g} (at most {limit:g}) {'ok' if holds else 'WRONG'}"
@@ -141,7 +141,7 @@ def by_dcmqi(readers: Path, seg: Path, slices: SourceSlices, labels: np.ndarray)
 def by_dcmjs(
     readers: Path, seg: Path, rtstruct: Path, slices: SourceSlices, labels: np.ndarray
 ) -> list[bool]:
-    """Read both as OHIF does."""
+    """Read the SEG and the RTSTRUCT as OHIF does."""
     script = Path(__file__).with_suffix(".mjs")
     result = subprocess.run(
         ["node", script, readers, seg, rtstruct], check=True, capture_output=True, encoding="utf-8"
@@ -199,7 +199,7 @@ def by_rt_utils(readers: Path, series: Path, rtstruct: Path, labels: np.ndarray)
         mask = np.zeros(labels.shape, bool)
         mask[z, y, x] = True
         written = labels == structure.value
-        # Within each slice, a pixel more and a pixel less than what was written.
+        # The written label, grown and shrunk by a pixel within each slice.
         outer = ndimage.binary_dilation(written, np.ones((1, 3, 3)))
         inner = ndimage.binary_erosion(written, np.ones((1, 3, 3)))
         num_wrong = int((mask & ~outer).sum() + (inner & ~mask).sum())

@@ -56,7 +56,7 @@ class Way(NamedTuple):
 
     Attributes:
         num_passes: Passes through the network that the whole scan takes.
-        passes: What a pass is, in the plural, as in "3 of 60 slices".
+        passes: Plural noun for the passes, as in "3 of 60 slices".
         title: How the way differs from the others of the baseline; empty where there is one way.
     """
 
@@ -71,8 +71,8 @@ class Part(NamedTuple):
     Attributes:
         runs: Functions to time one by one.
         ways: Settings of the baseline, each of which gets a row from these times.
-        passes_a_run: Passes that one function makes, counted as those of `Way.num_passes`.
-        run_name: What one function does, in words that follow its seconds.
+        passes_a_run: Passes that each function makes, in the unit of `Way.num_passes`.
+        run_name: Work of one function, in words that follow its seconds.
         precision: Number format of the passes.
     """
 
@@ -83,13 +83,13 @@ class Part(NamedTuple):
     precision: str = "fp32"
 
 
-# Baseline to its title in the table.
+# Title of each baseline in the table.
 BASELINES = {
     "lungmask": "lungmask, network of R231",
     "nnunet": "nnU-Net, default network at 1 mm",
     "monai": "MONAI, sliding window with our fine network at 1 mm",
 }
-# Key of a row to its heading in bench.md.
+# Heading in bench.md of each key of a row.
 HEADINGS = {
     "contender": "",
     "precision": "precision",
@@ -108,8 +108,8 @@ LUNGMASK_SIZE = 256  # pixels per side to which lungmask resizes the body in eac
 NNUNET_PATCH: Shape = (128, 128, 128)
 # Axes of (N, C, D, H, W) that are flipped in each pass of a tile: all subsets of the three.
 NNUNET_MIRRORS = ((), (2,), (3,), (4,), (2, 3), (2, 4), (3, 4), (2, 3, 4))
-# A program that starts the measured process. Started from here, it would begin with this process's
-# largest resident memory (Linux keeps it over `exec`), more than 1 GB once a phantom was made.
+# A program that starts the measured process. Linux keeps the peak of resident memory over `exec`:
+# started from here, that process would begin with the peak of this one, over 1 GB with a phantom.
 LAUNCHER = Path(__file__).with_name("launch.py")
 ONE_MM = (1.0, 1.0, 1.0)
 FORMATS = {
@@ -184,7 +184,7 @@ def run_benchmark(options: Options) -> None:
         "overwrite=true",
     ]
     ours, _ = measure("medseg, from file to file", command, options.threads)
-    # The page shows the number format, since ours may be bf16 where the baselines compute in fp32.
+    # The page shows the number format: medseg may compute in bf16, most baselines in fp32.
     rows = [ours | {"precision": our_precision()}]
     if packages is not None:
         for name, title in BASELINES.items():
@@ -228,7 +228,7 @@ def our_precision() -> str:
     for stage in ("coarse", "fine"):
         metadata, _ = read_weights(shipped_weights("lungs", stage), stage, stage)
         formats.append(inference_precision(Precision(metadata["precision"]).value, "cpu"))
-    # Both stages usually have the same, which is named once.
+    # A format that both stages share is named once.
     return " and ".join(dict.fromkeys(formats))
 
 
@@ -306,8 +306,8 @@ def scaled(
         row: Cost of the process.
         part_s: Seconds of the part.
         part_cpu_s: CPU seconds of the part.
-        share: Passes of the part divided by those of the whole work, above 0; above 1 where the
-            whole work is less than what was timed.
+        share: Passes of the part divided by those of the whole work, above 0; above 1 if more
+            passes were timed than the whole work has.
         measured: The part in words, for the row.
         precision: Number format of the part.
         title: What distinguishes the row from others of the same baseline.
@@ -318,7 +318,7 @@ def scaled(
     contender = row["contender"]
     if title:
         contender += f", {title}"
-    # How many more parts of the same size the whole work has; negative where too much was done.
+    # Number of further parts of the same size in the whole work; negative if the part is larger.
     remaining_parts = 1 / share - 1
     return row | {
         "contender": contender,
@@ -385,7 +385,7 @@ def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
     network = unet(
         n_classes=3, padding=True, depth=5, up_mode="upsample", batch_norm=True, residual=False
     ).eval()
-    # Of thin scans smaller or fewer batches; the values of the voxels do not change the time.
+    # A scan of few slices has smaller or fewer batches. Values of voxels do not change the time.
     num_slices = min(LUNGMASK_SLICES, grid.shape[0])
     num_batches = max(1, min(LUNGMASK_BATCHES, grid.shape[0] // num_slices))
     slices = torch.zeros(num_slices, 1, LUNGMASK_SIZE, LUNGMASK_SIZE)
@@ -400,8 +400,8 @@ def lungmask(_: np.ndarray, grid: VoxelGrid) -> Part:
 def nnunet(_: np.ndarray, grid: VoxelGrid) -> Part:
     """nnU-Net's default network, with random weights, on one tile of its predictor at 1 mm.
 
-    The tile takes eight passes, each mirrored in another way. From their times both ways are
-    scaled: with mirroring, and with one pass a tile.
+    The tile takes eight passes, each with another set of flipped axes. From their times two rows
+    are scaled: with mirroring (eight passes a tile), and without (one pass a tile).
     """
     network = make_baseline("nnunet", 3).eval()  # three classes: background and both lungs
     num_all = num_tiles(grid.resampled(ONE_MM).shape, NNUNET_PATCH)
@@ -430,7 +430,7 @@ def num_tiles(shape: Shape, patch: Shape) -> int:
     """
     number = 1
     for size, side in zip(shape, patch, strict=True):
-        # A first tile, and one more for each half tile that it leaves.
+        # A first tile, and one more for each half of a tile that remains, or a part of it.
         number *= 1 + math.ceil(max(0, size - side) / (side / 2))
     return number
 

@@ -25,26 +25,32 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGUN_ANEW = "MEDSEG_BENCHMARK"
 
 
-def given_arguments(keys: Collection[str]) -> tuple[Path, dict[str, str]]:
+def given_arguments(
+    optional: Collection[str], required: Collection[str] = ()
+) -> tuple[Path, dict[str, str]]:
     """Read the arguments of a benchmark, each `key=value`, from the command line.
 
-    Exits with a message if `output` is missing or a key is unknown.
+    Exits with a message if a required key is missing or a key is unknown.
 
     Args:
-        keys: The keys that may be given beside `output`.
+        optional: Keys that may be given.
+        required: Keys that must be given in addition to `output`.
 
     Returns:
-        Its output folder, which is made, and the values of the keys that were given.
+        The output folder, which is made, and the values of the other keys that were given.
     """
     values = {}
     for argument in sys.argv[1:]:
         key, _, value = argument.partition("=")
         values[key] = value
-    unknown = values.keys() - {"output", *keys}
-    if "output" not in values or unknown:
-        options = ", ".join(f"{key}=…" for key in keys)
+    needed = {"output", *required}
+    unknown = values.keys() - needed - {*optional}
+    missing = needed - values.keys()
+    if unknown or missing:
+        texts = ["output=<folder>", *(f"{key}=…" for key in required)]
+        options = ", ".join(f"{key}=…" for key in optional)
         name = Path(sys.argv[0]).name
-        say(f"{name}: expected output=<folder>, and optionally {options}")
+        say(f"{name}: expected {' '.join(texts)}, and optionally {options}")
         sys.exit(EXIT_USER_ERROR)
     output = Path(values.pop("output")).absolute()
     output.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,9 @@
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Programs: `medseg`, an
 experiment that `medseg configure fit_gib=…` writes; `nnunet_fit`, planned with
-`-gpu_memory_target <fit_gib>`; `nnunet`, planned as its planner comes. Both nnU-Nets have its own
-trainer and augmentation. All see the same files, and hold out the cases that the table marks as
-`val`, or else the first of `num_folds` folds by patient.
+`-gpu_memory_target <fit_gib>`; `nnunet`, planned with the planner's defaults. Both have nnU-Net's
+own trainer and augmentation. All programs see the same files, and hold out the cases that the table
+marks as `val`, or else the first of `num_folds` folds by patient.
 
 Each point is a training of its own, whose schedule ends with its CPU minutes: the number of steps,
 or of epochs and iterations, follows from a few timed ones. CPU minutes are user and system time of
@@ -50,7 +50,7 @@ from medseg.report.plots import new_figure, write_png
 from medseg.studies.command_steps import MEDSEG
 
 OURS, NNUNET_FIT, NNUNET_USUAL = "medseg", "nnunet_fit", "nnunet"
-# Program to its title and colour in the plot.
+# Title and colour of each program in the plot.
 PROGRAMS = {
     OURS: ("medseg", "#0369a1"),
     NNUNET_FIT: ("nnU-Net, planned for the same memory", "#c2410c"),
@@ -69,7 +69,7 @@ DEFAULTS = {
 # Arguments that all points of a folder share.
 SHARED = ("cases", "task", "threads", "fit_gib", "num_folds", "trainer", "configuration")
 KEYS = (*SHARED, "nnunet", "minutes", "programs")
-# Key of a row to its heading in the page; "taken" and "prediction" go on with the heading before.
+# Heading in the page of each key of a row; "taken" and "prediction" continue the heading before.
 COLUMNS = {
     "task": "task",
     "program": "program",
@@ -225,7 +225,7 @@ def write_tables(output: Path) -> None:
     """Write the table and the curves of all points in a folder."""
     rows = []
     for program in PROGRAMS:
-        # Also those of other commands that work in the folder.
+        # Points of other commands that work in the folder are included.
         files = (output / program).glob("*/point.json")
         points = [json.loads(file.read_text(encoding="utf-8")) for file in files]
         rows += sorted(points, key=lambda row: row["minutes"])

@@ -26,11 +26,11 @@ from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.training.options import TrainConfig
 
-# nnU-Net asks for such a name: `Dataset`, three digits, a name.
+# The form that nnU-Net requires: `Dataset`, three digits, a name.
 DATASET = "Dataset001_curves"
 # nnU-Net's folder of data sets.
 RAW = "nnUNet_raw"
-# Case tables of medseg: all cases with their split, and the held-out ones without.
+# Case tables of medseg: all cases with their split, and the held-out ones without a split.
 CASES = "cases.csv"
 HELD_OUT = "held_out.csv"
 SUFFIX = ".nii.gz"
@@ -48,7 +48,7 @@ def write_data(folder: Path, arguments: Sequence[str], num_folds: int) -> dict[s
         num_folds: Number of folds.
 
     Returns:
-        `task`, the name of the task; `held_out`, for each held-out case the files of its channels.
+        `task`, the name of the task; `held_out`, a list of the channels' files per held-out case.
 
     Raises:
         UserError: If the cases cannot be read, or the task ignores voxels.
@@ -67,7 +67,7 @@ def write_data(folder: Path, arguments: Sequence[str], num_folds: int) -> dict[s
     write_case_table(folder / HELD_OUT, [replace(case, split=None) for case in held_out])
     plain_task = {"task": plain(config.task)}
     replace_text(folder / TASK_FILE, yaml.safe_dump(plain_task, sort_keys=False))
-    # nnU-Net plans with the held-out cases too, as it does with those of a fold of its own.
+    # The held-out cases are included: nnU-Net also plans with the validation cases of its folds.
     num_cases = len(training) + len(held_out)
     replace_text(raw / "dataset.json", json.dumps(dataset_json(task, num_cases)))
     fold = {

@@ -4,7 +4,7 @@
 
 The environment variables of nnU-Net name the folders. Planner, trainer, augmentation and predictor
 are nnU-Net's own; only the number of epochs and iterations is set. Nothing of medseg is imported.
-What a job returns, its facts, is written as JSON to the file that the job names as `facts`.
+The results of a job, its facts, are written as JSON to the file that the job names as `facts`.
 """
 
 import json
@@ -22,13 +22,13 @@ Facts = dict[str, Any]
 DATASET_ID = 1  # that of `learning_curves_data.DATASET`
 PLANS = "nnUNetPlans"
 FOLD = 0
-# Iterations are timed until they have taken `TIMED_S` CPU seconds, and `LEAST_TIMED` at least.
+# Iterations are timed until they have taken `TIMED_S` CPU seconds; at least `LEAST_TIMED` of them.
 TIMED_S = 20.0
 LEAST_TIMED = 2
 
 
 def nnunet_folder(name: str) -> Path:
-    """Folder of nnU-Net: `preprocessed` or `results`."""
+    """Read the folder `preprocessed` or `results` from nnU-Net's environment variable."""
     return Path(os.environ[f"nnUNet_{name}"])
 
 

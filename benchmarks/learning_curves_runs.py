@@ -28,18 +28,19 @@ from medseg.studies.command_steps import MEDSEG, last_checkpoint
 from medseg.studies.configure.choose import TRAINING_SHARE
 
 JOBS = ROOT / "benchmarks" / "learning_curves_nnunet.py"
-# `configure` counts the hours of a cross-validation, which has two folds at least.
+# `configure` plans the hours of a cross-validation, which has at least two folds.
 CONFIGURED_FOLDS = 2
 # In fewer hours `configure` finds no time for the starts of its folds.
 LEAST_HOURS = 0.15
 # Steps of medseg that are timed, and lines in the history of each training.
 TIMED_STEPS = 24
 NUM_LINES = 6
-# nnU-Net lowers its learning rate once an epoch; a short training has fewer of them.
+# nnU-Net lowers its learning rate once an epoch. A short training has fewer epochs than this.
 MOST_EPOCHS = 20
-# Iterations for each one of the validation, as in nnU-Net: 250 and 50.
+# Training iterations for each iteration of the validation; nnU-Net's epochs have 250 and 50.
 ITERATIONS_PER_VALIDATION = 5
-# Least share of the iterations of one long epoch that may be left when there are more epochs.
+# A training is divided into more epochs as long as it keeps this share of the largest possible
+# number of iterations.
 LEAST_SHARE = 0.95
 # Seconds between two readings of the memory.
 SAMPLED_S = 0.5
@@ -87,9 +88,9 @@ class Study:
 
 
 def finished(path: Path, make: Callable[[], Row]) -> Row:
-    """Return the facts of a part from its file; make the part first where there is none.
+    """Return the facts of a part of a run from its file; without a file, run the part first.
 
-    The file is written last: a part that was stopped has none, and is made again.
+    The file is written last: a part that was stopped has none, and runs again.
     """
     if path.is_file():
         facts: Row = json.loads(path.read_text(encoding="utf-8"))
@@ -102,7 +103,7 @@ def finished(path: Path, make: Callable[[], Row]) -> Row:
 def fresh(folder: Path) -> Path:
     """Remove a folder that a stopped command left, and return its path.
 
-    If the part were continued there, its costs would lack what was done before the stop.
+    If the part continued in this folder, its costs would lack the work before the stop.
     """
     shutil.rmtree(folder, ignore_errors=True)
     return folder
@@ -113,7 +114,7 @@ def run_measured(command: Sequence[str], log_file: Path, environment: Mapping[st
 
     Args:
         command: Program and arguments.
-        log_file: Receives what it prints.
+        log_file: Receives its output.
         environment: Environment variables.
 
     Returns:
@@ -280,7 +281,7 @@ class NnunetRuns:
         study: The study.
         folder: Folder of the point; receives `predictions`.
         minutes: CPU minutes of the training.
-        gpu_memory_target: GB for the planner; None as it comes.
+        gpu_memory_target: GB for the planner; None = the planner's default.
     """
 
     study: Study
@@ -329,10 +330,10 @@ class NnunetRuns:
         Args:
             job: Its name: `plan`, `time`, `train` or `predict`.
             results: nnU-Net's folder of trainings. The files of the job lie beside it.
-            facts: What the job needs beside the data, the plan and the trainer.
+            facts: Further entries of the job's file.
 
         Returns:
-            The facts that it returns, with its costs.
+            Results and costs of the job.
         """
         folder = results.parent
         job_file = folder / f"{job}_job.json"
@@ -353,7 +354,7 @@ class NnunetRuns:
         }
         environment = self.study.environment
         environment |= {name: str(path) for name, path in folders.items()}
-        # The script's folder alone is on its path: no module of medseg.
+        # Only the script's own folder may be on its path, and no module of medseg.
         environment.pop("PYTHONPATH", None)
         command = [self.study.nnunet, str(JOBS), job, str(job_file)]
         costs = run_measured(command, folder / f"{job}.log", environment)
@@ -365,8 +366,8 @@ class Epochs(NamedTuple):
 
     Attributes:
         epochs: Epochs.
-        iterations: Iterations of each.
-        validations: Iterations of the validation in each.
+        iterations: Training iterations of each epoch.
+        validations: Validation iterations of each epoch.
     """
 
     epochs: int
@@ -399,7 +400,7 @@ def epochs_within(minutes: float, timed: Mapping[str, float]) -> Epochs:
     """Choose the length of a training of nnU-Net, so that its schedule ends with its minutes.
 
     Each epoch validates and saves, so more epochs leave time for fewer iterations. The largest
-    number of epochs is taken that costs no more than a twentieth of the iterations.
+    number of epochs is chosen that keeps the share LEAST_SHARE of the iterations.
 
     Args:
         minutes: CPU minutes of the training.
@@ -432,9 +433,10 @@ def epochs_within(minutes: float, timed: Mapping[str, float]) -> Epochs:
 
 
 def iterations_within(epoch_s: float, timed: Mapping[str, float]) -> int:
-    """Count the iterations of an epoch of so many CPU seconds; 0 if none fits.
+    """Count the iterations that fit into an epoch of some CPU seconds; 0 if none fits.
 
-    Each `ITERATIONS_PER_VALIDATION` iterations, also if they are begun, have one of the validation.
+    Each group of `ITERATIONS_PER_VALIDATION` iterations, the last one also if it is incomplete, has
+    one iteration of the validation.
     """
     iterations = 0
     # The cost of an epoch with one iteration more than `iterations`.

@@ -38,7 +38,7 @@ MAX_SLICES = 3000
 LIMIT_GIB = 1.0
 BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # labels are compared with those of the largest
 # Labels with a lower Dice in a region count as different.
-EQUAL = 0.9995
+EQUAL_DICE = 0.9995
 # Pixels per side of the model from which a phantom is drawn, and their size. A scan repeats them: a
 # phantom of 3,000 slices and 512² pixels of its own would take too long.
 MODEL_SIZE = 128
@@ -49,7 +49,7 @@ MATRICES = (512, 256, 128)
 LENGTH_MM = {"whole": 320.0, "trunk": 900.0}
 MAX_SLICE_MM = 5.0
 COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "accelerator=cpu"]
-# Headings of the two tables; "of" says in which scan the least Dice is.
+# Headings of the two tables; the column "of" names the scan with the least Dice.
 SCANS = {
     "scan": "scan",
     "slices": "slices",
@@ -91,17 +91,17 @@ def main() -> None:
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> str:
-    """Say how many of the limited predictions ended badly, or gave other labels."""
-    # A refused scan ends with the exit code of a failed one; any other code is a crash.
+    """Count the limited predictions that were killed, were refused or gave other labels."""
+    # A refused scan gives EXIT_FAILED; any other exit code but 0 is a crash.
     num_killed = sum(row["code"] not in (0, EXIT_FAILED) for row in rows)
     num_refused = sum(row["code"] == EXIT_FAILED for row in rows)
     largest_mib = max(row["peak_mib"] for row in rows)
     lowest_dice = min(row["dice"] for row in rows)
-    num_different = sum(row["dice"] < EQUAL for row in rows)
+    num_different = sum(row["dice"] < EQUAL_DICE for row in rows)
     return (
         f"{len(rows)} scans under `inference.max_ram_gib={LIMIT_GIB:g}`: {num_killed} killed, "
         f"{num_refused} refused, largest peak {largest_mib:.0f} MiB, least Dice to the labels "
-        f"without the limit {lowest_dice:.5f}; {num_different} below {EQUAL}."
+        f"without the limit {lowest_dice:.5f}; {num_different} below {EQUAL_DICE}."
     )
 
 
@@ -109,13 +109,13 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
     """Predict phantoms without and with the limit: one row per scan.
 
     Args:
-        folder: Receives the scans and the label maps of both predictions.
+        folder: Receives the scans, and their label maps without and with the limit.
         number: Number of scans.
     """
     scans = folder / "scans"
     unlimited = folder / "free"
     limited = folder / "limited"
-    # Numbers of slices with equal ratios, so that there are as many thin scans as thick ones.
+    # Numbers of slices in a geometric series, so that short and long scans are equally frequent.
     sizes = [round(float(size)) for size in np.geomspace(1, MAX_SLICES, number)]
     paths = [make_scan(scans, index, size) for index, size in enumerate(sizes)]
     code, peak = predict([f"input={scans}", f"output={unlimited}"], folder / "free.log")
@@ -135,7 +135,7 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
             code_and_peak = predict(arguments, measured_file.with_suffix(".log"))
             replace_text(measured_file, json.dumps(code_and_peak))
         code, peak = json.loads(measured_file.read_text(encoding="utf-8"))
-        # A scan without labels under the limit is counted by its exit code alone.
+        # A scan without labels under the limit counts as refused or killed, not as different.
         dice = 1.0
         if code == 0:
             dice = least_dice(unlimited / path.name, limited / path.name)
@@ -162,20 +162,22 @@ def make_scan(folder: Path, index: int, num_slices: int) -> Path:
     Args:
         folder: Folder of the scans.
         index: Number of the scan; matrix and field of view change with it.
-        num_slices: About the number of slices; it becomes a multiple of the repeated ones.
+        num_slices: About the number of slices; it is rounded so that each slice of the coarser
+            phantom is repeated equally often.
 
     Returns:
         The file.
     """
-    # The scan with the most slices also has the largest matrix.
+    # The matrices in turn, the smallest first.
     matrix = MATRICES[-1 - index % len(MATRICES)]
+    # The scan with the most slices also has the largest matrix.
     if num_slices >= MAX_SLICES:
         matrix = max(MATRICES)
-    # Each second scan shows the trunk, and all with many slices.
+    # Every second scan shows the trunk, and so do all scans with many slices.
     is_long = num_slices > MAX_SLICES // 3 or index % 2 == 1
     view = "trunk" if is_long else "whole"
     slice_mm = min(MAX_SLICE_MM, LENGTH_MM[view] / num_slices)
-    # Slices and pixels of the scan for each of the model.
+    # Number of slices, and of pixels along an axis, that repeat each one of the model.
     slice_repeats = max(1, round(MODEL_MM / slice_mm))
     pixel_repeats = matrix // MODEL_SIZE
     num_model_slices = max(1, num_slices // slice_repeats)
@@ -213,7 +215,7 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
     names: list[str] = []
     for table in tables:
         names += [case.name for case in read_cases(table)]
-    # The largest budget first: its labels are those with which the others are compared.
+    # The largest budget first: the labels of the others are compared with its labels.
     for budget_gib in reversed(BUDGETS_GIB):
         output = folder / f"{budget_gib:g}"
         peak = 0

@@ -1,11 +1,11 @@
-"""Lung benchmark: label maps of lungs against references, and airways and effusion called lung.
+"""Lung benchmark: label maps of lungs against references, and airway and effusion labelled as lung.
 
     python -m benchmarks.lungs output=<folder> pred=<folder> cases=<table.csv> [airways=<folder>]
 
 `pred` holds `<case>.nii.gz` of each case. Writes `lungs.csv` with a row for each side, and
-`lungs.md` with means over the kinds of sides. A mask `effusion.nii.gz` beside a scan is measured
-too. Airways are tracked in the scans alone (`benchmarks/airways.py`); `airways` keeps them for the
-next measurement (default: `<output>/airways`).
+`lungs.md` with a row for each trust and health of a side. A mask `effusion.nii.gz` beside a scan is
+measured too. Airways are tracked in the scans alone (`benchmarks/airways.py`); `airways` is the
+folder that keeps them for the next measurement (default: `<output>/airways`).
 """
 
 import math
@@ -30,12 +30,12 @@ from medseg.studies.pieces import oriented_image
 
 SIDES = {"left_lung": 1, "right_lung": 2}
 EFFUSION = "effusion.nii.gz"
-# Healthy lung is less dense. Vessels and partial volume make a tenth of a lung denser at most, so a
-# side with more dense voxels than `DISEASED_SHARE` has disease.
+# Voxels above `DENSE_HU` are denser than healthy lung. Vessels and partial volume are at most a
+# tenth of a lung, so a side whose share of dense voxels reaches `DISEASED_SHARE` has disease.
 DENSE_HU = -500.0
 DISEASED_SHARE = 0.15
 Row = dict[str, Any]
-# Key of a summary to its heading.
+# Heading of each key of a summary.
 SUMMARY = {
     "kind": "sides", "number": "n", "dice": "Dice", "worst": "worst", "nsd_2mm": "NSD 2 mm",
     "hd95_mm": "HD95 mm", "volume_error": "volume error",
@@ -44,7 +44,7 @@ SUMMARY = {
 
 def main() -> None:
     """Measure all cases and write the tables."""
-    output, arguments = given_arguments(["pred", "cases", "airways"])
+    output, arguments = given_arguments(["airways"], required=["pred", "cases"])
     airways = Path(arguments.get("airways", output / "airways"))
     airways.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
@@ -75,14 +75,14 @@ def side_rows(case: Case, prediction: Path, airway_file: Path) -> list[Row]:
     Returns:
         A row for each side: `case`, `region`, `trust`, `is_diseased`; the scores of `score_region`;
         `volume_error`, the difference of the volumes as a share of the reference; `dense_share`,
-        the share of the reference above `DENSE_HU`; `airway_ml` and `effusion_ml` of the whole
-        scan, and how much of them is called this side (`…_called_ml`, `…_share`). Values that do
-        not exist are None.
+        the share of the reference above `DENSE_HU`; `airway_ml` and `effusion_ml`, the volumes in
+        the whole scan, and what the prediction labels as this side (`…_called_ml`, and as a share
+        of the volume `…_share`). Values that do not exist are None.
     """
     stored_values, grid = oriented_image(case)
     image_hu = case.hu.apply(stored_values)
     pred = _oriented_labels(prediction)
-    # Structures that are no lung, (D, H, W) bool.
+    # Structures that do not belong to the lung, (D, H, W) bool.
     structures = {"airway": read_airway(image_hu, grid, airway_file)}
     effusion_file = case.image.parent / EFFUSION
     if effusion_file.is_file():
@@ -100,7 +100,7 @@ def side_rows(case: Case, prediction: Path, airway_file: Path) -> list[Row]:
 
 
 def _scores(pred: np.ndarray, target: np.ndarray, image_hu: np.ndarray, grid: VoxelGrid) -> Row:
-    """Score a side, bool (D, H, W); where the reference does not show it, only give volumes."""
+    """Score a side, bool (D, H, W); only volumes if the reference does not show the side."""
     scores: Row = score_region(pred, target, grid.spacing_mm)
     if not target.any():
         return {"volume_pred_ml": scores["volume_pred_ml"], "volume_ref_ml": 0.0}
@@ -111,11 +111,11 @@ def _scores(pred: np.ndarray, target: np.ndarray, image_hu: np.ndarray, grid: Vo
 
 
 def _called_lung(name: str, mask: np.ndarray | None, pred: np.ndarray, grid: VoxelGrid) -> Row:
-    """Measure how much of a structure is called lung.
+    """Measure how much of a structure the prediction labels as one side of the lung.
 
     Args:
         name: Name of the structure, with which the columns begin.
-        mask: Its voxels (D, H, W), bool; None if it was not looked for.
+        mask: Voxels of the structure (D, H, W), bool; None if there is no mask.
         pred: Voxels of the predicted side.
         grid: Grid of both.
     """
@@ -148,7 +148,7 @@ def summarise(rows: Sequence[Row]) -> list[Row]:
         groups.setdefault(f"{row['trust'] or 'all'}, {health}", []).append(row)
     summaries = []
     for kind, sides in sorted(groups.items()):
-        # A side that was not found has an infinite distance; the median is that of the others.
+        # A side that was not found has an infinite distance, and is left out of the median.
         finite_mm = [row["hd95_mm"] for row in sides if math.isfinite(row["hd95_mm"])]
         summaries.append(
             {

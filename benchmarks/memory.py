@@ -4,7 +4,7 @@ The rows differ in networks, switches, shapes, stages, batches and workers.
 
     python -m benchmarks.memory output=<folder> [rows=20]
 
-Each row trains on synthetic scans in a process of its own; the same command goes on where it was
+Each row trains on synthetic scans in a process of its own; the same command continues where it was
 interrupted. The instruments are not those of `plan`: the largest total of `posix_memalign`
 (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the resident memory
 of all processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep the
@@ -45,7 +45,7 @@ from medseg.planning.estimate import Machine, estimate
 from medseg.planning.step import input_shape
 from medseg.training.assemble import make_data_module
 
-# Properties of the rows, each a name with its arguments; `rows` combines them.
+# Properties of the rows, each with its arguments by name; `rows` combines them.
 NETWORKS = {
     "unet": ["model=unet"],
     "unet_lean": ["model=unet_lean"],
@@ -118,7 +118,7 @@ def rows() -> list[tuple[str, list[str]]]:
     show each of these.
     """
     combinations = list(itertools.product(NETWORKS, SWITCHES, SHAPES, LOADS, STAGES))
-    rows_by_place = {}  # place in the list to the row
+    rows_by_place = {}  # by the place in the list
     for number, names in enumerate(combinations):
         network, switches, shape, load, stage = names
         arguments = [
@@ -214,7 +214,7 @@ def main() -> None:
     output, options = given_arguments(["rows"])
     begin_anew()
     library = allocation_counter(output)
-    places = [
+    folder_arguments = [
         f"data.phantoms.folder={output / 'phantoms'}",
         f"data.cache={output / 'cache'}",
         "logger=none",
@@ -229,10 +229,11 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)  # a row that was interrupted begins anew
             folder.mkdir()
             try:
-                # Not a `Worker`: a plan starts processes, which a daemonic one may not.
+                # Not a `Worker`, which is a daemonic process: a plan starts processes of its own,
+                # which a daemonic process may not do.
                 with ProcessPoolExecutor(1, get_context("spawn")) as executor:
-                    numbers = executor.submit(predict, [*arguments, *places]).result()
-                numbers |= measure([*arguments, *places], folder, library)
+                    numbers = executor.submit(predict, [*arguments, *folder_arguments]).result()
+                numbers |= measure([*arguments, *folder_arguments], folder, library)
             except Exception as error:  # a row that fails must not end the others
                 say(f"{name}: {type(error).__name__}: {error}")
                 continue

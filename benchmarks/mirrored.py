@@ -1,14 +1,14 @@
-"""Mirrored images: how many are detected, and how many untouched scans are called mirrored.
+"""Mirrored images: how many are detected, and how many untouched scans are reported as mirrored.
 
     python -m benchmarks.mirrored output=<folder> cases=<table.csv>[,<table.csv>] [phantoms=40]
                                   [segment=4]
 
-Each scan is measured as it is and flipped along x with its header untouched. The reference labels
-stand for those of a model. A model names a lung by its place in the image, so in a flipped scan
-their values are exchanged too. `phantoms` adds synthetic chests. `segment` is a number of scans
-with a whole chest that are segmented with the included weights, as they are and flipped, to list
-the findings of the prediction. Writes `mirrored.csv` with a row for each scan, `mirrored.md` with
-their numbers, and `segmented.csv`.
+Each scan is measured twice: as it is, and flipped along x with an unchanged header. The reference
+labels replace those of a model. A model names a lung by its place in the image, so the values of
+left and right are exchanged in the labels of a flipped scan. `phantoms` is the number of synthetic
+chests to add. `segment` is the number of scans of a whole chest to segment with the included
+weights, as they are and flipped, to list the findings of the prediction. Writes `mirrored.csv` with
+a row for each scan, `mirrored.md` with counts by view, and `segmented.csv`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ TASK = Task(
     (Region("left_lung", ("left_lung",), "left"), Region("right_lung", ("right_lung",), "right")),
     (Channel(),),
 )
-# Label value (the index) to that of the other side.
+# Label value of the other side, by label value (the index).
 OTHER_SIDE = np.array([0, 2, 1], dtype=np.uint8)
 SEED = 0  # of the phantoms
 CUES = tuple(SENTENCES)
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure all scans and write the tables."""
-    output, arguments = given_arguments(["cases", "phantoms", "segment"])
+    output, arguments = given_arguments(["phantoms", "segment"], required=["cases"])
     tables = [Path(path) for path in arguments["cases"].split(",")]
     num_phantoms = int(arguments.get("phantoms", "40"))
     if num_phantoms:
@@ -81,8 +81,8 @@ def measure(case: Case, source: str) -> Row:
         source: Name of its data set.
 
     Returns:
-        `case`, `source`, `view` (see `view_of`); the cues of the scan as it is and their `sum`;
-        and for the scan as it is and flipped, the columns of `_verdict`.
+        `case`, `source`, `view` (see `view_of`); the strengths of the cues of the scan as it is,
+        and their `sum`; and the columns of `_verdict` for the scan as it is and flipped.
     """
     stored_values, grid = oriented_image(case)
     image_hu = case.hu.apply(stored_values)
@@ -96,7 +96,7 @@ def measure(case: Case, source: str) -> Row:
     flipped = mirror_evidence(flipped_hu, flipped_labels, grid.spacing_mm, TASK)
     row: Row = {"case": case.name, "source": source, "view": view_of(labels)}
     for name in CUES:
-        # A cue that the scan does not show is left out of the evidence.
+        # The evidence lacks the cues that the scan does not show.
         strength = evidence.cues.get(name)
         row[name] = "" if strength is None else round(strength, 2)
     row["sum"] = round(sum(evidence.cues.values()), 2)

@@ -44,7 +44,7 @@ class Run(NamedTuple):
     """A prediction of the plan.
 
     Attributes:
-        name: In the tables.
+        name: Name in the tables.
         program: nnunet or medseg.
         precision: fp16 or fp32, see `nnunet_card_jobs.predict`.
         against: Names of the runs whose labels are compared with its own.
@@ -58,8 +58,8 @@ class Run(NamedTuple):
     is_bounded: bool = False
 
 
-# In an order in which each run comes after those that it is compared with, and the bounded run
-# after the one that gives its bound.
+# Each run comes after those that it is compared with, and the bounded run after the one from which
+# its limit is computed.
 RUNS = (
     Run("nnU-Net", "nnunet", "fp16"),
     Run("medseg", "medseg", "fp16", ("nnU-Net",)),
@@ -72,7 +72,7 @@ RUNS = (
 
 def main() -> None:
     """Run all predictions of all models and write the page."""
-    output, arguments = given_arguments(["scan", "models", "nnunet"])
+    output, arguments = given_arguments(["models", "nnunet"], required=["scan"])
     has_card = torch.cuda.is_available()
     pythons = {"nnunet": arguments.get("nnunet", sys.executable), "medseg": sys.executable}
     models = output / "models"
@@ -120,7 +120,7 @@ def start(python: str, *arguments: str) -> Row:
     Raises:
         RuntimeError: If it fails, with the end of its output.
     """
-    # Beside the path of the command.
+    # Beside the path that the command gets.
     cost_file = Path(arguments[1]).with_suffix(".cost.json")
     command = [sys.executable, str(LAUNCHER), str(cost_file), python, "-m", JOBS, *arguments]
     result = subprocess.run(
@@ -151,7 +151,7 @@ def limit_gib(cost: Row) -> float:
     """
     # GB of the cost are 10⁹ bytes, GiB of the key 2³⁰.
     added_bytes = (cost["expected_gb"] - cost["loaded_gb"]) * 1e9
-    # medseg refuses to run with a rest below `LEAST_BYTES`; twice as much surely passes.
+    # medseg refuses to run if less than `LEAST_BYTES` is left; twice as much is safe.
     least_bytes = OVERHEAD_BYTES + 2 * LEAST_BYTES
     limit_bytes = cost["loaded_gb"] * 1e9 + max(added_bytes / 2, least_bytes)
     # Rounded up to a hundredth.

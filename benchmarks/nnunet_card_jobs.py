@@ -84,8 +84,8 @@ def models_of(kind: str) -> dict[str, dict[str, Any]]:
     halved_in_plane = [1, 2, 2]
     strides = [whole, halved, halved, halved, halved, halved]
     plain = deep_network(strides, [[3, 3, 3]] * 6, residual=False)
-    # Planes that are far apart: the first stage convolves within planes, and two strides do not
-    # halve their number (40 planes become 5).
+    # Planes that are far apart: the first stage convolves within planes, and two of the five
+    # strides keep the number of planes (40 planes become 5).
     strides = [whole, halved_in_plane, halved, halved, halved, halved_in_plane]
     residual = deep_network(strides, [[1, 3, 3], *[[3, 3, 3]] * 5], residual=True)
     return {
@@ -102,15 +102,16 @@ def make(output: Path, kind: str) -> None:
 
 
 def predict(job: Job) -> dict[str, Any]:
-    """Predict a scan; what is imported before the program starts takes none of its seconds.
+    """Predict a scan by one program; its seconds do not include the imports.
 
     Args:
         job: `program` (nnunet or medseg), `model`, `scan`, `labels` (the file to write), `device`
             (cuda or cpu), `precision` (fp16: as the program chooses; fp32), `max_ram_gib`.
 
     Returns:
-        `s`; `computed`, the type of the network's output; `card_gb`, the most that torch had
-        allocated on the card; and what medseg expected: `expected_gb`, `loaded_gb`.
+        `s`; `computed`, the type of the network's output; `card_gb`, the peak of torch's
+        allocations on the card; and of medseg's forecast `expected_gb`, the peak, and `loaded_gb`,
+        the bytes before the scan.
     """
     is_medseg = job["program"] == "medseg"
     run = predict_by_medseg if is_medseg else predict_by_nnunet
@@ -201,7 +202,7 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
         (case,) = predict_scans(config)
     if case.exit_code:
         sys.exit(f"{job['labels']}: {case.messages}")
-    # The first forecast is what the run announces; a last one goes into its report.
+    # The run announces the first forecast; the last one goes into its report.
     expected_bytes, loaded_bytes = expected[0]
     return {
         "s": time.perf_counter() - start_s,

@@ -49,7 +49,7 @@ SPLINE, TORCH, NONE = (
 )
 # Small toy whose labels are recorded for all storages of a scan.
 STORED_MODEL = "torch"
-# Resampling function to its arguments for images, reference labels and logits.
+# Arguments of each resampling function for images, reference labels and logits.
 RESAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
     SPLINE: (CUBIC, LINEAR | {"is_seg": True}, LINEAR),
     TORCH: (SEPARATE, SEPARATE, SEPARATE),
@@ -370,7 +370,7 @@ def toys_of_stages(base: int) -> dict[str, dict[str, Any]]:
 
 def make_models(output: Path) -> None:
     """Write all toys below a folder, each as `<toy>/<trainer>__<plans>__<configuration>`."""
-    # By its place in the list: a new toy in the middle changes the weights of those after it.
+    # The seed is the place in the list: a new toy in the middle changes the weights of later ones.
     for seed, (name, description) in enumerate(toys().items()):
         torch.manual_seed(seed)
         make_model(output / name, description)
@@ -495,7 +495,7 @@ def record(output: Path) -> None:
         num_channels = len(description["dataset"]["channel_names"])
         # (C, D, H, W); whole numbers compress well.
         scan = rng.normal(-300, 300, (num_channels, 13, 27, 25)).astype(np.float32).round()
-        # Zeros around the object and in a hole, so that the crop and the mask count.
+        # Zeros around the object and in a hole, so that the crop and the mask change the result.
         scan[:, :2] = 0
         scan[:, :, :, :3] = 0
         scan[:, 6, 10:13, 10:13] = 0
@@ -534,8 +534,8 @@ def record_ensembles(recorded: Path) -> None:
                 with zipfile.ZipFile(recorded / f"{member}.zip") as archive:
                     archive.extractall(Path(folder, member))
                 plans = sorted(Path(folder, member).rglob("plans.json"))
-                # Of a cascade the second stage, which is first in the alphabet; the predictor finds
-                # the other one beside it.
+                # For a cascade this is the second stage, which sorts before the first one; the
+                # predictor finds the first one beside it.
                 models.append(plans[0].parent)
             labels = labels_of_ensemble(models, scan, {"spacing": spacing_mm.tolist()})
         np.savez_compressed(
@@ -651,7 +651,7 @@ def results_of_nnunet(
     """Run nnU-Net's own predictor on the CPU; a cascade with its first stage.
 
     Args:
-        folder: Model folder, of a cascade that of the second stage.
+        folder: Model folder; for a cascade, that of the second stage.
         image: Channels (C, D, H, W).
         properties: Properties of the scan, as nnU-Net's readers give them.
         probabilities: Whether probabilities are returned too.
@@ -682,7 +682,7 @@ def results_of_nnunet(
 
 
 def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> None:
-    """Predict a scan; writes the label array, and the label map beside it by nnU-Net's writer."""
+    """Predict a scan; write the label array, and beside it a label map by nnU-Net's writer."""
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     torch.set_num_threads(num_threads)
@@ -705,11 +705,11 @@ class PassClock:
         self._start_s = 0.0
 
     def start(self, *_: Any) -> None:
-        """A pass begins; takes the arguments of a hook of torch and ignores them."""
+        """Note that a pass begins. The arguments are those of a hook of torch, and not used."""
         self._start_s = time.process_time()
 
     def stop(self, *_: Any) -> None:
-        """The pass has ended; takes the arguments of a hook of torch and ignores them."""
+        """Add the seconds of the pass, which has ended. Arguments as in `start`."""
         self.seconds += time.process_time() - self._start_s
 
     def watch(self, network: torch.nn.Module) -> None:
@@ -729,7 +729,7 @@ def measured_apart(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[
         What the function returns, with `cpu_s` and `peak_gb` of the process; `error` alone if the
         process ended without a result.
     """
-    # A fork has the imports and the memory of this process, and takes none of its CPU seconds.
+    # A fork inherits the imports and the memory of this process, but not its CPU seconds.
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send_measured, args=(sender, run, arguments))
@@ -757,10 +757,10 @@ def _send_measured(sender: Any, run: Callable[..., dict[str, Any]], arguments: A
 
 
 def measure() -> None:
-    """Predict on one thread; answers each line of the input with one, both JSON.
+    """Predict on one thread; answer each line of the input with one line, both JSON.
 
-    A line has `models`, a model folder or those of an ensemble; `scans`, the files of its channels;
-    and `labels`, the file to write.
+    An input line has `models`, a model folder or those of an ensemble; `scans`, the files of the
+    channels; and `labels`, the file to write. The answer is that of `measured_apart`.
     """
     # nnU-Net would resample with eight threads.
     os.environ["nnUNet_def_n_proc"] = "1"  # noqa: SIM112
@@ -778,7 +778,7 @@ def _predict_job(job: dict[str, Any]) -> dict[str, Any]:
 
     clock = PassClock()
     folders = [Path(model) for model in job["models"]]
-    # The output of this process is read by a program.
+    # Another program reads the output of this process as JSON.
     with contextlib.redirect_stdout(sys.stderr):
         reader = PlansManager(str(folders[0] / "plans.json")).image_reader_writer_class()
         image, properties = reader.read_images(job["scans"])

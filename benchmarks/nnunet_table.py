@@ -8,12 +8,12 @@
 one thread, and writes `nnunet.csv` with a row for each model and scan.
 
 `models` has names of these models, or folders that hold a model folder of nnU-Net (or the two of a
-cascade); `a+b` is an ensemble. The second channel of a model is the scan with its sign turned.
+cascade); `a+b` is an ensemble. The second channel of a model is the scan with its sign inverted.
 `precision` is that of medseg alone. Each prediction has a process of its own, whose seconds and
 memory are counted after the imports.
 
-The forecast of memory is that of `predict`. The forecast of seconds goes by the first scan of the
-model, as that of `predict`, but in CPU seconds, because other programs may share the machine.
+The forecast of memory is that of `predict`. The forecast of seconds is computed from the first scan
+of the model, as in `predict`, but in CPU seconds, because other programs may share the machine.
 """
 
 import json
@@ -73,7 +73,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure all models and scans and write the table."""
-    output, arguments = given_arguments(["nnunet", "scans", "models", "precision"])
+    output, arguments = given_arguments(["models", "precision"], required=["nnunet", "scans"])
     names = arguments.get("models", ",".join(MODELS)).split(",")
     scans = [Path(scan).absolute() for scan in arguments["scans"].split(",")]
     precision = arguments.get("precision")
@@ -92,7 +92,7 @@ def main() -> None:
         assert nnunet.stdin is not None
         assert nnunet.stdout is not None
         for job in list_jobs(names, scans, output, precision):
-            # A line for each prediction; the answer comes when it has ended.
+            # One line asks for a prediction, and one line answers once it has ended.
             nnunet.stdin.write(json.dumps(job) + "\n")
             nnunet.stdin.flush()
             of_nnunet = json.loads(nnunet.stdout.readline())
@@ -151,11 +151,11 @@ def list_jobs(
 
 
 def model_folder(name: str, output: Path) -> Path:
-    """Find the model folder of a toy, or the one in a folder of the user."""
+    """Find the model folder of one of `MODELS`, or the one in a folder of the user."""
     parent = output / "models" / name
     if not parent.is_dir():
         parent = Path(name).absolute()
-    # Of a cascade its second stage: 3d_cascade_fullres is before 3d_lowres in the alphabet.
+    # For a cascade this is the second stage: 3d_cascade_fullres sorts before 3d_lowres.
     return min(parent.glob("*__*__*"))
 
 
@@ -168,7 +168,7 @@ def write_phantom(output: Path) -> Row:
 
 
 def write_second_channel(scan: Path, output: Path) -> Path:
-    """Write a scan with its sign turned, as the second channel of a model."""
+    """Write a scan with its sign inverted, as the second channel of a model."""
     volume = read_image(scan)
     path = output / f"{case_name(scan)}_second.nii.gz"
     write_image(path, -volume.array, volume.grid)
@@ -176,7 +176,7 @@ def write_second_channel(scan: Path, output: Path) -> Path:
 
 
 def predict_job(job: Row) -> Row:
-    """Predict a scan as the command does; returns its CPU seconds and what was expected.
+    """Predict a scan as the command does; returns its CPU seconds and the forecast.
 
     Runs in a process of its own, see `measured_apart`, so the functions that it replaces in modules
     stay replaced.
@@ -237,7 +237,7 @@ def watch_passes(clock: PassClock) -> None:
 
     def timed_slabs(network: Any, image: Any, budget_bytes: float, take: Any) -> None:
         def untimed_take(planes: Any) -> None:
-            # What the caller does with the logits, adding them up, is no part of the pass.
+            # The caller adds up the logits in `take`, which is no part of the pass.
             clock.stop()
             take(planes)
             clock.start()
@@ -254,8 +254,8 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
 
     Args:
         job: The scan and its model.
-        of_nnunet: What nnU-Net took; `error` where it did not finish.
-        own: What medseg took.
+        of_nnunet: Costs of nnU-Net; `error` if it did not finish.
+        own: Costs of medseg.
         first: Row of the first scan of the model, if this is another one.
     """
     labels = read_image(Path(job["own_labels"])).array
@@ -298,13 +298,13 @@ def row_of(job: Row, of_nnunet: Row, own: Row, first: Row | None) -> Row:
 
 
 def forecast_in(row: Row) -> Forecast:
-    """Forecast of time that a row holds; its bytes, which have no part in it, are left out."""
+    """Rebuild the forecast of a row, without its bytes, which do not affect the seconds."""
     return Forecast({}, row["expected_voxels"], row["expected_operations"])
 
 
 def least_dice(labels: np.ndarray, expected: np.ndarray) -> float:
     """Smallest Dice of the labels that are in either map; 1 where there are none."""
-    # Not of the maps themselves: `union1d` would join copies of both.
+    # `unique` first: `union1d` of the maps themselves would concatenate both.
     values = np.union1d(np.unique(labels), np.unique(expected))
     scores = [1.0]
     for value in values[values > 0]:

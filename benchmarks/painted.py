@@ -1,10 +1,11 @@
-"""Painted copies: training cases with disease and pleural fluid painted into their lungs, as files.
+"""Painted copies: files of training cases with disease and pleural fluid painted into their lungs.
 
     python -m benchmarks.painted output=<folder> cases=<table.csv> [fold=0] [num_folds=5]
         [copies=2] [phantoms=0]
 
-Augmentation can paint disease while a stage trains. A fine stage that sees the coarse probabilities
-(`stage.coarse_channel`) needs it in the files, since the coarse stage must see it too.
+Augmentation can paint disease while a stage trains. For a fine stage that takes the coarse
+probabilities as input (`stage.coarse_channel`) the disease must be in the files, so that the coarse
+stage sees it too.
 
 Writes up to two copies of each training case of a fold, `<case>_ill<n>.nii.gz` with labels, then
 `phantoms` whole chests with one lung missing and the airway as a label, `missing_<n>.nii.gz`, and
@@ -31,10 +32,9 @@ from medseg.preprocess.scale import AS_STORED
 from medseg.studies.pieces import oriented_image, oriented_labels
 
 SIDES = (1, 2)  # label values of the left and the right lung
-# Number of a copy to the probabilities of disease and of fluid for each lung.
+# Probabilities of disease and of fluid in each lung, by the number of the copy.
 COPIES = {1: (0.8, 0.5), 2: (0.35, 0.8)}
-# Copy n of a case has the stream of random numbers 10 + n; with stream 0 `cross_validate` paints
-# its scans.
+# Copy n of a case has the stream of random numbers 10 + n; `cross_validate` paints with stream 0.
 FIRST_STREAM = 10
 AIRWAY = 3  # label value, as in `airway_labels.py`
 PHANTOM_SEED = 300  # no other phantoms of this repository have it
@@ -42,7 +42,9 @@ PHANTOM_SEED = 300  # no other phantoms of this repository have it
 
 def main() -> None:
     """Paint the copies, make the phantoms and write the table."""
-    output, arguments = given_arguments(["cases", "fold", "num_folds", "copies", "phantoms"])
+    output, arguments = given_arguments(
+        ["fold", "num_folds", "copies", "phantoms"], required=["cases"]
+    )
     cases = read_case_table(Path(arguments["cases"]))
     fold = read_fold(arguments.get("fold", "0"))
     split = split_cases(cases, fold=fold, num_folds=int(arguments.get("num_folds", "5")))
@@ -84,7 +86,7 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
     name = f"{case.name}_ill{number}"
     image_path = folder / f"{name}.nii.gz"
     labels_path = folder / f"{name}_labels.nii.gz"
-    # The file of the copy holds HU, whatever that of the case holds.
+    # The file of the copy holds HU, even if that of the case has another scale.
     copy = replace(case, name=name, image=image_path, labels=labels_path, series=None, hu=AS_STORED)
     if image_path.is_file() and labels_path.is_file():
         return [copy]
@@ -98,11 +100,11 @@ def paint_copy(case: Case, number: int, folder: Path) -> list[Case]:
     stored_values, _ = oriented_image(case)
     image_hu = case.hu.apply(stored_values).astype(np.float32).clip(*HU_LIMITS)
     hu = torch.from_numpy(image_hu)
-    # Each copy has its own disease, the same whenever it is painted. `crc32`, since Python's `hash`
-    # of a text differs between processes.
+    # The seed makes the disease of a copy reproducible. `crc32`, since Python's `hash` of a text
+    # differs between processes.
     disease_probability, fluid_probability = COPIES[number]
     rng = sample_rng(zlib.crc32(case.name.encode()), FIRST_STREAM + number)
-    # Both paint into `hu` in place. First the disease of both lungs, then the fluid.
+    # Both functions paint into `hu` in place. First the disease of both lungs, then the fluid.
     for value in present:
         if rng.random() < disease_probability:
             paint_disease(hu, labels, value, list(KINDS), rng, grid.spacing_mm)
@@ -132,7 +134,7 @@ def make_missing(index: int, folder: Path) -> Case:
         return case
     spec = replace(draw_spec(PHANTOM_SEED, index), view="whole", missing_lung=side)
     phantom = make_phantom(spec)
-    # In the map of organs the airway has a value of its own; the labels have lungs alone.
+    # `phantom.labels` has lungs only; `phantom.organs` also marks the airway.
     (airway_value,) = (value for value, part in PHANTOM_LABELS.items() if part == "airway")
     labels = phantom.labels.copy()
     labels[phantom.organs == airway_value] = AIRWAY

@@ -46,7 +46,7 @@ from medseg.task import Region, Task
 Row = dict[str, Any]
 # Name of the set of all rules.
 ALL = "all"
-# Key of a summary to its heading.
+# Heading of each key of a summary.
 SUMMARY = {
     "rule": "rule switched off", "scans": "scans changed", "regions": "regions changed",
     "changed_ml": "changed, ml", "false_ml": "of regions without reference, ml",
@@ -59,9 +59,9 @@ class Switch:
     """How a rule is switched off.
 
     Attributes:
-        module: Module whose name it is.
+        module: Module that has the name.
         name: Name of a threshold or a function in that module.
-        off: What stands in its place.
+        off: Threshold or function that replaces it.
     """
 
     module: ModuleType
@@ -88,7 +88,7 @@ RULES = {
 
 def main() -> None:
     """Measure all cases and write the tables."""
-    output, arguments = given_arguments(["cases", "coarse", "fine", "together"])
+    output, arguments = given_arguments(["coarse", "fine", "together"], required=["cases"])
     rule_sets = read_rule_sets(arguments.get("together", ""))
     checkpoints_by_stage = {}
     for stage in ("coarse", "fine"):
@@ -238,7 +238,7 @@ def kept_outputs() -> Iterator[None]:
     """
     # The originals, before their names are replaced.
     predict_body, refine = localise.predict_body, cascade_module.refine
-    body_predictions: list[Any] = []  # one, once it was computed
+    body_predictions: list[Any] = []  # empty, or the one prediction
     refined: dict[tuple[str, Crop], Prediction] = {}
 
     def predict_body_once(*arguments: Any) -> Any:
@@ -263,16 +263,16 @@ def kept_outputs() -> Iterator[None]:
 
 
 def summarise(rows: Sequence[Row]) -> list[Row]:
-    """Add up what each rule changes; gains are those of the regions that it changes."""
+    """Add up what each rule changes; gains are averaged over the regions that it changes."""
     changed_by_set: dict[str, list[Row]] = {}
     for row in rows:
-        # A rule that changes nothing has a line too.
+        # This also adds rules that change nothing, which get a row too.
         changed_rows = changed_by_set.setdefault(row["rule"], [])
         if row["changed_voxels"]:
             changed_rows.append(row)
     summaries = []
     for set_name, changed in changed_by_set.items():
-        # A region without a reference, or that the reference does not show, has no Dice.
+        # A region has no Dice if there is no reference, or if the reference does not show it.
         gains = [row["gain"] for row in changed if row["gain"] is not None]
         summaries.append(
             {

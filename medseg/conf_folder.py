@@ -16,6 +16,6 @@ def group_files(group: str) -> tuple[str, ...]:
     """List the choices of a configuration group: the stems of its files, sorted.
 
     Args:
-        group: Key of the configuration; one that is no group has no choices.
+        group: Name of the group; there are no choices if no group has this name.
     """
     return tuple(sorted(file.stem for file in (conf_dir() / group).glob("*.yaml")))

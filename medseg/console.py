@@ -14,11 +14,11 @@ PROGRESS_S = 15.0  # least time between two messages of a task's progress
 
 
 def prepare_streams() -> None:
-    """Make printing safe: no text ends this process, or one that it starts, with an error.
+    """Make printing safe: no text raises an error in this process or in one that it starts.
 
     A letter that the terminal cannot show is written as its code. A stream that was closed before
-    the start writes to nowhere; its descriptor would otherwise go to the next file that is opened,
-    and what libraries print would end up in that file.
+    the start is redirected to the null device. Otherwise the next file that is opened would get its
+    descriptor, and libraries would print into that file.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         # Python sets a standard stream to None where its descriptor is closed at the start.
@@ -32,7 +32,7 @@ def prepare_streams() -> None:
 
 
 def _open_nowhere(descriptor: int) -> TextIO:
-    """Open a stream whose output is dropped, on the given descriptor if no file has it yet."""
+    """Open a stream on the null device; it gets the given descriptor if no file has that yet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.set_inheritable(nowhere, True)
     try:
@@ -50,9 +50,9 @@ def _open_nowhere(descriptor: int) -> TextIO:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Redirect a stream whose reader has left to nowhere, with what its buffer still holds.
+    """Redirect a stream, whose reader has closed the pipe, to the null device.
 
-    Otherwise Python would flush the buffer at its exit and fail.
+    Otherwise Python would fail at its exit, when it flushes the buffer of the stream.
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
@@ -81,8 +81,8 @@ def say(message: str) -> None:
 class Progress:
     """Tells the user from time to time how far a task is, and how long the rest will take.
 
-    The estimate takes the mean time of the items done for each that is left. Callers therefore
-    process their items in random order, not from small to large.
+    The estimate assumes that each item that is left takes the mean time of the items done. Callers
+    therefore process their items in random order, not from small to large.
     """
 
     def __init__(self, command: str, total: int, items: str) -> None:

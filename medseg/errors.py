@@ -12,13 +12,13 @@ EXIT_RESUME = 75
 EXIT_INTERRUPTED = 130
 EXIT_UNREAD = 141
 
-# What torch, CUDA and the system say when memory runs out.
+# Parts of the error messages of torch, CUDA and the system when memory runs out.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "Cannot allocate memory",
     "CUDA out of memory",
     "CUDA error: out of memory",
-    # Libraries of CUDA that find no room for their workspace.
+    # A library of CUDA cannot allocate its workspace.
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUBLAS_STATUS_ALLOC_FAILED",
     # The end of "Unable to find …" and of "GET was unable to find …".

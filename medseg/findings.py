@@ -8,8 +8,8 @@ from enum import StrEnum
 class Severity(StrEnum):
     """Consequence of a finding.
 
-    An error stops a case or makes it doubtful, a warning asks to look, information asks for
-    nothing.
+    An error stops a case or makes its result doubtful, a warning needs a look at the result,
+    information needs no action.
     """
 
     error = "error"

@@ -7,7 +7,7 @@ class Knob(NamedTuple):
     """Documentation of one key.
 
     Attributes:
-        sentence: What the key does.
+        sentence: Documentation of the key.
         within: Interval of its number, or of each number of a tuple or list, such as `[0, 1)`.
         unit: Unit or order of its numbers.
         neutral: Whether the key cannot change the result of a run (folders, saving intervals,

@@ -1,8 +1,8 @@
 """Arguments of the classes at extension points: ranges of numbers, and kinds of values.
 
 A class of another package checks its arguments late, or not at all: a negative weight of a loss
-trains without a word. Ranges are checked by name (`range_of`), before torch is imported; kinds of
-values by the annotations of the class (`misfit`), after its import.
+causes no error. Ranges are checked by name (`range_of`), before torch is imported; kinds of values
+by the annotations of the class (`misfit`), after its import.
 """
 
 import inspect
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-# Extension point to name of an argument to its interval, in which each number of a list must lie.
-# `(` and `)` exclude a bound. Some classes have intervals of their own, see `CLASS_RANGES`.
+# Extension point to the intervals of its arguments by name. Each number of a list must lie in the
+# interval; `(` and `)` exclude a bound. Some classes have other intervals, see `CLASS_RANGES`.
 ARGUMENT_RANGES: dict[str, dict[str, str]] = {
     "optimizer": {
         "alpha": "[0, inf)",
@@ -102,7 +102,7 @@ ARGUMENT_RANGES: dict[str, dict[str, str]] = {
         "win_size": "[1, inf)",
     },
 }
-# Class to the intervals of its arguments that mean something else than in other classes.
+# Class to the intervals of those arguments whose meaning differs from that in other classes.
 CLASS_RANGES: dict[str, dict[str, str]] = {
     "torch.optim.RMSprop": {"alpha": "[0, 1)"},
     "torch.optim.ASGD": {"alpha": "[0, 1]"},
@@ -148,8 +148,8 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
         value: Value of plain types, as a configuration holds it; None fits everywhere.
 
     Returns:
-        The kind in words, such as `a number`; empty where the value fits, or where the signature
-        does not tell.
+        The kind in words, such as `a number`; empty where the value fits, or where the annotation
+        does not decide.
     """
     parameter = signature.parameters.get(name)
     if parameter is None or value is None:
@@ -164,7 +164,7 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
 
 
 def _hint_of_default(default: Any) -> Any:
-    """Guess the annotation of an argument from its default: a switch, a number, or anything."""
+    """Guess the annotation of an argument from its default: bool, a number or a list, or Any."""
     if isinstance(default, bool):
         return bool
     if isinstance(default, (int, float)):
@@ -189,8 +189,8 @@ def _fits(value: Any, hint: Any) -> bool:
         # For Python, true and false are the numbers 1 and 0.
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return False
-        # YAML reads 1e3 as a float: a whole number fits `int` in either type.
-        return hint is float or float(value).is_integer()
+        # YAML reads 1e3 as a float, which fits `int` too.
+        return hint is float or isinstance(value, int) or value.is_integer()
     kind = origin or hint  # of `list[int]` the origin, `list`
     if isinstance(kind, type):
         return _is_of_class(value, kind, arguments)
@@ -233,8 +233,8 @@ def _item_hints(kind: type, arguments: tuple[Any, ...], num_items: int) -> Seque
         num_items: Length of the list.
 
     Returns:
-        The annotation of each item; for `tuple[int, float]` always these two, since classes often
-        also take another length than that which they annotate.
+        The annotation of each item. For `tuple[int, float]` these are always two: the length of the
+        list is left to the class, which often takes other lengths than it annotates.
     """
     is_by_position = issubclass(kind, tuple) and arguments[-1] is not Ellipsis
     return arguments if is_by_position else arguments[:1] * num_items

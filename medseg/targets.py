@@ -14,7 +14,7 @@ nothing else:
   builders that add arguments of their own (channels, one-hot).
 
 `trusted_targets` are prefixes beyond the white list. They come from the command line or from the
-user's own configuration files, never from a checkpoint or a run folder: code that reads either
+user's own configuration files, never from a checkpoint or a run folder: code that reads such a file
 passes the prefixes of the current command.
 
 `medseg.training.check` builds every object of a run once before data is read: networks on the meta
@@ -105,7 +105,7 @@ class ExtensionNode(DictConfig):
         super().__setattr__(key, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # OmegaConf makes a plain DictConfig, whatever the class. An ordinary assignment to
+        # OmegaConf copies a subclass to a plain DictConfig. An ordinary assignment to
         # `__class__` would set a key of the configuration.
         copied = super().__deepcopy__(memo)
         object.__setattr__(copied, "__class__", type(self))
@@ -162,7 +162,7 @@ def list_nodes(values: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for number, node in enumerate(_value_at(values, "loss.terms", list)):
         yield "loss", f"loss.terms[{number}]", node
     for number, node in enumerate(_value_at(values, "augment.transforms", list)):
-        # The word `effects` stands for those that the other keys of `augment` describe.
+        # The word `effects` stands for the transforms that the other keys of `augment` describe.
         if node != "effects":
             yield "transform", f"augment.transforms[{number}]", node
 
@@ -204,7 +204,7 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     if not isinstance(target, str):
         raise UserError(f"{key}.{TARGET}: the name of a class is needed, but got {target!r}")
     prefixes = EXTENSION_POINTS[point].prefixes
-    # With its dot, `my_package` does not admit `my_package_of_somebody`.
+    # With a dot at its end, the prefix `my_package` does not admit `my_package_of_somebody`.
     trusted_prefixes = [f"{prefix.removesuffix('.')}." for prefix in trusted if prefix]
     is_listed = target.startswith((*prefixes, *trusted_prefixes))
     white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
@@ -245,7 +245,7 @@ def bind_target(
         trusted: Prefixes of `trusted_targets`.
 
     Returns:
-        The class with its arguments; call it with what `leading` stood for.
+        The class with its arguments; call it with the positional arguments in place of `leading`.
 
     Raises:
         UserError: If the class is not trusted, does not exist or does not take the arguments.
@@ -271,7 +271,7 @@ def bind_arguments(
     unknown = sorted(arguments.keys() - set(parameters))
     try:
         signature.bind(*leading, **arguments)
-        # `**kwargs` would swallow a misspelled name: raise what a class without it raises.
+        # `**kwargs` accepts a misspelled name: raise the error of a class without `**kwargs`.
         if unknown and not EXTENSION_POINTS[point].is_open:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
     except TypeError as error:
@@ -299,7 +299,8 @@ def _evaluated_signature(target_class: type, signature: inspect.Signature) -> in
     """Signature of a class, whose annotations are types instead of texts where possible."""
     try:
         return inspect.signature(target_class, eval_str=True)
-    except Exception:  # whatever the evaluation of an annotation of another package raises
+    # An annotation of another package may raise any error when it is evaluated.
+    except Exception:
         return signature
 
 

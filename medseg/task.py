@@ -77,7 +77,8 @@ class Task:
         codes: Label name to its SNOMED CT code, its meaning and, for a part of one side, `left` or
             `right`; names may be absent.
         colours: Label name to its colour in results, `#rrggbb`; names may be absent.
-        is_sided: Whether left and right differ although no region or label says so.
+        is_sided: Whether left and right differ, although no region has a side and no label one of
+            these words in its name.
     """
 
     name: str
@@ -118,12 +119,15 @@ class Task:
 
     @property
     def helper_labels(self) -> tuple[str, ...]:
-        """Labels that belong to no region of a task with regions.
+        """Labels that belong to no region of a task with regions, in the order of their values.
 
-        They help the networks to tell organs from what is not, and are background in results.
+        They help the networks to distinguish organs from other tissue, and are background in
+        results.
         """
         organ_values = self.organ_values
-        return tuple(name for name, value in self.labels.items() if value not in organ_values)
+        # Files of weights sort the labels by name, but the classes follow the values.
+        names = sorted(self.labels, key=self.labels.__getitem__)
+        return tuple(name for name in names if self.labels[name] not in organ_values)
 
     def without_helpers(self) -> Task:
         """Return the task of the results, in which helper labels are background."""
@@ -189,7 +193,7 @@ class Task:
         return tuple(sorted(values))
 
     def as_one_stage(self) -> Task:
-        """Return the task without regions, as one stage segments it; sides stay sides."""
+        """Return the task without regions, for a network of one stage; it keeps `has_sides`."""
         return replace(self, regions=(), is_sided=self.has_sides)
 
     @property

@@ -36,9 +36,9 @@ class NotSentError(Exception):
 class Worker:
     """A process of its own that calls one function at a time.
 
-    It is spawned, since a forked child of a process with threads may hang. Calls and results go
-    through a pipe: the queues of an executor need named semaphores, which nobody removes when this
-    process is killed. The worker ends when this process ends, in whatever way.
+    It is spawned, since a forked child of a process with threads may hang. Requests and results go
+    through a pipe: the queues of an executor need named semaphores, which would stay in the system
+    if this process were killed. The worker ends when this process ends or is killed.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class Worker:
         """Call a function of a module in the worker, and wait for its result.
 
         Raises:
-            WorkerDiedError: If the worker ends meanwhile, as when the system kills it for want of
-                memory.
+            WorkerDiedError: If the worker ends before it answers, for example because the system
+                kills it when memory is full.
             NotSentError: If the worker cannot read the request, or the result or the error cannot
                 be sent or read.
             Exception: What the function raises, or what pickle raises for an argument that it
@@ -110,7 +110,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _answer(request: bytes) -> memoryview:
-    """Call the function of a request, and pack its result and its error, of which one is None.
+    """Call the function of a request, and pack the pair (result, error), one of which is None.
 
     The error has the traceback in this process as a note.
     """

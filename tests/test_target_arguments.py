@@ -43,6 +43,7 @@ class Annotated:
         ("pair", [1, "a"], "a list"),
         ("many", [1, 2, 3], ""),
         ("many", [1, 2, 0.5], "a list"),
+        ("many", [10**400, 1e3], ""),
         ("names", ["a", 0.5], ""),
         ("names", ["a", "b"], "a list"),
     ],

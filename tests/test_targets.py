@@ -95,7 +95,7 @@ def test_a_file_that_a_command_reads_can_trust_nothing(
 
 @pytest.mark.parametrize("target", ["torch.nn._Net", "my_package._parts.Net", "Net"])
 def test_no_trusted_target_admits_a_name_that_is_not_public(target: str) -> None:
-    with pytest.raises(UserError, match="no public class .* even if you .*; give a dotted name"):
+    with pytest.raises(UserError, match=r"no public class .* even if you .*; give a dotted name"):
         check_target("model", "model", {"_target_": target}, ["my_package"])
 
 

@@ -5,9 +5,9 @@
     REHEARSAL=1 make gpu          # without a GPU: every part on the CPU, with small shapes
 
 Writes `gpu.md` into the folder after each part. Exit code 0 if every part came to its end and every
-check passed; 1 if a part did not, or a check failed; 5 if only checks are left that this machine
-cannot make, such as those on two cards. A rehearsal judges no value, only that the parts come to an
-end.
+check passed; 1 if a part did not come to its end or a check failed; 5 if no check failed, but this
+machine cannot make some of them, such as those on two cards. A rehearsal judges no value, only
+whether the parts come to an end.
 """
 
 import platform
@@ -101,7 +101,7 @@ def title(session: Session) -> str:
 
 
 def verdict(session: Session, endings: Mapping[str, Ending]) -> str:
-    """Sum the report up in a sentence."""
+    """Summarise the report in a sentence."""
     problems = sum(bool(ending.problem) for ending in endings.values())
     counts = {"passed": 0, "FAILED": 0, "not run": 0, "not judged": 0}
     for ending in endings.values():

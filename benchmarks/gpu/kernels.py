@@ -15,7 +15,7 @@ from medseg.memory.precision import HALF, supported_precision, tf32_as
 LEVELS = ((16, 160), (32, 96), (64, 64), (256, 16))
 SMALL_LEVELS = ((4, 12), (8, 8))
 # Channels and shape with more than 2**31 elements, where indices of 32 bits overflow: libraries had
-# kernels with wrong results there. Then the stand-in of a rehearsal.
+# kernels with wrong results there. A rehearsal uses SMALL_LARGE instead.
 LARGE = (32, (450, 400, 400))
 SMALL_LARGE = (2, (12, 16, 16))
 # Largest relative error: a few roundings to 8 (bf16) or 11 (fp16) significant bits, each of at most
@@ -62,7 +62,7 @@ def errors_of_level(
         device: Where both are computed.
 
     Returns:
-        `output`, `gradient of the image` and `gradient of the weight` to their errors.
+        Errors of `output`, `gradient of the image` and `gradient of the weight`, by these names.
     """
     image, weight = random_operands(channels, (edge, edge, edge), dtype, device)
     image = image.contiguous(memory_format=memory_format)

@@ -34,7 +34,7 @@ CONFIGURATIONS = {
     "lean": ["experiment=fine_lean"],
     "adamw": ["memory.precision=bf16", "optimizer=adamw"],
 }
-# Configuration to the one with which it is compared: it must not take more memory.
+# For each configuration the one with which it is compared: it must not take more memory than that.
 SAVES_AGAINST = {
     "bf16": "fp32",
     "fp16": "fp32",
@@ -89,7 +89,7 @@ def compose(arguments: list[str], session: Session) -> PlanConfig:
 
 
 def measure_configuration(name: str, arguments: list[str], session: Session) -> dict[str, Any]:
-    """Plan a training step, then make some.
+    """Plan a training step, then take some and measure them.
 
     Raises:
         UserError: If the device does not support the configuration.
@@ -123,10 +123,10 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
 
 
 def taken_of_card() -> int:
-    """Most bytes of the card that were taken since the last reset, of whatever kind.
+    """Peak of the bytes in use on the card since the last reset of torch's statistics.
 
-    The card knows only what is taken now. Of this, what torch's allocator reserves now is replaced
-    by the most that it has reserved. What other programs take counts too: the card must be free.
+    The driver only reports the bytes that are in use now. The share of torch's allocator in them is
+    replaced by the allocator's own peak. Other programs count too, so the card must be free.
     """
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     beside_bytes = total_bytes - free_bytes - torch.cuda.memory_reserved()

@@ -17,8 +17,8 @@ import torch
 from benchmarks.gpu.report import Report, read_report
 from benchmarks.instruments import ROOT
 
-# Part to its time limit in s on a machine with a GPU: ten minutes in all. Each is a module of this
-# package with a function `measure`.
+# Time limit in s of each part on a machine with a GPU, ten minutes in all. Each part is a module of
+# this package with a function `measure`.
 LIMITS_S = {
     "tests": 90,
     "kernels": 30,
@@ -73,8 +73,8 @@ class Ending:
 
     Attributes:
         seconds: Its duration.
-        problem: Why it did not come to its end; empty where it did.
-        report: What it has found; empty where it did not come to its end.
+        problem: Why the part did not come to its end; empty if it did.
+        report: Its checks and tables; empty if it did not come to its end.
     """
 
     seconds: float
@@ -83,7 +83,7 @@ class Ending:
 
 
 def run_part(name: str, session: Session) -> Ending:
-    """Run a part to its end, or to its time limit; what it prints goes to `<part>.log`.
+    """Run a part to its end, or to its time limit; its output goes to `<part>.log`.
 
     The new process reads the session from the environment that it inherits, see `session_of`.
     """

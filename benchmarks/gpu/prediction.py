@@ -20,10 +20,10 @@ from medseg.phantom.scan import make_phantom
 from medseg.phantom.spec import PhantomSpec
 
 PRECISIONS = ("fp32", "bf16", "fp16")
-# Least Dice of each label: against fp32 on the CPU; and of a prediction that ran out of memory
-# against one in the same precision that did not.
+# Least Dice of each label: DICE_BOUND against fp32 on the CPU; FALLBACK_BOUND between a prediction
+# that ran out of memory and one in the same precision that did not.
 DICE_BOUND, FALLBACK_BOUND = 0.999, 0.9995
-# In the test of the fallback: part of the memory beyond the weights that a prediction may have.
+# In the check of the fallback: share of the memory, beyond the weights, that the prediction gets.
 SHARE_LEFT = 0.3
 # Part of the sentence with which a prediction says that it fell back.
 FALLBACK_SENTENCE = "ran out of memory on the"

@@ -29,7 +29,7 @@ class Check:
 
 @dataclass
 class Report:
-    """What a part has found.
+    """Results of a part.
 
     Attributes:
         checks: Its checks, in the order of the page.
@@ -55,11 +55,11 @@ class Report:
         self.checks.append(Check(name, f"{ratio:.3f}", text, abs(ratio - 1) <= bound))
 
     def holds(self, name: str, is_met: bool, value: str, bound: str) -> None:
-        """Add a check that the caller has judged, such as one of something that is no number."""
+        """Add a check that the caller has judged, e.g. of a value that is not a number."""
         self.checks.append(Check(name, value, bound, is_met))
 
     def not_run(self, name: str, why: str) -> None:
-        """Add a check that could not be made, with the reason; it counts as no success."""
+        """Add a check that could not be made, with the reason; it does not count as passed."""
         self.checks.append(Check(name, why, "", None))
 
     def table(self, rows: Sequence[dict[str, Any]], formats: dict[str, str] | None = None) -> None:

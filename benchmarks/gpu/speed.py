@@ -16,8 +16,8 @@ from medseg.planning.step import input_shape
 from medseg.studies.ladder import measure_row
 
 BF16 = "memory.precision=bf16"
-# Row to its arguments, and whether cuDNN searches for the fastest kernels. The search is set here,
-# by `kernel_search`: in a run the trainer does it, and no trainer takes these steps.
+# Arguments of each row, and whether cuDNN searches for the fastest kernels. In a run the trainer
+# switches the search on; these steps have no trainer, so `kernel_search` does.
 ROWS = {
     "fp32": (["memory.precision=fp32"], False),
     "bf16": ([BF16], False),
@@ -25,7 +25,7 @@ ROWS = {
     "kernel search": ([BF16, "memory.channels_last=true"], True),
     "compiled": ([BF16, "memory.compile=true"], False),
 }
-# Row to the one that it must not be slower than, within the tolerance: a ratio of seconds.
+# For each row the one that it must not be slower than: the ratio of their seconds may be TOLERANCE.
 FASTER_THAN = {"bf16": "fp32", "kernel search": "channels last", "compiled": "bf16"}
 TOLERANCE = 1.05
 # Timed steps of each row, and of the rehearsal.
@@ -40,11 +40,11 @@ def measure(session: Session) -> Report:
     report = Report()
     seconds: dict[str, float] = {}
     num_steps = NUM_SMALL_STEPS if session.is_rehearsal else NUM_STEPS
-    for name, (arguments, is_searched) in ROWS.items():
+    for name, (arguments, searches_kernels) in ROWS.items():
         print(name, flush=True)
         config = compose(arguments, session)
         try:
-            with kernel_search(is_searched):
+            with kernel_search(searches_kernels):
                 measured = measure_row(config, input_shape(config), num_steps)
         except UserError as error:
             report.not_run(name, first_line(error))
@@ -66,7 +66,7 @@ def measure(session: Session) -> Report:
 
 @contextmanager
 def kernel_search(is_on: bool) -> Iterator[None]:
-    """Let cuDNN search the fastest kernels, as `memory.cudnn_benchmark=true` does."""
+    """Switch cuDNN's search for the fastest kernels, as `memory.cudnn_benchmark` does."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = is_on
     try:
@@ -79,7 +79,7 @@ def check_copies(report: Report, session: Session) -> None:
     """Compare copies of a batch from pinned and from other host memory."""
     name = "copies from pinned memory: seconds by those from other memory"
     if session.is_rehearsal:
-        # Only to see that the function runs.
+        # The rehearsal only checks that the function runs.
         copy_seconds(SMALL_BATCH_BYTES, is_pinned=False, device=session.device)
         report.not_run(name, "memory is pinned for a GPU only")
         return

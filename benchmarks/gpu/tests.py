@@ -38,7 +38,7 @@ def files_with_gpu_tests(folder: Path) -> list[Path]:
     """List the test files that have the mark, so that no other one is imported."""
     files = []
     for path in sorted(folder.rglob("test_*.py")):
-        # The tests of the benchmarks name the mark, and have none with it.
+        # The tests of the benchmarks contain the mark as text, but none of them has it.
         if MARK in path.read_text(encoding="utf-8") and path.parent.name != "benchmarks":
             files.append(path)
     return files
@@ -51,7 +51,7 @@ def add_results(report: Report, results: Path) -> None:
         name = f"{case.get('classname')}::{case.get('name')}"
         skipped = case.find("skipped")
         failure = case.find("failure")
-        # An error comes from a fixture. Without `or`: an element without children is false.
+        # An error comes from a fixture. `or` would not do: an element without children is false.
         if failure is None:
             failure = case.find("error")
         if failure is not None:

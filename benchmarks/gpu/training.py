@@ -22,7 +22,7 @@ LOSS_BOUND = 0.1
 
 
 def measure(session: Session) -> Report:
-    """Train each stage in each precision, as a user does."""
+    """Train each stage in each precision by the command `train`."""
     report = Report()
     rows = []
     for stage in STAGES:
@@ -75,7 +75,7 @@ def train_stage(stage: str, precision: str, session: Session) -> list[dict[str, 
 
 
 def unused(folder: Path) -> Path:
-    """A folder of this name that does not exist yet; earlier runs stay."""
+    """Find a folder of this name, with a number if need be, that does not exist yet."""
     number = 1
     candidate = folder
     while candidate.exists():
@@ -85,7 +85,7 @@ def unused(folder: Path) -> Path:
 
 
 def summary_row(name: str, history: list[dict[str, str]]) -> dict[str, str]:
-    """Sum a training up from its history: a row of the table."""
+    """Summarise a training from its history, as a row of the table."""
     # Lines of a validation have no loss.
     lines = [line for line in history if line["loss"]]
     # The first line contains the start of the loader and of the libraries.
@@ -108,7 +108,7 @@ def check_training(
     history: list[dict[str, str]],
     session: Session,
 ) -> None:
-    """Check that the loss fell, and that the history watched the GPU."""
+    """Check that the loss fell, and that the history contains memory and load of the GPU."""
     first, last = float(row["first loss"]), float(row["last loss"])
     fell = math.isfinite(last) and last < first
     report.holds(f"{name}: the loss falls", fell, f"{first:.3f} to {last:.3f}", "falls")

@@ -83,7 +83,7 @@ def _is_contradicted(region: str, volume_ml: float, agreement: float, task: Task
 
 
 def _erase(labels: np.ndarray, values: Sequence[int]) -> None:
-    """Make background of label values, in place."""
+    """Set label values to background, in place."""
     # Plane by plane: a mask of the whole map would be a second volume.
     for plane in labels:
         plane[np.isin(plane, values)] = 0

@@ -1,8 +1,8 @@
-"""Disease painted into lungs whose outline is known: what belongs to the lung, and fluid beside it.
+"""Augmentation by disease: lesions painted into labelled lungs, and pleural fluid beside them.
 
-Dense lung keeps its label, so that networks learn to include it. Pleural fluid lies between lung
-and chest wall: it becomes background. The two differ by density and place. Radii and shares lie in
-ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et al.,
+Dense lung keeps its label, so that networks learn to include it. Pleural fluid, which lies between
+lung and chest wall, becomes background. The two differ by density and place. Radii and shares lie
+in ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et al.,
 Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
 """
 
@@ -40,27 +40,27 @@ FAT_SHARE = 0.3
 DENSE_HU = (30.0, 110.0)
 # Density of air in an airway.
 AIRWAY_HU = -950.0
-# Share of the dense lesions that are crossed by vessels denser than themselves. Open airways are
-# drawn apart from the vessels, for the same share.
+# Share of the dense lesions that contain vessels denser than themselves. Independently, the same
+# share contains open airways.
 BRANCHED_SHARE = 0.6
 # Distance of neighbouring branches, and range of their radii.
 BRANCH_GRAIN_MM = 24.0
 BRANCH_RADIUS_MM = (0.7, 2.5)
-# Fluid squeezes the air out of the lung beside it: largest thickness of this dense layer.
+# Fluid squeezes the air out of the lung beside it. Largest thickness of this layer of dense lung.
 MAX_SQUEEZED_MM = 35.0
-# Largest height by which fluid climbs at the wall, and distance from the wall within which it does.
+# Meniscus of fluid at the wall: its largest height, and its width from the wall.
 MENISCUS_MM = 15.0
 WALL_MM = 20.0
 
 
 class Lesion(NamedTuple):
-    """A lesion.
+    """Lesion to be painted.
 
     Attributes:
         depth_mm: Distance from its border, positive inside, (D, H, W).
         hu: Its density.
         edge_mm: Width of its border, over which it fades into the lung.
-        has_branches: Whether airways and vessels go on inside.
+        has_branches: Whether airways and vessels may be drawn inside.
     """
 
     depth_mm: Tensor
@@ -70,20 +70,20 @@ class Lesion(NamedTuple):
 
 
 class Place(NamedTuple):
-    """An organ in which a lesion is drawn.
+    """Place of a lesion: the geometry of the organ that contains it, and the random numbers.
 
     Attributes:
         points_mm: Coordinates z, y (towards the back) and x, which broadcast to (D, H, W).
         organ: Its voxels, (D, H, W) bool.
-        reach: Voxels that may be painted, 1 or 0, (D, H, W): the organ with a rim.
-        rough: Smooth noise of unit variance, (D, H, W).
+        paintable: 1 for voxels that may be painted, the organ with a rim; else 0, (D, H, W).
+        roughness: Smooth noise of unit variance, which roughens borders, (D, H, W).
         rng: Generator of the sample.
     """
 
     points_mm: tuple[Tensor, Tensor, Tensor]
     organ: Tensor
-    reach: Tensor
-    rough: Tensor
+    paintable: Tensor
+    roughness: Tensor
     rng: np.random.Generator
 
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
@@ -91,13 +91,13 @@ class Place(NamedTuple):
 
         Args:
             radius_mm: Least and largest radius.
-            rough_mm: Standard deviation of the border.
+            rough_mm: Standard deviation of the position of the border.
         """
         voxels = self.organ.flatten().nonzero()[:, 0]
         voxel = int(voxels[int(self.rng.integers(len(voxels)))])
         centre = np.unravel_index(voxel, tuple(self.organ.shape))
         centre_z, centre_y, centre_x = (int(index) for index in centre)
-        # Log-uniform: each factor of two is as likely.
+        # Log-uniform: each doubling of the radius is equally likely.
         log_low, log_high = map(math.log, radius_mm)
         drawn_radius_mm = math.exp(self.rng.uniform(log_low, log_high))
         z, y, x = self.points_mm
@@ -105,7 +105,7 @@ class Place(NamedTuple):
         away_y = y - y.flatten()[centre_y]
         away_x = x - x.flatten()[centre_x]
         away_mm = (away_z**2 + away_y**2 + away_x**2).sqrt()
-        return drawn_radius_mm - away_mm + rough_mm * self.rough
+        return drawn_radius_mm - away_mm + rough_mm * self.roughness
 
     def lowest(self, max_share: float, tilt: float, rough_mm: float) -> Tensor:
         """Depth (D, H, W) below a plane that cuts off a share of the organ at its back.
@@ -116,12 +116,12 @@ class Place(NamedTuple):
         Args:
             max_share: Largest share. The least is 0.02, and small shares are more frequent.
             tilt: See `back_mm`.
-            rough_mm: Standard deviation of the border.
+            rough_mm: Standard deviation of the position of the border.
         """
         back_mm = self.back_mm(tilt)
         # The exponent of the uniform number makes small shares more frequent.
         share = 0.02 + (max_share - 0.02) * self.rng.random() ** 1.5
-        return back_mm - self.level_mm(back_mm, share) + rough_mm * self.rough
+        return back_mm - self.level_mm(back_mm, share) + rough_mm * self.roughness
 
     def back_mm(self, tilt: float) -> Tensor:
         """Coordinate (D, H, W) in mm towards the back, tilted at random along z and x.
@@ -132,7 +132,7 @@ class Place(NamedTuple):
             tilt: Largest slope, in mm per mm.
         """
         z, y, x = self.points_mm
-        # Slopes are as often negative as positive, so that their signs below mean nothing.
+        # The slopes are symmetric about 0, so their signs in the formula do not matter.
         slope_z, slope_x = self.rng.uniform(-tilt, tilt, size=2)
         along = y - slope_z * z + slope_x * x
         # Divided by the length of the plane's normal: a distance in mm.
@@ -143,11 +143,11 @@ class Place(NamedTuple):
         """Coordinate towards the back beyond which a share of the organ lies.
 
         Args:
-            back_mm: From the method `back_mm`, perhaps changed, (D, H, W).
+            back_mm: From the method `back_mm`, with or without offsets, (D, H, W).
             share: In [0, 1].
         """
         organ_mm = back_mm[self.organ]
-        # Some 10,000 of the voxels are enough for a quantile.
+        # About 10,000 voxels are enough for a quantile.
         step = 1 + len(organ_mm) // 10_000
         return float(torch.quantile(organ_mm[::step], 1.0 - share))
 
@@ -219,9 +219,9 @@ def paint_fluid(
 ) -> None:
     """Paint pleural fluid into the outer part of a lung, in place.
 
-    The fluid lies at the back, where it sinks to, and climbs at the wall; half of the time it is a
-    layer along the wall instead. It becomes background. The lung that it squeezes becomes dense and
-    keeps its label. An organ that is too dense to be a lung stays as it is.
+    In half of the calls the fluid is a pool at the back with a meniscus at the wall, else a layer
+    along the wall. The fluid becomes background. The lung that it squeezes becomes dense and keeps
+    its label. An organ that is too dense to be a lung stays as it is.
 
     Args:
         image_hu: (D, H, W) float32; y runs to the patient's back.
@@ -230,7 +230,7 @@ def paint_fluid(
         rng: Source of all choices.
         spacing_mm: Voxel spacing, (z, y, x).
     """
-    # With a margin in which the wall of the organ can be found, see `_depth_below_wall`.
+    # With a margin, because `_depth_below_wall` averages over neighbours within `WALL_MM`.
     box = _box_around(labels == value, WALL_MM, spacing_mm)
     image_hu = image_hu[box]
     labels = labels[box]
@@ -241,13 +241,13 @@ def paint_fluid(
     is_pool = rng.integers(2) == 0
     depth_mm = _pool(place, wall_mm) if is_pool else _layer(place, wall_mm)
 
-    # Dense lung extends beyond the fluid, which is then poured over its outer part.
+    # The dense lung reaches deeper than the fluid, which is then painted over its outer part.
     squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
     squeezed = Lesion(
         depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), edge_mm=4.0, has_branches=True
     )
     _paint_lesion(image_hu, squeezed, place, spacing_mm)
-    _pour(image_hu, labels, place, depth_mm, FLUID_HU)
+    _fill(image_hu, labels, place, depth_mm, FLUID_HU)
 
 
 def paint_missing(
@@ -281,17 +281,17 @@ def paint_missing(
     range_hu = FLUID_HU
     if rng.random() < FAT_SHARE:
         range_hu = FAT_HU
-    _pour(image_hu, labels, place, depth_mm, range_hu)
+    _fill(image_hu, labels, place, depth_mm, range_hu)
 
 
 @dataclass(frozen=True)
 class LungEffect(Effect):
-    """Change painted into lungs of a sample: into its first channel and its labels, in place.
+    """Effect that paints into lungs of a sample: into its first channel and its labels, in place.
 
     Attributes:
-        probability: That a lung of a sample is painted, or that a sample is; each subclass says
-            which. Where it is 0, nothing is drawn from the generator, so that samples are the same
-            as without the effect.
+        probability: Probability that a lung is painted, or that a sample is; each subclass says
+            which of the two. If it is 0, nothing is drawn from the generator, so that samples are
+            the same as without the effect.
         window_hu: HU of -1 and 1 in the image.
         organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
 
@@ -317,15 +317,15 @@ class LungEffect(Effect):
         """Draw lungs that the sample shows, and paint each before the next is drawn."""
         if self.probability and self.window_hu is not None:
             values = [value for value in labels.unique().tolist() if value in self.organ_values]
-            # `draw` is an iterator, which uses the generator in turn with `paint`: a list of what
-            # it draws would give other samples.
+            # `draw` is an iterator that uses the generator in turn with `paint`: with a list of its
+            # values the order of the draws, and so the samples, would differ.
             for value in self.draw(values, rng):
                 with _in_hu(image, self.window_hu) as hu:
                     self.paint(hu, labels, value, rng, spacing_mm)
         return image, labels
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability, and only when it is asked for, see `__call__`."""
+        """Yield each lung with the probability; each is drawn after the one before is painted."""
         for value in values:
             if rng.random() < self.probability:
                 yield value
@@ -344,9 +344,9 @@ class LungEffect(Effect):
 
 @dataclass(frozen=True, kw_only=True)
 class Disease(LungEffect):
-    """Up to three lesions painted into a lung: what is less dense than a lesion becomes as dense.
+    """Effect that paints up to three lesions into a lung; voxels denser than a lesion stay.
 
-    The labels stay, so the outline goes on through consolidation, ground glass, a mass or collapse.
+    The labels stay: they include consolidation, ground glass, a mass or collapse.
     Only an organ whose median is at most `MAX_LUNG_HU` is painted; what belongs to another label
     stays.
 
@@ -373,7 +373,7 @@ class Disease(LungEffect):
         super().__post_init__()
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw each lung with the probability, or one of them with it, see `each_lung`."""
+        """Yield each lung with the probability or, without `each_lung`, one random lung with it."""
         if self.each_lung:
             yield from super().draw(values, rng)
         # The random number is drawn even where there is no lung: the number of draws must not
@@ -395,7 +395,7 @@ class Disease(LungEffect):
 
 @dataclass(frozen=True)
 class Fluid(LungEffect):
-    """Pleural fluid between a lung and the chest wall, see `paint_fluid`.
+    """Effect that paints pleural fluid between a lung and the chest wall, see `paint_fluid`.
 
     The probability is that of each lung of a sample.
     """
@@ -406,22 +406,22 @@ class Fluid(LungEffect):
 
 @dataclass(frozen=True)
 class Missing(LungEffect):
-    """One of the lungs of a sample replaced by fluid or fat, see `paint_missing`.
+    """Effect that replaces one lung of a sample by fluid or fat, see `paint_missing`.
 
-    The probability is that of a sample. A sample that shows a single lung is not changed: no lung
-    would be left, and nothing would tell what fills the places of both.
+    The probability is that of a sample. A sample that shows a single lung is not changed, since no
+    lung would be left.
     """
 
     name = "missing"
     paint = staticmethod(paint_missing)
 
     def draw(self, values: Sequence[int], rng: np.random.Generator) -> Iterator[int]:
-        """Draw one of several lungs with the probability."""
+        """Yield one of several lungs with the probability."""
         if rng.random() < self.probability and len(values) > 1:
             yield values[int(rng.integers(len(values)))]
 
 
-def _pour(
+def _fill(
     image_hu: Tensor,
     labels: Tensor,
     place: Place,
@@ -439,11 +439,11 @@ def _pour(
     """
     filling_hu = _texture(place).add_(place.rng.uniform(*range_hu))
     change_hu = filling_hu - image_hu
-    # Inside the lung nothing shines through. In the rim beyond its outline, ribs and muscles, which
-    # are denser than the filling, stay.
+    # Inside the lung the filling replaces all densities. In the rim beyond its outline, tissue that
+    # is denser than the filling stays, such as ribs and muscles.
     change_hu = torch.where(place.organ, change_hu, change_hu.clamp(min=0.0))
     share = _share_inside(depth_mm, FLUID_EDGE_MM)
-    image_hu.add_(share * place.reach * change_hu)
+    image_hu.add_(share * place.paintable * change_hu)
     labels[place.organ & (depth_mm > 0)] = 0
 
 
@@ -466,7 +466,7 @@ def _pool(place: Place, wall_mm: Tensor) -> Tensor:
     climb_mm = place.rng.uniform(0.0, MENISCUS_MM) * (1 - wall_mm / WALL_MM) ** 2
     # The climb counts as depth, so that the surface lies further to the front at the wall. The
     # border is rough by 2 mm.
-    back_mm = place.back_mm(tilt=0.5) + climb_mm + 2.0 * place.rough
+    back_mm = place.back_mm(tilt=0.5) + climb_mm + 2.0 * place.roughness
     # From 1 to 61 % of the organ; the exponent makes small shares more frequent.
     share = 0.01 + 0.6 * place.rng.random() ** 1.5
     return back_mm - place.level_mm(back_mm, share)
@@ -485,11 +485,11 @@ def _layer(place: Place, wall_mm: Tensor) -> Tensor:
     beyond_level_mm = back_mm - place.level_mm(back_mm, share=place.rng.uniform(0.2, 0.8))
     # The layer gets 0.3 mm thinner with each mm towards the front, and ends at the level. Its
     # border is rough by 2 mm.
-    return torch.minimum(thickness_mm - wall_mm, 0.3 * beyond_level_mm) + 2.0 * place.rough
+    return torch.minimum(thickness_mm - wall_mm, 0.3 * beyond_level_mm) + 2.0 * place.roughness
 
 
 def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Spacing) -> None:
-    """Make what is less dense than a lesion as dense, in place; what is denser stays."""
+    """Raise voxels that are less dense than a lesion to its density, in place; others stay."""
     lesion_hu = _texture(place).add_(lesion.hu)
     if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
         vessel_hu = lesion.hu + place.rng.uniform(10.0, 150.0)
@@ -498,17 +498,17 @@ def _paint_lesion(image_hu: Tensor, lesion: Lesion, place: Place, spacing_mm: Sp
     if lesion.has_branches and place.rng.random() < BRANCHED_SHARE:
         airways = _branches(place, spacing_mm)
         lesion_hu += airways * (AIRWAY_HU - lesion_hu)
-    share = _share_inside(lesion.depth_mm, lesion.edge_mm).mul_(place.reach)
+    share = _share_inside(lesion.depth_mm, lesion.edge_mm).mul_(place.paintable)
     # In place, since `lesion_hu` and `share` are as large as the image; neither is used afterwards.
     change_hu = lesion_hu.sub_(image_hu).clamp_(min=0.0)
     image_hu.add_(share.mul_(change_hu))
 
 
 def _texture(place: Place) -> Tensor:
-    """Draw noise of a scanner and slow changes of density, in HU about 0, (D, H, W)."""
-    grain = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
-    texture = torch.from_numpy(grain).mul_(place.rng.uniform(5.0, 25.0))
-    return texture.add_(place.rough, alpha=place.rng.uniform(0.0, 8.0))
+    """Draw scanner noise and slow variations of density, in HU about 0, (D, H, W)."""
+    noise = place.rng.standard_normal(place.organ.shape, dtype=np.float32)
+    texture = torch.from_numpy(noise).mul_(place.rng.uniform(5.0, 25.0))
+    return texture.add_(place.roughness, alpha=place.rng.uniform(0.0, 8.0))
 
 
 def _branches(place: Place, spacing_mm: Spacing) -> Tensor:
@@ -547,20 +547,20 @@ def _depth_below_wall(organ: Tensor, spacing_mm: Spacing) -> Tensor:
 
 
 def _place(labels: Tensor, value: int, rng: np.random.Generator, spacing_mm: Spacing) -> Place:
-    """Measure the organ of a value in a label map (D, H, W)."""
+    """Make the `Place` of a label value from a label map (D, H, W)."""
     organ = labels == value
     z, y, x = (torch.arange(size) * mm for size, mm in zip(organ.shape, spacing_mm, strict=True))
     # (D, 1, 1), (H, 1) and (W), which broadcast to (D, H, W).
     points_mm = (z[:, None, None], y[:, None], x)
     rim = [math.ceil(RIM_MM / mm) for mm in spacing_mm]
-    # What belongs to another label keeps its density: bronchi at the hilum, the other lung.
-    reach = _grown(organ, rim).mul_(organ | (labels == 0))
-    rough = _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM)
-    return Place(points_mm, organ, reach, rough, rng)
+    # Voxels of other labels keep their density: bronchi at the hilum, the other lung.
+    paintable = _grown(organ, rim).mul_(organ | (labels == 0))
+    roughness = _smooth_noise(organ.shape, spacing_mm, rng, GRAIN_MM)
+    return Place(points_mm, organ, paintable, roughness, rng)
 
 
 def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[slice, slice, slice]:
-    """Find the box of a mask that is not empty, with a margin, inside its volume."""
+    """Find the box of a non-empty mask with a margin, clipped to the volume of the mask."""
     voxels = mask.nonzero()
     start = voxels.min(0).values
     stop = voxels.max(0).values + 1
@@ -571,7 +571,7 @@ def _box_around(mask: Tensor, margin_mm: float, spacing_mm: Spacing) -> tuple[sl
 
 @contextmanager
 def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
-    """Give the first channel in HU, and map it back to the range of the network, in place."""
+    """Convert the first channel to HU in place, and back to the range of the network at the end."""
     low_hu, high_hu = window_hu
     half_hu = (high_hu - low_hu) / 2
     middle_hu = low_hu + half_hu

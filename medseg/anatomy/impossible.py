@@ -40,7 +40,7 @@ def remove_impossible(
             (is_beyond, "they lie beside the patient, as foam of the table and blankets do")
         )
     warnings = []
-    # One reason after the other, so that each removal is told with its reason.
+    # One reason after the other, so that each removal is reported with its reason.
     for rejection, reason in reasons:
         for name, value in task.labels.items():
             (num_removed,) = remove_components(labels, value, [rejection])

@@ -8,14 +8,14 @@ from medseg.anatomy.rules import EROSION_MM, LEAST_PIECE_SHARE, READ_SPACING_MM,
 
 
 def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Find the voxels beyond the convex outline of the thick pieces of soft tissue, by slices.
+    """Find the voxels beyond the convex outline of thick pieces of soft tissue, slice by slice.
 
     Foam and blankets have the density of lung, and lie outside. Where soft tissue reaches one edge
     of the image, which cuts the patient off, the outline contains this edge as far as the tissue
     extends along it. Between two cut sides it also contains all that lies in front, since the image
-    may show a part of the chest without its front wall. Nothing counts as outside in a slice
-    without soft tissue, or where it reaches several edges, unless these are the two sides, with or
-    without the front edge.
+    may show a part of the chest without its front wall. Two kinds of slices have no outline, and so
+    no voxel outside: those without soft tissue, and those where soft tissue reaches several edges,
+    unless these are the two sides with or without the front.
 
     Args:
         image_hu: CT (D, H, W) in HU, y towards the patient's back.
@@ -28,7 +28,7 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
     strides = [max(1, round(READ_SPACING_MM / mm)) for mm in spacing_mm]
     y_mm, x_mm = strides[1] * spacing_mm[1], strides[2] * spacing_mm[2]
     is_soft = image_hu[:: strides[0], :: strides[1], :: strides[2]] > SOFT_TISSUE_HU
-    # Erosion within each slice: slices may be thicker than what is to be removed.
+    # Erosion within slices only: slices may be thicker than the structures to be removed.
     sizes = (1, 1 + 2 * round(EROSION_MM / y_mm), 1 + 2 * round(EROSION_MM / x_mm))
     patient = _thick_pieces(is_soft, sizes)
     is_beyond = np.zeros(is_soft.shape, dtype=bool)
@@ -51,7 +51,7 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
         # and a voxel reaches beyond its centre.
         is_outside = distances_mm.max(axis=0) > EROSION_MM + max(y_mm, x_mm)
         is_beyond[z] = is_outside.reshape(is_beyond.shape[1:])
-    # Back to all voxels: each takes the value of the nearest one that was read.
+    # Each voxel of the full image takes the value of the nearest voxel that was read.
     nearest = []
     for size, stride, num_read in zip(image_hu.shape, strides, is_soft.shape, strict=True):
         nearest.append(np.minimum((np.arange(size) + stride // 2) // stride, num_read - 1))
@@ -61,11 +61,11 @@ def beyond_patient(image_hu: np.ndarray, spacing_mm: tuple[float, float, float])
 def _thick_pieces(is_soft: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     """Erode soft tissue (D, H, W) with a box of a size in voxels, and keep the large pieces."""
     eroded = ndimage.minimum_filter(is_soft, sizes, mode="nearest")
-    # Connected over corners too: what the erosion leaves of a thin chest wall may hang together by
-    # corners.
+    # Voxels that share only a corner count as connected too: the erosion may leave no more between
+    # the parts of a thin chest wall.
     pieces, _ = ndimage.label(eroded, np.ones((3, 3, 3)))
     counts = np.zeros(int(pieces.max()) + 1, dtype=np.int64)
-    # Plane by plane: `bincount` converts to eight bytes a voxel.
+    # Plane by plane, because `bincount` converts its input to eight bytes per voxel.
     for plane in pieces:
         counts += np.bincount(plane.reshape(-1), minlength=len(counts))
     counts[0] = 0  # the background

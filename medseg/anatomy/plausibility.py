@@ -13,7 +13,7 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import Region, Task
 
-# A median of every third voxel along each axis is exact enough.
+# Medians are computed from every third voxel along each axis, which is exact enough.
 MEDIAN_STEP = 3
 
 
@@ -40,9 +40,9 @@ def measure_region(region: Region, mask: np.ndarray, grid: VoxelGrid) -> FoundRe
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask is not empty"
     z, y, x = np.add(box.start, ndimage.center_of_mass(mask[box.slices()]))
-    # The range of x is that of the line along array x through the centre: the axes of the array may
-    # be oblique to those of the world, so that x also changes along the others. The points are the
-    # centre, and the first and the last voxel of the box on this line.
+    # The range of world x is measured on the line through the centre along the x axis of the array:
+    # in an oblique array, world x also changes along the other axes. The points are the centre, and
+    # the first and the last voxel of the box on this line.
     points = np.array([[z, y, x], [z, y, box.start[2]], [z, y, box.stop[2] - 1]])
     centre_x_mm, first_x_mm, last_x_mm = grid.index_to_world_xyz_mm(points)[:, 0].tolist()
     x_range_mm = (min(first_x_mm, last_x_mm), max(first_x_mm, last_x_mm))
@@ -83,7 +83,7 @@ def pair_warnings(left: FoundRegion, right: FoundRegion) -> list[str]:
             f"one of {names} extends beyond the centre of the other: the coarse stage may have "
             "mixed up the sides"
         )
-    # The sides of an organ differ, but not by as much as where one is cut or collapsed.
+    # Normal sides differ by less than this ratio. A cut or collapsed side exceeds it.
     if large_ml > MAX_VOLUME_RATIO * small_ml:
         warnings.append(
             f"{names} differ much in volume, {left.volume_ml:.0f} ml and {right.volume_ml:.0f} ml: "
@@ -176,7 +176,7 @@ def position_warnings(
 def volume_warnings(volumes_ml: Mapping[str, float], labels: np.ndarray, task: Task) -> list[str]:
     """Warn of labels and regions with a volume outside `task.volume_ml`.
 
-    What the border of the scan cuts may be smaller.
+    A part that the border of the scan cuts may be smaller.
 
     Args:
         volumes_ml: Volume of each label.
@@ -213,10 +213,10 @@ def touches_border(labels: np.ndarray, values: Sequence[int]) -> bool:
 
 
 def airless_warnings(labels: np.ndarray, image_hu: np.ndarray, task: Task) -> list[str]:
-    """Warn of a side of an organ without air, where the other side is full of it.
+    """Warn if one side of an organ has no air while the other side is full of air.
 
-    The airless side may be ill throughout, or not there: fluid in the place of a lung that was
-    taken out looks much like a consolidated lung.
+    The airless side may be diseased throughout, or missing: fluid in the place of a lung that was
+    removed looks much like a consolidated lung.
 
     Args:
         labels: Label map (D, H, W).

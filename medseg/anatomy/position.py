@@ -15,7 +15,7 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.task import Region, Task, is_side_pair
 
 UPSIDE_DOWN_SIGN = "the lower ends of the lungs look like their apices"
-"""What is seen where `apex_excess` is low."""
+"""Clause of a warning if `apex_excess` is low."""
 
 
 def side_pairs(task: Task) -> list[tuple[Region, Region]]:
@@ -80,7 +80,7 @@ def apex_excess(
 ) -> float:
     """Measure by how much the upper ends of the lungs look more like apices than the lower ends.
 
-    The number is negative where they are upside down.
+    The number is negative if the lungs are upside down.
 
     At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim
     around the dome of the diaphragm and leaves the rectangle nearly empty. The two ends fill 0.60

@@ -1,7 +1,7 @@
 """Rules: one table of all thresholds about patients and organs.
 
-Other modules import the values by name; `RULES` says of each what it decides, its unit and its
-source. `python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
+Other modules import the values by name; `RULES` has the meaning, the unit and the source of each.
+`python -m medseg.anatomy.rules` prints the table of `docs/rules.md`.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sides of an organ: a lone side that is doubtful."""
+"""Check of a lone side of a paired organ against the side at which the scan is cut."""
 
 from collections.abc import Mapping
 
@@ -38,8 +38,8 @@ def lone_side_warnings(
         z, y, _ = box.slices()
         # Share of each plane across x, at the height of the region, that is denser than air.
         share = (image_hu[z, y] > BODY_HU).mean(axis=(0, 1))
-        # `body_share` and `stop`, the end of the region in it, count from the face of the scan at
-        # which the body wall beside the lone region would be: on its own side.
+        # `body_share` is `share` counted from the face of the scan on the region's own side, where
+        # the body wall beside it would be; `stop` is the end of the region in this direction.
         if lone is left:
             absent = right
             body_share = share[::-1]

@@ -20,7 +20,7 @@ def agreement(
 ) -> dict[str, float]:
     """Dice coefficient of the coarse and the fine labels of each region.
 
-    The final label map is read at the centres of the coarse voxels, from its nearest voxel.
+    The final label map is sampled at the centres of the coarse voxels, by the nearest voxel.
 
     Args:
         coarse_labels: Label map (D, H, W) of the coarse stage.

@@ -24,6 +24,7 @@ from medseg.geometry.grid_rule import Crop, distortion, region_crop
 from medseg.inference.clean_up import clean
 from medseg.inference.options import InferenceOptions
 from medseg.inference.segmentation import (
+    NO_LABEL,
     RegionBox,
     Segmentation,
     StatedBound,
@@ -272,21 +273,17 @@ class Cascade:
                 and bounds, and loses the boxes of regions that are removed.
         """
         task = self.task
-        absent, contradictions = remove_contradictions(
+        absent_regions, contradiction_warnings = remove_contradictions(
             labels, task, result.volumes_ml, result.agreements
         )
-        result.findings += warnings_of("little_agreement", contradictions)
-        for name in absent:
+        result.findings += warnings_of("little_agreement", contradiction_warnings)
+        for name in absent_regions:
             del result.boxes[name]
         self._clean_up(labels, grid, result)
         result.dice_at_least = self._stated_bounds(result)
         # In a task with regions, the localisation has already warned of an empty result.
         if not task.regions and not any(result.volumes_ml.values()):
-            sentence = (
-                "no label found at all: the result is empty; check that the scan shows the organs "
-                "of the task"
-            )
-            result.findings += warnings_of("empty_result", [sentence])
+            result.findings += warnings_of("empty_result", [NO_LABEL])
         if task.is_ct:
             airless = airless_warnings(labels, image, task)
             result.findings += warnings_of("airless_side", airless)
@@ -296,8 +293,8 @@ class Cascade:
     def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
         """Apply the clean-up of the model, in place, and say what it changed.
 
-        It is the last step that changes labels, since a cross-validation chose it on results that
-        had gone through all other steps. The agreements of the stages are not computed again: the
+        The clean-up is the last step that changes labels, since a cross-validation chose it on
+        results of all other steps. The agreements of the stages are not computed again: the
         bound on Dice was calibrated with agreements from before a clean-up.
         """
         clean_ups = self.last.clean_up
@@ -455,7 +452,7 @@ def _refine_regions(
         `paste_percent`.
     """
     lattice = grid.resampled(fine.spacing_mm)
-    # The rule of the fine stage may scale its lattice, by the spacing of the scan.
+    # The grid rule of the stage may rescale the lattice, depending on the spacing of the scan.
     lattice = lattice.resampled(fine.rule.spacing_mm(grid.spacing_mm))
     # Measured once, on the whole scan: a crop has other statistics.
     intensities = fine.intensities(images)
@@ -536,10 +533,10 @@ def _compare_stages(
 
 
 def _contiguous(labels: np.ndarray) -> np.ndarray:
-    """Return a label map whose memory follows its axes; a view in another order is copied."""
+    """Return a label map in C order; a view in another order is copied."""
     if labels.flags.c_contiguous:
         return labels
-    # `new_array` may lie in a scratch file, where a volume exceeds the memory.
+    # `new_array` uses a scratch file if the volume exceeds the memory.
     copied = new_array(labels.shape, labels.dtype)
     np.copyto(copied, labels)
     return copied

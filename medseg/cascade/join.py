@@ -83,7 +83,7 @@ def join(
 
 
 def _gas_rejections(image_hu: np.ndarray | None, least_hu: float | None) -> list[Rejection]:
-    """Reject components that are gas, mostly below `least_hu`; no rejection without HU or bound."""
+    """Make the rejection of gas: components mostly below `least_hu`; none without HU or bound."""
     if image_hu is None or least_hu is None:
         return []
     return [Rejection(lambda part: image_hu[part] < least_hu, MAX_GAS_SHARE)]
@@ -262,7 +262,7 @@ def _bounds(rows: np.ndarray, columns: np.ndarray) -> VoxelBox:
 
 
 def _hull(boxes: Sequence[VoxelBox]) -> VoxelBox:
-    """Smallest box around several; the empty ones do not count."""
+    """Smallest box around several boxes; empty boxes do not count."""
     filled = [box for box in boxes if not box.is_empty]
     if not filled:
         return NO_VOXELS

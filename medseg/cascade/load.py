@@ -201,7 +201,7 @@ def _build_stage(
     spacing_mm = None
     if metadata["spacing_mm"] != NATIVE:
         spacing_mm = _triple(metadata["spacing_mm"])
-    # A network of a fixed size accepts nothing else, whatever the training has recorded.
+    # A network of a fixed size accepts no other, even if the training recorded one.
     tile_size = network.traits.fixed_size
     if not tile_size and metadata["tile_size"]:
         tile_size = _triple(metadata["tile_size"])
@@ -219,7 +219,7 @@ def _build_stage(
         resampling=Resampling(metadata.get("resampling", ANTIALIASED)).value,
         has_coarse_channel=has_coarse_channel,
     )
-    # Older checkpoints lack the following keys too, like those that `metadata.get` reads above.
+    # Older checkpoints lack these keys, and those that `metadata.get` reads above.
     if metadata.get("patch_size"):
         trained.least_size = _triple(metadata["patch_size"])
     if metadata.get("dice_bound"):
@@ -234,7 +234,7 @@ def _store_half(trained: TrainedStage) -> None:
     """Store the weights of convolutions and linear layers in half precision.
 
     Autocast rounds the weights of these layers at each call, so storing them rounded changes no
-    result. It does not round those of norms.
+    result. The weights of norms stay in float32, because autocast does not round them.
     """
     if trained.precision not in HALF:
         raise UserError(
@@ -280,7 +280,7 @@ def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None
             "them out"
         )
     network = cast(StageNetwork, trained.network)
-    # By the checksum of its file, the converted network is found again on this machine.
+    # The converted network is cached on this machine under the checksum of its file.
     (checksum_of_file,) = trained.checkpoints.values()
     use_openvino(
         network,
@@ -303,7 +303,7 @@ def load_stages(
     """Load one or several checkpoints of a stage, whose results are averaged.
 
     Args:
-        paths: Checkpoints, one at least.
+        paths: Checkpoints, at least one.
         stage: See `load_stage`.
         device: See `load_stage`.
         precision: See `load_stage`.

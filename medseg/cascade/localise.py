@@ -95,7 +95,7 @@ def predict_body(
             image, grid, lattice, outside, resampling=stage.resampling, limits=limits
         )
         resampled.append(channel)
-    # The rule of the stage may choose another spacing for its lattice, by that of the scan.
+    # The grid rule of the stage may rescale the lattice, depending on the spacing of the scan.
     original_spacing_mm = scan_spacing_mm or grid.spacing_mm
     scaled = lattice.resampled(stage.rule.spacing_mm(original_spacing_mm))
     first_modality = stage.task.channels[0].modality
@@ -120,7 +120,7 @@ def predict_body(
 
 
 def stacked(channels: Sequence[Tensor]) -> Tensor:
-    """Stack channels (D, H, W) to (C, D, H, W); a view where there is one."""
+    """Stack channels (D, H, W) to (C, D, H, W); a view if there is a single channel."""
     if len(channels) == 1:
         return channels[0][None]
     return torch.stack(list(channels))
@@ -143,10 +143,10 @@ def localise(
         grid: Their grid, oriented.
         stage: The coarse stage.
         options: How the networks run; the defaults where None.
-        scan_spacing_mm: Spacing of the original scan, (z, y, x), where the volume is a resampled
-            one.
-        intensities: Map of each channel to the range of the network, where the volume is a
-            resampled one; None = chosen from `images`.
+        scan_spacing_mm: Spacing of the original scan, (z, y, x), if the volume was resampled from
+            it; None = that of `grid`.
+        intensities: Map of each channel to the range of the network, chosen from the original scan
+            if the volume was resampled from it; None = chosen from `images`.
         keep_probs: Whether the result has the probabilities.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Trained stage: its networks, what they require of their input, and their run within a budget."""
+"""Trained stage: its networks, the requirements on their input, and inference within a budget."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
         std: Their standard deviation (D, H, W), float32, one number for all classes, from 0 to
             0.71, the square root of a half; None with a single checkpoint and no flips.
         tiling_plan: How the crop went through the network.
-        warnings: What did not go as planned, a sentence each.
+        warnings: A sentence for each time that memory ran out.
     """
 
     probs: Tensor
@@ -63,10 +63,10 @@ class Prediction(NamedTuple):
 
 @dataclass
 class TrainedStage:
-    """Networks of a stage and what their checkpoints say about the input.
+    """Networks of a stage, with the settings that their checkpoints state.
 
     Attributes:
-        network: From an image (N, C, D, H, W) to logits; has a `divisor`.
+        network: Maps images (N, C, D, H, W) to logits; has a `divisor`.
         name: `coarse`, `fine` or `single`.
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
@@ -142,7 +142,7 @@ class TrainedStage:
 
     @property
     def limits(self) -> list[tuple[float, float] | None]:
-        """Range to which each channel is clipped while it is resampled; None for all but CT."""
+        """Range to which each channel is clipped while it is resampled; None if it is no CT."""
         return [HU_LIMITS if channel.modality == "ct" else None for channel in self.task.channels]
 
     @property
@@ -150,8 +150,9 @@ class TrainedStage:
         """Number format of the image that goes through the networks.
 
         A pass of our UNet in torch begins with convolutions, which round the image to half
-        precision anyway: a rounded image gives the same labels and takes half of the memory. Tiles
-        keep float32, in which they are searched for air.
+        precision anyway: a rounded image gives the same labels and takes half of the memory. Images
+        that run in tiles keep float32: tiles of nothing but air are skipped, and values just above
+        that of air must not be rounded to it.
         """
         is_half = self.precision in HALF
         is_unet = self.allows_slabs  # no other network can run in slabs
@@ -253,7 +254,7 @@ class TrainedStage:
             shape = (image.shape[1], image.shape[2], image.shape[3])
             first_plan = self.plan(shape, options)
             plan = first_plan
-            # Each turn tries one way through the networks. If its memory runs out, the next turn
+            # Each iteration tries one way to run the networks. If memory runs out, the next one
             # tries a way that needs less.
             while True:
                 smaller_bytes = stage._smaller_slab_bytes(plan, shape)
@@ -355,7 +356,7 @@ class TrainedStage:
             self.plan(self.tile_size, options)
         elif self.allows_slabs:
             lattice = grid.resampled(self.spacing_mm)
-            # The rule may choose another spacing by that of the scan; None keeps the lattice.
+            # The grid rule may rescale the lattice, depending on the spacing of the scan.
             rule_spacing_mm = self.rule.spacing_mm(grid.spacing_mm)
             scaled = lattice.resampled(rule_spacing_mm)
             self.plan(self.rule.size or scaled.shape, options)
@@ -541,7 +542,7 @@ def _copy_on_cpu(network: nn.Module) -> nn.Module:
         if on_cpu.dtype in HALF.values():
             copies[id(weight)] = on_cpu.float()
         else:
-            # What is on the CPU already would be shared with the original.
+            # `cpu` returns the weight itself if it is on the CPU, which must not be shared.
             copies[id(weight)] = on_cpu.clone()
     # Buffers are plain tensors, but the parameters of a module must stay `nn.Parameter`.
     for parameter in network.parameters():

@@ -72,7 +72,7 @@ class Command(NamedTuple):
         schema: Root dataclass of its configuration.
         module: Module with its function. The function has the name of the command, unless
             `FUNCTIONS` gives another one.
-        sentence: What it does, for `--help`.
+        sentence: Description for `--help`.
     """
 
     schema: type
@@ -204,7 +204,7 @@ def run_command(command: str) -> None:
 def _call_command(command: str, config: Any) -> int:
     """Import the function of a command, and call it.
 
-    It is imported now and not before: a misspelled key must not wait for torch.
+    The import comes after the check of the keys: a misspelled key must not wait for torch.
     """
     module = COMMANDS[command].module
     name = FUNCTIONS.get(command, command)
@@ -229,7 +229,7 @@ def import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     finally:
-        # What the import has made lives until the program ends, so later collections skip it too.
+        # Objects made by the import live until the program ends: later collections skip them too.
         gc.freeze()
         gc.enable()
 
@@ -249,11 +249,11 @@ def run(
 
     Args:
         command: Name of the command and of its root file `conf/<command>.yaml`.
-        job: Does the work on one configuration and returns an exit code.
+        job: Function that does the work on one configuration and returns an exit code.
         refused: Called with the sentence that refused a job.
         sweep_codes: Returns the exit codes of the jobs of a multirun, whose launcher may run them
             in other processes.
-        read: Checks what is composed; None = `to_config` with the schema.
+        read: Checks the composed configuration; None = `to_config` with the schema.
     """
     schema = COMMANDS[command].schema
     read_config = read or partial(to_config, schema=schema)
@@ -277,7 +277,7 @@ def run(
         _run_command_line(command, run_job)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The broken pipe may be another one, such as that to a worker.
+        # The broken pipe may be another one, such as a pipe to a worker.
         if not _drop_if_unread(sys.stdout):
             raise
         sys.exit(EXIT_UNREAD)
@@ -297,8 +297,8 @@ def run(
 class JobDefectError(Exception):
     """An exception of a job that is no mistake of the user.
 
-    It carries the exception past `_explained_errors`, since Hydra raises errors of the same types
-    for what the user typed. It may come from a job in another process of a launcher.
+    `_explained_errors` takes errors of Hydra and OmegaConf for mistakes of the user. Such an error
+    of a job passes it in this wrapper. The job may have run in another process of a launcher.
 
     Args:
         error: The exception of the job.
@@ -316,7 +316,7 @@ def _prepare_process(schema: type) -> None:
     # programs on two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
-    # `configure` times trainings, so it computes as they do.
+    # `configure` measures the time of trainings, so it computes with the same instructions.
     if issubclass(schema, (TrainConfig, ConfigureConfig)):
         train_without_amx()
     # Without this variable, Hydra prints many lines on a composition error and exits itself.
@@ -336,7 +336,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
         return
     arguments = expand_options(command, sys.argv[1:])
     check_arguments(arguments)
-    # What follows may compose the arguments, and needs the experiments that they name.
+    # The functions below may compose the arguments, and need the experiments that these name.
     register_experiments(arguments)
     # `with_task` opens the paths that the user typed, so they are quoted after it.
     arguments = quote_paths(with_task(arguments, schema))
@@ -355,7 +355,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
 
 @contextmanager
 def _explained_errors(command: str) -> Iterator[None]:
-    """Turn what Hydra says of the command line into one sentence for the user."""
+    """Turn errors of Hydra and OmegaConf about the command line into one sentence for the user."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -364,7 +364,7 @@ def _explained_errors(command: str) -> Iterator[None]:
 
 
 def _print_help(command: str, arguments: Sequence[str]) -> None:
-    """Print what a command does, its options, and all keys with their values."""
+    """Print the description of a command, its options, and all keys with their values."""
     schema, _, sentence = COMMANDS[command]
     print(f"{command}: {sentence}")
     print("Arguments: key=value …, for the keys below with their current values.")
@@ -402,7 +402,7 @@ def _run_hydra(command: str, run_job: Callable[[DictConfig], None]) -> None:
 
 
 def _exit_code(codes: Sequence[int]) -> int:
-    """Join the exit codes of all jobs, and say how many of several failed."""
+    """Combine the exit codes of all jobs; of several jobs, say how many failed."""
     # `--help` runs no job, and succeeds.
     if not codes:
         return 0
@@ -416,26 +416,26 @@ def _exit_code(codes: Sequence[int]) -> int:
 
 
 def read_resumed(command: str, schema: type[Config], composed: DictConfig) -> Config:
-    """Check the composed configuration, or that of `resume=<run folder>` with the changed keys.
+    """Check the composed configuration or, with `resume=<run folder>`, that of the changed run.
 
     Args:
         command: Name of the command and of its root file under `conf/`.
         schema: Keys of the command.
-        composed: What the command line composes.
+        composed: Configuration that the command line composes.
     """
     hydra_config = HydraConfig.get()
     is_multirun = hydra_config.mode is RunMode.MULTIRUN
     # `auto` is decided by the command, and each job of a multirun resumes by itself.
     if is_multirun or composed.resume in (None, "auto"):
         return to_config(composed, schema)
-    # What an empty command line composes: the user has changed the keys that differ from it.
+    # The configuration of an empty command line: the user has changed the keys that differ from it.
     default = resolved(hydra.compose(command))
     overrides = hydra_config.overrides.task
     return changed_config(composed.resume, resolved(composed), default, overrides, schema)
 
 
 def _drop_if_unread(stream: TextIO) -> bool:
-    """Return whether the reader of a stream has left, and if so drop what is still in its buffer.
+    """Return whether the reader of a stream has closed it; the buffer is then dropped.
 
     Python would otherwise fail at its exit, where it flushes the buffer.
     """

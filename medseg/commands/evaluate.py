@@ -20,7 +20,7 @@ def evaluate(config: EvaluateConfig) -> int:
     """
     metrics = {}
     if config.metrics:
-        # Loads torch, which our own metrics do without.
+        # Imported here, since it loads torch, which the metrics of medseg itself do not need.
         from medseg.training.extensions import make_metrics
 
         metrics = make_metrics(config.metrics, NUM_CLASSES, config.trusted_targets)

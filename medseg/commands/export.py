@@ -33,7 +33,7 @@ def export(config: ExportConfig) -> int:
 
 
 def _export_file(checkpoint: Path, output: Path, trusted: Sequence[str]) -> None:
-    """Write the network of one file, and print what its input must be."""
+    """Write the network of one file, and print the sizes of its input."""
     stage = load_stage(
         checkpoint,
         stage=None,  # any

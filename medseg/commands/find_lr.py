@@ -70,7 +70,7 @@ def find_lr(config: FindLrConfig) -> int:
 
 
 def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
-    """Train for `config.steps` steps at most; returns the rate and the loss of each."""
+    """Train for `config.steps` steps at most; returns the rate and the loss of each step."""
     # `LrRange` sets the rates, so the schedule must not, and nothing is logged.
     config = replace(
         config, schedule=CONSTANT_SCHEDULE, warmup_steps=0, logger={}, run_dir=str(output)

@@ -21,6 +21,7 @@ from medseg.io.tables import print_table, write_csv
 from medseg.io.text import read_text
 from medseg.wording import quote_for_shell
 
+# Table of the files, cases and labels of the data set: whether they are used, and why not.
 ACCOUNT_FILE = "account.csv"
 # First line of the file, by which a file of that name is known to be an account.
 ACCOUNT_HEADER = ",".join(Item._fields)
@@ -48,7 +49,7 @@ def import_data(config: ImportConfig) -> int:
     output = Path(config.output)
     task = data.task()
     task_text = _task_text(data, task)
-    # Before anything is written: a person may have edited what an earlier import wrote.
+    # Before anything is written: a person may have edited the files of an earlier import.
     require_unchanged(output, data, task_text)
     check_writable(output)
     table = write_case_table(output / TABLE_NAME, data.cases)
@@ -78,7 +79,7 @@ def _task_text(data: DataSet, task: Mapping[str, Any]) -> str:
 
 
 def _print_summary(data: DataSet) -> None:
-    """Tell the notes of a data set; print its numbers of cases, its channels and its labels."""
+    """Say the notes of a data set, and print its numbers of cases, its channels and its labels."""
     for note in data.notes:
         say(note)
     if len(data.labels) > MANY_LABELS:
@@ -101,7 +102,7 @@ def _count_cases(number: int) -> str:
 
 
 def _use_of(case: Case) -> str:
-    """Say what a case is for, in the first line of the summary."""
+    """Name the use of a case in the first line of the summary."""
     if case.split is not None:
         return case.split
     # `fold_sides` has `train` or `val` for each fold, or None where the fold does not use the case.
@@ -134,7 +135,7 @@ def require_unchanged(output: Path, data: DataSet, task_text: str) -> None:
 
 
 def _with_absolute_paths(case: Case) -> Case:
-    """Make the paths of a case absolute, as those of a case table that was read are."""
+    """Make the paths of a case absolute, as `read_case_table` does."""
     return replace(
         case,
         image=case.image.absolute(),

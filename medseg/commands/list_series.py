@@ -12,7 +12,7 @@ from medseg.config.schema import ListConfig
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
-from medseg.io.dicom.frames import plain
+from medseg.io.dicom.frames import printable
 from medseg.io.dicom.listing import ListedSeries
 from medseg.io.dicom.listing import list_series as list_folder
 from medseg.io.dicom.pick import pick_each_study
@@ -38,10 +38,10 @@ COLUMNS = {
 """Columns that are printed, and their headings."""
 
 TABLE_COLUMNS = ("case", "image", "series", *[key for key in COLUMNS if key != "fault"])
-"""Columns of the case table: what `read_case_table` takes, and what is printed."""
+"""Columns of the case table: the columns of `read_case_table`, then the printed ones."""
 
 MAX_TEXT = 40
-"""Letters of a header's text that are printed; longer ones are cut."""
+"""Letters of a text from a header that are printed; longer texts are cut."""
 
 MAX_NAME = 100
 """Letters of the name of a case, before the suffix that makes it unique."""
@@ -62,7 +62,9 @@ def list_series(config: ListConfig) -> int:
     if is_dicomdir(folder):
         folder = folder.parent
     with _file_counter() as count_file:
-        listing = list_folder(folder, config.modality.value, on_file=count_file)
+        listing = list_folder(
+            folder, config.modality.value, on_file=count_file, lists_unreadable=True
+        )
     print_table([_printed(listed) for listed in listing], COLUMNS)
     scans = [listed for listed in listing if not listed.fault]
     studies = {(scan.series.patient, scan.series.study) for scan in scans}
@@ -72,7 +74,7 @@ def list_series(config: ListConfig) -> int:
     if not scans:
         raise UserError(f"{folder}: there is no scan to write to {output}; see the last column.")
     if config.series_pick is not None:
-        # One scan of each study that has a matching one.
+        # One scan of each study with a matching scan.
         scans = pick_each_study(scans, config.series_pick)
         _say_left_out(len(studies) - len(scans), config.series_pick)
     if not scans:
@@ -91,7 +93,7 @@ def list_series(config: ListConfig) -> int:
 
 
 def _say_left_out(num_studies: int, rule: str) -> None:
-    """Say how many studies a rule leaves out, if it does."""
+    """Say how many studies a rule leaves out; nothing where it leaves out none."""
     if num_studies == 0:
         return
     studies = "1 study" if num_studies == 1 else f"{num_studies} studies"
@@ -99,12 +101,23 @@ def _say_left_out(num_studies: int, rule: str) -> None:
 
 
 def _check_input(folder: Path) -> None:
-    """Refuse a folder without DICOM files, and a file that is not DICOM.
+    """Check that an input is a folder with DICOM files, or a DICOM file.
 
     Raises:
-        UserError: With the cure.
+        UserError: If it is another folder or file, or cannot be read.
     """
-    if folder.is_dir() and next(iter(dicom_files(folder)), None) is None:
+    unreadable: list[UserError] = []
+
+    def note_unreadable(path: Path, error: OSError) -> None:
+        sentence = f"{path}: cannot be read ({error.strerror or error}); check its permissions."
+        unreadable.append(UserError(sentence))
+
+    if folder.is_dir():
+        if next(dicom_files(folder, on_unreadable=note_unreadable), None) is not None:
+            return
+        # The folder may hold DICOM files that cannot be read.
+        if unreadable:
+            raise unreadable[0]
         kind = "a folder without DICOM files"
     elif input_format(folder) != "dicom":
         kind = "a volume file"
@@ -117,10 +130,11 @@ def _check_input(folder: Path) -> None:
 
 
 def _check_table(output: Path) -> None:
-    """Refuse a place where a case table cannot be.
+    """Check that a case table can be written to a path.
 
     Raises:
-        UserError: With the cure.
+        UserError: If the name does not end in .csv, the path is a folder, or its folder cannot be
+            written.
     """
     if output.suffix.lower() != ".csv" or output.is_dir():
         raise UserError(f"output={output}: expected a file that ends in .csv")
@@ -131,7 +145,7 @@ def _refuse_other_table(output: Path, text: str) -> None:
     """Refuse to replace a table of other content, which a person may have edited.
 
     Raises:
-        UserError: With the cure.
+        UserError: If the table exists, and its text is another one.
     """
     if output.exists() and read_text(output, errors=RAW_NAMES) != text:
         raise UserError(f"{output} exists and holds other cases; remove it, or give another output")
@@ -187,7 +201,7 @@ def _short(text: str) -> str:
     """Cut a text to `MAX_TEXT` letters, and quote one that would control a terminal."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - 1] + "…"
-    return plain(text)
+    return printable(text)
 
 
 def _named(scans: Sequence[ListedSeries]) -> Iterator[tuple[str, ListedSeries]]:

@@ -19,7 +19,7 @@ from medseg.prediction.options import PredictConfig
 from medseg.prediction.predict import predict_scans
 from medseg.wording import first_few
 
-# Files that the line of a case names, where it has no label map.
+# Largest number of files that the line of a case names if there is no label map.
 MAX_FILES = 3
 # Seconds after which the reading of headers is shown, as of a cohort on a network drive.
 SLOW_S = 2.0
@@ -68,36 +68,38 @@ class Display(Observer):
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        self.cases = progress.add_task("", visible=False)
-        # Its field `case` holds the name of the case whose steps it shows.
-        self.steps = progress.add_task("", visible=False, case="")
-        self.headers = progress.add_task("", start=False, total=None, visible=False)
+        # Numbers of the bars, by which `progress` is told to change one.
+        self.case_bar = progress.add_task("", visible=False)
+        # The field `case` of this bar holds the name of the case whose steps it shows.
+        self.step_bar = progress.add_task("", visible=False, case="")
+        self.header_bar = progress.add_task("", start=False, total=None, visible=False)
 
     def header_read(self) -> None:
-        """Count the headers, where reading them takes long."""
-        bar = self.progress.tasks[self.headers]
+        """Count a header; the bar is shown once the reading takes long."""
+        bar = self.progress.tasks[self.header_bar]
         if not bar.started:
-            self.progress.start_task(self.headers)
-        self.progress.advance(self.headers)
+            self.progress.start_task(self.header_bar)
+        self.progress.advance(self.header_bar)
         if (bar.elapsed or 0.0) >= SLOW_S:
             description = f"{bar.completed:g} headers of DICOM files read"
-            self.progress.update(self.headers, description=description, visible=True)
+            self.progress.update(self.header_bar, description=description, visible=True)
 
     def forecast(self, sentence: str) -> None:
-        """Say the forecast in a terminal only: scripts take the error stream for complaints."""
+        """Say the forecast in a terminal only: for scripts, the error stream has errors alone."""
         if self.progress.console.is_terminal:
             say(sentence)
 
     def case_begins(self, name: str, num_cases: int) -> None:
         """Name the case in the bar of a batch; a single case has none."""
-        self.progress.update(self.headers, visible=False)
-        self.progress.update(self.cases, description=name, total=num_cases, visible=num_cases > 1)
+        self.progress.update(self.header_bar, visible=False)
+        is_batch = num_cases > 1
+        self.progress.update(self.case_bar, description=name, total=num_cases, visible=is_batch)
 
     def step_begins(self, name: str, step: str, number: int, num_steps: int) -> None:
         """Name the step in its bar."""
         description = f"{name}: {step.replace('_', ' ')}"
         self.progress.update(
-            self.steps,
+            self.step_bar,
             description=description,
             completed=number,
             total=num_steps,
@@ -108,11 +110,11 @@ class Display(Observer):
     def case_ends(self, case: BatchCase) -> None:
         """Print the outcome."""
         _print_outcome(case)
-        self.progress.advance(self.cases)
-        bar = self.progress.tasks[self.steps]
+        self.progress.advance(self.case_bar)
+        bar = self.progress.tasks[self.step_bar]
         # In a batch, the next case may have begun while the files of this one were written.
         if bar.fields["case"] == case.scan.name:
-            self.progress.update(self.steps, completed=bar.total)
+            self.progress.update(self.step_bar, completed=bar.total)
 
 
 @contextmanager

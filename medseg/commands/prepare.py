@@ -148,7 +148,7 @@ def draw(
 
 
 def _view(audited: AuditedCase, case_slices: Sequence[Slice]) -> CaseView:
-    """Collect what the picture of a case shows."""
+    """Collect the slices and texts of the picture of a case."""
     findings = []
     if audited.failure:
         findings.append((Severity.error.value, audited.failure))

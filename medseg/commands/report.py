@@ -13,7 +13,7 @@ def report(config: ReportConfig) -> int:
     Where there is a baseline, `differences.csv` compares the other runs with it.
 
     Raises:
-        UserError: If there is no such folder, no run in it, or no such baseline.
+        UserError: If the folder does not exist or has no run, or the baseline is none of its runs.
     """
     folder = Path(config.runs).absolute()
     if not folder.is_dir():

@@ -22,7 +22,7 @@ from medseg.training.preemption import STOP
 
 
 def main() -> None:
-    """Train what the command line composes."""
+    """Train with the configuration that the command line composes."""
     # Processes that this one starts import nothing from the working folder.
     os.environ["PYTHONSAFEPATH"] = "1"
     STOP.install()
@@ -42,7 +42,10 @@ def main() -> None:
 
 
 def read(composed: DictConfig) -> TrainConfig:
-    """Check the composed configuration, or that of the run to resume with the changed keys."""
+    """Check the composed configuration or, of a run to resume, its configuration with the changes.
+
+    Also chooses the GPUs, and builds the objects of the configuration once.
+    """
     config = entry.read_resumed("train", TrainConfig, composed)
     choose_gpus(config.trainer.gpus)
     if rank() == 0:
@@ -51,7 +54,7 @@ def read(composed: DictConfig) -> TrainConfig:
 
 
 def _check_objects_and_tell(config: TrainConfig) -> None:
-    """Build what the configuration names once, and tell what may surprise the user."""
+    """Build the objects of the configuration once, and tell the user of surprising settings."""
     # Loads torch, which takes seconds; the checks before do without it.
     from medseg.training.check import check_objects
 
@@ -114,7 +117,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
     """Open the run folder that `resume` or `run_dir` names; None if that run has finished.
 
     Args:
-        config: Checked configuration; changed in place to the one of the run.
+        config: Checked configuration; changed in place to the configuration of the run.
         is_named: Whether the user chose the folder of a new run.
     """
     # torchrun starts all ranks again when one of them has died: they resume the run.

@@ -62,7 +62,7 @@ def watch(config: WatchConfig) -> int:
         return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            # Asked before the view is made, so that the last view shows the end of the run.
+            # Read before the view is made, so that the last view shows the end of the run.
             has_ended = status_of_run(run_dir) is not Status.running
             live.update(view(run_dir), refresh=True)
             if has_ended:
@@ -90,7 +90,7 @@ def _find_run(argument: str) -> Path:
 def view(run_dir: Path) -> Group:
     """Lay out the state of a run.
 
-    One line per quantity of `history.csv`, and the machine as it is now.
+    One line per quantity of `history.csv`, and lines on the present load of the machine.
     """
     history = read_history(run_dir / HISTORY_FILE)
     table = Table(box=None, pad_edge=False)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     ConfigKeyError,
-    InterpolationKeyError,
+    InterpolationResolutionError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
@@ -38,9 +38,10 @@ T = TypeVar("T")
 # A mapping that takes names which no schema has.
 OPEN_KEY = "label_values"
 
-# For each setting our keys, of which a command may have some only, and the names of the setting in
-# nnU-Net, MONAI, Lightning and lightning-hydra-template. Blanks divide the keys and the names.
-HABITS = {
+# Our keys of a setting, and the names of that setting in nnU-Net, MONAI, Lightning and
+# lightning-hydra-template; each text is a list divided by blanks. A command may lack some of the
+# keys.
+FOREIGN_NAMES = {
     "optimizer.lr": "lr learning_rate initial_lr base_lr",
     "steps": "max_epochs epochs num_epochs max_steps min_epochs iterations num_iterations",
     "stage.validate_every": "val_interval val_check_interval check_val_every_n_epoch eval_every",
@@ -124,11 +125,15 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         # Before references are resolved: that fails where a reference names an argument which only
         # another class has, and a class that is not allowed shall be refused as such.
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
+        trusted = composed.get("trusted_targets") or ()
+        if trusted and not OmegaConf.is_list(trusted):
+            raise UserError(_expected_form("trusted_targets", list[str], trusted))
         for point, key, node in list_nodes(unresolved):
-            check_target(point, key, node, composed.get("trusted_targets") or ())
+            check_target(point, key, node, trusted)
     values = resolved(composed)
-    _fill_label_values(values)
     _split_devices(values)
+    _check_forms(values, schema)
+    _fill_label_values(values)
     try:
         config = _to_dataclass(values, schema)
     except OmegaConfBaseException as error:
@@ -235,9 +240,91 @@ def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
 
+def _check_forms(values: dict[str, Any], schema: type, path: str = "") -> None:
+    """Refuse null where a schema does not allow it, and values of another form than declared.
+
+    The forms are group, mapping, list and single value. OmegaConf checks the types of single
+    values, and refuses unknown and missing keys.
+
+    Args:
+        values: Plain values of a group.
+        schema: Dataclass of the group.
+        path: Dotted key of the group; empty for the root.
+
+    Raises:
+        UserError: Naming the key and the expected form.
+    """
+    for name, hint in _hints_of(schema).items():
+        if name in values:
+            _check_form(key_below(path, name), hint, values[name])
+
+
+def _check_form(key: str, hint: Any, value: Any) -> None:
+    """Compare the form of a value, and of its items, with a type: see `_check_forms`."""
+    kinds = _union_members(hint)
+    allows_null = Any in kinds or types.NoneType in kinds
+    if value is None and allows_null:
+        return
+    kind = kinds[0]  # a union is of one type and None
+    container = _container_of(kind)
+    has_wrong_form = container is not None and not isinstance(value, container)
+    if value is None or has_wrong_form:
+        raise UserError(_expected_form(key, kind, value))
+    is_single = container is None and kind is not Any
+    if is_single and isinstance(value, (dict, list)):
+        raise UserError(f"{key}: one value is needed, but got {value}")
+    if dataclasses.is_dataclass(kind):
+        _check_forms(value, typing.cast(type, kind), key)
+    elif container is not None:
+        item_kind = typing.get_args(kind)[-1]  # of a mapping the type of its values
+        for item_key, item in _items(value, key):
+            _check_form(item_key, item_kind, item)
+
+
+def _expected_form(key: str, kind: Any, value: Any) -> str:
+    """Say which form the type of a key requires; `value` has another one."""
+    found = ", but got null" if value is None else ""
+    length = _tuple_length(kind)
+    if dataclasses.is_dataclass(kind):
+        return f"{key}: expected a group of keys{found}; set them one by one, {key}.<name>=<value>"
+    if length is not None:
+        return f"{key}: expected a list of {length} numbers{found}; give it in brackets, {key}=[…]"
+    if _container_of(kind) is list:
+        return f"{key}: expected a list{found}; give it in brackets, {key}=[…]"
+    if _container_of(kind) is dict:
+        return f"{key}: expected a mapping{found}; give it in braces, {key}={{name: value}}"
+    return f"{key}: expected a value{found}"
+
+
+@functools.cache
+def _hints_of(schema: type) -> dict[str, Any]:
+    """Return the types of a schema's keys, without their documentation."""
+    return typing.get_type_hints(schema)
+
+
+def _union_members(kind: Any) -> tuple[Any, ...]:
+    """List the members of a union; another type alone."""
+    if isinstance(kind, types.UnionType):
+        return typing.get_args(kind)
+    return (kind,)
+
+
+def _container_of(kind: Any) -> type | None:
+    """Find the plain container, `dict` or `list`, of a type; None for single values."""
+    origin = typing.get_origin(kind)
+    if dataclasses.is_dataclass(kind) or origin is dict:
+        return dict
+    if origin in (list, tuple):
+        return list
+    return None
+
+
 def _split_devices(values: dict[str, Any]) -> None:
     """Turn a list in `trainer.devices` into its length and `trainer.gpus`, in place."""
-    trainer = values.get("trainer") or {}
+    trainer = values.get("trainer")
+    # Commands without a training lack this group; its form is checked later.
+    if not isinstance(trainer, dict):
+        return
     devices = trainer.get("devices")
     if isinstance(devices, list):
         trainer["gpus"] = devices
@@ -311,15 +398,10 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
         return _explain_unknown_key(overridden.group(1), composed)
     if isinstance(error, ConfigKeyError):
         return _explain_unknown_key(key, composed)
-    if isinstance(error, InterpolationKeyError):
-        missing = re.search(r"'([^']+)' not found", first)
-        if missing is not None:
-            return (
-                f"{key}: it refers to {missing[1]}, which has no value; "
-                f"give {missing[1]}=<value>, or another {key}"
-            )
+    if isinstance(error, InterpolationResolutionError):
+        return _explain_reference(key, first)
     if isinstance(error, ValidationError):
-        return _explain_wrong_type(key, first)
+        return f"{key}: {first}"
     if first.startswith("Ambiguous value"):
         return f"{first}; add -m to sweep over several values, or write a list in [brackets]"
     if "Could not find" in first or first.startswith("You must specify"):
@@ -327,25 +409,29 @@ def explain(error: Exception, composed: DictConfig | None = None) -> str:
     return first
 
 
-def _explain_wrong_type(key: str, sentence: str) -> str:
-    """Explain a value of the wrong type.
+def _explain_reference(key: str, sentence: str) -> str:
+    """Explain a reference `${…}` that leads to no value.
 
     Args:
-        key: The key.
-        sentence: What OmegaConf says about its value.
+        key: Key that holds the reference.
+        sentence: First line of OmegaConf's message.
     """
-    if "is not a ListConfig" in sentence:
-        return f"{key}: expected a list; give it in brackets, {key}=[…]"
-    if "is not Optional" in sentence:
+    missing = re.search(r"'([^']+)' not found", sentence)
+    if missing is not None:
         return (
-            f"{key}: null is not allowed; "
-            f"write {key}=[] for an empty list, {key}={{}} for an empty mapping"
+            f"{key}: it refers to {missing[1]}, which has no value; "
+            f"give {missing[1]}=<value>, or another {key}"
         )
-    return f"{key}: {sentence}"
+    # The reference leads into a group that has been replaced by null or a single value.
+    replaced = re.search(r"node `([^`]+)` is not a container", sentence)
+    if replaced is not None:
+        group = replaced[1]
+        return f"{group}: expected a group of keys; set them one by one, {group}.<name>=<value>"
+    return sentence
 
 
 def _key_in(lines: Sequence[str]) -> str:
-    """Find the key that the lines of an error name; "" without one."""
+    """Find the key in the lines of an error's message; "" if they name none."""
     for line in lines:
         if line.startswith("full_key:"):
             return line.partition(":")[2].strip()
@@ -409,7 +495,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
     """
     last = key.rpartition(".")[2]
     near = []
-    for our_keys, names in HABITS.items():
+    for our_keys, names in FOREIGN_NAMES.items():
         if last in names.split():
             near += [name for name in our_keys.split() if name in keys]
     if not near:
@@ -418,7 +504,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _keys(node: Any, key: str = "") -> Iterator[str]:
-    """List the dotted keys of nested mappings: those of groups, too, and "" for the root."""
+    """List the dotted keys of nested mappings and their values; the root is ""."""
     yield key
     if not isinstance(node, dict):
         return
@@ -445,9 +531,6 @@ def _check_numbers(node: Any, path: str) -> None:
         for item_key, item in _items(value, key):
             if dataclasses.is_dataclass(item):
                 _check_numbers(item, item_key)
-            # OmegaConf accepts a list or a dictionary where a single value is declared.
-            if isinstance(item, (dict, list)) and _has_single_items(kind):
-                raise UserError(f"{item_key}: one value is needed, but got {item}")
         tuple_length = _tuple_length(kind)
         if isinstance(value, list) and tuple_length is not None:
             if len(value) != tuple_length:
@@ -476,20 +559,6 @@ def _items(value: Any, key: str) -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [(f"{key}.{number}", item) for number, item in enumerate(value)]
     return []
-
-
-def _has_single_items(kind: Any) -> bool:
-    """Whether a type is a mapping or list, or a union with one, whose items are single values."""
-    members = (kind,)
-    if isinstance(kind, types.UnionType):
-        members = typing.get_args(kind)  # such as a list, and None
-    for member in members:
-        if typing.get_origin(member) not in (dict, list):
-            continue
-        item_kind = typing.get_args(member)[-1]  # of a mapping the type of its values
-        if item_kind in (int, float, str):
-            return True
-    return False
 
 
 def _tuple_length(kind: Any) -> int | None:
@@ -584,6 +653,7 @@ def _checked_node(
         # The other arguments of a foreign class are bound to its signature, see `bind_target`.
         schema_names = {field.name for field in dataclasses.fields(schema)}
         arguments = {name: value for name, value in node.items() if name in schema_names}
+    _check_forms(arguments, schema, point)
     try:
         typed = _convert_group(schema, point, arguments)
     except OmegaConfBaseException as error:

@@ -23,8 +23,8 @@ from medseg.knob import Knob, key_below
 from medseg.targets import TARGET
 
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
-# Hydra's option by which its script for the shell asks for completions; the command line to
-# complete is in the variable COMP_LINE.
+# Hydra's script for the shell asks for completions with one of these options and `QUERY`. The
+# command line to complete is in the environment variable COMP_LINE.
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 QUERY = "query=bash"
 # Characters of a value that neither the shell nor Hydra's grammar reads as something else; those of
@@ -45,7 +45,8 @@ def line_words() -> list[str]:
     The last one, maybe empty, is to be completed.
     """
     line = os.environ.get("COMP_LINE", "")
-    # The line is not finished: a quote may be open, or a backslash at its end wait for a letter.
+    # The line may end inside quotes or in a backslash, which `shlex` refuses: then the missing
+    # quote, or a letter after the backslash, is added.
     for closing in ("", "'", '"', "x"):
         try:
             words = shlex.split(line + closing)
@@ -97,7 +98,7 @@ def _composed(compose: Compose, words: Sequence[str]) -> tuple[DictConfig, list[
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted name and the value of everything in nested mappings that is no mapping."""
+    """Yield the values in nested mappings that are no mappings, each with its dotted name."""
     if not isinstance(node, dict):
         yield path, node
         return

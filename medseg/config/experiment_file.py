@@ -26,7 +26,8 @@ def register_experiments(arguments: Sequence[str]) -> None:
     for argument in arguments:
         key, _, value = argument.partition("=")
         value = value.strip("'\"")
-        if key.lstrip("+") == GROUP and value.endswith(SUFFIX) and "," not in value:
+        is_one_file = value.endswith(SUFFIX) and "," not in value  # a comma divides a sweep
+        if key.lstrip("+") == GROUP and is_one_file:
             _register(value)
 
 

@@ -57,10 +57,10 @@ class Key(NamedTuple):
 
     def type_text(self) -> str:
         """Name its type, range and unit."""
-        kind = _type_name(self.kind)
+        type_name = _type_name(self.kind)
         if self.knob.within not in ("", "(-inf, inf)"):
-            kind += f" in {self.knob.within}"
-        parts = [kind]
+            type_name += f" in {self.knob.within}"
+        parts = [type_name]
         if self.knob.unit:
             parts.append(self.knob.unit)
         if self.can_be_null:

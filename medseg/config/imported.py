@@ -52,7 +52,8 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     source, content = _find_source(values)
     if source is None or not content:
         return list(arguments)
-    if task and task != IMPORTED and not has_task_file:
+    chooses_other_task = task not in ("", IMPORTED) and not has_task_file
+    if chooses_other_task:
         _store("values", {"data": content.get("data") or {}}, group=IMPORTED)
         # A study passes this argument on to the commands that it starts.
         if VALUES in arguments:
@@ -63,7 +64,7 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     _store(IMPORTED, content, group="task")
     if has_task_file:
         return _with_imported_task(arguments)
-    if task:  # it is `imported`, which the stored task now answers
+    if task == IMPORTED:  # Hydra finds the task that was stored above
         return list(arguments)
     labels = ", ".join(content["task"]["labels"])
     say(f"task of {source}: {labels}; task=<name> chooses another one")
@@ -76,9 +77,9 @@ def _store(name: str, content: dict[str, Any], group: str) -> None:
 
 
 def _with_imported_task(arguments: Sequence[str]) -> list[str]:
-    """Replace the arguments that choose a task, each in its place.
+    """Replace the arguments that choose a task by `task=imported`.
 
-    Of two arguments of one group, Hydra takes the later one.
+    Their order stays, because Hydra takes the later one of two arguments of a group.
     """
     replaced = []
     for argument in arguments:

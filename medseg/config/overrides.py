@@ -130,7 +130,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
                 raise UserError(f"{argument}: expected a path after it; type {argument} <path>")
             key = options[argument]
             path = waiting.pop(0)
-        elif name in options:
+        elif name in options:  # such as `-o=<path>`
             key = options[name]
             path = value
         elif positional_key and is_alone and not is_value_of_hydra:

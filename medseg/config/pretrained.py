@@ -28,9 +28,9 @@ GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
 # Keys that a plan sets unless the command line or its experiment states them.
 CHANNEL_KEYS = frozenset({"task.channels", "task.window_hu"})
 PLANNED = frozenset({"spacing", "stage.patch_size", "inference", *CHANNEL_KEYS})
-# Normalisation of a plan to ours, and to the scale and shift from our values to the plan's, such as
-# from [-1, 1] to [0, 1]. nnU-Net maps the least and largest value of an image to 0 and 1, each of
-# which a single voxel may decide; we map percentiles instead.
+# Normalisation by case in a plan: ours, and the scale and shift from our values to the plan's.
+# `RescaleTo01Normalization` maps the smallest and the largest value of an image to 0 and 1, which
+# single outliers may decide. Ours maps two percentiles to -1 and 1.
 BY_CASE = {
     "ZScoreNormalization": ("zscore", 1.0, 0.0),
     "RescaleTo01Normalization": ("percentile", 0.5, 0.5),
@@ -126,9 +126,10 @@ def _stated(arguments: Sequence[str], composed: DictConfig, compose: Compose) ->
     """
     stated = {key for key in PLANNED if _arguments_of([key], arguments)}
     others = [argument for argument in arguments if not argument.startswith("experiment=")]
-    if len(others) == len(arguments):
+    has_experiment = len(others) < len(arguments)
+    if not has_experiment:
         return stated
-    # What the experiment changes, it states.
+    # An experiment states the keys whose values it changes.
     without_experiment, _ = compose(others)
     for key in PLANNED:
         if OmegaConf.select(composed, key) != OmegaConf.select(without_experiment, key):

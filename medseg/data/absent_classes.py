@@ -14,14 +14,15 @@ def absent_classes(
 ) -> list[str]:
     """List the labels that no training item has at the spacing of the cache.
 
-    Regions share one network and so its classes: class 1 is the first label of every region, and a
-    left kidney teaches the network the class of the right one.
+    All regions share one network and therefore its classes: class 1 is the first label of every
+    region, so that a left kidney also teaches the class of the right kidney.
 
     Args:
         items: Cases with the index in `task.regions` of the region that is trained on, see
             `medseg.data.samples.Samples`.
         task: Labels and regions.
-        is_coarse: Whether samples are whole scans with all labels; else crops of one region each.
+        is_coarse: Whether samples are whole scans with all labels, as in the coarse stage;
+            otherwise each sample is the crop of one region.
 
     Returns:
         Names of labels in the order of the task; those that share a class are joined by "and".
@@ -58,9 +59,10 @@ def absence_note(
 
     Args:
         absent: Result of `absent_classes`.
-        num_train: Number of training cases that samples are made of.
-        val_cases: Validation cases; a class that only they have will be scored, and badly.
-        train_trust: Trusts in the reference that a training case needs; None if any will do.
+        num_train: Number of training cases.
+        val_cases: Validation cases; classes that only these have are scored although the network
+            cannot learn them.
+        train_trust: Trusts in the reference that training accepts; None accepts all.
     """
     if not absent:
         return ""

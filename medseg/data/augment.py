@@ -17,7 +17,7 @@ from torch import Tensor
 from medseg.preprocess.effect import Effect, Spacing
 from medseg.preprocess.intensity import AIR
 
-# Slices that are resampled at once; their coordinates fit into the processor's cache.
+# Slices that are resampled at once; their sampling coordinates fit into the processor's cache.
 SLAB_SLICES = 8
 
 
@@ -37,8 +37,8 @@ class Warp(NamedTuple):
 
     def margin(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """Count the voxels (z, y, x) by which a source must exceed the patch on each side."""
-        # `half` is the largest offset of a voxel's centre in the patch, `reach` that of the points
-        # at which the corners of the patch are sampled.
+        # `half` is the largest offset of a voxel's centre from the centre of the patch, `reach` the
+        # largest offset of a sampled point from the centre of the source.
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
         # A point between two slices is interpolated from where its tilted line crosses them, up to
@@ -65,7 +65,7 @@ class Warp(NamedTuple):
         """
         channels = []
         for channel in image:
-            # Zero is what lies outside the source, so air is shifted to zero and back.
+            # `grid_sample` pads the source with zeros, so air is shifted to zero and back.
             patch = _resample_affine(
                 channel - AIR, self.matrix, self.shift_voxels, shape, "bilinear"
             )
@@ -78,9 +78,9 @@ class Warp(NamedTuple):
 
 @dataclass(frozen=True)
 class WindowShift:
-    """Shift of the HU window by up to `hu`, as of a scanner with a wrong calibration.
+    """Shift of the HU window by up to `hu` in either direction, like a scanner's calibration error.
 
-    It acts while the scan is read.
+    It is applied while the scan is read.
     """
 
     hu: float
@@ -95,8 +95,8 @@ class WindowShift:
 class Affine:
     """Rotation, scale, shear and shift in one resampling.
 
-    It acts while the scan is read, so that no false air comes in at the corners. A scale above 1
-    makes the anatomy larger.
+    It is applied while the scan is read, beyond the crop too, so that no false air appears at the
+    corners. A scale above 1 makes the anatomy larger.
 
     Attributes:
         probability: Probability that a sample is resampled.
@@ -126,8 +126,9 @@ class Affine:
             matrix = _rotation(axis, math.radians(angle_deg)) @ matrix
         shift_mm = rng.uniform(-1.0, 1.0, size=3) * self.translation_mm
         spacing = np.array(spacing_mm)
-        # To offsets in voxels: each column is multiplied by the spacing of its axis, which turns
-        # voxels of the patch into mm; each row is divided by it, which turns mm into voxels again.
+        # From mm to voxels: each column is multiplied by the spacing of its axis, which turns
+        # voxels of the patch into mm; each row is divided by it, which turns mm into voxels of the
+        # source.
         return Warp(matrix * spacing / spacing[:, None], shift_mm / spacing)
 
 
@@ -159,7 +160,7 @@ class Resolution(Effect):
 
     Both are linear along each axis, so one matrix per axis applies both. Low resolution averages
     over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all
-    axes; an axis that is coarser already stays as it is. The blur acts along all axes.
+    axes; an axis whose spacing is already larger stays unchanged. The blur acts along all axes.
     """
 
     low_resolution_probability: float
@@ -171,7 +172,7 @@ class Resolution(Effect):
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Multiply the image along each axis."""
+        """Multiply the image by one matrix along each axis."""
         # Axis to its matrix; an axis without one does not change.
         matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
@@ -199,7 +200,7 @@ class Resolution(Effect):
 
 @dataclass(frozen=True)
 class Noise(Effect):
-    """White Gaussian noise, its standard deviation from the range `sd`, in units of the image."""
+    """White Gaussian noise with a standard deviation from the range `sd`, in units of the image."""
 
     probability: float
     sd: tuple[float, float]
@@ -216,7 +217,7 @@ class Noise(Effect):
 
 @dataclass(frozen=True)
 class Contrast(Effect):
-    """Multiplication by a factor from `range`, which keeps 0, the middle of the window."""
+    """Multiplication by a factor from `range`; 0, the middle of the window, stays 0."""
 
     probability: float
     range: tuple[float, float]
@@ -250,8 +251,8 @@ class Brightness(Effect):
 class Gamma(Effect):
     """Clip to [-1, 1], then apply a power law with an exponent from `range`.
 
-    With x in [0, 1], the dark end at 0, it is x^exponent; or half of the time 1 - (1 - x)^exponent,
-    which starts at the bright end.
+    Let x be the image scaled to [0, 1]. Half of the time it becomes x^exponent, else
+    1 - (1 - x)^exponent.
     """
 
     probability: float
@@ -265,7 +266,7 @@ class Gamma(Effect):
         if rng.random() < self.probability:
             sign = 1.0 if rng.random() < 0.5 else -1.0
             exponent = rng.uniform(*self.range)
-            image.mul_(0.5 * sign).add_(0.5)  # to [0, 1]; the sign -1 exchanges the ends
+            image.mul_(0.5 * sign).add_(0.5)  # to x in [0, 1]; with the sign -1 to 1 - x
             image.pow_(exponent)
             image.sub_(0.5).mul_(2.0 * sign)  # back to [-1, 1]
         return image, labels
@@ -273,9 +274,9 @@ class Gamma(Effect):
 
 @dataclass(frozen=True)
 class Truncate(Effect):
-    """Partial scan: slices at the upper or lower end become copies of the last remaining one.
+    """Partial scan: slices at the upper or lower end become copies of the last remaining slice.
 
-    They are at most `max_fraction` of all slices.
+    At most `max_fraction` of all slices are replaced.
     """
 
     is_spatial: ClassVar[bool] = True
@@ -305,7 +306,7 @@ class Truncate(Effect):
 class Narrow(Effect):
     """Narrow field of view: rows or columns at the right, left, front or back become air.
 
-    They are at most `max_fraction` of all rows or columns.
+    At most `max_fraction` of all rows or columns are replaced.
     """
 
     is_spatial: ClassVar[bool] = True
@@ -331,7 +332,7 @@ class Narrow(Effect):
 class Circle(Effect):
     """Round field of view in the axial plane, with air outside.
 
-    Its radius is a share of half the longer in-plane side.
+    The radius is half the longer in-plane side, times a factor from `radius_range`.
     """
 
     is_spatial: ClassVar[bool] = True
@@ -364,7 +365,7 @@ def gaussian_matrix(size: int, sigma_voxels: float) -> np.ndarray:
     """Make the matrix (size, size) of a Gaussian blur of one axis; its rows add up to one."""
     index = np.arange(size)
     distances = index[:, None] - index
-    # With a standard deviation near 0 the matrix becomes the identity, without a division by 0.
+    # At least 1e-6, to avoid a division by 0; the matrix is then the identity.
     weights = np.exp(-0.5 * (distances / max(sigma_voxels, 1e-6)) ** 2)
     return weights / weights.sum(axis=1, keepdims=True)
 
@@ -375,7 +376,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     Args:
         size: Voxels of the axis.
         slice_voxels: Thickness and distance of the slices in voxels, > 1.
-        phase: How far the first slice begins before the axis, as a share of a slice, in [0, 1).
+        phase: Share of the first slice that lies before the axis, in [0, 1).
 
     Returns:
         Matrix whose rows add up to one.
@@ -392,11 +393,11 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     # Slices beyond the axis, which no voxel lies in, are left out.
     overlaps = overlaps[overlaps.sum(axis=1) > 1e-9]
     averaging = overlaps / overlaps.sum(axis=1, keepdims=True)
-    # Slices that are cut by the border have their centre of mass beside their middle.
+    # The centre of a slice is that of its part on the axis: the border may cut the slice.
     voxel_centres = voxel_starts + 0.5
     slice_centres = averaging @ voxel_centres
-    # Interpolation is linear: column s of its matrix is what it makes of slices that are 0 but for
-    # slice s.
+    # Interpolation is linear: column s of its matrix is the interpolation of slices that are all 0
+    # except for slice s, which is 1.
     columns = [np.interp(voxel_centres, slice_centres, unit) for unit in np.eye(len(averaging))]
     interpolation = np.stack(columns, axis=1)  # (size, num_slices)
     return interpolation @ averaging
@@ -404,7 +405,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
 
 def _apply_along(image: Tensor, matrix: Tensor, axis: int) -> Tensor:
     """Multiply each line of an image (C, D, H, W) along an axis (0 = z) by a matrix."""
-    # One large product is faster than a convolution.
+    # A matrix product is faster than a convolution.
     if axis == 0:
         # (D, D) times (D, H·W)
         channels = [matrix @ channel.flatten(1) for channel in image]
@@ -431,7 +432,8 @@ def _resample_affine(
     """
     axes = _order_axes(matrix)
     line_shape = (shape[axes[0]], shape[axes[1]], shape[axes[2]])
-    # Columns of the matrix belong to axes of the patch, rows to those of the source, which stay.
+    # Columns of the matrix belong to axes of the patch and are permuted; rows belong to axes of the
+    # source and stay.
     result = _resample_lines(source, matrix[:, axes], shift, line_shape, mode)
     # Back to (z, y, x) of the patch.
     return result.permute(*np.argsort(axes).tolist()).contiguous()
@@ -440,12 +442,12 @@ def _resample_affine(
 def _order_axes(matrix: np.ndarray) -> list[int]:
     """Order the axes of the patch: first the one whose lines cross the source slices most steeply.
 
-    That is z unless the patch is tilted by more than 45 degrees. Lines that run within a slice
-    cross none: their points could not be interpolated between crossings.
+    This is z unless the patch is tilted by more than 45 degrees. A line that runs within a slice
+    crosses no other slice, so that there are no crossings to interpolate between.
     """
     with np.errstate(divide="ignore"):
-        # For a line along each axis, the voxels in plane between its crossings of two slices that
-        # follow each other; infinite within a slice.
+        # For a line along each axis of the patch: the distance in plane, in voxels, between its
+        # crossings of two consecutive slices; infinite for a line within a slice.
         steps = np.abs(matrix[1:]).max(axis=0) / np.abs(matrix[0])
     line_axis = int(np.argmin(steps))
     return [line_axis, *(axis for axis in range(3) if axis != line_axis)]
@@ -454,24 +456,26 @@ def _order_axes(matrix: np.ndarray) -> list[int]:
 def _resample_lines(
     source: Tensor, matrix: np.ndarray, shift: np.ndarray, shape: tuple[int, int, int], mode: str
 ) -> Tensor:
-    """Sample as `_resample_affine`, along lines of the first axis of the patch, called z here.
+    """Sample a patch as `_resample_affine` does, once the axes of the patch are ordered.
+
+    Here, z is the first axis in that order: its lines cross the source slices most steeply.
 
     First every source slice is resampled in its plane, at the points where the lines of the patch
-    cross it. Then each line is resampled along z, between its crossings. No axis is interpolated
-    twice.
+    along z cross the slice. Then each line is resampled along z, between its crossings. No axis is
+    interpolated twice.
 
     With M the matrix and t the shift, the point (z, y, x) of the patch lies in the source at
 
         s_z = M_zz z + M_zy y + M_zx x + t_z, and likewise s_y and s_x.
 
-    Line (y, x) crosses slice s_z at the z that solves this equation. Put into the one of s_y, it
-    gives the row of the crossing (for its column, s_x in place of s_y):
+    Line (y, x) crosses slice s_z at the z that solves this equation. Inserted into the equation of
+    s_y, this z gives the row of the crossing (the column likewise, with s_x in place of s_y):
 
         s_y = (M_yz / M_zz) (s_z - t_z)
               + (M_yy - M_yz M_zy / M_zz) y + (M_yx - M_yz M_zx / M_zz) x + t_y.
     """
     depth = source.shape[0]
-    # Rows for s_y and s_x; columns for the factors of s_z, y and x.
+    # The factors of that formula: rows for s_y and s_x, columns for s_z, y and x.
     crossing = np.empty((2, 3))
     crossing[:, 0] = matrix[1:, 0] / matrix[0, 0]
     crossing[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * (matrix[0] / matrix[0, 0])[1:]
@@ -497,8 +501,8 @@ def _resample_lines(
         sampled = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)
         crossed[planes] = sampled[:, 0]
 
-    # Second pass: every line along z, some rows of lines at a time. For a row, the image is (depth
-    # of the source, W), in which a point keeps its column x and lies at s_z.
+    # Second pass: every line along z, several rows of lines at a time. Each row is one image (depth
+    # of the source, W), in which a point keeps its column x and has the row s_z.
     result = source.new_empty(shape)
     z = _centred(shape[0])
     by_z, by_y, by_x = (float(to_unit[0] * factor) for factor in matrix[0])
@@ -514,7 +518,7 @@ def _resample_lines(
 
 
 def _centred(size: int) -> Tensor:
-    """List the positions of the voxels of an axis about its centre, float32."""
+    """List the offsets of the voxels of an axis from its centre, float32."""
     return torch.arange(size, dtype=torch.float32) - (size - 1) / 2
 
 

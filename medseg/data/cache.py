@@ -1,16 +1,17 @@
 """Cache of oriented, resampled cases: memory-mappable arrays with a JSON sidecar.
 
 Layout: `<cache>/<spacing>-<configuration hash>/<case>-<source hash>/{image.npy, image_1.npy, …,
-labels.npy, case.json}`. The source hash is that of the absolute paths of the case's files and of
-how they are read, so cases of one name from two data sets have two entries. If none of the files
-exists here (only the cache was copied), the entry of a case of this name from another machine is
-used if there is exactly one.
+labels.npy, case.json}`. The source hash covers the absolute paths of the case's files and how they
+are read, so cases with the same name from two data sets have two entries. If none of the files
+exists on this machine (only the cache was copied), an entry with the name of the case from another
+machine is used, provided that there is exactly one.
 
 An entry is written to a temporary folder and renamed, so it is complete or absent; a lock lets one
 process at a time build it. A process that uses an entry notices when another one rebuilds it.
 
-When a process first opens an entry, it compares its files with their stored checksums; the sidecar
-holds a digest of its own content. Preparing imports the readers of `medseg.io`; opening does not.
+When a process first opens an entry, it compares the files of the entry with their stored checksums;
+the sidecar holds a digest of its own content. Preparing imports the readers of `medseg.io`; opening
+does not.
 """
 
 import functools
@@ -43,7 +44,8 @@ from medseg.preprocess.intensity import HU_LIMITS, Intensity, percentile, zscore
 from medseg.preprocess.resample import ANTIALIASED, resample_image, resample_labels
 from medseg.task import LabelValues, Task
 
-# To be raised whenever equal sources give other arrays, another sidecar or another folder name.
+# Raise this number with every change by which the same sources give other arrays, another sidecar
+# or another folder name.
 FORMAT_VERSION = 9
 DIGEST_LENGTH = 8  # hexadecimal digits, in names of folders
 SIDECAR = "case.json"
@@ -55,7 +57,7 @@ INTENSITIES = {"zscore": zscore, "percentile": percentile}
 """Normalisations whose intensity map is computed from the values of each case."""
 
 Targets = Sequence[tuple[tuple[float, float, float] | None, str]]
-"""Spacing of each cache entry, (z, y, x) or None for that of the scan, and filter of its image."""
+"""Spacing (z, y, x) of each cache entry, None for the spacing of the scan; and its image filter."""
 
 
 class _Entry(NamedTuple):
@@ -80,10 +82,10 @@ class CachedCase:
         intensities: Map of each channel to the range of the network, computed from the values of
             this case; None where the channel has a window, which is the same for all cases.
         trust: Region name to the trust in its reference.
-        content: Digest of what the case was made from: the content of its files, how they are read
-            and the configuration of the entry; not their paths.
-        stamp: Modification time of the sidecar in ns, which tells the entry from a later one in its
-            folder; None where that is not checked.
+        content: Digest of the content of the source files, of how they are read, and of the
+            configuration of the entry; the paths do not count.
+        stamp: Modification time of the sidecar in ns, by which a rebuilt entry in the same folder
+            is noticed; None turns the check off.
         audit: Measurements and findings of the case as it was read.
         ignore_findings: Codes of the findings that the case ignores.
         resampling: Filter of the image; crops on another grid are cut with it.
@@ -104,7 +106,7 @@ class CachedCase:
 
     @property
     def images(self) -> list[np.ndarray]:
-        """The channels as read-only memory maps, (D, H, W): int16 HU of a CT, float32 of others."""
+        """The channels as read-only memory maps, (D, H, W): a CT in int16 HU, others in float32."""
         return [self._map(_image_file(number)) for number in range(len(self.intensities))]
 
     @property
@@ -171,8 +173,8 @@ def coarse_probs(
     Args:
         case: The case. When its entry is built anew, its probabilities are removed with the old
             one.
-        key: What the probabilities depend on beside the case, such as the checksum of the coarse
-            checkpoint.
+        key: Identifies the coarse stage, such as the checksum of its checkpoint; each key has
+            probabilities of its own.
         predict: Returns the probabilities, (K, d, h, w), and their grid.
     """
     folder = case.folder / f"coarse-{_digest({'key': key})}"
@@ -207,7 +209,7 @@ def _intact_probs(folder: Path) -> dict[str, Any] | None:
 
 
 def _write_probs(folder: Path, probs: np.ndarray, grid: VoxelGrid) -> None:
-    """Write probabilities beside their place, then put them there; the caller holds their lock."""
+    """Write probabilities to a temporary folder and rename it; the caller holds their lock."""
     temporary = folder.with_name(f".building-{folder.name}")
     _remove(temporary)
     try:
@@ -223,9 +225,9 @@ def _write_probs(folder: Path, probs: np.ndarray, grid: VoxelGrid) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Bring the files of a folder to the disk.
+    """Write the files of a folder from the system's buffers to the disk.
 
-    Otherwise a power cut may leave a folder that was renamed and whose files are empty.
+    Otherwise a power cut after the renaming may leave a folder with empty files.
     """
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -255,8 +257,8 @@ def prepare_case(
         label_values: Value in the file to label name. Several values may share a name; a name that
             the task does not know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
-        read: Reads the case where its entry must be built; a cached function reads the files once
-            for several spacings.
+        read: Reads the case if its entry must be built; pass a cached function to read the files
+            only once for several spacings. None: `read_source`.
 
     Raises:
         CaseRefusedError: If the audit found an error.
@@ -289,7 +291,7 @@ def prepare_case(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(cache_dir / f".{folder.parent.name}-{folder.name}.lock"):
-            # Another process may have built it meanwhile.
+            # Another process may have built it while this one waited.
             entry = _find_entry(case, folder, task)
             if entry is None:
                 source = read_source(case, task, label_values) if read is None else read()
@@ -381,8 +383,8 @@ def _prepare(
             entry = prepare_case(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
-            # The findings of the entries differ: at each spacing other regions may vanish. Those
-            # that are equal count once.
+            # The entries may have different findings, since other regions vanish at each spacing.
+            # Equal findings count once.
             findings += entry.audit.findings
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
             if first is None:
@@ -399,12 +401,12 @@ def _prepare(
 
 
 def spacing_text(spacing_mm: tuple[float, float, float] | None) -> str:
-    """Name a spacing for people, e.g. `2x2x2 mm`."""
+    """Format a spacing for messages, e.g. `2x2x2 mm`."""
     return "native spacing" if spacing_mm is None else f"{_folder_text(spacing_mm)} mm"
 
 
 def _folder_text(spacing_mm: tuple[float, float, float] | None) -> str:
-    """Name a spacing in the name of a folder."""
+    """Format a spacing for the name of a folder, e.g. `2x2x2`."""
     if spacing_mm is None:
         return "native"
     return "x".join(f"{value:g}" for value in spacing_mm)
@@ -418,13 +420,13 @@ def _entry_folder(
     label_values: LabelValues,
     resampling: str,
 ) -> Path:
-    """Name the folder of an entry after all that its arrays depend on."""
+    """Make the path of an entry's folder, with hashes of everything that its arrays depend on."""
     # Structures are named by text, values of a label map by whole numbers, which cannot be sorted
     # together.
     by_value = [pair for pair in label_values.items() if not isinstance(pair[0], str)]
     by_structure = [pair for pair in label_values.items() if isinstance(pair[0], str)]
     # Structures may overlap: the arrays depend on which labels are read from structures, and in
-    # which order. The dictionary serves as an ordered set: its values have no meaning.
+    # which order. The dictionary is an ordered set, whose values are not used.
     ordered_labels = dict.fromkeys(label for _, label in by_structure if label in task.values)
     # Text in place of None, which could not be sorted with the sides.
     regions = [[region.name, list(region.labels), region.side or ""] for region in task.regions]
@@ -443,8 +445,8 @@ def _entry_folder(
         configuration["resampling"] = resampling
     if ordered_labels:
         configuration["structures"] = list(ordered_labels)
-    # What is read, and how: runs that read a scan in two ways have two entries. If they shared
-    # one, each run would rebuild what the other has built.
+    # The files, and how they are read: runs that read a scan in two ways have two entries. If they
+    # shared one entry, each run would rebuild the entry of the other.
     reading = _read_as(case)
     for role, path in sources_of(case, task).items():
         reading[role] = os.path.realpath(path)
@@ -453,7 +455,7 @@ def _entry_folder(
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Hash plain values, whatever the order of their keys."""
+    """Hash plain values; the order of keys does not matter."""
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
 
@@ -466,14 +468,14 @@ def _image_file(number: int) -> str:
 def _find_entry(case: Case, folder: Path, task: Task) -> _Entry | None:
     """Find the current entry of a case; None if there is none.
 
-    It is the one in the case's own folder, else the only one that came from another machine.
+    It is the entry in `folder`, else the only matching entry that was copied from another machine.
     """
     sources = sources_of(case, task)
     record = _current_record(case, folder, sources)
     if record is not None:
         return _Entry(folder, record)
-    # Without any source here, the cache may have been copied from another machine, where the paths
-    # were others, and so the digest in the name of the folder.
+    # If no source exists here, the cache may have been copied from another machine. The paths there
+    # were different, and so is the digest in the name of the folder.
     if any(map(_is_here, sources.values())):
         return None
     copied_entries = []
@@ -486,7 +488,7 @@ def _find_entry(case: Case, folder: Path, task: Task) -> _Entry | None:
         is_of_this_machine = any(_is_here(source["path"]) for source in record["sources"].values())
         if not is_of_this_machine:
             copied_entries.append(_Entry(other_folder, record))
-    # Several are of cases with the same name: nothing says which of them is meant.
+    # Several entries belong to different cases with the same name: the right one is unknown.
     if len(copied_entries) != 1:
         return None
     return copied_entries[0]
@@ -527,7 +529,7 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
             stat = (folder / name).stat()
             if not is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns):
                 return None
-    # Damaged JSON may hold anything; whatever it is, the entry is built again.
+    # Damaged JSON may raise any of these errors; the entry is then built again.
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record
@@ -536,8 +538,8 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
 def _is_here(path: Path | str) -> bool:
     """Whether a source exists, as far as this user may see.
 
-    `Path.exists` raises where a folder may not be entered, as one of raw data to which a user of
-    the shared cache has no access.
+    `Path.exists` would raise an error where this user may not enter a folder, such as the raw data
+    behind a shared cache.
     """
     return os.path.exists(path)
 
@@ -553,18 +555,18 @@ def _read_as(case: Case) -> dict[str, Any]:
         "hu": asdict(case.hu),
         "absent": sorted(name for name, trust in case.trust.items() if trust == ABSENT),
     }
-    # Several series may share a folder, and so the fingerprint of its files.
+    # Several series in a folder have the same fingerprint, which covers all files of the folder.
     if case.series is not None:
         values["series"] = case.series
     return values
 
 
 def _cached_case(case: Case, entry: _Entry, resampling: str) -> CachedCase:
-    """Make the description of an entry that has been found or built.
+    """Describe an entry that has been found or built.
 
     Raises:
-        CaseRefusedError: If it has an error that this case does not ignore, although the case did
-            when the entry was built.
+        CaseRefusedError: If the audit has an error that the case does not ignore. The case may have
+            ignored it when the entry was built.
     """
     folder, record = entry
     stamp = _stamp(folder)
@@ -624,8 +626,8 @@ def _build(
         Its sidecar.
     """
     grid = source.grid.resampled(spacing_mm)
-    # Labels that do not fit the image are an error, which refuses the case. A case that ignores it
-    # has labels, since they are then read as if they fitted.
+    # `read_source` refuses a case whose labels do not fit the image, or, if the case ignores that
+    # finding, reads the labels as if they fitted.
     assert source.labels is not None, "a case without labels that fit is refused"
     arrays: dict[str, np.ndarray] = {}
     intensities: list[Intensity | None] = []
@@ -651,7 +653,7 @@ def _build(
     region_boxes = _boxes(labels, region_values)
     label_boxes = _boxes(labels, {name: (value,) for name, value in task.labels.items()})
     part_boxes = region_boxes if task.regions else label_boxes
-    # Not part of the audit of the source: what vanishes depends on the spacing of the entry.
+    # Not part of the audit of the source: which regions vanish depends on the spacing of the entry.
     vanished = audit_vanished(source.audit.volumes_ml, part_boxes, task, _folder_text(spacing_mm))
     audit = replace(source.audit, findings=(*source.audit.findings, *vanished))
     label_counts = {}
@@ -677,14 +679,14 @@ def _build(
 
 
 def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[str, Any]) -> None:
-    """Write an entry beside its place, then put it there, also in place of a stale one.
+    """Write an entry to a temporary folder, and rename it to its own, replacing a stale entry.
 
     Args:
-        folder: Place of the entry.
+        folder: Folder of the entry.
         arrays: Name of each file to its content.
         record: The sidecar; gets the checksums of the files.
     """
-    # Case names never start with a dot (case_table), so no entry can have such a name.
+    # `check_case_name` refuses names with a leading dot, so no entry can have such a name.
     temporary = folder.with_name(f".building-{folder.name}")
     stale = folder.with_name(f".stale-{folder.name}")
     # A process that was killed may have left them.
@@ -697,8 +699,8 @@ def _write_entry(folder: Path, arrays: Mapping[str, np.ndarray], record: dict[st
         text = json.dumps(record | {"digest": _digest(record)}, indent=1)
         (temporary / SIDECAR).write_text(text, encoding="utf-8")
         _flush(temporary)
-        # A folder cannot be renamed onto one that holds files, so an older entry is first moved
-        # away.
+        # A folder cannot be renamed to an existing folder with files, so an older entry is first
+        # moved away.
         with suppress(FileNotFoundError):
             folder.rename(stale)
         temporary.rename(folder)
@@ -722,5 +724,5 @@ def _remove(*paths: Path) -> None:
     """Remove folders or files where there are any."""
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):  # the path was a folder, or there was nothing
+        with suppress(OSError):  # the path was a folder, or does not exist
             path.unlink()

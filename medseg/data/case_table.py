@@ -144,7 +144,7 @@ def read_case_table(
     Args:
         path: The table, or a folder that contains it, see `table_at`.
         labels_column: Column of the label maps; None reads no labels (prediction).
-        hu: HU scale of rows without one of their own.
+        hu: HU scale of rows that do not have their own.
         ignore_findings: Codes of audit findings that all cases ignore, in addition to the codes in
             their cells.
         needs_labels: Whether the column of the label maps must be there.
@@ -277,7 +277,7 @@ def named_files(path: Path) -> Iterator[tuple[str, Path]]:
         path: A table that `read_case_table` accepts.
 
     Yields:
-        Name of the case and path, of those that exist.
+        Name of the case and path of each file or folder that exists.
     """
     rows = _rows(path)
     _, columns = next(rows)
@@ -497,7 +497,8 @@ def _number(cells: dict[str, str], column: str, default: float, where: str) -> f
         value = float(cell)
     except ValueError:
         value = math.nan
-    if math.isfinite(value) and (value > 0 or not must_be_positive):
+    has_right_sign = value > 0 or not must_be_positive
+    if math.isfinite(value) and has_right_sign:
         return value
     kind = "positive number" if must_be_positive else "number"
     raise UserError(f"{where}: {column} is {cell!r}, expected a {kind} or nothing.")

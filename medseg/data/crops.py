@@ -19,8 +19,8 @@ from medseg.task import Region
 AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": np.mean}
 """Averages over the spacings of the scans, axis by axis."""
 
-# An axis whose average is more than this many times that of the finest axis gets a low percentile
-# of its spacings in place of the average.
+# If the average of the coarsest axis is more than MAX_RATIO times that of the finest axis, the
+# coarsest axis gets a low percentile of its spacings instead.
 MAX_RATIO = 3.0
 COARSE_PERCENTILE = 10.0
 
@@ -43,8 +43,9 @@ def typical_spacing_mm(
     """Average the spacings of each axis, with detail kept along a coarse one.
 
     Where the coarsest axis is more than `MAX_RATIO` times as coarse as the finest, it gets its 10th
-    percentile, but nothing finer than the next coarsest axis: at the average slice thickness, half
-    of the scans would lose detail along it (Isensee et al. 2021, supplement: "target spacing").
+    percentile, but nothing finer than the second coarsest axis: at the average slice thickness,
+    half of the scans would lose detail along it (Isensee et al. 2021, supplement: "target
+    spacing").
 
     Args:
         spacings_mm: Spacing of each oriented scan, (z, y, x); at least one.
@@ -64,8 +65,8 @@ def typical_spacing_mm(
     coarsest = int(target_mm.argmax())
     if target_mm[coarsest] > MAX_RATIO * target_mm.min():
         low_mm = np.percentile(scans_mm[:, coarsest], COARSE_PERCENTILE)
-        next_coarsest_mm = np.delete(target_mm, coarsest).max()
-        target_mm[coarsest] = max(low_mm, next_coarsest_mm)
+        second_coarsest_mm = np.delete(target_mm, coarsest).max()
+        target_mm[coarsest] = max(low_mm, second_coarsest_mm)
     z, y, x = (round(float(mm), 3) for mm in target_mm)
     return z, y, x
 
@@ -76,9 +77,9 @@ def draw_spacing_mm(
     """Draw the spacing of a training sample.
 
     Without scans, two spacings are drawn: one along z, one in plane (for y and x). Their logarithms
-    are uniform over the range: 1 to 2 mm is as frequent as 2 to 4 mm. With scans, one scan is drawn
-    by its share, and each axis of its spacing is clipped to the range: coarse scans are as rare as
-    in the data, and thick slices come with the pixel sizes that they have there.
+    are uniform over the range: 1 to 2 mm is as frequent as 2 to 4 mm. With scans, the spacing of
+    one scan is drawn by its share and clipped to the range. Coarse scans are then as rare as in the
+    data, and thick slices have the pixel sizes that they have in the data.
 
     Args:
         rng: Generator of the sample.
@@ -101,12 +102,12 @@ def draw_spacing_mm(
 class StageCrops:
     """Spacings and crops of one stage, for training and for validation.
 
-    Methods that are given a random generator choose as training does, without one as prediction.
+    With a random generator, the methods choose as training does; without, as prediction does.
 
     Attributes:
         rule: Size and spacing of the crops.
-        scan_spacings: What the spacing of a training sample is drawn from; None draws it evenly
-            over `rule.range_mm`, see `draw_spacing_mm`.
+        scan_spacings: Scans whose spacings training samples get; None draws spacings evenly over
+            `rule.range_mm`, see `draw_spacing_mm`.
         region_margin_mm: Margin that is added on every side of a region.
         box_jitter_mm: Standard deviation by which each face of a training box is moved.
         patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are
@@ -114,10 +115,10 @@ class StageCrops:
         tile_size: Tile of the sliding window in validation, voxels (D, H, W); None: the whole crop
             at once.
         divisor: The input size of the network must be a multiple of this, (z, y, x).
-        coarse_boxes: Case name to region name to the box that the coarse stage found; where there
-            is none, the box of the reference is used.
-        coarse_probs: Case name to the probabilities of the coarse stage; empty where they are no
-            input of the network.
+        coarse_boxes: Case name to region name to the box that the coarse stage found; a region
+            without such a box has the box of the reference.
+        coarse_probs: Case name to the probabilities of the coarse stage; empty if they are no input
+            of the network.
     """
 
     rule: GridRule = PLAIN
@@ -136,7 +137,7 @@ class StageCrops:
         """Choose the spacing of a sample: drawn with a generator, else that of prediction.
 
         Returns:
-            Spacing (z, y, x); None is that of the cache.
+            Spacing (z, y, x); None for the spacing of the cache.
         """
         if rng is None or self.rule.range_mm is None:
             return self.rule.spacing_mm(case.audit.grid.spacing_mm)
@@ -145,8 +146,8 @@ class StageCrops:
     def crop(self, case: CachedCase, region: Region, rng: np.random.Generator | None) -> Crop:
         """Choose the crop of a region, in which training then cuts its patch.
 
-        With a generator, the faces of the box are moved at random, since the coarse stage, whose
-        boxes prediction uses, errs.
+        With a generator, the faces of the box are moved at random: prediction uses boxes of the
+        coarse stage, which are not exact.
 
         Args:
             case: The case.
@@ -187,7 +188,7 @@ def jittered(
 ) -> VoxelBox:
     """Move each face of a box by a normally distributed distance, in whole voxels.
 
-    A box that would end before it begins keeps one voxel.
+    An axis on which the box would become empty keeps one voxel.
 
     Args:
         box: Tight box of a region.

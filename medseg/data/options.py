@@ -17,7 +17,7 @@ Scene = StrEnum("Scene", ["chest", "organs"])
 
 # Keys that the fine stage needs and the other stages do not have.
 FINE_KEYS = ("region_margin_mm", "region_from", "box_jitter_mm")
-# Keys with which the fine stage uses the coarse one; a run of one stage does not record them.
+# Keys with which the fine stage uses the coarse stage; runs with stage=single do not record them.
 CASCADE_KEYS = ("coarse", "coarse_channel", "coarse_folds")
 # Keys that the fine stage does not have, and what to do there instead.
 COARSE_KEYS = {
@@ -117,14 +117,14 @@ class StageOptions:
 
     @property
     def for_validation(self) -> "StageOptions":
-        """The same stage with all other keys at their defaults.
+        """The options for validation: the same stage, with all other keys at their defaults.
 
-        Its samples are then whole volumes, or the crops that prediction would cut.
+        Its samples are whole volumes, or the crops that prediction would cut.
         """
         return StageOptions(name=self.name)
 
     def clashes(self, _: str) -> Iterator[str]:
-        """Yield a sentence for each key that this stage does not use, and each one that it lacks.
+        """Yield a sentence for each key that this stage does not use, and for each missing key.
 
         The argument, the key of the group in the configuration, is not needed here.
         """
@@ -155,7 +155,9 @@ class StageOptions:
     def _coarse_clashes(self) -> Iterator[str]:
         """Yield a sentence where a coarse stage is missing, or is given and has no use."""
         has_folds = self.coarse_folds is not None
-        if has_folds and (self.coarse is not None or not self.coarse_channel):
+        # `coarse_folds` replaces `coarse`, and only the coarse channel can use it.
+        allows_folds = self.coarse is None and self.coarse_channel
+        if has_folds and not allows_folds:
             yield (
                 "stage.coarse_folds: it stands in place of stage.coarse, with "
                 "stage.coarse_channel=true; give one of the two"
@@ -314,7 +316,7 @@ class DataOptions(LabelsOptions):
         """Yield a sentence for each contradiction between the keys of the cases."""
         if self.cases is not None and not Path(self.cases).is_dir():
             yield from missing_file("data.cases", self.cases)
-        # `isinstance` would take True for a fold.
+        # `isinstance` would accept True as a fold.
         is_fold = type(self.fold) is int and 0 <= self.fold < self.num_folds
         if self.fold not in (None, "all") and not is_fold:
             yield (
@@ -335,7 +337,7 @@ class DataOptions(LabelsOptions):
 
 def on_both_sides(val_patients: Sequence[str], test_patients: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each patient who is both for validation and for testing."""
-    # Programs write ü as one character or as two, which must not make two patients of one.
+    # Some programs write ü as one character, others as two; both must name the same patient.
     val = {unicodedata.normalize("NFC", name) for name in val_patients}
     test = {unicodedata.normalize("NFC", name) for name in test_patients}
     for patient in sorted(val & test):

@@ -35,12 +35,12 @@ MAX_LISTED = 20
 
 
 class _Mask(NamedTuple):
-    """A structure that is merged to a label map.
+    """A structure that is merged into a label map.
 
     Attributes:
-        name: What it is called in messages.
-        volume: Its mask (D, H, W), booleans.
-        value: Value that its voxels get.
+        name: Name of the structure in messages.
+        volume: Mask of the structure (D, H, W), booleans.
+        value: Value of the structure in the merged label map.
     """
 
     name: str
@@ -49,12 +49,12 @@ class _Mask(NamedTuple):
 
 
 class ChosenStructures(NamedTuple):
-    """Structures of a file or folder that are merged to a label map.
+    """Structures of a file or folder that are merged into a label map.
 
     Attributes:
         values: Value in the merged label map to label name: 1, 2, … in the order of the labels.
-        structures: Name of each structure with the value that its voxels get, in the order of the
-            labels.
+        structures: Pairs of a structure's name and its value in the merged label map, in the order
+            of the labels.
         findings: A warning if labels have no structure.
     """
 
@@ -74,10 +74,10 @@ def read_reference(
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    A label for which `label_values` names no structure has the structure of its own name. Names are
-    compared by `plain_name`. A label whose structures are not in the files is absent. Where
-    structures overlap, the later label of `label_values` counts; structures of labels that are not
-    kept are not read, so that they take no voxel from the others.
+    If `label_values` names no structure for a label, the label itself is the name of its structure.
+    Names are compared by `plain_name`. A label whose structures are not in the files is absent.
+    Where structures overlap, the later label of `label_values` counts. Structures of labels outside
+    `kept` are not read, so that they take no voxels from other labels.
 
     Args:
         path: Label map; folder of binary masks, one file for each structure; segmentation of 3D
@@ -98,16 +98,17 @@ def read_reference(
     read_values = label_values
     if kept is not None:
         kept_values = {value: label for value, label in label_values.items() if label in kept}
-        # If no label is kept, all are read, so that files of other structures are still refused.
+        # If no label is kept, all are read, so that a file without any expected structure is
+        # refused.
         read_values = kept_values or label_values
     if path.is_dir():
         masks = masks_in(path)
-        # A folder without volume files has DICOM files, which are handled below.
+        # A folder without masks holds DICOM files, which are handled below.
         if masks:
             return _read_masks(path, masks, read_values)
     suffix = volume_suffix(path)
     if suffix == SEGMENTATION_SUFFIX:
-        # All labels are given: which of them are kept must not change how the file is read.
+        # With all labels, not only the kept ones: `kept` must not change how the file is read.
         segments = _segments_of(path, label_values)
         if segments:
             return _read_segments(path, segments, read_values)
@@ -115,16 +116,16 @@ def read_reference(
         label_file = _label_file_of(path)
         if label_file is not None:
             return _read_dicom_labels(path, label_file, image, series, modality, read_values)
-    # An ordinary label map: its values count, and names of structures mean nothing. The labels that
-    # are not kept stay, so that their values are known.
+    # An ordinary label map has values, but no names of structures. Labels outside `kept` stay in
+    # the result, so that the audit does not report their values as unknown.
     names = {value: label for value, label in label_values.items() if isinstance(value, int)}
     return read_labels(path), names
 
 
 def _label_file_of(path: Path) -> Path | None:
-    """Find the only DICOM file at a path: it is a SEG or RTSTRUCT.
+    """Find the only DICOM file at a path, which is a SEG or RTSTRUCT.
 
-    None if there is no file or there are several, which are the slices of a label map.
+    None if there is no DICOM file, or several, which are the slices of a label map.
     """
     if is_dicom_file(path):
         return path
@@ -155,8 +156,8 @@ def _read_dicom_labels(
             "but the image of the case is not DICOM; give the series."
         )
     chosen = _choose(path, file.names.values(), label_values)
-    # `file.names` maps the number of each structure in the file to its name. The new mapping is in
-    # the order of the labels, of which the later one counts where structures overlap.
+    # `file.names` maps the number of each structure in the file to its name. The order of the new
+    # mapping is that of the labels, since later structures overwrite earlier ones.
     value_of_number: dict[int, int] = {}
     for name, value in chosen.structures:
         for number, structure_name in file.names.items():
@@ -172,8 +173,7 @@ def masks_in(folder: Path) -> dict[str, Path]:
     """Find the masks of a folder by the names of their structures.
 
     Raises:
-        UserError: If two files have one name, such as `liver.nii` and `liver.nii.gz`: which of them
-            counted would depend on their order.
+        UserError: If two files have the same name, such as `liver.nii` and `liver.nii.gz`.
     """
     masks: dict[str, Path] = {}
     for file in volume_files(folder):
@@ -187,10 +187,11 @@ def masks_in(folder: Path) -> dict[str, Path]:
 
 
 def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
-    """Read the header's segments of a file of 3D Slicer if names are needed to choose them.
+    """Read the segments in the header of a 3D Slicer file if they must be chosen by name.
 
-    Otherwise the list is empty, and the file is read as an ordinary label map: in a file of one
-    layer the values are enough. In several layers one value may stand for several segments.
+    This is the case if labels are given by name, or if the file has several layers, in which the
+    same value may stand for different segments. Otherwise the list is empty, and the file is read
+    as an ordinary label map.
     """
     from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
 
@@ -204,7 +205,8 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
 def is_named(path: Path) -> bool:
     """Whether labels are a folder of masks, a SEG or an RTSTRUCT, whose structures may be empty.
 
-    Their paths have no ending of a volume. A segmentation of 3D Slicer counts as a label map.
+    The paths of these have no suffix of a volume file. A segmentation of 3D Slicer counts as a
+    label map.
     """
     return volume_suffix(path) is None
 
@@ -215,14 +217,14 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
     Args:
         path: The file or folder of the labels, for messages.
         names: Names of the structures that are there.
-        label_values: Value, or name of a structure, to label name; values are ignored.
+        label_values: Value, or name of a structure, to label name; the values are not used.
 
     Raises:
         UserError: If no label has a structure.
     """
-    # Name as it is compared, to the names as they are written.
+    # Name in the form of `plain_name`, to the names in the file.
     spellings: dict[str, list[str]] = {}
-    for name in dict.fromkeys(names):  # without repetitions, in their order
+    for name in dict.fromkeys(names):  # each name once, in their order
         spellings.setdefault(plain_name(name), []).append(name)
     names_of_label: dict[str, list[str]] = {label: [] for label in label_values.values()}
     for value_or_name, label in label_values.items():
@@ -238,7 +240,7 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
         for expected_name in expected_names or [label]:
             expected.append(expected_name)
             present += spellings.get(plain_name(expected_name), [])
-        # A label may name several spellings of one structure, which then counts once.
+        # Several names of a label may be spellings of the same structure, which counts once.
         structures += [(name, value) for name in dict.fromkeys(present)]
         if not present:
             absent.append(label)
@@ -259,11 +261,11 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
 def _read_masks(
     path: Path, masks: dict[str, Path], label_values: LabelValues
 ) -> tuple[Volume, dict[int, str]]:
-    """Merge binary masks to a label map, one at a time."""
+    """Merge binary masks into a label map, one at a time."""
     chosen = _choose(path, masks, label_values)
 
     def read_chosen_masks() -> Iterator[_Mask]:
-        """Read each mask only when it is merged: they are not in memory together."""
+        """Read each mask only when it is merged, so that only one mask is in memory."""
         for name, value in chosen.structures:
             yield _Mask(f"the mask of {name}", _read_mask(path, name, masks[name]), value)
 
@@ -274,11 +276,11 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
     """Read a binary mask, as booleans.
 
     Raises:
-        UserError: If it holds several values beside 0.
+        UserError: If the mask holds several values other than 0.
     """
     mask = read_labels(file)
     is_inside = mask.array != 0
-    # Any one value may stand for the inside: 1, 255, or the number of the structure.
+    # The value of the inside may be any number, such as 1, 255, or the number of the structure.
     has_several_values = (mask.array[is_inside] != mask.array.max()).any()
     if has_several_values:
         raise UserError(
@@ -291,7 +293,7 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
 def _read_segments(
     path: Path, segments: Sequence[Segment], label_values: LabelValues
 ) -> tuple[Volume, dict[int, str]]:
-    """Merge segments of 3D Slicer to a label map, which may lie in several layers.
+    """Merge segments of 3D Slicer, which may lie in several layers, into a label map.
 
     Raises:
         UserError: If voxels belong to no segment.
@@ -333,9 +335,9 @@ def _require_segments(path: Path, number: int, layer: Volume, segments: Sequence
 def _merge(
     path: Path, masks: Iterable[_Mask], chosen: ChosenStructures
 ) -> tuple[Volume, dict[int, str]]:
-    """Merge structures to a label map.
+    """Merge structures into a label map.
 
-    Where labels overlap, the later one counts, and a warning says so.
+    Where labels overlap, the later label counts, and a finding warns of it.
 
     Args:
         path: The file or folder of the labels, for messages.
@@ -386,7 +388,7 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
     for name, content in label_values.items():
         values = content if isinstance(content, list) else [content]
         for value in values:
-            # `isinstance` would accept True and False. A label that is a number shows that name and
+            # `isinstance` would accept True and False. A label name of digits shows that name and
             # value were exchanged.
             if type(value) not in (int, str) or name.isdigit():
                 raise UserError(

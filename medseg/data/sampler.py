@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from torch.utils.data import Sampler
 
-# Independent streams of random numbers of one seed: for the content of a sample, by the number of
-# the sample; and for the order of the items, by the number of the pass.
+# Independent streams of random numbers with the same seed. SAMPLES is for the content of a sample,
+# by the number of the sample; ORDER is for the order of the items, by the number of the pass.
 SAMPLES = 0
 ORDER = 1
 
@@ -43,7 +43,7 @@ def torch_seed(seed: int, step: int, part: int = 0) -> int:
     Args:
         seed: Seed of the run.
         step: Optimiser step.
-        part: Number of the sample, or of the first one of a stack.
+        part: Number of the sample, or of the first sample of a stack.
 
     Returns:
         A seed, 0 ≤ seed < 2**63.
@@ -56,16 +56,16 @@ def torch_seed(seed: int, step: int, part: int = 0) -> int:
 def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
     """Choose which of K items sample n takes.
 
-    Sample n belongs to pass n // K. Without weights each pass is a permutation. With weights w (sum
-    1) an item comes K·w times in a pass on average, and in each pass that number rounded up or
-    down. This is systematic sampling: the items, in random order, lie side by side on a line of
-    length 1, each as long as its weight; K points at equal distances with a random start choose the
-    items on which they lie, which are then shuffled.
+    Sample n belongs to pass n // K. Without weights, each pass is a permutation. With weights w
+    (sum 1), an item is drawn K·w times in a pass, rounded up or down at random so that the average
+    is exact. This is systematic sampling: the items, in random order, divide a line of length 1
+    into segments as long as their weights; K equidistant points with a random start choose the
+    items in whose segments they lie; the chosen items are then shuffled.
 
     Args:
         seed: Seed of the run.
         n: Number of the sample.
-        weights: K, or the weights (K,), > 0, sum 1.
+        weights: K for equal weights, or the weights (K,), > 0, sum 1.
 
     Returns:
         Index of the item, 0 ≤ index < K.
@@ -77,10 +77,10 @@ def draw_from_pass(seed: int, n: int, weights: np.ndarray | int) -> int:
     if isinstance(weights, int):
         return int(order[place])
     points = (rng.random() + np.arange(num_items)) / num_items
-    # Where each item ends on the line.
+    # End of each item's segment on the line.
     ends = np.cumsum(weights[order])
     drawn = np.searchsorted(ends, points, side="right")
-    # By rounding the last end may be less than the last point.
+    # Because of rounding, the last end may be less than the last point.
     drawn = np.minimum(drawn, num_items - 1)
     return int(rng.permutation(order[drawn])[place])
 
@@ -93,7 +93,7 @@ def normalised_weights(weights: Sequence[float] | None, num_items: int) -> np.nd
         num_items: Number of items.
 
     Returns:
-        The weights; without any, the number of items.
+        The weights; the number of items if all weights are equal.
 
     Raises:
         ValueError: If there is no item, or a weight is not positive.
@@ -112,19 +112,18 @@ def normalised_weights(weights: Sequence[float] | None, num_items: int) -> np.nd
 class StepBatchSampler(Sampler[list[int]]):
     """Sampler of the numbers of each micro-batch, one optimiser step after the other.
 
-    Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch. Accumulation cuts them
-    into consecutive groups, of which each rank takes a consecutive part as its micro-batch. So one
-    rank with accumulation 2 and two ranks without see the same samples at every step. There is no
-    state: a continued run needs `start_step` alone.
+    Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch size. Accumulation
+    divides them into consecutive groups; each rank takes a consecutive part of each group as its
+    micro-batch. So one rank with accumulation 2 and two ranks without accumulation see the same
+    samples at every step. There is no state: a resumed run needs `start_step` alone.
 
-    Ranks wait for each other at the end of a step. Where samples differ in size, the samples of a
-    step are therefore divided by size: each, the largest first, goes to the rank that has the
-    fewest voxels so far and is not full. Which rank computes a sample does not change the mean over
-    the step.
+    Ranks wait for each other at the end of a step. Where samples differ in size, they are therefore
+    divided by size: the largest first, each sample goes to the rank with the fewest voxels so far
+    that is not full. The mean over the step does not depend on the rank that computes a sample.
 
     Args:
         num_steps: Steps of the whole run, those before `start_step` included.
-        batch_size: Global batch B of one optimiser step.
+        batch_size: Global batch size B of one optimiser step.
         accumulate: Micro-batches per step and rank.
         rank: Number of this process, 0 ≤ rank < num_ranks.
         num_ranks: Number of processes.
@@ -148,7 +147,8 @@ class StepBatchSampler(Sampler[list[int]]):
     ) -> None:
         are_sizes_positive = min(batch_size, accumulate, num_ranks) >= 1
         are_steps_allowed = min(num_steps, start_step) >= 0
-        if not are_sizes_positive or not are_steps_allowed or not 0 <= rank < num_ranks:
+        is_rank_valid = 0 <= rank < num_ranks
+        if not (are_sizes_positive and are_steps_allowed and is_rank_valid):
             raise ValueError(
                 f"expected positive sizes and 0 <= rank < num_ranks, got batch_size={batch_size}, "
                 f"accumulate={accumulate}, rank={rank}, num_ranks={num_ranks}, "
@@ -179,10 +179,10 @@ class StepBatchSampler(Sampler[list[int]]):
         micro_size = group_size // self.num_ranks
         for step in range(self.start_step, self.num_steps):
             numbers = list(range(step * self.batch_size, (step + 1) * self.batch_size))
-            # Where this rank's part of each group begins.
+            # First index of this rank's part in each group.
             starts = range(self.rank * micro_size, self.batch_size, group_size)
             if self.size is not None and self.num_ranks > 1:
-                # The numbers are then those of this rank alone.
+                # Now `numbers` has the samples of this rank alone.
                 numbers = self._divide_by_size(numbers, self.size)
                 starts = range(0, len(numbers), micro_size)
             for start in starts:
@@ -200,7 +200,8 @@ class StepBatchSampler(Sampler[list[int]]):
         sizes = {n: size(n) for n in numbers}
         samples_of_rank: list[list[int]] = [[] for _ in range(self.num_ranks)]
         total_sizes = [0.0] * self.num_ranks
-        # The sort is stable, also in reverse: of equal samples the lower number comes first.
+        # The sort is stable, also in reverse: of samples with equal size, the lower number comes
+        # first.
         for n in sorted(numbers, key=sizes.__getitem__, reverse=True):
             not_full = [
                 rank for rank, samples in enumerate(samples_of_rank) if len(samples) < max_samples

@@ -40,10 +40,10 @@ from medseg.preprocess.intensity import AIR, Intensity, normalise, window
 from medseg.preprocess.resample import resample_image, resample_labels
 from medseg.task import Region, Task
 
-# Number of random slices of the region in which a boundary is looked for; if none has one, the
-# patch lies anywhere in the crop.
+# Number of random slices in which a boundary is searched; if none has a boundary, the patch lies
+# anywhere in the crop.
 BOUNDARY_TRIES = 8
-# Smallest share of the body's slices that is cut out as a scan of its own.
+# Smallest share of the body's slices that a slab keeps.
 LEAST_SLAB = 0.15
 
 Sample = dict[str, Any]
@@ -53,7 +53,7 @@ Sample = dict[str, Any]
   there is one, is the last.
 * `target`: (D, H, W) uint8, classes of the network or the ignore label of the task.
 * `inside`: (3, 2) int64, start and stop of the scan in the sample per axis (z, y, x), before any
-  augmentation; beyond lies padding.
+  augmentation; voxels outside this range are padding.
 * `region`: index of the region in `Task.regions`; 0 for the coarse stage.
 * `case`: name of the case.
 * `spacing_mm`: voxel spacing of the sample, (z, y, x).
@@ -74,7 +74,7 @@ class _Organ(NamedTuple):
 
 
 class _Scan(NamedTuple):
-    """A case of the cache, or a slab of one that counts as a scan of its own.
+    """A case of the cache, or a part of a case that is treated as a whole scan.
 
     Attributes:
         images: Memory map (D, H, W) of each channel.
@@ -91,7 +91,7 @@ class _Scan(NamedTuple):
     task: Task
 
     def part(self, axis: int, first: int, stop: int) -> "_Scan":
-        """Take slices (axis 0) or columns (axis 2), `first` to `stop - 1`, as if they were all."""
+        """Cut out the slices (axis 0) or columns (axis 2) `first` to `stop - 1` as a new scan."""
         starts = [0, 0, 0]
         stops = list(self.grid.shape)
         starts[axis] = first
@@ -118,8 +118,8 @@ class _Scan(NamedTuple):
         Returns:
             Normalised image (C, D, H, W) float32 and labels (D, H, W) uint8.
         """
-        # Without resampling, a crop beyond the first or last slice repeats it; `slices_go_on` makes
-        # the resampled crops do the same.
+        # Both ways repeat the first and last slice beyond the scan: `crop_padded` does so always,
+        # `resample_image` and `resample_labels` with `slices_go_on`.
         is_on_grid = crop.lattice == self.grid
         channels = []
         for image, channel, intensity in zip(
@@ -152,12 +152,16 @@ class _Scan(NamedTuple):
 class Samples(Dataset[Sample]):
     """Samples of one stage for training or validation; sample n depends on (seed, n) alone.
 
-    A sample of the coarse stage is a whole scan or a part of it, a sample of the fine stage the
-    crop of a region or a patch of it.
-    Samples 0 … len-1 go once through all items (cases, or pairs of a case and a region that it has)
-    in a random order, the next len samples in another random order, and so on without end. Regions
-    on the patient's right are mirrored along x, so that all look like left ones. The target of a
-    region has the classes 1, 2, … in the order of the region's labels; other labels are background.
+    A sample of the coarse stage is a whole scan or a part of it. A sample of the fine stage is the
+    crop of a region or a patch of this crop.
+
+    Items are cases in the coarse stage, and pairs of a case and a region in the fine stage. Samples
+    0 … len-1 take each item once, in a random order; the next len samples do so in another random
+    order, and so on without end.
+
+    Regions on the patient's right are mirrored along x, so that all look like left regions. The
+    target of a region has the classes 1, 2, … in the order of the region's labels; other labels are
+    background.
 
     Args:
         cases: Cases with labels.
@@ -168,14 +172,14 @@ class Samples(Dataset[Sample]):
         augmentation: Transforms of a sample; None for validation.
         jitter: Whether spacings and boxes of regions vary at random, as in training; otherwise
             `crops` chooses them as in prediction.
-        weights: How often each case is drawn in relation to the others, > 0; None draws all
-            equally.
-        train_trust: Take only regions whose reference has one of these trusts; in the coarse stage
-            only cases whose regions all have one of them or are absent. None takes all.
+        weights: Relative frequency of each case, > 0; None draws all cases equally often.
+        train_trust: Accepted trusts in the reference. An item is then a region with one of them; in
+            the coarse stage, a case whose regions all have one of them or are absent. None accepts
+            all.
 
     Raises:
-        ValueError: If there is no item, or a weight is not positive.
-        UserError: If nothing has the trust that is asked for.
+        ValueError: If there are no cases, or a weight is not positive.
+        UserError: If no region has an accepted trust, or none has voxels.
     """
 
     def __init__(
@@ -197,7 +201,8 @@ class Samples(Dataset[Sample]):
         self.seed = seed
         self.augmentation = augmentation
         self.jitter = jitter
-        # Cases with the index of a region in the task, which is 0 for whole scans.
+        # Each item is a case with the index of a region in the task; the index is 0 for whole
+        # scans.
         self.items: list[tuple[CachedCase, int]] = []
         item_weights: list[float] = []
         case_weights = [1.0] * len(cases) if weights is None else weights
@@ -208,8 +213,8 @@ class Samples(Dataset[Sample]):
         if cases and not self.items:
             raise UserError(self._no_items(cases, train_trust))
         if weights is None:
-            # Not a list of equal weights, which would draw other random numbers, and so another
-            # order.
+            # A list of equal weights would give another order: `draw_from_pass` then draws other
+            # random numbers.
             self.weights = normalised_weights(None, len(self.items))
         else:
             self.weights = normalised_weights(item_weights, len(self.items))
@@ -245,7 +250,7 @@ class Samples(Dataset[Sample]):
         )
 
     def __len__(self) -> int:
-        """Items of one pass."""
+        """Number of items."""
         return len(self.items)
 
     def size(self, n: int) -> int:
@@ -261,8 +266,8 @@ class Samples(Dataset[Sample]):
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
-        # The order of the draws from `rng` is part of every run: it must not change. So a number is
-        # also drawn where the share that it is compared with is 0 or not set.
+        # The results of a run depend on the order of the draws from `rng`: it must not change. So a
+        # number is also drawn where the share that it is compared with is 0 or not set.
         case, region_index = self.items[draw_from_pass(self.seed, n, self.weights)]
         region = None if self.stage.sees_whole_scans else self.task.regions[region_index]
         rng = sample_rng(self.seed, n)
@@ -277,28 +282,28 @@ class Samples(Dataset[Sample]):
             warp = None
             if self.augmentation is not None:
                 warp = self.augmentation.draw_warp(rng, spacing_mm)
-            # Whether there is more of the patient beyond the crop. A whole scan is cut at the box
-            # of its body, which leaves nothing out.
+            # Whether the patient continues beyond the crop. A whole scan is cropped to the box of
+            # the body, so that nothing of the patient is left out.
             is_part_of_scan = region is not None or self.stage.patch_size is not None
             read_crop = crop
             if warp is not None and is_part_of_scan:
-                # A warp samples beyond the crop. The scan is read there too, so that no false air
-                # comes in at the corners.
+                # A warp samples points beyond the crop. The scan is read there too, so that no
+                # false air appears at the corners.
                 read_crop = crop._replace(box=crop.box.expanded(warp.margin(shape)))
             image, target = scan.read(read_crop, intensities)
             inside = _scanned_part(crop, scan.grid)
             if region is not None:
                 image = self._add_coarse_channel(image, case, region, read_crop)
                 target = self._region_classes(target, region)
-                # One network for both sides: it sees each right region as a left one.
+                # One network serves both sides: it sees right regions mirrored to the left.
                 if region.side == "right":
                     # The axis x is the last of both.
                     image = image.flip(3)
                     target = target.flip(2)
-                    # Mirrored, the old stop becomes the new start.
+                    # After mirroring, the distance of the old stop from the end is the new start.
                     inside[2] = shape[2] - inside[2].flip(0)
             if warp is not None:
-                # `apply` also cuts off what was read beyond the crop.
+                # The result has the shape of the crop, without the margin of `read_crop`.
                 image, target = warp.apply(image, target, shape)
             if self.augmentation is not None:
                 num_scanned = len(self.task.channels)
@@ -350,8 +355,8 @@ class Samples(Dataset[Sample]):
     def _draw_intensities(self, case: CachedCase, rng: np.random.Generator) -> list[Intensity]:
         """Make the intensity map of each channel.
 
-        It comes from the channel's window, which the augmentation moves, or, without a window, from
-        the case.
+        The map is made from the channel's window, which the augmentation may shift. Without a
+        window, it is the map of the case in the cache.
         """
         intensities = []
         for channel, intensity in zip(self.task.channels, case.intensities, strict=True):
@@ -365,15 +370,15 @@ class Samples(Dataset[Sample]):
         return intensities
 
     def _choose_scan(self, case: CachedCase, rng: np.random.Generator) -> tuple[_Scan, Crop]:
-        """Choose a whole case or a slab of it, and the crop about its body.
+        """Choose a whole case or a part of it, and the crop around its body.
 
-        The crop is one of these: a range of the body's slices on the grid of the cache; a patch of
-        the body; the body on another grid, by the rule of `crops`; or some slices or a patch of
-        that.
+        On the grid of the cache, the crop is a range of the body's slices or a patch. With a rule
+        for other grids (`crops.rule`), it is the body on such a grid, or some slices or a patch of
+        it.
         """
         scan = self._scan(case)
         body = scan.body()
-        # Without `side_share` nothing is drawn: the samples of older runs stay.
+        # Without `side_share` nothing is drawn, so that the samples of older runs do not change.
         if self.stage.side_share and rng.random() < self.stage.side_share:
             scan, body = _cut(scan, body, axis=2, least_share=self.stage.side_least, rng=rng)
         rule = self.crops.rule
@@ -384,14 +389,14 @@ class Samples(Dataset[Sample]):
             scan, body = self._cut_slab(scan, body, rng)
             crop = Crop(scan.grid, body)
         else:
-            # Without a generator, the spacing is not varied; with one, it is drawn before the slab.
+            # The spacing is drawn before the slab; without a generator it does not vary.
             jitter_rng = rng if self.jitter else None
             spacing_mm = self.crops.spacing_mm(case, jitter_rng)
             scan, body = self._cut_slab(scan, body, rng)
             lattice = scan.grid.resampled(spacing_mm)
             body = lattice.box_from(scan.grid, body)
-            # With a patch of one voxel the crop does not grow to a size that the network takes: a
-            # patch is cut below, or `collate` pads the sample.
+            # A patch size of one voxel keeps the crop from growing to a valid size of the network:
+            # a patch is cut below, or `collate` pads the sample.
             crop = rule.crop(body, lattice, patch_size=(1, 1, 1), divisor=self.crops.divisor)
         if patch_size is not None:
             organ = self._any_label(case, rng)
@@ -399,7 +404,7 @@ class Samples(Dataset[Sample]):
         depth = self._bounded_depth(network_size(crop.box.shape, self.crops.divisor))
         if depth is None:
             return scan, crop
-        # Too many voxels: some slices of the body, or of the crop where the body has too few.
+        # Too many voxels: a range of the body's slices, or of the crop's if the body has too few.
         choices = body if body.shape[0] >= depth else crop.box
         return scan, _cut_depth(crop, choices, depth, rng)
 
@@ -409,12 +414,12 @@ class Samples(Dataset[Sample]):
         shape = network_size(body.shape, self.crops.divisor)
         if rng.random() < (self.stage.slab_share or 0.0):
             num_slices = int(body.shape[0] * rng.uniform(LEAST_SLAB, 1.0))
-            # Rounded down to a multiple of the divisor, of which one at least stays.
+            # Rounded down to a multiple of the divisor, but at least the divisor itself.
             shape = (max(divisor_z, num_slices // divisor_z * divisor_z), *shape[1:])
         depth = self._bounded_depth(shape) or shape[0]
         if any(channel.window_hu is None for channel in self.task.channels):
-            # Without a window, the value of air differs from case to case. So the crop stays within
-            # the body, and `collate` pads it after the intensity map, as prediction does.
+            # Without a window, the value of air differs between cases. So the crop is not larger
+            # than the body, and `collate` pads it after the intensity map, as prediction does.
             depth = min(depth, body.shape[0])
             shape = body.shape
         crop = Crop(scan.grid, VoxelBox.full(shape).shifted(body.start))
@@ -433,9 +438,9 @@ class Samples(Dataset[Sample]):
         return _cut(scan, body, axis=0, least_share=LEAST_SLAB, rng=rng)
 
     def _bounded_depth(self, shape: tuple[int, int, int]) -> int | None:
-        """Count the slices that keep a shape under `max_voxels`, a multiple of the divisor.
+        """Count the slices, a multiple of the divisor, with which a shape has at most `max_voxels`.
 
-        None if the shape is under it.
+        None if the shape has no more voxels than that.
         """
         if self.stage.max_voxels is None or math.prod(shape) <= self.stage.max_voxels:
             return None
@@ -454,7 +459,7 @@ class Samples(Dataset[Sample]):
             offsets = []
             for scan_length, length in zip(scan_box.shape, size, strict=True):
                 num_free = scan_length - length
-                # Along an axis on which the scan is shorter, the crop is centred, without a draw.
+                # Along an axis on which the scan is shorter, the crop is centred; nothing is drawn.
                 offset = num_free // 2
                 if num_free >= 0:
                     offset = int(rng.integers(0, num_free, endpoint=True))
@@ -498,8 +503,8 @@ class Samples(Dataset[Sample]):
             patch_size: Size of the patch in voxels of the crop's lattice, (D, H, W).
             rng: Generator of the sample.
         """
-        # The place is drawn first, so that it does not depend on whether a boundary is found. It is
-        # the share of the free distance along each axis, 0 ≤ place < 1.
+        # The place of the patch along each axis, as a share of the free distance, 0 ≤ place < 1. It
+        # is drawn first, so that it does not depend on whether a boundary is found.
         place = rng.random(3)
         needs_boundary = rng.random() < (self.stage.boundary_share or 0.0)
         voxel = None
@@ -556,7 +561,7 @@ class Samples(Dataset[Sample]):
                 continue
             y, x = candidates[rng.integers(len(candidates))]
             cache_voxel = (z, search_box.start[1] + int(y), search_box.start[2] + int(x))
-            # Indices of the cache's grid become those of the lattice.
+            # From indices of the cache's grid to indices of the lattice.
             axis_maps = case.grid.axis_map_to(crop.lattice)
             voxel = []
             for index, (scale, offset) in zip(cache_voxel, axis_maps, strict=True):
@@ -570,8 +575,8 @@ def _boundary_voxels(
 ) -> np.ndarray:
     """Find the voxels of an organ in a slice with a neighbour that is neither organ nor ignored.
 
-    No voxel beyond the box is taken for the organ, so its voxels at an edge of the box count, too:
-    either the organ ends there, or a crop cuts it.
+    Voxels outside the box do not count as organ, so that all voxels of the organ at an edge of the
+    box are found: the organ ends there, or a crop cuts it.
 
     Args:
         labels: The slice, (H, W) uint8.
@@ -584,7 +589,7 @@ def _boundary_voxels(
     """
     _, y_slice, x_slice = box.slices()
     is_organ = is_organ_value[labels[y_slice, x_slice]]
-    # Voxels beside which the organ has no boundary, in the box with a margin of one voxel.
+    # Whether a voxel makes no boundary for its neighbours; in the box with a margin of one voxel.
     is_organ_or_ignored = np.pad(is_organ, 1)
     if ignore_label is not None:
         # Padding moves the indices of the whole slice by one: these ranges are the box with the
@@ -619,7 +624,8 @@ def _cut_depth(crop: Crop, choices: VoxelBox, depth: int, rng: np.random.Generat
 
     Args:
         crop: The crop.
-        choices: Box in whose slices the range lies. If it has fewer, the range starts with it.
+        choices: Box in whose slices the range lies. If it has fewer slices than the range, the
+            range starts at its first slice.
         depth: Number of slices.
         rng: Generator of the sample.
     """
@@ -633,7 +639,7 @@ def _cut_depth(crop: Crop, choices: VoxelBox, depth: int, rng: np.random.Generat
 def _cut(
     scan: _Scan, body: VoxelBox, *, axis: int, least_share: float, rng: np.random.Generator
 ) -> tuple[_Scan, VoxelBox]:
-    """Cut a scan to a random range of its body along an axis, as if no more had been scanned.
+    """Cut a scan to a random range of its body along an axis, as if only this range were scanned.
 
     Args:
         scan: The scan.
@@ -669,16 +675,16 @@ def collate(
 ) -> list[dict[str, Any]]:
     """Make a micro-batch: a list of stacks that the network sees one after the other.
 
-    Samples of one shape make one stack. Where shapes vary, each sample is a stack of its own at its
-    own shape: padding to a common shape would change the loss, since norms and means include the
-    padding. The choice is the same for all micro-batches of a run, so that all ranks call the
-    network equally often.
+    Samples of the same shape make one stack. Where shapes vary, each sample is a stack of its own:
+    padding to a common shape would change the loss, since norms and means include the padding.
+    `is_stacked` is the same for all micro-batches of a run, so that all ranks call the network
+    equally often.
 
     Args:
         samples: At least one sample.
         multiple: Each sample is padded at its end to a multiple of this, as in prediction, (z, y,
             x).
-        is_stacked: Whether all samples of the run have one shape, and make one stack.
+        is_stacked: Whether all samples of the run have the same shape, and make one stack.
 
     Returns:
         Stacks of n samples: image (n, C, D, H, W), target (n, D, H, W), inside (n, 3, 2), region
@@ -689,7 +695,7 @@ def collate(
         for sample in samples:
             stacks += collate([sample], multiple)
         return stacks
-    # The shape of the first is that of all.
+    # All samples have the shape of the first.
     shape = network_size(samples[0]["target"].shape, multiple)
     images = [pad_at_end(sample["image"], shape, outside=AIR) for sample in samples]
     targets = [pad_at_end(sample["target"], shape, outside=0) for sample in samples]
@@ -727,8 +733,8 @@ def init_worker(_: int) -> None:
     process group do not reach a worker, see `medseg.training.data_module.TrainLoader`.
     """
     torch.set_num_threads(1)
-    # multiprocessing would print the error in its thread and drop the sample, for which the
-    # training process then waits for ever.
+    # By default, multiprocessing prints the error in its thread and drops the sample, for which the
+    # training process would wait forever.
     queue = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
     sys.excepthook = _report_unless_training_ends
@@ -739,14 +745,14 @@ def _report_unless_training_ends(
 ) -> None:
     """Print the error that ends a thread of a worker.
 
-    A connection that breaks off means that the training ends, which gives the reason itself.
+    A broken connection means that the training process ends; that process reports the reason.
     """
     if not isinstance(error, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, trace)
 
 
 def _end_worker(error: Exception, _: object) -> None:
-    """End the worker process with an exit status that tells a lack of memory from other failures.
+    """End the worker process; its exit status distinguishes lack of memory from other failures.
 
     Args:
         error: Why a sample could not be sent.

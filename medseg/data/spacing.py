@@ -1,4 +1,4 @@
-"""Grid of a stage: its rule for the size of crops, and a target spacing from the training cases."""
+"""Grid of a stage: the rule for the size of crops, and the target spacing of a data set."""
 
 from medseg.console import say
 from medseg.data.options import DataOptions
@@ -31,7 +31,7 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     from medseg.preprocess.orient import oriented_grid
     from medseg.task_options import make_task
 
-    # The first source is the user's; phantoms that are mixed in do not count.
+    # The first source is the user's table; added phantoms do not count.
     user_source = find_sources(data, task)[0]
     cases = user_source.split.train
     average_name = FOUND_IN_DATA[spacing.strategy]

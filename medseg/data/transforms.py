@@ -20,9 +20,9 @@ from medseg.data.sampler import sample_rng
 SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 IMAGE = "image"
 LABEL = "label"
-# A transform is tried on a probe, a sample of four labelled blocks, with this many random
-# generators. `PROBE_VALUES` are the labels of the blocks: interpolation between two of them, or one
-# and the background, seldom gives one of these values.
+# A transform is tested on a probe, a sample of four labelled blocks, with NUM_PROBES random
+# generators. `PROBE_VALUES` are the labels of the blocks. Interpolation between two labels, or a
+# label and the background, rarely gives one of these values.
 NUM_PROBES = 24
 PROBE_SHAPE = (20, 24, 28)
 PROBE_VALUES = (50, 100, 150, 200)
@@ -31,8 +31,8 @@ PROBE_VALUES = (50, 100, 150, 200)
 class Transforms:
     """Transforms of a training sample in their order.
 
-    `WindowShift` and `Affine` act while the scan is read, before all others, wherever they stand in
-    the list.
+    `WindowShift` and `Affine` are applied while the scan is read, before all others, regardless of
+    their position in the list.
 
     Args:
         transforms: `WindowShift`, `Affine`, objects of `Effect`, and functions from a dictionary
@@ -80,12 +80,12 @@ class Transforms:
             labels: See `Effect`.
             rng: See `Effect`.
             spacing_mm: See `Effect`.
-            num_scanned: Channels that a scanner made, the first ones; those after them, such as the
-                coarse channel, only follow transforms that move voxels or cut the field of view.
-                None: all channels.
+            num_scanned: Number of channels of the scan, which come first. Only transforms that move
+                voxels or cut the field of view are applied to the channels after them, such as the
+                coarse channel. None: all channels are of the scan.
         """
         for transform in self.transforms:
-            # These have acted while the sample was read.
+            # Already applied while the sample was read.
             if isinstance(transform, (WindowShift, Affine)):
                 continue
             if num_scanned is None or _is_spatial(transform):
@@ -108,14 +108,14 @@ def _is_spatial(transform: Any) -> bool:
 
 def _is_spatial_class(target: type) -> bool:
     """Whether a class is one of MONAI's that move voxels."""
-    # With a dot at its end, the name of a package is no beginning of another name.
+    # The dot at the end keeps a package from matching another package whose name begins like it.
     return f"{target.__module__}.".startswith(SPATIAL_MODULES)
 
 
 def _moves_all_channels(transform: Any) -> bool:
-    """Whether a transform that moves voxels also moves the channels that no scanner made.
+    """Whether a transform that moves voxels also moves the channels after those of the scan.
 
-    `Affine` is no `Effect`: it acts while the sample is read, on all channels.
+    `Affine` is no `Effect`: it is applied to all channels while the sample is read.
     """
     return isinstance(transform, Affine) or _is_spatial(transform)
 
@@ -138,12 +138,12 @@ def _apply_to_dictionary(
 ) -> tuple[Tensor, Tensor]:
     """Apply a function of dictionaries, such as one of MONAI's.
 
-    The object keeps the state of its last sample; it is seeded again for each.
+    The transform keeps its random state between samples, so it is seeded for each sample.
     """
     if hasattr(transform, "set_random_state"):
         transform.set_random_state(seed=int(rng.integers(2**32)))
     changed = transform({IMAGE: image, LABEL: labels[None]})
-    # MONAI returns tensors of a class of its own, with metadata.
+    # MONAI returns `MetaTensor`, a subclass of `Tensor` with metadata.
     image = torch.as_tensor(changed[IMAGE]).as_subclass(Tensor)
     labels = torch.as_tensor(changed[LABEL]).as_subclass(Tensor)
     return image.float().contiguous(), labels[0].to(torch.uint8).contiguous()
@@ -175,7 +175,7 @@ def default_arguments(
     if "keys" not in arguments:
         added["keys"] = [IMAGE, LABEL] if is_spatial else [IMAGE]
     if is_spatial and "mode" in parameters and "mode" not in arguments:
-        # A list of modes belongs to a list of keys, which is here the user's.
+        # A list of modes must match the list of keys, which the user has given here.
         if "keys" in arguments:
             raise ValueError(
                 "mode is missing beside keys; give one for each key, such as keys=[image,label] "
@@ -193,24 +193,24 @@ def check_transform(
     num_channels: int = 1,
     has_coarse_channel: bool = False,
 ) -> None:
-    """Try a transform on probes, which are samples of four labelled blocks.
+    """Test a transform on probes, which are samples of four labelled blocks.
 
     Args:
         transform: Transform of a list of `Transforms`.
         has_sides: Whether the task distinguishes left and right, so that it must not mirror them.
-        is_coarse: Whether the network sees whole scans, with both sides; then a mirrored z or y
-            axis also exchanges left and right.
+        is_coarse: Whether the network sees whole scans, with both sides. Then a mirrored z or y
+            axis is refused, too: it makes a mirror image of the patient.
         num_channels: Channels of the image.
         has_coarse_channel: Whether the network sees the probabilities of a coarse stage, which must
             move with the voxels.
 
     Raises:
-        ValueError: If it fails, changes the shape, interpolates labels, moves the image without the
-            labels, or mirrors the sides.
+        ValueError: If the transform fails, changes the shape, interpolates labels, moves the image
+            without the labels, or mirrors the sides.
     """
     _check_keys(transform)
-    # A copy that acts on every sample. MONAI calls the attribute `prob`, our effects `probability`;
-    # they are frozen dataclasses, hence `object.__setattr__`.
+    # A copy that is applied to every sample. MONAI calls the attribute `prob`, our effects call it
+    # `probability`; our effects are frozen dataclasses, hence `object.__setattr__`.
     eager_transform = copy.deepcopy(transform)
     for name in ("prob", "probability"):
         if hasattr(eager_transform, name):
@@ -306,13 +306,13 @@ def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
     centres = []
     for value in PROBE_VALUES:
         voxels = (target == value).nonzero()
-        # A block that has left the field of view tells nothing.
+        # Without all four blocks in the field of view, the handedness is unknown.
         if len(voxels) == 0:
             return False
         centres.append(voxels.double().mean(0))
     origin, x_end, y_end, z_end = centres
-    # Where the axes z, y and x of the probe point now, one per row. Their determinant was positive
-    # before, and is negative in a mirror image.
+    # Directions of the probe's axes z, y and x after the transform, one per row. The determinant
+    # was positive before; it is negative in a mirror image.
     axes = torch.stack([z_end - origin, y_end - origin, x_end - origin])
     is_mirror_image = bool(torch.linalg.det(axes) < 0)
     is_x_reversed = float(axes[2, 2]) < 0

@@ -19,7 +19,7 @@ import numpy as np
 # store rounded decimals.
 DIRECTION_TOLERANCE = 1e-3
 
-# In voxels. Smaller differences are rounding noise.
+# Differences of indices below this, in voxels, are rounding noise.
 INDEX_TOLERANCE = 1e-6
 
 Row = tuple[float, float, float]
@@ -28,10 +28,15 @@ IDENTITY: Matrix = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 
 def _triple(values: Iterable[Any], name: str, kind: type = float) -> tuple[Any, Any, Any]:
-    """Convert three numbers, of NumPy for example, to a tuple of Python numbers of one kind.
+    """Convert three numbers, such as those of NumPy, to a tuple of Python numbers of one type.
+
+    Args:
+        values: The numbers.
+        name: What they are, for the message.
+        kind: `float` or `int`.
 
     Raises:
-        ValueError: With `name`, if they are not three or not finite.
+        ValueError: If there are not three numbers, or one is not finite.
     """
     triple = tuple(kind(value) for value in values)
     if len(triple) != 3 or not all(map(math.isfinite, triple)):
@@ -86,7 +91,7 @@ class VoxelBox:
         stops: list[int] = []
         # The bounds along z, then y, then x: each is searched over the two other axes.
         for other_axes in ((1, 2), (0, 2), (0, 1)):
-            # Only speed: outside the bounds that are known already, the mask is empty.
+            # To save time, only the part within the bounds found so far is searched.
             inside = mask[tuple(map(slice, starts, stops))]
             hits = np.flatnonzero(inside.any(axis=other_axes))
             if hits.size == 0:
@@ -97,14 +102,14 @@ class VoxelBox:
 
     @classmethod
     def around(cls, planes: Iterable[np.ndarray]) -> VoxelBox | None:
-        """Find the smallest box around the true voxels of planes (H, W), taken one by one.
+        """Find the smallest box around the true voxels of planes (H, W), which are read one by one.
 
-        Unlike `from_mask`, it needs no mask of the volume in memory.
+        Unlike `from_mask`, this needs no mask of the whole volume in memory.
 
         Returns:
             The box; None without true voxels.
         """
-        # Union of all planes, (H, W).
+        # Union of the planes so far, (H, W).
         footprint: np.ndarray | None = None
         filled_planes: list[int] = []
         for z, plane in enumerate(planes):
@@ -153,7 +158,7 @@ class VoxelBox:
         """Keep the voxels that both boxes contain; an empty box where they do not meet."""
         starts = list(map(max, self.start, other.start))
         stops = map(min, self.stop, other.stop)
-        # Where the boxes do not meet, the stop is below the start, which no box may have.
+        # Where the boxes do not meet, the stop would be below the start, which no box may have.
         return VoxelBox.of(starts, map(max, starts, stops))
 
     def shifted(self, offset: Sequence[int]) -> VoxelBox:
@@ -175,7 +180,7 @@ class VoxelBox:
     def at_least(self, min_shape: Sequence[int]) -> VoxelBox:
         """Grow about the centre to at least this shape (D, H, W); longer axes stay.
 
-        If an axis grows by an odd number of voxels, the spare one goes to the high end (`stop`).
+        If an axis grows by an odd number of voxels, the odd voxel goes to the high end (`stop`).
 
         Example:
             >>> VoxelBox((0, 10, 0), (4, 13, 9)).at_least((6, 6, 6))
@@ -202,7 +207,7 @@ def resampled_shape(
     Args:
         shape: Volume size in voxels, (D, H, W).
         spacing_mm: Current voxel spacing in mm, (z, y, x).
-        target_spacing_mm: Wanted voxel spacing in mm, (z, y, x), each > 0.
+        target_spacing_mm: New voxel spacing in mm, (z, y, x), each > 0.
 
     Returns:
         New size in voxels, (D, H, W).
@@ -216,9 +221,10 @@ def resampled_shape(
     """
     if min(*spacing_mm, *target_spacing_mm) <= 0:
         raise ValueError(f"spacings must be positive, got {spacing_mm} and {target_spacing_mm}")
-    # In target voxels.
+    # Length of each axis in target voxels.
     lengths = np.array(shape) * spacing_mm / np.array(target_spacing_mm)
-    # A half is rounded up, also where rounding noise puts it just below.
+    # Rounded to the nearest whole number. Halves are rounded up, even if rounding noise puts them
+    # just below a half.
     rounded = np.floor(lengths + 0.5 + INDEX_TOLERANCE)
     return _triple(np.maximum(1, rounded), "shape", int)
 
@@ -257,7 +263,7 @@ class VoxelGrid:
             )
         if len(self.direction) != 3:
             raise ValueError(f"direction needs three rows, got {len(self.direction)}")
-        # DᵀD is the identity if the columns are orthonormal.
+        # For orthonormal columns, DᵀD is the identity.
         matrix = np.array(self.direction)
         error = float(np.abs(matrix.T @ matrix - np.eye(3)).max())
         if error > DIRECTION_TOLERANCE:
@@ -274,7 +280,7 @@ class VoxelGrid:
 
     def _steps_mm(self) -> np.ndarray:
         """Matrix (3, 3) of world steps in mm: column j is the step (x, y, z) along array axis j."""
-        # The columns of `direction` are in the order (x, y, z), array axes in that of (z, y, x).
+        # The columns of `direction` have the order (x, y, z), array axes have the order (z, y, x).
         columns_zyx = np.array(self.direction)[:, ::-1]
         return columns_zyx * np.array(self.spacing_mm)
 
@@ -310,7 +316,7 @@ class VoxelGrid:
         return self.index_to_world_xyz_mm(list(corners))
 
     def crop(self, box: VoxelBox) -> VoxelGrid:
-        """Make the grid of a box alone, which may reach outside; voxels keep their world points.
+        """Make the grid of a box, which may reach outside; voxels keep their world points.
 
         Raises:
             ValueError: If the box is empty.
@@ -322,7 +328,7 @@ class VoxelGrid:
         """Make the grid of another spacing (z, y, x) over the same field of view.
 
         Direction and centre stay. The size follows `resampled_shape`, so the extent may change by
-        half a target voxel per axis. Without a target spacing, it is the grid itself.
+        half a target voxel per axis. Without a target spacing, the grid itself is returned.
         """
         if target_spacing_mm is None:
             return self
@@ -332,7 +338,8 @@ class VoxelGrid:
         new_centre = (np.array(shape) - 1) / 2
         # Old voxels per new voxel.
         ratio = np.array(target_spacing_mm, dtype=np.float64) / np.array(self.spacing_mm)
-        # The centres coincide: from there, step back to the new first voxel, in old indices.
+        # Both grids have the same centre. The new first voxel lies `new_centre` new voxels before
+        # the centre, which is `new_centre * ratio` in old indices.
         first_index = centre - new_centre * ratio
         origin_xyz_mm = self.index_to_world_xyz_mm(first_index)
         return _make_grid(shape, target_spacing_mm, origin_xyz_mm, self.direction)
@@ -345,8 +352,8 @@ class VoxelGrid:
         # Old voxels per new voxel.
         ratio = np.array(self.shape) / np.array(shape)
         spacing_mm = ratio * np.array(self.spacing_mm)
-        # The outer face of the first voxel stays at old index -0.5; the centre of the new first
-        # voxel is half a new voxel further.
+        # The outer face of the first voxel stays at the old index -0.5; the centre of the new first
+        # voxel lies half a new voxel behind this face.
         origin_xyz_mm = self.index_to_world_xyz_mm(ratio / 2 - 0.5)
         return _make_grid(shape, spacing_mm.tolist(), origin_xyz_mm, self.direction)
 
@@ -378,10 +385,10 @@ class VoxelGrid:
         )
 
     def is_close(self, other: VoxelGrid, tolerance_mm: float = 1e-3) -> bool:
-        """Whether both grids have the same shape and all corners agree."""
+        """Whether both grids have the same shape, and all corners agree within a tolerance."""
         if self.shape != other.shape:
             return False
-        # World points are linear in the indices: between the corners the grids differ by no more.
+        # World points are linear in the indices: between the corners, the grids do not differ more.
         corners = self.corners_xyz_mm()
         return np.allclose(corners, other.corners_xyz_mm(), rtol=0, atol=tolerance_mm)
 
@@ -395,14 +402,14 @@ class VoxelGrid:
         Raises:
             ValueError: If the directions differ by more than `DIRECTION_TOLERANCE`.
         """
-        # Only speed: a grid made from the other has exactly its direction, and `allclose` takes a
-        # tenth of a millisecond.
+        # To save time: a grid made from the other has exactly its direction, and `allclose` takes
+        # 0.1 ms.
         has_same_axes = self.direction == other.direction or np.allclose(
             self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE
         )
         if not has_same_axes:
             raise ValueError("the two grids do not have the same axes")
-        # Index of this grid's voxel (0, 0, 0) on the other grid.
+        # Index of this grid's voxel (0, 0, 0) in the other grid.
         offsets = other.world_to_index_zyx(self.origin_xyz_mm)
         scales = np.array(self.spacing_mm) / np.array(other.spacing_mm)
         return tuple(zip(scales.tolist(), offsets.tolist(), strict=True))
@@ -421,13 +428,14 @@ class VoxelGrid:
             Box in voxels of this grid; it may reach outside.
         """
         scale, offset = np.transpose(other.axis_map_to(self))
-        # The low face of voxel i is at index i - 0.5. The 0.5 at the end makes this grid's faces
-        # whole numbers: the low face of voxel i is at i.
+        # The low face of voxel i is at index i - 0.5. Adding 0.5 at the end makes the faces of this
+        # grid whole numbers: there, the low face of voxel i is at i.
         low_faces = scale * (np.array(box.start) - 0.5) + offset + 0.5
         high_faces = scale * (np.array(box.stop) - 0.5) + offset + 0.5
         starts = np.floor(low_faces + INDEX_TOLERANCE)
         stops = np.ceil(high_faces - INDEX_TOLERANCE)
-        # A box thinner than the tolerance still takes one voxel per axis; an empty axis takes none.
+        # A box thinner than the tolerance still covers one voxel per axis; an empty axis covers
+        # none.
         stops = np.maximum(stops, starts + 1)
         is_empty_axis = np.equal(box.start, box.stop)
         return VoxelBox.of(starts, np.where(is_empty_axis, starts, stops))
@@ -435,7 +443,7 @@ class VoxelGrid:
     def centres_within(self, other: VoxelGrid) -> VoxelBox:
         """Find the voxels whose centres are in another grid's field of view.
 
-        This grid is taken to continue beyond its ends.
+        This grid is assumed to continue beyond its ends.
 
         Args:
             other: Grid with the same axes.
@@ -444,8 +452,8 @@ class VoxelGrid:
             Box in voxels of this grid, which may reach outside it; empty where there is none.
         """
         scale, offset = np.transpose(other.axis_map_to(self))
-        # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid. In those
-        # of this grid, centres of voxels are whole numbers.
+        # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid. These
+        # faces are converted to indices of this grid, where the centres are whole numbers.
         low_faces = offset - 0.5 * scale
         high_faces = offset + (np.array(other.shape) - 0.5) * scale
         starts = np.ceil(low_faces - INDEX_TOLERANCE)

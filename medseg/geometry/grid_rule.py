@@ -39,10 +39,10 @@ class GridRule:
 
     Attributes:
         size: Each crop is resampled to this shape, (D, H, W); None keeps the lattice's spacing.
-        is_cube: Whether all axes of a crop grow to the length of the longest, in voxels; meant for
-            lattices of equal spacing on all axes.
-        is_padded: Whether a crop shows air in the voxels by which it grows; else it shows more of
-            the scan.
+        is_cube: Whether all axes of a crop grow to the length of the longest axis, in voxels; meant
+            for lattices of equal spacing on all axes.
+        is_padded: Whether the voxels by which a crop grows are air; otherwise they show more of the
+            scan.
         range_mm: Smallest and largest spacing of an axis that the network was trained with; None:
             it was trained with the spacing of the stage's lattice alone.
     """
@@ -93,7 +93,7 @@ class GridRule:
         # A fixed size: the box does not grow, but is resampled to a lattice of its own.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
-        # The box as it is before it grows; where it grows, a padded crop shows air.
+        # The box before it grows. Beyond it, a padded crop shows air.
         content = box if self.is_padded else None
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)
@@ -103,7 +103,7 @@ class GridRule:
         return Crop(lattice, box.at_least(network_size(box.shape, divisor)), content)
 
 
-# Crops lie on the lattice, and are as small as the network allows.
+# Default rule: crops lie on the lattice, and are as small as the network allows.
 PLAIN = GridRule()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from medseg.errors import UserError
 from medseg.io.scratch import scratch_folder
 
-# Bit of a member's flags that says that it needs a password (PKWARE's APPNOTE, 4.4.4).
+# Bit of a member's flags: the member needs a password (PKWARE's APPNOTE, 4.4.4).
 ENCRYPTED = 0x1
 
 
@@ -71,7 +71,7 @@ def _unpack(path: Path, folder: Path) -> None:
         for member in members:
             file = archive.extract(member, folder)
             # `extract` sets the present time. The time of the member decides whether an earlier
-            # result is up to date; some members have no valid one (ValueError). It names no time
+            # result is up to date; some members have no valid time (ValueError). The time has no
             # zone and counts as UTC. Three zeros fill up the tuple: `timegm` does not use them.
             with suppress(ValueError):
                 time_s = calendar.timegm((*member.date_time, 0, 0, 0))

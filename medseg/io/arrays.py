@@ -24,10 +24,11 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     """Convert an array with an affine, as if it were read from a NIfTI file.
 
     Args:
-        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or what NumPy converts, as a tensor.
+        array: Voxels (X, Y, Z), HU of a CT; a NumPy array, or an object that NumPy converts, such
+            as a tensor.
         affine: Index to RAS in mm (4, 4).
-        air: Value that replaces what is not finite, see `load_image`.
-        name: What the scan is called in messages.
+        air: Value that replaces NaN and infinity, see `load_image`.
+        name: Name of the scan in messages.
 
     Returns:
         HU (Z, Y, X), int16 where that is exact, else float32.
@@ -35,7 +36,7 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     Raises:
         UserError: If the array is no volume of numbers, or the affine is none of a regular grid.
     """
-    # The functions of readers name a scan by a path.
+    # The functions shared with the readers of files take the name of a scan as a path.
     path = Path(name)
     voxels = np.asarray(array)
     if voxels.ndim != NUM_SPATIAL_AXES or voxels.dtype.kind not in "iuf":

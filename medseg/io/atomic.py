@@ -31,17 +31,17 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 def replace_path(path: Path) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces the target at the end of the block.
 
-    It is in the folder of the target, since a file system can only rename within itself; missing
-    folders are made. Its name keeps the suffix, since libraries choose the format by it. After an
-    error, an interrupt or a full disk the old file is unchanged and the temporary one is removed. A
-    link stays a link: the file that it points to is replaced.
+    The temporary file is in the folder of the target, since a file system can only rename within
+    itself; missing folders are made. It has the suffix of the target, by which libraries choose the
+    format. After an error, an interrupt or a full disk the old file is unchanged and the temporary
+    one is removed. A link stays a link: the file that it points to is replaced.
 
     Raises:
         UserError: If the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    # The target's name with an addition could be too long. The suffix is cut to a length that no
-    # format exceeds: in a name without a format, all behind the last dot counts as the suffix.
+    # A new name, since the target's name with an addition could be too long. The suffix is cut to 8
+    # characters, more than any format has: in other names it is all behind the last dot.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
         if target.exists() and not target.is_file():
@@ -61,7 +61,7 @@ def replace_path(path: Path) -> Iterator[Path]:
 def move_into_place(part: Path, target: Path) -> None:
     """Rename a written file to its target, after its content has reached the disk."""
     with part.open("rb") as file:
-        # Otherwise a power cut may leave an empty file under the new name, and the old one lost.
+        # Otherwise a power cut may leave an empty file under the new name, and lose the old file.
         os.fsync(file.fileno())
     os.replace(part, target)
 
@@ -95,7 +95,7 @@ def replace_text(path: Path, text: str, errors: str = "backslashreplace") -> Non
 def create_text(path: Path, text: str) -> bool:
     """Write a text file whole, unless the path exists.
 
-    Of several processes that do so at the same moment, one makes the file.
+    Where several processes call this at the same moment, exactly one makes the file.
 
     Returns:
         Whether this call has made the file; False where the path existed.
@@ -106,18 +106,40 @@ def create_text(path: Path, text: str) -> bool:
     part = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}.part")
     replace_text(part, text)
     try:
+        _link_or_claim(part, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _not_written(path, error) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+    return True
+
+
+def _link_or_claim(part: Path, path: Path) -> None:
+    """Give a written file a second name or, where there are no hard links, another name.
+
+    Raises:
+        FileExistsError: If the other name exists.
+        OSError: If the file cannot get it.
+    """
+    try:
         # Unlike a rename, a hard link fails where the path exists.
         os.link(part, path)
-    except OSError:  # the path exists, or the file system has no hard links
-        try:
-            # Claim the name with an empty file, which is then replaced.
-            path.open("x").close()
-        except FileExistsError:
-            return False
+        return
+    except FileExistsError:
+        raise
+    except OSError:  # the file system has no hard links
+        # Claim the name with an empty file, which is then replaced.
+        path.open("x").close()
+    try:
         os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return True
+    except BaseException:  # an interrupt as well
+        # Otherwise the empty file would count as the finished one.
+        with suppress(OSError):
+            path.unlink()
+        raise
 
 
 def check_writable(folder: Path) -> None:
@@ -156,8 +178,8 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
     """Hold the lock of a file. Forked children, such as loader workers, do not hold it.
 
     On a file system without locks the block runs without one: the lock only guards against
-    accidents. filelock could then take the existence of a file for a lock; that is off, since such
-    a file would outlive a killed holder.
+    accidents. filelock's fallback for such file systems is off: it takes the existence of a file
+    for a lock, and the file would outlive a killed holder.
 
     Args:
         path: Lock file; made if needed, and left in place.

@@ -24,7 +24,7 @@ MAX_AGE_S = 30 * 86400.0
 # Largest part of all processors that other programs may use on a machine that counts as quiet. One
 # busy processor among eight is more than that.
 QUIET_LOAD = 0.1
-# How long `present_load` observes the processors.
+# How long `present_load` observes the processors, in s.
 WATCH_S = 0.25
 # Load noted for measurements that do not agree with each other: above `QUIET_LOAD`, so that a quiet
 # machine measures them again.
@@ -51,14 +51,14 @@ class Circumstances(NamedTuple):
             measure_load: Measures the load now; called only where the answer depends on it.
         """
         age_s = time.time() - self.time_s
-        # A negative age comes from a clock that was set back; that of a damaged file may be NaN.
+        # The age is negative if the clock was set back, and may be NaN in a damaged file.
         is_recent = 0 <= age_s <= MAX_AGE_S
         if not is_recent:
             return False
         if self.load <= QUIET_LOAD:
             return True
-        # Measured under load: good enough while the machine is loaded, to be replaced once it is
-        # quiet.
+        # A measurement under load counts as long as the machine is loaded. On a quiet machine it is
+        # made again.
         return measure_load() > QUIET_LOAD
 
 
@@ -134,7 +134,8 @@ def measure_until(
     Args:
         measure: Makes one measurement.
         agree: Whether two measurements are equal within the tolerance of the caller.
-        most_times: Measurements, at least 2, after which the last two are taken as they are.
+        most_times: Largest number of measurements, at least 2; the last two are then returned as
+            they are.
 
     Returns:
         The last two measurements, and when and under which load they were made. Two that do not

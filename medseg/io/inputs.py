@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from medseg.errors import UserError
@@ -32,7 +32,7 @@ DICOM_SUFFIXES = (".dcm", ".dicom", ".ima")
 # (`s0001/ct.nii.gz`).
 CASE_IMAGES = ("ct", "mri")
 
-# Bytes by which a DICOM file is known: a preamble of 128, and the mark "DICM".
+# Number of first bytes that identify a DICOM file: a preamble of 128, and the mark "DICM".
 NUM_DICOM_HEAD_BYTES = 132
 
 # Control characters, line separators, and surrogates (bytes of a file name that are not UTF-8).
@@ -122,7 +122,17 @@ def _visible(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
+def raise_unreadable(_: Path, error: OSError) -> None:
+    """Raise the error of a file or folder that cannot be read."""
+    raise error
+
+
+def dicom_files(
+    folder: Path,
+    *,
+    is_deep: bool = True,
+    on_unreadable: Callable[[Path, OSError], None] = raise_unreadable,
+) -> Iterator[Path]:
     """Yield the DICOM files of a folder, sorted by name within each folder.
 
     Hidden files and DICOMDIR are left out.
@@ -131,6 +141,8 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         folder: Where to look.
         is_deep: Whether to search the folders below too; a folder that several links lead to is
             searched once.
+        on_unreadable: Called with each file or folder that cannot be read, and the error. By
+            default the error is raised.
     """
     searched: set[str] = set()
     waiting = [folder]
@@ -141,15 +153,34 @@ def dicom_files(folder: Path, *, is_deep: bool = True) -> Iterator[Path]:
         if real_path in searched:
             continue
         searched.add(real_path)
-        entries = _visible(current)
+        try:
+            entries = _visible(current)
+        except OSError as error:
+            on_unreadable(current, error)
+            continue
+        subfolders = []
         for entry in entries:
-            # A volume file is known by its name; only other files are opened.
-            if volume_suffix(entry) is None and not is_dicomdir(entry) and is_dicom_file(entry):
+            try:
+                is_listed = _is_listed_dicom(entry)
+                is_folder = entry.is_dir()
+            except OSError as error:
+                on_unreadable(entry, error)
+                continue
+            if is_listed:
                 yield entry
+            if is_folder:
+                subfolders.append(entry)
         if is_deep:
-            subfolders = [entry for entry in entries if entry.is_dir()]
             # `pop` takes the last one first.
             waiting += reversed(subfolders)
+
+
+def _is_listed_dicom(path: Path) -> bool:
+    """Whether a path is a DICOM file other than a DICOMDIR."""
+    # A volume file is known by its name; only other files are opened.
+    if volume_suffix(path) is not None or is_dicomdir(path):
+        return False
+    return is_dicom_file(path)
 
 
 def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
@@ -251,15 +282,15 @@ def list_inputs(path: Path, *, is_dicom: bool = False) -> list[tuple[str, Path]]
     """List the scans that a path stands for.
 
     A file is one scan; so is a folder that itself holds DICOM files or a DICOMDIR, even with its
-    label map beside them. Any other folder gives its volume files, and those of its subfolders that
-    hold DICOM files at any depth or an image `ct.nii.gz`, one scan each, sorted by name. Other
-    files (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be
-    searched counts as a scan, whose reading then fails.
+    label map beside them. Any other folder gives, sorted by name, its volume files, and one scan
+    for each subfolder that holds DICOM files at any depth or an image `ct.nii.gz`. Other files
+    (tables, notes), DICOM results and hidden files are ignored. A subfolder that cannot be searched
+    counts as a scan, whose reading then fails.
 
     Args:
         path: File or folder.
-        is_dicom: Whether a DICOM series is asked for: volume files beside DICOM files are then
-            ignored instead of refused.
+        is_dicom: Whether the user has asked for a DICOM series: volume files beside DICOM files are
+            then ignored instead of refused.
 
     Returns:
         Pairs (case name, path).

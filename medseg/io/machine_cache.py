@@ -10,7 +10,7 @@ from pathlib import Path
 def machine_folder() -> Path:
     """Path of the folder, which may not exist yet.
 
-    It is `~/.cache/medseg` unless `XDG_CACHE_HOME` says otherwise.
+    It is `medseg` in the folder of `XDG_CACHE_HOME` or, where that is unset, in `~/.cache`.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "medseg")

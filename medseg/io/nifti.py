@@ -1,7 +1,7 @@
 """Reader and writer of NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz).
 
-nibabel reads the fields of a header; they are checked here. The choice between sform and qform, the
-two positions that a header may give, is that of ITK.
+nibabel reads the fields of a header; they are checked here. A header may give two positions, sform
+and qform; this module chooses between them as ITK does.
 """
 
 import gzip
@@ -48,7 +48,7 @@ FORM_TOLERANCE_VOXELS = 0.1
 # Largest relative difference of pixdim and the spacing of sform or qform that counts as rounding.
 SPACING_TOLERANCE = 1e-3
 
-# Largest excess over 1 of the sum b² + c² + d² of a qform that counts as rounding.
+# In a qform, b² + c² + d² is at most 1; this excess counts as rounding.
 QUATERNION_TOLERANCE = 1e-5
 
 # Fields of a header that give spacing, position and their unit.
@@ -64,11 +64,11 @@ LABEL_INTENT = 1002
 # eighth of its time.
 GZIP_LEVEL = 2
 
-# Bytes of the header of NIfTI-2, the longer one: as many are read of either version.
+# Bytes of the header of NIfTI-2. As many are read of NIfTI-1, whose header is shorter.
 HEADER_BYTES = 540
 
-# What the field `eol_check` of NIfTI-2 may hold: CR, LF, Ctrl-Z and LF, or nothing. As in PNG,
-# other bytes show a transfer that changed line ends.
+# Valid contents of the field `eol_check` of NIfTI-2: CR, LF, Ctrl-Z and LF, or nothing. As in PNG,
+# other bytes show that a transfer has changed line ends.
 LINE_END_CHECKS = ([13, 10, 26, 10], [0, 0, 0, 0])
 
 
@@ -128,7 +128,7 @@ def _fault(affine: np.ndarray) -> str:
     if not np.isfinite(lengths).all() or lengths.min() <= 0:
         return "is singular: an axis has no length"
     directions = affine[:3, :3] / lengths  # unit vectors in columns
-    # Products of axes: 1 of each with itself, 0 of two at a right angle.
+    # Scalar products of axes: 1 for each with itself, 0 for two axes at a right angle.
     products = directions.T @ directions
     if np.abs(products - np.eye(3)).max() > DIRECTION_TOLERANCE:
         return "is sheared"
@@ -169,7 +169,7 @@ def _read_qform(header: Nifti1Header) -> Form:
     a_squared = 1.0 - bcd @ bcd
     if np.isnan(a_squared) or a_squared < -QUATERNION_TOLERANCE:
         return Form(affine, "holds no rotation")
-    # As in nifti_clib: what rounding leaves of a rotation by 180 degrees counts as zero.
+    # As in nifti_clib: a is 0 in a rotation by 180 degrees, where rounding leaves a small number.
     a = 0.0
     if a_squared >= 1e-7:
         a = float(np.sqrt(a_squared))
@@ -194,10 +194,10 @@ def _choose_form(
 ) -> tuple[np.ndarray, list[str]]:
     """Choose between sform and qform as ITK does.
 
-    The sform counts if its code says scanner coordinates (1) or if there is no qform, else the
-    qform; a faulty one gives way to the other. Without either, index axes are assumed to be LPS
-    axes and the origin is zero. Two forms that turn the scan into opposite directions are refused:
-    the wrong one swaps the patient's sides.
+    The sform is used if its code says scanner coordinates (1) or if there is no qform, else the
+    qform; where that form is faulty, the other one is used. Without either, index axes are assumed
+    to be LPS axes and the origin is zero. Two forms that turn the scan into opposite directions are
+    refused, since one of them swaps the patient's sides.
 
     Returns:
         Affine (index to RAS in the header's own unit) and warnings for the user.
@@ -276,7 +276,7 @@ def _check_directions(path: Path, affine: np.ndarray, other_affine: np.ndarray) 
     Raises:
         UserError: If they do, or if the directions are at a right angle or cannot be compared.
     """
-    # Scalar product of each axis in the one form with the same axis in the other.
+    # Scalar product of each axis in the first form with the same axis in the second.
     products = (affine[:3, :3] * other_affine[:3, :3]).sum(axis=0)
     # A product that overflows may be NaN.
     if np.isnan(products).any() or products.min() <= 0:
@@ -369,7 +369,7 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         header = _parse(path, stream.read(HEADER_BYTES))
     grid, warnings = grid_of_header(path, header, num_channels)
     if num_channels > 1:
-        # Results take this header over, and have one volume.
+        # Results get this header, and have one volume.
         header.set_data_shape(grid.shape[::-1])
     dtype = _read_dtype(path, header)
     offset = _read_offset(path, header)

@@ -1,10 +1,10 @@
 """Scratch arrays: voxels in a temporary file instead of memory, used like any other array.
 
 Inside `scratch_above(num_bytes)`, `new_array` and `new_tensor` make larger arrays as scratch
-arrays. A smaller limit may hold for arrays that wait (`waits=True`): those that are written once,
-plane by plane, and read a few times in the same order, so that a file hardly slows them. A thread
-drops the pages of all scratch arrays from the memory of this process every 20 ms; the values stay
-in the files.
+arrays. A smaller limit may hold for arrays that wait (`waits=True`): arrays that are written once,
+plane by plane, and read a few times in the same order, so that a file hardly slows the program. A
+thread drops the pages of all scratch arrays from the memory of this process every 20 ms; the values
+stay in the files.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+# Interval at which the thread drops pages from memory, in s.
 RELEASE_INTERVAL_S = 0.02
-# Estimate of the bytes of scratch arrays that lie in memory: the most that is read or written in
-# one interval.
+# Estimate of the bytes of scratch arrays in memory: the most that a process reads or writes in one
+# interval.
 TOUCHED_BYTES = 50_000_000
 
-# Sizes above which an array is a file: any array, and one that waits. Context variables, so that
-# the limit of one thread does not affect the others.
+# Sizes above which an array is a file: for any array, and for an array that waits. They are context
+# variables, so that the limit of one thread does not affect the others.
 _limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
 _waiting_bytes: ContextVar[float] = ContextVar("scratch_waiting_bytes", default=math.inf)
 
 # Maps of all living scratch arrays. The array alone keeps its map alive: weak references here let
 # the system remove the file with the array.
 _maps: WeakSet[mmap.mmap] = WeakSet()
-_lock = threading.Lock()  # guards `_maps` and the start and the end of the thread
+# Mark of the newest thread that releases pages; a thread with another mark ends.
+_releaser: object = None
+_lock = threading.Lock()  # guards `_maps`, and the start and the end of the thread
 
 
 def scratch_folder() -> Path:
@@ -146,8 +149,8 @@ def _scratch_bytes(num_bytes: int, *, waits: bool) -> np.ndarray | None:
     if num_bytes > _limit_bytes.get():
         return scratch_array((num_bytes,), np.uint8)
     if waits and num_bytes > _waiting_bytes.get():
-        # The array fits into memory, and the file only saves some: without room for the file
-        # (UserError) or for the thread that releases its pages (RuntimeError) it goes to memory.
+        # The file only saves memory, into which the array fits too: without room for the file
+        # (UserError) or the thread that releases its pages (RuntimeError), the array is in memory.
         with suppress(UserError, RuntimeError):
             return scratch_array((num_bytes,), np.uint8)
     return None
@@ -177,7 +180,7 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             f"found none ({error.strerror}); free some, or set TMPDIR to a folder on a larger disk"
         ) from error
     with _lock:
-        # The thread ends with the last map.
+        # The thread ends with the last map. If it has not ended yet, the new one replaces it.
         if not _maps:
             # Unlike `threading.Thread.start`, this does not wait for ever where there is no memory
             # for a thread.
@@ -206,10 +209,31 @@ def release_pages() -> None:
 
 
 def _release_repeatedly() -> None:
-    """Release pages at each interval until there is no scratch array; runs in its own thread."""
+    """Release pages at each interval, in a thread of its own.
+
+    It ends when there is no scratch array, or when a later thread has started.
+    """
+    global _releaser
+    own_mark = object()
+    _releaser = own_mark
     while True:
         time.sleep(RELEASE_INTERVAL_S)
+        if _releaser is not own_mark:
+            return
         release_pages()
         with _lock:
             if not _maps:
                 return
+
+
+def _start_child() -> None:
+    """Prepare a forked child, which has no thread yet: its first own array starts one."""
+    global _maps
+    _maps = WeakSet()
+    _lock.release()
+
+
+# A fork must not copy the lock while the thread holds it: nothing would release it in the child.
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_start_child
+)

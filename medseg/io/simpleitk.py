@@ -51,8 +51,8 @@ class Rule(NamedTuple):
         pattern: Regular expression of the value or, with `power`, of each of its words; letters of
             either case.
         expected: Description for messages.
-        power: The value has as many words as the number of axes to this power: 1 for a vector, 2
-            for a matrix; None: it is one text.
+        power: The value has (number of axes) ** power words: 1 for a vector, 2 for a matrix. None:
+            the value is one text.
     """
 
     pattern: str
@@ -77,6 +77,7 @@ NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
 # programs ignore units.
 LENGTHS = Rule(rf"(?!.*{OTHER_UNIT}).*", "lengths in mm")
 
+# Names of the number types in NRRD.
 NRRD_TYPES = (
     "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|"
     "u?int(8|16|32|64)(_t)?|float|double"
@@ -92,6 +93,7 @@ NRRD_ENCODINGS = {
     "text": "text",
     "txt": "text",
 }
+# Fields of NRRD that are used, and the values that they may have.
 NRRD_RULES = {
     "dimension": Rule("[3-5]", "3 to 5 axes"),
     "sizes": SIZES,
@@ -116,7 +118,7 @@ NRRD_SYNONYMS = {
     "byteskip": "byte skip",
 }
 
-# Fields of MetaImage that mean the same.
+# Groups of MetaImage fields with the same meaning.
 META_ORIGINS = ("Offset", "Position", "Origin")
 META_DIRECTIONS = ("TransformMatrix", "Rotation", "Orientation")
 META_ORDERS = ("BinaryDataByteOrderMSB", "ElementByteOrderMSB")
@@ -131,6 +133,7 @@ META_GEOMETRY = {
     **dict.fromkeys(META_ORIGINS, NUMBERS),
     **dict.fromkeys(META_DIRECTIONS, Rule(NUMBER, "a matrix of all axes", 2)),
 }
+# Fields of MetaImage that are True or False.
 META_FLAGS = ("BinaryData", "CompressedData", *META_ORDERS)
 META_RULES = {
     **META_GEOMETRY,
@@ -139,7 +142,7 @@ META_RULES = {
     "DistanceUnits": LENGTHS,
 }
 
-# Values of the NRRD field `space` whose axes are those of the patient.
+# Values of the NRRD field `space` with axes of the patient.
 PATIENT_SPACES = re.compile(
     r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)"
     r"(-time|t)?",
@@ -194,9 +197,10 @@ def read_header(path: Path) -> TextHeader:
             own folder.
     """
     is_meta = not is_nrrd(path)
-    # The field that says where the voxels are; without it they follow the header of a NRRD.
+    # The field with the place of the voxels; in a NRRD without it, they follow the header.
     data_key = "ElementDataFile" if is_meta else "data file"
     with path.open("rb") as file:
+        # The first line of NRRD; MetaImage begins with the first field.
         if not is_meta and re.fullmatch(rb"NRRD000[1-5]\r?\n", file.readline(16)) is None:
             raise UserError(
                 f"{path}: expected a NRRD file, but it does not start with 'NRRD' and a version "
@@ -231,7 +235,7 @@ def _field_lines(file: BinaryIO, *, is_meta: bool) -> Iterator[str]:
         is_meta: Whether it is MetaImage, otherwise NRRD.
     """
     while line := file.readline(MAX_HEADER_BYTES):
-        # Bytes that are not UTF-8 may be those of a file name.
+        # Bytes that are not UTF-8 may belong to a file name.
         text = line.rstrip(b"\r\n").decode("utf-8", RAW_NAMES)
         if file.tell() > MAX_HEADER_BYTES:
             return
@@ -256,7 +260,7 @@ def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
     Args:
         path: File, for messages.
         file: Open at the first field.
-        data_key: The field that says where the voxels are.
+        data_key: The field with the place of the voxels.
 
     Raises:
         UserError: If a line is no field, or repeats one.
@@ -444,7 +448,7 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
     if num_components == num_layers:
-        # One number for each layer, as expected; `grid_of` refuses all other numbers but 1.
+        # One number for each layer, as expected. `grid_of` refuses other numbers than 1.
         num_components = 1
     return grid_of(path, reader, num_components), NUMPY_CODES[type_name]
 
@@ -468,13 +472,13 @@ def _meta_lines(values: dict[str, str]) -> list[str]:
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
-    """Warn of what the header does not give, and of what is assumed instead.
+    """Warn of spacing, orientation and origin that a header lacks; says what is assumed.
 
     Returns:
         One sentence; none where the header gives all.
     """
     keys = values.keys()
-    # In a NRRD, directions alone do not say how the axes of the space lie in the patient.
+    # In a NRRD, directions are vectors in `space`: without it, left and right are unknown.
     is_patient_space = PATIENT_SPACES.fullmatch(values.get("space", "")) is not None
     has_patient_axes = is_patient_space and "space directions" in values
     assumptions: dict[str, str] = {}
@@ -496,8 +500,8 @@ def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
 
     Args:
         path: The file.
-        num_layers: Numbers of each voxel, as in a segmentation with layers; with several, the
-            volume is that many times wider and holds them side by side.
+        num_layers: Numbers per voxel, one for each layer of a segmentation. The volume then is
+            (D, H, W * num_layers): the numbers of a voxel follow one another along x.
 
     Raises:
         UserError: If it is damaged or no scalar 3D volume, or a file with voxels is missing, too
@@ -564,7 +568,7 @@ def read_segments(path: Path) -> list[Segment]:
 
     Raises:
         UserError: If the header cannot be read, gives a field two values, or a segment has no value
-            or that of another one.
+            or shares the value of another segment.
     """
     num_layers = _num_layers(read_header(path).fields)
     pairs = _read_pairs(path)
@@ -627,7 +631,7 @@ def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers:
 def _read_pairs(path: Path) -> dict[str, str]:
     """Read the lines `key:=value` of a NRRD header.
 
-    Programs keep there what the format does not define.
+    Programs store fields of their own there, which the format does not define.
 
     Raises:
         UserError: If a key has two values.
@@ -649,9 +653,9 @@ def _read_pairs(path: Path) -> dict[str, str]:
 
 
 def _num_layers(fields: Mapping[str, str]) -> int:
-    """Count the layers of a segmentation of 3D Slicer: the size of its first axis, if it has four.
+    """Count the layers of a segmentation of 3D Slicer.
 
-    A segmentation of three axes has one layer.
+    With four axes it is the size of the first one; a segmentation of three axes has one layer.
     """
     sizes = fields.get("sizes", "").split()
     if len(sizes) == 4 and sizes[0].isdecimal():
@@ -677,7 +681,7 @@ def open_layer(path: Path, layer: int) -> LazyVolume:
     grid = replace(volume.grid, shape=(depth, height, width // num_layers))
 
     def read_chunks() -> Iterator[np.ndarray]:
-        # Value k of the file is one of layer k % num_layers; a chunk may begin with any layer.
+        # Value k of the file belongs to layer k % num_layers; a chunk may begin with any layer.
         num_read = 0
         for values in volume.read_chunks():
             first = (layer - num_read) % num_layers
@@ -721,7 +725,7 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
 
     Args:
         image: `SimpleITK.Image` of three axes, one number per voxel, a CT in HU.
-        air: Value that replaces what is not finite, see `load_image`.
+        air: Value that replaces NaN and infinity, see `load_image`.
 
     Returns:
         HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
@@ -835,8 +839,8 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 part.write_bytes(data)
             finally:
                 whole.unlink(missing_ok=True)
-        # After the voxels, so that a header never points to a file that does not exist. The name
-        # of that file takes the place of LOCAL.
+        # The header is written after the voxels, so that it never points to a file that does not
+        # exist. It ends with the name of that file in place of LOCAL.
         replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
     except BaseException:  # an interrupt as well
         with suppress(OSError):

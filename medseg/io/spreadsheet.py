@@ -39,8 +39,8 @@ class Link(NamedTuple):
     """A cell that opens a file.
 
     Attributes:
-        target: Path of the file, relative to that of the spreadsheet.
-        text: What the cell shows.
+        target: Path of the file, relative to the folder of the spreadsheet.
+        text: Text of the cell.
     """
 
     target: str
@@ -129,7 +129,7 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
                 page.write_datetime(*place, value, value_format)
             elif isinstance(value, int | float) and math.isfinite(value):
                 page.write_number(*place, value, cell_format)
-            elif value is not None:  # texts, and what Excel lacks: early dates, NaN, infinity
+            elif value is not None:  # texts; early dates, NaN and infinity, which Excel lacks
                 page.write_string(*place, _text(str(value)), cell_format)
     page.freeze_panes(1, sheet.num_fixed)
     # A filter needs a row below the headings, even an empty one.
@@ -148,6 +148,6 @@ def _is_excel_date(value: Any) -> bool:
 
 
 def _text(text: str) -> str:
-    """Prepare a text for a cell: escape what UTF-8 lacks, and cut it to the length of a cell."""
+    """Prepare a text for a cell: escape surrogates, and cut the text to `MAX_CELL_CHARACTERS`."""
     encodable = text.encode(errors="backslashreplace").decode()
     return encodable[:MAX_CELL_CHARACTERS]

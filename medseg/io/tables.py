@@ -43,7 +43,14 @@ def write_csv(
     formats: Formats = None,
     errors: str = "backslashreplace",
 ) -> None:
-    """Write a CSV file, whole or not at all; `errors` is that of `replace_text`.
+    """Write a CSV file, whole or not at all.
+
+    Args:
+        path: The file.
+        rows: See `Rows`.
+        columns: See `Columns`.
+        formats: See `Formats`.
+        errors: As for `replace_text`.
 
     Raises:
         UserError: If the file cannot be written.
@@ -71,18 +78,33 @@ def csv_text(rows: Rows, columns: Columns = None, formats: Formats = None) -> st
     if unknown_keys:
         raise ValueError(f"the rows have the keys {sorted(unknown_keys)}, which are no columns")
     text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(headings.values())
+    _write_csv_line(text, headings.values())
     for cells in _cells(rows, headings, formats):
-        writer.writerow(map(_safe_cell, cells))
+        _write_csv_line(text, map(_safe_cell, cells))
     return text.getvalue()
+
+
+def _write_csv_line(text: io.StringIO, cells: Iterable[str]) -> None:
+    r"""Add a line of a CSV file to a text.
+
+    `csv.writer` puts quotes around a cell with a comma, a quote or `\n`. Python before 3.13 leaves
+    them out around a lone `\r`, which readers would take for the end of the line.
+    """
+    cells = list(cells)
+    writer = csv.writer(text, lineterminator="\n")
+    if any("\r" in cell for cell in cells):
+        writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
+    writer.writerow(cells)
 
 
 def _safe_cell(cell: str) -> str:
     """Put an apostrophe before a text that a spreadsheet would take for a formula.
 
-    Numbers stay as they are, also negative ones.
+    Numbers stay as they are, also negative ones. A text that already looks like a protected formula
+    gets a further apostrophe, so that `plain_cell` restores the text.
     """
+    if _is_protected(cell):
+        return f"'{cell}"
     if not cell.startswith(FORMULA_SIGNS):
         return cell
     try:
@@ -97,10 +119,14 @@ def plain_cell(cell: str) -> str:
 
     An apostrophe before anything else belongs to the text.
     """
-    content = cell.removeprefix("'")
-    if content.startswith(FORMULA_SIGNS):
-        return content
+    if _is_protected(cell):
+        return cell.removeprefix("'")
     return cell
+
+
+def _is_protected(cell: str) -> bool:
+    """Whether a text is one or more apostrophes followed by the first character of a formula."""
+    return cell.startswith("'") and cell.lstrip("'").startswith(FORMULA_SIGNS)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -117,8 +143,8 @@ def read_csv(path: Path) -> list[dict[str, str]]:
         ) from error
     for row in rows:
         for key, cell in row.items():
-            # In a damaged line, missing cells are None, and surplus ones are a list under the key
-            # None.
+            # `DictReader` gives None for a missing cell of a damaged line, and a list under the key
+            # None for surplus cells.
             if isinstance(cell, str):
                 row[key] = plain_cell(cell)
     return rows
@@ -130,12 +156,12 @@ def refuse_table(path: Path, columns: Sequence[str], content: str) -> None:
     Args:
         path: File that is to be written; it may not exist.
         columns: First columns of the other command's table.
-        content: End of the message: what that table holds, and the cure.
+        content: End of the message after `<path> holds`: content of that table, and the cure.
 
     Raises:
         UserError: If the file begins with these columns.
     """
-    # A file that cannot be read is not refused: writing it will tell why.
+    # A file that cannot be read is not refused here: the error of writing it is clearer.
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         heading = file.readline(1000)
         if heading.startswith(",".join(columns)):
@@ -163,7 +189,13 @@ def markdown_table(
 
 def _markdown_line(cells: Iterable[str]) -> str:
     """Write a line of a Markdown table."""
-    return f"| {' | '.join(cells)} |\n"
+    return f"| {' | '.join(map(_markdown_text, cells))} |\n"
+
+
+def _markdown_text(cell: str) -> str:
+    """Escape the characters that would end a cell or a line of a Markdown table."""
+    one_line = " ".join(cell.splitlines())
+    return one_line.replace("|", r"\|")
 
 
 def latex_table(rows: Rows, columns: Columns = None) -> str:
@@ -229,8 +261,8 @@ def table_lines(
         table.add_column(heading, justify=side, no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
-    # So wide that rich wraps no line. Cells are text of users: brackets and colons in them are no
-    # markup of rich.
+    # So wide that rich wraps no line. Cells are texts of users: brackets and colons in them must
+    # not act as markup of rich.
     console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)

@@ -32,8 +32,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
     Args:
         path: The file.
         max_bytes: Length above which the file is refused.
-        errors: What is done with bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES`
-            of `medseg.io.names` keeps them.
+        errors: Treatment of bytes that are not UTF-8: `strict` refuses the file, `RAW_NAMES` of
+            `medseg.io.names` keeps them.
 
     Raises:
         UserError: If it is missing, no regular file, longer than the limit, or in another encoding.
@@ -46,7 +46,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
                 f"{path}: expected a text file, got a folder, a pipe or a device; check the path."
             )
         with path.open("rb") as file:
-            # One more byte shows that the file is longer, whatever its length.
+            # One byte beyond the limit is enough to see that the file is longer.
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise UserError(
@@ -56,7 +56,7 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             encoding = "UTF-16"
             return data.decode(encoding)
-        # This codec leaves out the mark, where there is one.
+        # `utf-8-sig` drops the byte order mark, where there is one.
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         raise UserError(

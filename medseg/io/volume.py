@@ -51,20 +51,20 @@ PACKED_BYTES = 2**18
 MAX_WORD_BYTES = 100
 
 # Largest factor by which decoding enlarges bytes; a header that promises more is damaged. A digit
-# of a text gives at most the 8 bytes of a number; deflate codes at most 258 bytes with 2 bits; the
-# factor of bzip2 is a generous bound.
+# of a text gives at most the 8 bytes of a number. Deflate codes at most 258 bytes with 2 bits, a
+# factor of 1032. The factor of bzip2 is a generous bound.
 MAX_RATIOS = {"raw": 1, "text": 8, "deflate": 1032, "bzip2": 10**7}
 
-# A header that promises more voxel bytes than this, and more than `SURE_RATIO` times the compressed
-# bytes, is only believed after the file has been decoded once.
+# Where a header promises more voxel bytes than this, and more than `SURE_RATIO` times the bytes in
+# the file, the file is decoded once before memory is allocated.
 SURE_BYTES = 2**28
 
 # Ratio of voxel bytes to compressed bytes that real scans hardly reach.
 SURE_RATIO = 16
 
-# Largest relative error of a scaled label that counts as rounding: that of two roundings to 32-bit
-# floats, each of at most 2**-24. One is that of the slope and the intercept in the header, which
-# most formats store in 32 bits; the other that of the stored value or its product with the slope.
+# Largest relative error of a scaled label that counts as rounding: two roundings to 32-bit floats,
+# each of at most 2**-24. The first rounds the slope and the intercept, which most formats store in
+# 32 bits; the second rounds the stored value or its product with the slope.
 ROUNDING = 2.0**-23
 
 # Largest distance from a whole number that counts as rounding, however large the label is.
@@ -85,7 +85,8 @@ class Volume:
         grid: Position of the voxels, LPS.
         header: nibabel header of a NIfTI file, so that a result in NIfTI keeps its sform, qform and
             unit; None for other formats.
-        findings: What the reader left out, assumed or repaired; the caller shows it to the user.
+        findings: Messages of the reader on omissions, assumptions and repairs, which the caller
+            shows to the user.
         identity: Patient, study and series of a DICOM scan.
     """
 
@@ -267,7 +268,7 @@ def _inflate(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """
     decoder = IgzipDecompressor(DECOMP_ZLIB)
     while not decoder.eof:
-        # One part of the file may give several chunks, the further ones without new input.
+        # One part of the file may give several chunks: only the first takes new input.
         packed = b""
         if decoder.needs_input:
             packed = file.read(PACKED_BYTES)
@@ -377,8 +378,8 @@ class _Layout:
             if self.num_skipped >= 0:
                 start += self.num_skipped
             else:
-                # The voxels are the last bytes; those of a file that is too short are counted from
-                # the end of the header, and refused below.
+                # The voxels are the last bytes. In a file that is too short, they would begin
+                # within the header: the check below then refuses the bytes after the header.
                 start = max(start, size - self.num_bytes)
         num_stored = max(0, stop - start)
         ratio = MAX_RATIOS[self.encoding]
@@ -477,8 +478,8 @@ def lazy_volume(
         **attributes: Further attributes of the `LazyVolume`, such as `slope`.
 
     Raises:
-        UserError: If a file is missing, too short or too long, or the header asks for what no
-            program writes.
+        UserError: If a file is missing, too short or too long, or the header divides the slices
+            unevenly or skips -1 bytes before compressed voxels.
     """
     depth, height, width = grid.shape
     if depth % len(files) or (num_skipped < 0 and encoding != "raw"):
@@ -522,7 +523,7 @@ def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
     if values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype):
         return True
     limits = np.iinfo(dtype)
-    # Numbers of Python, which compares them exactly: NumPy would round the limits to float32.
+    # As numbers of Python, which are compared exactly: NumPy would round the limits to float32.
     lowest, highest = values.min().item(), values.max().item()
     if lowest < limits.min or highest > limits.max:
         return False
@@ -540,8 +541,8 @@ def _load(
         air: Replaces the voxels of an image that hold no number.
 
     Returns:
-        Values (D, H, W), and how many voxels of an image became air: NaN, infinity and numbers
-        beyond float32.
+        Values (D, H, W), and the number of voxels of an image that became air: NaN, infinity and
+        numbers beyond float32.
 
     Raises:
         UserError: If no type holds a value, the file is too short or too long, or the machine
@@ -556,14 +557,14 @@ def _load(
         # it asks for is taken.
         for _ in volume.read_chunks():
             pass
-    # Whether the array counts as one that waits, see `medseg.io.scratch`. Later steps go through
+    # An array that waits, see `medseg.io.scratch`, is read plane by plane. Later steps go through
     # axial planes: in an array of sagittal or coronal slices, each axial plane has voxels in all
     # pages, so that a temporary file would be read once for each plane.
     waits = volume.grid.is_axial
     is_image = np.float32 in dtypes  # label maps are stored in integers only
     array = new_array((num_voxels,), dtypes[0], waits=waits)
     num_read = 0
-    num_gaps = 0
+    num_replaced = 0
     for values in volume.read_chunks():
         if len(values) == 0:
             continue
@@ -571,8 +572,8 @@ def _load(
             values = values.astype(np.float64) * volume.slope + volume.intercept
         if values.dtype.kind == "f":
             if is_image:
-                values, num_chunk_gaps = _without_gaps(values, air)
-                num_gaps += num_chunk_gaps
+                values, num_in_chunk = _without_nan(values, air)
+                num_replaced += num_in_chunk
             else:
                 values = _whole_labels(values, volume)
         fitting_dtypes = [dtype for dtype in dtypes if _is_exact(values, dtype)]
@@ -588,7 +589,7 @@ def _load(
             array = wider_array
         array[num_read : num_read + len(values)] = values
         num_read += len(values)
-    return array.reshape(volume.grid.shape), num_gaps
+    return array.reshape(volume.grid.shape), num_replaced
 
 
 def _check_memory(volume: LazyVolume, dtype: type[Any]) -> None:
@@ -607,27 +608,27 @@ def _check_memory(volume: LazyVolume, dtype: type[Any]) -> None:
         )
 
 
-def _without_gaps(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
-    """Convert values of an image to float32, with air where the result is not finite.
+def _without_nan(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
+    """Convert values of an image to float32, with air where the result is NaN or infinite.
 
     Returns:
-        The values, and how many became air.
+        The values, and the number of values that became air.
     """
     values = values.astype(np.float32, copy=False)
-    gaps = ~np.isfinite(values)
-    num_gaps = int(np.count_nonzero(gaps))
-    if num_gaps:
-        values = np.where(gaps, np.float32(air), values)
-    return values, num_gaps
+    is_replaced = ~np.isfinite(values)
+    num_replaced = int(np.count_nonzero(is_replaced))
+    if num_replaced:
+        values = np.where(is_replaced, np.float32(air), values)
+    return values, num_replaced
 
 
 def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     """Round the labels of a file to the whole numbers that they stand for.
 
     A label may miss its number by the rounding of the scale in the header: the stored value 255
-    with the slope 1/255 in 32 bits gives 1.00000006. The error is proportional to the product of
-    stored value and slope and to the intercept, not to the label: where these two nearly cancel,
-    the label is small and its error is not.
+    with the slope 1/255 in 32 bits gives 1.00000006. The error grows with the product of stored
+    value and slope and with the intercept, not with the label: where these two nearly cancel, the
+    label is small and its error is not.
 
     A program that scales labels to the range of an integer type also rounds what it stores: labels
     up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its
@@ -679,17 +680,18 @@ def load_image(volume: LazyVolume, air: int = AIR_HU) -> Volume:
     Raises:
         UserError: If the file is too short or too long, or none of its voxels holds a number.
     """
-    image_hu, num_gaps = _load(volume, IMAGE_DTYPES, air)
-    if num_gaps == image_hu.size:
+    image_hu, num_replaced = _load(volume, IMAGE_DTYPES, air)
+    if num_replaced == image_hu.size:
         raise UserError(
             f"{volume.path}: expected a scan, but none of its voxels holds a number; "
             "export it again."
         )
     sentences = []
-    if num_gaps:
+    if num_replaced:
         air_text = f"air, {air} HU" if air else "0"
+        percentage = 100 * num_replaced / image_hu.size
         sentences.append(
-            f"{num_gaps} of {image_hu.size} voxels ({100 * num_gaps / image_hu.size:.2g} %) "
+            f"{num_replaced} of {image_hu.size} voxels ({percentage:.2g} %) "
             f"hold no number (NaN or infinity) and count as {air_text}"
         )
     if min(image_hu.shape) == 1:

@@ -113,7 +113,7 @@ def write_image(path: Path, image_hu: np.ndarray, grid: VoxelGrid) -> None:
 
     Raises:
         UserError: If the suffix is unknown or the folder cannot be written.
-        ValueError: If the type is another, or the shape is not that of the grid.
+        ValueError: If the array has another type, or another shape than the grid.
     """
     # All formats have these types, and `read_image` gives no others.
     if image_hu.dtype not in (np.int16, np.float32):

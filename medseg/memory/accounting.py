@@ -43,8 +43,8 @@ NORM_WEIGHTS = {
     aten.native_group_norm.default: 1,
     aten.native_layer_norm.default: 2,
 }
-# Functions of features that CUDA's autocast computes in fp32 and the CPU's in half precision: the
-# object whose attribute each is, and the name of the attribute.
+# Functions of features that CUDA's autocast computes in fp32 and the CPU's in half precision, each
+# as the module or class that has the function, and the function's name.
 FP32_ON_CUDA = (
     (F, "group_norm"),
     (F, "interpolate"),
@@ -391,7 +391,7 @@ def _forward(
 
 
 def _with_slabs_of_gpu(loss: nn.Module) -> nn.Module:
-    """Copy a loss that divides a volume as on a GPU, though the fake tensors are on a CPU."""
+    """Copy a loss with the slabs that it uses on a GPU, though the fake tensors are on a CPU."""
     loss = copy.deepcopy(loss)
     for module in loss.modules():
         if isinstance(module, DiceCrossEntropyLoss):

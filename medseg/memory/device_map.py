@@ -194,6 +194,9 @@ def _move_inputs(
     device: torch.device, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Move the arguments of a module's forward pass: a pre-hook of the module."""
+    # To the CPU, torch would return from an asynchronous copy before the values are there. Work on
+    # a GPU waits for the copies that were queued before it.
+    is_asynchronous = device.type != "cpu"
     return tree_map_only(
-        Tensor, lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
+        Tensor, lambda tensor: tensor.to(device, non_blocking=is_asynchronous), (args, kwargs)
     )

@@ -223,7 +223,7 @@ def private_bytes(pid: int) -> int:
 
 
 def bytes_beside(pid: int, child_pids: Sequence[int]) -> int:
-    """Sum the memory that child processes take beside that of the process that forked them.
+    """Sum the memory that child processes take in addition to that of their parent.
 
     A forked process shares each page of memory with its parent until one of them writes to it. So
     this is the memory of all of them together, in which a shared page counts once, less that of the

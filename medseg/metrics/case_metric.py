@@ -25,8 +25,8 @@ class CaseMetric:
         self.num_classes = num_classes
         self.is_monai = type(metric).__module__.startswith("monai.")
         self.takes_spacing = False
-        # MONAI's method that scores a batch; torchmetrics has no such method. Metrics of distances
-        # are known by its `**kwargs`, among which they take the spacing.
+        # MONAI's method that scores a batch; torchmetrics has no such method. If it has `**kwargs`,
+        # the metric is one of distances and takes the spacing among them.
         score_batch = getattr(metric, "_compute_tensor", None)
         if score_batch is not None:
             parameters = inspect.signature(score_batch).parameters.values()

@@ -341,9 +341,9 @@ def _distances_mm(
     num_elements = np.count_nonzero(elements)
     if not other_elements.any():
         return np.full(num_elements, np.inf)
-    # Than this transform, a k-d tree is several times faster for two similar organs, but many times
-    # slower where a prediction is noise or far from the reference. The transform returns indices
-    # only: its distance map would take more memory.
+    # A k-d tree would be several times faster than this transform for two similar organs, but many
+    # times slower where a prediction is noise or far from the reference. The transform returns
+    # indices only: its distance map would take more memory.
     nearest_indices = distance_transform_edt(
         ~other_elements, sampling=spacing_mm, return_distances=False, return_indices=True
     )

@@ -92,8 +92,8 @@ def make_norm(norm: str, channels: int) -> nn.Module:
     """Make a norm with scale and shift.
 
     Args:
-        norm: One of `NORMS` but `affine`, which is part of `ScaledConv3d`. Groups hold
-            `GROUP_CHANNELS` channels, or all of them where their number is no multiple of it.
+        norm: One of `NORMS` but `affine`, which is part of `ScaledConv3d`. A group norm has groups
+            of `GROUP_CHANNELS` channels, or a single group if this number does not divide them.
         channels: Channels of its input and result.
 
     Raises:
@@ -142,9 +142,9 @@ class Conv3d(nn.Conv3d):
 class ScaledConv3d(Conv3d):
     """Convolution with a factor for each output channel and a bias (`norm=affine`).
 
-    The two are what is left of a norm without its statistics. The factor multiplies the weights
-    instead of the result, so that autograd keeps no features for it. Like the scale of a norm, it
-    starts at zero at the end of a residual branch.
+    They stand for the scale and the shift of a norm, without its statistics. The factor multiplies
+    the weights instead of the result, so that autograd keeps no features for it. Like the scale of
+    a norm, it starts at zero at the end of a residual branch.
 
     Source: De and Smith, Batch normalization biases residual blocks towards the identity function
     in deep networks (2020): SkipInit.
@@ -266,7 +266,7 @@ def make_block(
             1x1x1 expand).
         channels: Channels in and out.
         norm: Name of the norm.
-        reduction: Channels of a bottleneck divided by those inside it.
+        reduction: Channels of a bottleneck block divided by the channels inside it.
         kernel: Kernel (z, y, x) in place of 3x3x3, such as 1x3x3 where z is coarse.
 
     Raises:

@@ -27,11 +27,11 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "SiLU": nn.SiLU,
 }
 PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-# Without its requirements: the U-Nets need torch alone, and pip might install a torchvision for
-# another torch than that of this machine.
+# Without the requirements of the package: its U-Nets need torch alone, and pip might install a
+# torchvision for another torch than that of this machine.
 INSTALL = "pip install --no-deps dynamic_network_architectures"
-# Attributes of a unit that are second names of its layers: it calls them through the chain
-# `all_modules`.
+# Attributes of a unit that are second names of its layers. The unit calls its layers through the
+# chain `all_modules`.
 NAMED_TWICE = ("conv", "norm", "dropout", "nonlin")
 
 
@@ -119,7 +119,7 @@ class PlanUNet(nn.Module):
         transpose: Axis of the image that becomes axis 0, 1 and 2 of the network.
         flips: Whether the network sees the axes z, y and x of the image reversed.
         scale: Factor of each channel; channels beyond the end of the list stay as they are.
-        shift: Added to each channel after that.
+        shift: Added to each channel after the scaling.
         deep_supervision: Whether the logits of all levels are returned in training, as nnU-Net
             trains.
 

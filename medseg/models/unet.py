@@ -215,7 +215,7 @@ class UNet(nn.Module):
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
             norm: `instance`, `group`, `batch`; or `channel` or `affine`, which have no statistics
                 over the field of view.
-            reduction: Channels of a bottleneck divided by those inside it.
+            reduction: Channels of a bottleneck block divided by the channels inside it.
             max_width: Largest number of channels of a level.
             strides: Strides 1 or 2 of z, y and x, of a stem that halves and of each downsampling,
                 see `level_strides`; None = 2 everywhere.

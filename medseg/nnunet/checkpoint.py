@@ -106,5 +106,5 @@ def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
 
 def _is_axis(value: Any) -> bool:
     """Whether a value of a checkpoint is the number of a spatial axis."""
-    # The type comes first: a tensor cannot be compared so.
+    # The type comes first: a tensor of several values cannot be compared with a number.
     return isinstance(value, (int, np.integer)) and value in (0, 1, 2)

@@ -41,7 +41,11 @@ PROBABILITY_PLANES = 3
 
 @dataclass(frozen=True)
 class NnunetEnsemble(CombinedModel):
-    """Models of nnU-Net for one task whose probabilities are averaged."""
+    """Models of nnU-Net for one task whose probabilities are averaged.
+
+    Attributes:
+        parts: The members, at least one.
+    """
 
     parts: tuple[NnunetModel, ...]
 

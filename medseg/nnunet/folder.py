@@ -62,7 +62,7 @@ def open_model_folder(
     """Find and read the plan and the checkpoints of a model folder.
 
     Args:
-        path: A model folder, a folder above it, or a zip file of such.
+        path: A model folder, a folder above it, or a zip file of either.
         folds: Names of the folds to use; None = all that have a checkpoint, without `all` if there
             are others.
         key: The key that gave the path, for messages.
@@ -91,7 +91,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def open_fold(path: Path, key: str) -> ModelFolder:
-    """Open a model folder with the checkpoint of one fold, by which a training begins.
+    """Open a model folder with the checkpoint of one fold, from which a training starts.
 
     It is the fold that the path names, else the first one.
 
@@ -183,7 +183,7 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _pick_folder(top: Path, path: Path, key: str) -> Path:
-    """Choose the only model folder whose configuration is supported.
+    """Choose the only model folder; of several, the only one with a name of `SUPPORTED`.
 
     Args:
         top: Folder to search: `path`, or the temporary folder of a zip file.
@@ -207,8 +207,8 @@ def _pick_folder(top: Path, path: Path, key: str) -> Path:
             "give the folder that holds it"
         )
     supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
-    # If none has a usual name, any is taken: the user may have named the configuration, and
-    # `_read_plan` refuses the others with the reason.
+    # Without a usual name all are candidates: the user may have named the configuration, and
+    # `_read_plan` refuses a folder with another reason.
     candidates = _without_first_stages(supported or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])

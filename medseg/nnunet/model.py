@@ -158,8 +158,8 @@ class NnunetModel:
     previous: NnunetModel | None = None
     watch: PassWatch = field(default_factory=PassWatch, compare=False)
 
-    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Values are kept, that is,
-    # padding is not replaced by air, because nnU-Net does not replace it in training.
+    # Properties of all models, see `medseg.inference.scan_model.ScanModel`. Padding of a scan stays
+    # as it is, because nnU-Net does not replace it by air in training.
     keeps_values = True
     has_views = False
     backend_bytes = 0
@@ -407,7 +407,7 @@ class NnunetModel:
     def _keeps_planes(self, grid: VoxelGrid) -> bool:
         """Whether the planes of the network are slices of the stored scan.
 
-        If they are not, each plane of labels touches all pages of their array.
+        If they are not, each plane of labels touches all memory pages of the label map.
         """
         stored_axes = self._reorientation_of(grid).orientation.order
         first_axis = self.plan.transpose[0]
@@ -581,7 +581,8 @@ class NnunetModel:
         """Yield planes of logits (K, H, W) of one fold, without the padding."""
         checkpoint = read_checkpoint(fold.path, f"weights={self.folder.path}")
         self.network.load_state_dict(checkpoint.weights)
-        # The network has a copy; a generator would keep the weights until its last plane.
+        # The network has copied the weights. Without this line the generator would keep them until
+        # its last plane.
         del checkpoint
         planes = finished_planes(
             self._run,
@@ -651,8 +652,8 @@ class NnunetModel:
     def _side_warnings(self, grid: VoxelGrid) -> list[str]:
         """Warn if left and right labels depend on how the scan happens to be stored.
 
-        Only a network that sees the stored array depends on it, and a scan that is stored as usual
-        for a CT, in LPS, needs no warning.
+        Only a network that sees the stored array depends on the storage. A scan that is stored in
+        LPS, as usual for a CT, needs no warning.
         """
         is_lps = orientation_of(grid) == Orientation((0, 1, 2), (False, False, False))
         if self.orientation != Seen.stored or is_lps or not self.task.has_sides:

@@ -16,7 +16,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.volume import MIN_SPACING_MM
 from medseg.wording import first_few
 
-# Names of the configurations of nnU-Net.
+# nnU-Net's own names of configurations. Users may define others, which can be read too.
 SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
 
 # Limits far above those of any plan of nnU-Net, so that a hostile plan cannot keep the program
@@ -114,7 +114,7 @@ class LabelPlan:
         region_values: If the heads are regions, the value in the result of each region; where
             regions overlap, the later head wins. None if the heads are classes.
         num_heads: Heads of the network.
-        values: Values of the label maps of the training, without the background, in rising order.
+        values: Values in the label maps of the training, without the background, in rising order.
     """
 
     names: dict[str, int]
@@ -178,10 +178,9 @@ class NnunetPlan:
         return () if self.previous_stage is None else self.labels.values
 
     def for_scan(self, spacing_mm: tuple[float, float, float]) -> NnunetPlan:
-        """Return the plan for a scan of a spacing, transposed.
+        """Return the plan for a scan of a given spacing, transposed.
 
-        It differs for a 2D network, which keeps the planes of the scan: along the first axis
-        nothing is resampled.
+        Only the plan of a 2D network differs: along the first axis nothing is resampled.
         """
         if not self.is_2d:
             return self
@@ -556,6 +555,7 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     if not isinstance(level_strides, list) or len(level_strides) != num_levels:
         raise PlanError(f"strides: expected a list of {num_levels}, one for each level")
     num_axes = len(patch_size)
+    # Product of the strides of all levels, along each axis.
     divisor = []
     for axis in range(num_axes):
         axis_strides = [_stride(stride, axis, num_axes) for stride in level_strides]
@@ -700,7 +700,10 @@ def _number(value: Any, name: str, low: float, high: float) -> float:
 
 
 def _flag(value: Any, name: str) -> bool | None:
-    """Return a value that must be true, false or null; as in nnU-Net, 1 and 0 are the first two."""
+    """Return a value that must be true, false or null.
+
+    As in nnU-Net, 1 and 0 count as true and false.
+    """
     if value is None:
         return None
     # `in` compares by `==`, so that 1 and 0 are found too.

@@ -42,7 +42,7 @@ def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: Spacin
     is no such axis.
 
     Args:
-        separate_z: `force_separate_z` of the plan.
+        separate_z: `force_separate_z` of the plan; None = only if source or target is anisotropic.
         current_mm: Spacing of the source.
         new_mm: Spacing of the target.
     """
@@ -82,11 +82,11 @@ class SamePlanes:
 class TorchPlanes:
     """Planes of torch's linear interpolation in float32; see `Planes`.
 
-    They have the bits of one call of torch on the whole volume. Torch interpolates along x, then y,
+    Their bits are those of a call of torch on the whole volume. Torch interpolates along x, then y,
     then z. For x and y, a call on the two source planes goes through the same kernel; for z this
-    class computes what torch's fused multiply-add does. Slices across a separate axis are
-    two-dimensional images to torch, which takes another kernel for results with H + W <= 128: there
-    the last bit of a value may differ.
+    class computes what torch's fused multiply-add does. Slices across a separate axis are passed to
+    torch as two-dimensional images by nnU-Net. If H + W <= 128, torch has another kernel for these,
+    and the last bit of a value may differ.
 
     Args:
         source: Shape of the volume.
@@ -133,7 +133,7 @@ class TorchPlanes:
         first, second = interpolated
         weight = self._weight[number]
         # A fused multiply-add: the product with `second` is rounded to float32, that with `first`
-        # is exact in float64, and their sum is rounded once, but for rare ties.
+        # is exact in float64, and their sum is rounded once, except in rare ties.
         second_term = (second * float(weight)).double()
         first_term = first.double().mul_(float(np.float32(1.0) - weight))
         between = second_term.add_(first_term).float()

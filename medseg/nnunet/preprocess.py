@@ -79,10 +79,10 @@ def prepare(
     """
     transposed = [image.transpose(plan.transpose) for image in images]
     z, y, x = plan.transpose
-    spacing = spacing_mm[z], spacing_mm[y], spacing_mm[x]
-    plan = plan.for_scan(spacing)
+    transposed_mm = spacing_mm[z], spacing_mm[y], spacing_mm[x]
+    plan = plan.for_scan(transposed_mm)
     box = nonzero_box(transposed)
-    shape = resampled_shape(box.shape, spacing, plan)
+    shape = resampled_shape(box.shape, transposed_mm, plan)
     # A scan smaller than a patch lies in the middle of one.
     padded_shape = [max(size, tile) for size, tile in zip(shape, plan.patch_size, strict=True)]
     padding = [(padded - size) // 2 for padded, size in zip(padded_shape, shape, strict=True)]
@@ -109,13 +109,13 @@ def prepare(
     for number, channel in enumerate(plan.channels):
         normalised = _normalised_planes(transposed[number], box, channel, mask)
         target = image[number, planes, rows, columns]
-        _resample(normalised, target, box.shape, spacing, plan)
+        _resample(normalised, target, box.shape, transposed_mm, plan)
     if labels is not None:
         assert plan.labels_resampling is not None, "the plan of a cascade has one"
         target = image[-1, planes, rows, columns]
-        resample_previous(labels, target, plan.labels_resampling, spacing, plan.spacing_mm)
+        resample_previous(labels, target, plan.labels_resampling, transposed_mm, plan.spacing_mm)
     z_padding, y_padding, x_padding = padding
-    return Prepared(image, (z_padding, y_padding, x_padding), shape, box, spacing)
+    return Prepared(image, (z_padding, y_padding, x_padding), shape, box, transposed_mm)
 
 
 def filtered_image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -> list[int]:
@@ -171,7 +171,7 @@ def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
-    """Find the box of the voxels that are not zero in at least one channel; if none is, all."""
+    """Find the box of the voxels that are not zero in some channel; of a scan of zeros, all."""
 
     def nonzero_masks() -> Iterator[np.ndarray]:
         """Yield a mask (H, W) of these voxels for each plane."""
@@ -363,8 +363,9 @@ class _Limits:
             low = np.array([plane.min() for plane in source])
             high = np.array([plane.max() for plane in source])
         else:
-            # A slice across axis 1 or 2 has one line in each plane. Axis 1 of the volume is axis 0
-            # of a plane, whose lines are then reduced along its axis 1, and the other way round.
+            # A slice across axis 1 or 2 of the volume has one line in each plane. Axis 1 is axis 0
+            # of a plane, so the line runs along its axis 1; axis 2 is axis 1 of a plane, so the
+            # line runs along its axis 0.
             reduced_axis = 2 - self._separate
             low = np.min([plane.min(axis=reduced_axis) for plane in source], axis=0)
             high = np.max([plane.max(axis=reduced_axis) for plane in source], axis=0)

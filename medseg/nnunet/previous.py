@@ -20,7 +20,7 @@ from medseg.nnunet.plan import NONE, PlanError, ResamplingPlan
 from medseg.nnunet.planes import SpacingMm, orders_of
 from medseg.nnunet.spline import SplinePlanes
 
-# Background beyond the non-zero voxels of the scan, a label of its own while it is resampled.
+# Label of the background outside of the non-zero voxels of the scan; used during resampling only.
 BEYOND = -1
 
 
@@ -81,7 +81,7 @@ def _winners(
     Returns:
         Labels (H', W').
     """
-    best: Tensor | None = None
+    best_score: Tensor | None = None
     winner = torch.full_like(nearest_label, values[0])
     # Whether the nearest label has the largest score so far, alone or with others.
     is_nearest_best = nearest_label == values[0]
@@ -89,15 +89,15 @@ def _winners(
         score = planes.resample(number, [(source == value).double() for source in sources])
         # Sums of weights may exceed 1 by their rounding, and scores are compared exactly.
         score.clamp_(0.0, 1.0)
-        if best is None:
-            best = score
+        if best_score is None:
+            best_score = score
             continue
-        is_better = score > best
+        is_better = score > best_score
         winner.masked_fill_(is_better, value)
         is_nearest = nearest_label == value
-        is_nearest_equal = is_nearest & (score == best)
+        is_nearest_equal = is_nearest & (score == best_score)
         is_nearest_best = torch.where(is_better, is_nearest, is_nearest_best | is_nearest_equal)
-        torch.maximum(best, score, out=best)
+        torch.maximum(best_score, score, out=best_score)
     return torch.where(is_nearest_best, nearest_label, winner)
 
 

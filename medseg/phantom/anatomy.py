@@ -114,7 +114,8 @@ VESSELS = (
     # Inferior vena cava.
     Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
 )
-# Distance to a surface of pleural fluid that is nowhere near: larger than the width of any blend.
+# Distance to the surface of pleural fluid if there is no fluid (positive) or nothing but fluid
+# (negative): larger than the width of any blend.
 FAR_MM = 30.0
 
 

@@ -21,8 +21,8 @@ from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.worker_process import Worker, WorkerDiedError
 
-VERSION = 5
-"""Format of the data set. Raise it whenever equal specs give other voxels than before: then all
+VERSION = 6
+"""Version of the generator. Raise it whenever equal specs give other voxels than before: then all
 cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
@@ -118,7 +118,7 @@ def _write_cases(
 def _call_idle_worker(
     idle_workers: SimpleQueue[Worker], folder: Path, spec: Spec
 ) -> dict[str, bool]:
-    """Write one case in an idle worker; there are as many workers as threads."""
+    """Write one case in an idle worker; one is idle, since there are as many workers as threads."""
     worker = idle_workers.get()
     try:
         return worker.call(write_case, folder, spec)

@@ -14,8 +14,7 @@ from medseg.phantom.shapes import Field, Points
 from medseg.phantom.spec import VIEWS, PhantomSpec
 from medseg.phantom.tissue import draw_noise, draw_planes
 
-# Pieces of a lung that are smaller than this are removed: the voxel grid cuts them off its thin
-# edges.
+# Smaller pieces of a lung are removed: at its thin edges, some voxels are separated from the rest.
 _MIN_PIECE_ML = 1.0
 # Number of points that are drawn at a time: few enough for the processor's cache.
 _NUM_POINTS = 200_000
@@ -87,7 +86,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
         is_outside = _is_outside_circle(spec.matrix)
         for array, value in ((image, spec.padding_hu), (labels, 0), (organs, 0)):
             array[:, is_outside] = value
-    # This follows the padding, which may cut a lung into pieces.
+    # After the padding, which may cut a lung into pieces.
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
     # Both maps have the same values for the lungs. A voxel of a lung and of another organ becomes
     # the lung's.
@@ -201,7 +200,7 @@ def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
         piece_numbers, _ = ndimage.label(labels_in_window == value)
         # Voxels by number of the piece; number 0 is the background.
         sizes = np.bincount(piece_numbers.ravel())
-        is_crumb = sizes * voxel_mm3 < 1000 * _MIN_PIECE_ML
+        is_small = sizes * voxel_mm3 < 1000 * _MIN_PIECE_ML
         largest = int(np.argmax(sizes[1:])) + 1
-        is_crumb[[0, largest]] = False
-        labels_in_window[is_crumb[piece_numbers]] = 0
+        is_small[[0, largest]] = False
+        labels_in_window[is_small[piece_numbers]] = 0

@@ -6,7 +6,7 @@ learn them; size, position and surface vary from case to case.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,8 +34,8 @@ _SHARED_INDEX = 2**32 - 1
 # Half axes of a mean body, as a share of those of the scan: the middle of the range in
 # `make_scene`.
 MEAN_BODY_SHARE = 0.83
-# Factor by which the volume of an ellipsoid stays away from the ends of its plausible range, since
-# the uneven surface of the organ changes the volume.
+# The volume of an ellipsoid differs at least by this factor from the ends of its plausible range,
+# since the uneven surface of the organ changes the volume.
 MARGIN = 1.3
 # Number of random points that are compared for the centre of an organ.
 _NUM_CANDIDATES = 2000
@@ -79,7 +79,8 @@ class Organ(NamedTuple):
         sign: -1 mirrors the centre from left to right, 1 leaves it.
         centre_xyz: Centre before it is mirrored.
         radii_xyz: Half axes.
-        contrast: Difference from the body in each channel, -1 to 1; at least 0.2 away from 0.
+        contrast: Difference from the body in each channel, -1 to 1. It is at least 0.2 away from 0,
+            except in the region of ignored voxels, where it is 0.
         volume_ml: Its smallest and largest plausible volume.
     """
 
@@ -118,7 +119,7 @@ def make_scene(
     body_radii_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
     body_centre_xyz_mm = 0.05 * body_radii_xyz_mm * rng.uniform(-1, 1, 3)
     body = Body(body_centre_xyz_mm, body_radii_xyz_mm)
-    # World point of that origin: a scanner may have its own anywhere.
+    # World position of that origin, which differs from scanner to scanner.
     world_origin_xyz_mm = rng.uniform(-60, 60, 3)
     organs = []
     for organ in place_organs(spec):
@@ -197,13 +198,14 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
     # The unit is arbitrary, so that it differs from scan to scan.
     unit = np.exp(rng.normal(np.log(300), 0.5))
     bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), grain_mm=160).at(points))
-    # The scanner gives the magnitude of a complex signal with noise in both parts.
+    # The scanner gives the magnitude of a complex signal: the tissue's signal, exp(0.9 contrast)
+    # times the bias field, lies in the real part, and both parts have noise.
     real, imaginary = 0.05 * rng.standard_normal((2, *points.shape))
     return np.asarray(unit * np.hypot(np.exp(0.9 * contrast) * bias * inside + real, imaginary))
 
 
 def _plausible_factor(organ: Organ, radii_mm: Array) -> float:
-    """Find by what to multiply the half axes of an organ to make its volume plausible."""
+    """Compute the factor of the half axes of an organ that makes its volume plausible."""
     volume_ml = _ellipsoid_ml(radii_mm)
     lowest_ml, highest_ml = organ.volume_ml
     margin = MARGIN
@@ -230,19 +232,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         One organ per label, in the order of the labels; they do not overlap.
     """
     rng = CaseSeed(spec.seed, _SHARED_INDEX).rng("layout")
-    # Name of the organ of each label, and side of each label that has one.
-    name_of: dict[str, str] = {}
-    sides: dict[str, str] = {}
-    for label in spec.labels:
-        words = words_of(label)
-        label_sides = [side for side in SIGNS if side in words]
-        name_of[label] = label
-        if label_sides:
-            sides[label] = label_sides[-1]
-            other_words = [word for word in words if word not in SIGNS]
-            # A label without a side has another name, since its words are neither left nor right.
-            name_of[label] = "_".join(["left", "right", *other_words])
-    sides |= spec.sides
+    name_of, named_sides = _organs_and_sides(spec.labels)
+    sides = {**named_sides, **spec.sides}
     names_with_side = {name_of[label] for label in sides}
     # Each name once, in the order of the labels.
     organ_names = list(dict.fromkeys(name_of.values()))
@@ -252,9 +243,9 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
     contrast_of = dict(zip(organ_names, contrasts, strict=True))
-    # Largest radius, in half axes of the body. Organs of this radius fill the same share of the
-    # body whatever their number.
-    largest = 0.6 * len(spec.labels) ** (-1 / 3)
+    # Usual upper limit of a radius, in half axes of the body. Organs of this radius fill the same
+    # share of the body whatever their number.
+    usual_radius = 0.6 * len(spec.labels) ** (-1 / 3)
     shape, spacing_mm = SCENE_DETAILS[spec.detail]
     body_ml = _ellipsoid_ml(MEAN_BODY_SHARE * 0.5 * np.array(shape) * spacing_mm)
     lowest_ml = dict.fromkeys(organ_names, 0.0)
@@ -265,24 +256,46 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
         centre, room = _find_room(rng, list(organs.values()), name in names_with_side)
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
         # the organ and the body.
-        needed = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
-        # As large as any organ may be, or as this one must be if that is more, but with a gap to
-        # its neighbours.
-        radius = min(max(largest, needed), 0.9 * room)
+        least_radius = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
+        # Above the usual limit only if the volume demands it, and always with a gap to the
+        # neighbours.
+        radius = min(max(usual_radius, least_radius), 0.9 * room)
         radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
-        # The value 0 stands until the labels of the organ are known, below.
+        # The value is set below, for each label of the organ.
         organs[name] = Organ(
             value=0, sign=sign, centre_xyz=centre, radii_xyz=radii, contrast=contrast_of[name]
         )
     placed_organs = []
     for label, value in spec.labels.items():
         organ = organs[name_of[label]]
-        # A label of no side keeps the random one.
+        # A label without a side keeps the random sign of its organ.
         sign = SIGNS[sides[label]] if label in sides else organ.sign
         volume_ml = spec.volume_ml.get(label, organ.volume_ml)
         placed_organs.append(organ._replace(value=value, sign=sign, volume_ml=volume_ml))
     return placed_organs
+
+
+def _organs_and_sides(labels: Iterable[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Read from the names of labels which of them are mirror images, and their sides.
+
+    Returns:
+        Label to the name of its organ, which mirror images share; and label to `left` or `right`,
+        for labels with one of these words in their names.
+    """
+    name_of = {}
+    sides = {}
+    for label in labels:
+        words = words_of(label)
+        label_sides = [side for side in SIGNS if side in words]
+        if not label_sides:
+            name_of[label] = label
+            continue
+        sides[label] = label_sides[-1]
+        other_words = [word for word in words if word not in SIGNS]
+        # With both sides in the name, it differs from that of each label without a side.
+        name_of[label] = "_".join(["left", "right", *other_words])
+    return name_of, sides
 
 
 def _find_room(

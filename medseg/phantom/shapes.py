@@ -145,7 +145,7 @@ def tube(
 def union(first: Field, second: Field, blend_mm: float) -> Field:
     """Unite two bodies with a fillet of about `blend_mm` where they meet."""
     # Polynomial smooth minimum: where the two distances differ by less than `blend_mm`, the result
-    # is below both, by at most a quarter of it.
+    # is below both, by at most a quarter of `blend_mm`.
     closeness = np.maximum(blend_mm - np.abs(first - second), 0)
     return np.minimum(first, second) - closeness * closeness * (0.25 / blend_mm)
 

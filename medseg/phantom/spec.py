@@ -143,13 +143,13 @@ class PhantomSpec(CaseSeed):
         blur_mm: Standard deviation of the in-plane blur.
         noise_hu: Standard deviation of the noise in the middle of the chest; 0 switches noise off.
         contrast_hu: What contrast agent adds to the 41 HU of blood.
-        is_female: Smaller, with less muscle and with breasts.
+        is_female: Whether the patient is female: smaller, with less muscle and with breasts.
         fat_mm: Typical thickness of the fat under the skin.
         breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm and density of the
             lungs.
         arms: `up`, `down` or `none` (outside the field of view).
-        is_prone: Whether the patient lies on the front: gravity and gas are reversed, the table is
-            in front.
+        is_prone: Whether the patient lies on the front: fluid sinks to the front, gas rises to the
+            back, and the table is in front.
         flips: Storage axes (z, y, x) that run against LPS.
         missing_lung: `left`, `right` or None; its space is filled with fluid and the shifted
             mediastinum.

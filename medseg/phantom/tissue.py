@@ -132,6 +132,7 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     x, y, z = points
     half_x, half_y, centre_y = by_level(TRUNK, z)
     trunk = ellipse(x, y - centre_y, half_x * patient.width, half_y * (0.5 + 0.5 * patient.depth))
+    # The trunk by `TRUNK` or, where it reaches farther, the rib cage with ribs and muscle.
     muscle = union(trunk, cage - (11 + 0.4 * patient.muscle_mm), 14)
 
     # A number that is whole on the axis of each rib. Ribs fall by 75 mm, about three vertebrae,
@@ -140,9 +141,12 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     # Twelve ribs, from -7 to 4.
     nearest_rib = np.clip(np.round(rib_number), -7, 4)
     from_rib_mm = np.abs(rib_number - nearest_rib) * VERTEBRA_MM
+    # In front of y = 85 mm, where they meet the spine.
     ribs = within(np.abs(cage - 6.5) - 3.3, from_rib_mm - 5.5, y - 85)
+    # Within 18 mm of the middle, in front of y = -30 mm, from z = -95 to 50 mm.
     sternum = within(np.abs(cage - 9) - 5, np.abs(x) - 18, y + 30, z - 50, -95 - z)
     bones = [body["bone"], ribs, sternum]
+    # Ends of bones and arms, (x, y, z); `side` is the sign of x.
     for side in SIDES:
         shoulder = (side * 158.0 * patient.width, 24, 90)
         collarbone = tube(points, [(side * 20, -62, 56), shoulder], (7, 6))

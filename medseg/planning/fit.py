@@ -89,7 +89,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
         return EXIT_FAILED
     candidate, option, run_estimate = choice
     options = with_choice(options, option)
-    print_front(options, option, config)
+    print_front(options, option, config, changes)
     print_reasons(candidate, option, candidates)
     print_room(candidate, option, run_estimate, shape, budget)
     keep_plan(candidate, option)
@@ -103,7 +103,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     )
     line = choose_line(option, changes)
     if config.output is not None:
-        facts = _facts(line, option, run_estimate, options)
+        facts = _facts(line, option, run_estimate, options, changes)
         replace_text(Path(config.output), json.dumps(facts, indent=1))
     print(f"choose: {line}", flush=True)
     return 0
@@ -146,7 +146,11 @@ def _no_fit_message(config: PlanConfig, smallest: Option) -> str:
 
 
 def _facts(
-    line: str, choice: Option, run_estimate: Estimate, options: Sequence[Option]
+    line: str,
+    choice: Option,
+    run_estimate: Estimate,
+    options: Sequence[Option],
+    changes: dict[str, Any],
 ) -> dict[str, Any]:
     """Collect the content of the output file: the choice with its counted peaks, and the front.
 
@@ -155,13 +159,14 @@ def _facts(
         choice: The chosen switches.
         run_estimate: Estimate of a run with them.
         options: The front.
+        changes: See `Search`.
     """
     rows = []
     for option in options:
         row = {
             "peak_mib": round(option.peak / MIB, 2),
             "seconds": round(option.seconds, 4),
-            "arguments": choose_line(option, {}),
+            "arguments": choose_line(option, changes),
         }
         rows.append(row)
     return {
@@ -266,18 +271,24 @@ def shown_rows(options: Sequence[Option], choice: Option | None) -> list[Option]
     return rows
 
 
-def print_front(options: Sequence[Option], choice: Option | None, config: PlanConfig) -> None:
+def print_front(
+    options: Sequence[Option],
+    choice: Option | None,
+    config: PlanConfig,
+    changes: dict[str, Any] | None = None,
+) -> None:
     """Print the Pareto front of peak and seconds; draw it beside the output file.
 
     Args:
         options: The sets, the fastest first.
         choice: The chosen one among them, which is marked; None if nothing fits.
         config: Names the output file.
+        changes: See `Search`; None = none.
     """
     print(f"{'Pareto front of peak and seconds':52s}{'MiB':>10s}{'s/step':>10s}")
     for option in shown_rows(options, choice):
         mark = "chosen" if option is choice else ""
-        line = choose_line(option, {})
+        line = choose_line(option, changes or {})
         print(f"{mark:52s}{option.peak / MIB:10.1f}{option.seconds:10.3f}  {line}", flush=True)
     if config.output is None:
         return

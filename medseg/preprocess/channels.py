@@ -24,7 +24,7 @@ from medseg.preprocess.orient import orient, orientation_of
 from medseg.preprocess.resample import resample_image
 from medseg.preprocess.scale import AS_STORED, HuScale
 
-# A channel that leaves more than this share of the first one's voxels uncovered gets a warning.
+# A channel that leaves more than this share of the first channel's voxels uncovered gets a warning.
 MAX_UNCOVERED_SHARE = 0.01
 
 
@@ -33,8 +33,8 @@ def resample_to(
 ) -> np.ndarray:
     """Resample an image to any grid.
 
-    Where the grids are rotated to each other, it is antialiased along its own axes, then
-    interpolated linearly.
+    Where the grids are rotated to each other, the image is first antialiased along its own axes,
+    then interpolated linearly.
 
     Args:
         image: Image (D, H, W) on `source`.
@@ -48,7 +48,7 @@ def resample_to(
     if source.is_close(target):
         return image
     image, source, _ = orient(image, source)
-    # The target is oriented like the image; `back` leads from there to its own axes.
+    # The image is resampled to the target in LPS order; `back.from_lps` restores the target's axes.
     back = orientation_of(target)
     oriented_target = target.reoriented(back.order, back.flips)
     if np.allclose(source.direction, oriented_target.direction, rtol=0, atol=DIRECTION_TOLERANCE):
@@ -84,7 +84,7 @@ def place_channel(
     message_start: str = "",
     first_name: str = "image",
 ) -> tuple[np.ndarray, list[Finding]]:
-    """Resample a channel to the grid of the first one.
+    """Resample a channel to the grid of the first channel.
 
     Args:
         image: Image (D, H, W) on `source`, without NaN.
@@ -138,13 +138,15 @@ def read_channels(
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         files: DICOM files of the first channel, as for `read_image`.
-        scales: HU scale of each channel. Channels beyond the end of the list are as stored.
+        scales: HU scale of each channel. If the list is shorter, the other channels keep their
+            stored values.
         modalities: Modality of each channel, `ct`, `mr` or `other`; a DICOM series of another
-            modality is refused. Channels beyond the end of the list are `ct`.
+            modality is refused. If the list is shorter, the other channels are `ct`.
 
     Returns:
         Channels (C, D, H, W) in the storage order of the first, and the first channel as a volume
-        with the findings on all. A single channel keeps its type; several are float32.
+        with the findings about all channels. A single channel keeps its type; several channels are
+        float32.
 
     Raises:
         UserError: If a channel is missing, cannot be read, or lies outside the field of view of the
@@ -158,7 +160,7 @@ def read_channels(
     scales = [*scales, *[AS_STORED] * num_unscaled]
     num_without_modality = len(paths) - len(modalities)
     modalities = [*modalities, *["ct"] * num_without_modality]
-    # How many volumes the file has to hold: one for each channel that names it.
+    # Number of volumes that the first file must hold: one for each channel that names it.
     num_volumes = channel_paths.count(channel_paths[0])
     first_volume = read_image(
         channel_paths[0],
@@ -176,7 +178,8 @@ def read_channels(
     for number in range(1, len(paths)):
         name = names[number]
         path = channel_paths[number]
-        # Number of the volume in a 4D file: earlier channels of this path take those before it.
+        # Index of the volume in a 4D file: earlier channels of this path take the volumes before
+        # it.
         volume_index = channel_paths[:number].count(path)
         num_volumes = channel_paths.count(path)
         volume = read_image(

@@ -26,8 +26,8 @@ def body_box(
 ) -> VoxelBox:
     """Find the box of the body, with a margin of `BODY_MARGIN_MM`.
 
-    It holds all voxels of a CT denser than air, which include table and clothes, and all nonzero
-    voxels of another modality.
+    The body of a CT is all voxels denser than air, table and clothes included; the body in another
+    modality is all voxels that are not 0.
 
     A field of view of 700 mm around a chest of 400 mm is two thirds air, which costs memory and
     shifts the statistics of the network's norms.
@@ -38,7 +38,7 @@ def body_box(
         modality: `ct` or another one.
 
     Returns:
-        Box inside the volume; the whole volume if nothing is denser than air.
+        Box inside the volume; the whole volume if there is no such voxel.
     """
     depth, height, width = image.shape
     full = VoxelBox.full((depth, height, width))
@@ -68,8 +68,8 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     depth = array.shape[0]
     z, y, x = box.start
     z_stop, y_stop, x_stop = box.stop
-    # Slices of the volume to read: those in the box. If the box has none, the nearest one: the
-    # first slice for a box that ends before the volume, the last for one that begins behind it.
+    # Slices of the volume to read: the slices in the box. If the box has none, the nearest slice:
+    # the first for a box that ends before the volume, the last for a box that begins behind it.
     first_read = min(max(z, 0), depth - 1)
     stop_read = max(min(z_stop, depth), first_read + 1)
     inner = VoxelBox((first_read, y, x), (stop_read, y_stop, x_stop)).clipped(array.shape)
@@ -77,9 +77,9 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         return crop
     _, rows, columns = inner.shifted((0, -y, -x)).slices()
     planes = array[inner.slices()]
-    # The place of these planes in the crop. A nearest slice outside the box comes to the end of the
-    # crop on its side: to the first slice if the volume ends before the box (`first_read - z` is
-    # negative), to the last if the volume begins behind it.
+    # First index of these planes in the crop. If the box has no slice of the volume, the nearest
+    # slice goes to the end of the crop on its side: to index 0 if the volume ends before the box
+    # (`first_read - z` is negative), to the last index if the volume begins behind the box.
     last_in_crop = box.shape[0] - 1
     crop_start = min(max(first_read - z, 0), last_in_crop)
     crop_stop = crop_start + len(planes)
@@ -94,8 +94,8 @@ def view_or_resample(
 ) -> Tensor:
     """Take a crop out of a volume (D, H, W) that lies on `grid`.
 
-    It is a view if the crop is on the volume's grid and inside, else a resampled copy, see
-    `resample_image`.
+    The result is a view if the crop is on the volume's grid and inside it, else a resampled copy,
+    see `resample_image`.
     """
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
@@ -143,15 +143,15 @@ def resample_crop(
             slices_go_on=True,
             limits=limits,
         )
-    # Only the part of the lattice that the second filter reads is made: the crop, and on each side
-    # the filter's reach. That is `scale` lattice voxels for a triangle, where the crop is coarser
-    # (scale > 1), and at most 2 for every other filter.
+    # The first step makes only the part of the lattice that the second step reads: the crop, and on
+    # each side the reach of the filter. The reach is `scale` lattice voxels for the widened
+    # triangle of a coarser crop (scale > 1), and at most 2 for every other filter.
     reach = [math.ceil(max(2.0, scale)) for scale, _ in crop.lattice.axis_map_to(lattice)]
     covered_box = lattice.box_from(crop.lattice, crop.box)
     read_box = covered_box.expanded(reach).clipped(lattice.shape)
     part_grid = lattice.crop(read_box)
-    # As in training: the cached values are clipped, so the first step clips; the cache ends with
-    # the scan, so the second step repeats the slices.
+    # As in training: the cache holds clipped values, so the first step clips; the cache ends where
+    # the scan ends, so the second step repeats the end slices.
     part = resample_image(image, source, part_grid, outside, resampling=resampling, limits=limits)
     return resample_image(
         part, part_grid, crop.grid, outside, resampling=resampling, slices_go_on=True
@@ -172,7 +172,7 @@ def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
 
 
 def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
-    """Do as `erase_outside` in place, without a second crop in memory; return the image."""
+    """Do the same as `erase_outside`, but in place, without a copy; return the image."""
     if crop.content is None or crop.content.contains(crop.box):
         return image
     z, y, x = _content_slices(crop, crop.content)
@@ -188,7 +188,7 @@ def erase_outside_(image: Tensor, crop: Crop, outside: float) -> Tensor:
 
 
 def _content_slices(crop: Crop, content: VoxelBox) -> tuple[slice, slice, slice]:
-    """Give the content of a crop as slices of its image, whose first voxel is 0."""
+    """Convert the content box of a crop to slices of the crop's image."""
     z, y, x = crop.box.start
     content_in_crop = content.intersect(crop.box)
     return content_in_crop.shifted((-z, -y, -x)).slices()
@@ -212,8 +212,8 @@ def probability_channel(
         Channel (D, H, W), float32: the probability of the region, from -1 (probability 0) to 1. It
         is -1 beyond the grid in plane and beyond the content of the crop.
     """
-    # The large copies of the labels' probabilities have no name, so that they are freed before the
-    # resampling.
+    # One expression: the temporary copies are bound to no name, so that their memory is freed
+    # before the resampling.
     region_probs = torch.as_tensor(probs[list(values)]).to(torch.float32).sum(0)
     crop_probs = resample_image(region_probs, grid, crop.grid, outside=0.0, slices_go_on=True)
     return erase_outside_(crop_probs, crop, outside=0.0).mul_(2.0).sub_(1.0)
@@ -232,6 +232,6 @@ def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
     padded[..., :depth, :height, :width] = image
     padded[..., :depth, height:, :] = outside
     padded[..., :depth, :height, width:] = outside
-    # Last, so that the repeated slice has its padding.
+    # Last, so that the repeated slice includes its own padding.
     padded[..., depth:, :, :] = padded[..., depth - 1 : depth, :, :]
     return padded

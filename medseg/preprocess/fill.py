@@ -1,9 +1,10 @@
-"""Constant fill of a CT outside the field of view, such as the 0 of a resampler: becomes air.
+"""Replacement of a constant fill of a CT outside the field of view, such as 0, by air.
 
-To a network, 0 HU around a patient is water, and it misses organs full of air. Fills below air need
-nothing here: they are clipped wherever an image is resampled (`HU_LIMITS`). A scanner's noise never
-makes an area of one value, so such an area at the border of a slice was not measured, whatever its
-outline: outside a circle, outside a rotated volume, or beyond the last slice.
+Resampling programs often fill in 0 HU, which to a network is water around the patient; it then
+misses air-filled organs. Fills below air are not handled here: they are clipped wherever an image
+is resampled (`HU_LIMITS`). A scanner's noise never makes an area of one value, so that such an area
+at the border of a slice was not measured, whatever its outline: outside a circle, outside a rotated
+volume, or beyond the last slice.
 """
 
 from collections import Counter
@@ -15,15 +16,16 @@ from medseg.preprocess.intensity import AIR_HU, BODY_HU
 # Air may be constant too, where a scanner or a program clips it. Only values denser than any air
 # count as fill.
 DENSEST_AIR_HU = -950
-# Values up to this far above the lowest of an image may be its air, clipped to a narrower range.
+# Values up to this many HU above the lowest value of an image may be its air, clipped to a narrower
+# range.
 CLIP_REACH_HU = 25
 # A fill makes up at least this share of the pairs of neighbours along the border of a slice.
 # Measured tissue stays below 0.03, and a gap along one of the four sides has 0.25.
 MIN_BORDER_SHARE = 0.2
-# Largest share of neighbours in tissue that are equal: in scans it is 0.02 to 0.3, in an image
-# without noise nearly 1. Such an image may show tissue of one value at its border.
+# Largest share of equal neighbours in tissue: in scans it is 0.02 to 0.3, in an image without noise
+# nearly 1. An image without noise may show tissue of one value at its border, which is no fill.
 MAX_EQUAL_SHARE = 0.5
-# Slices and least pairs of neighbours by which the noise is judged.
+# Number of slices in which the noise is judged, and the minimum number of pairs of neighbours.
 NOISE_SLICES = 16
 MIN_PAIRS = 1000
 # Pixels of the smallest piece that is replaced. Smaller ones may be tissue that has the value by
@@ -38,8 +40,8 @@ def find_fill(image_hu: np.ndarray) -> float | None:
         image_hu: CT (D, H, W) in HU, in any order of its axes, without NaN.
 
     Returns:
-        The value; None where there is none, or where the image lacks the noise that tells it from
-        tissue.
+        The value; None where there is none, or where the image has too little noise to distinguish
+        a fill from tissue.
     """
     border_values = [_border_value(plane) for plane in image_hu]
     votes = Counter(value for value in border_values if value is not None)
@@ -74,7 +76,7 @@ def replace_fill(image_hu: np.ndarray, fill: float) -> float:
         pieces, num_pieces = ndimage.label(plane == fill)  # piece number of each pixel; 0: none
         if not num_pieces:
             continue
-        # The arrays below are indexed by piece number; number 0 is all that is not fill.
+        # The arrays below are indexed by piece number; number 0 is everything that is not fill.
         is_large = np.bincount(pieces.ravel(), minlength=num_pieces + 1) >= MIN_PIECE
         is_at_border = np.zeros(num_pieces + 1, dtype=bool)
         is_at_border[_border(pieces)] = True

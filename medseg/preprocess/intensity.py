@@ -27,7 +27,7 @@ from medseg.task import AIR_HU
 
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 
-MAX_HU = 3071  # 12 bits, counted from air; higher values are metal
+MAX_HU = 3071  # largest 12-bit value, counted from -1024 HU; higher values are metal
 # Range to which images are clipped before a filter: scanners pad with -2048 or -3024, which a
 # filter would mix into the skin. Training and prediction clip while they resample, slab by slab,
 # because a clipped copy would take the memory of a second scan.
@@ -35,8 +35,8 @@ HU_LIMITS = (AIR_HU, MAX_HU)
 # Air in an image that `window` has normalised; fills what lies outside a volume.
 AIR = -1.0
 
-# Half way between air and soft tissue. The half unit is no whole HU, so that images agree whether
-# or not their values are rounded.
+# Halfway between air and soft tissue. A half is no whole HU, so that an image and its rounded copy
+# have the same body.
 BODY_HU = -500.5
 
 PERCENTILES = (0.5, 99.5)
@@ -73,7 +73,7 @@ def window(window_hu: tuple[float, float]) -> Intensity:
 
 
 def foreground(image: np.ndarray, modality: str) -> np.ndarray:
-    """Take the values of the body for `ct`, else those that are not 0; all if there are none.
+    """Select the values of the body for `ct`, else the nonzero values; all if there are none.
 
     Args:
         image: Image of any shape.

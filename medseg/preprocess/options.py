@@ -26,7 +26,8 @@ Fill = StrEnum("Fill", ["widen", "pad"])  # how a crop of fixed_resolution becom
 # See `medseg.preprocess.resample`.
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])
 
-# Strategies whose target spacing is averaged over the training cases, and the name of that average.
+# Strategies whose target spacing is an average over the training cases, and the name of the
+# average.
 FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
 # Strategies that require the key `target_spacing_mm`.
 TARGET_NEEDED = (
@@ -36,7 +37,7 @@ TARGET_NEEDED = (
 )
 # Strategies that use one spacing for all axes.
 ONE_SPACING = (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution)
-# Keys that one strategy requires and all others refuse, and that strategy.
+# Key that one strategy requires and all others refuse, to that strategy.
 OWN_SPACING_KEYS = {
     "size": SpacingStrategy.fixed_size,
     "range_mm": SpacingStrategy.multi_scale,

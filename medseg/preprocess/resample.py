@@ -2,24 +2,25 @@
 
 The filter is separable and one of three:
 
-* `antialiased`, the default: linear where an axis gets finer or stays, a triangle widened to the
-  target's spacing where it gets coarser, so that no voxel is skipped and fine structures do not
-  alias.
+* `antialiased`, the default: linear where an axis gets finer or keeps its spacing; where it gets
+  coarser, a triangle widened to the target's spacing, so that no voxel is skipped and fine
+  structures do not alias.
 * `linear`: the two nearest voxels. Faster, but noise and edges alias where an axis gets coarser.
-* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or stays, `antialiased`
-  where it gets coarser. Sharper, but it overshoots at edges.
+* `cubic`: the four nearest voxels (Keys 1981) where an axis gets finer or keeps its spacing;
+  `antialiased` where it gets coarser. Sharper, but it overshoots at edges.
 
 Labels and probabilities always use `antialiased`: the negative weights of `cubic` make holes, and
 the voxels that `linear` skips lose thin parts.
 
-The weights depend on the position of an output voxel in the source, computed in float64 from the
-two grids. An output voxel therefore gets the same taps and the same weights whether the target is a
-whole grid or a crop of it: resampling a crop equals cropping the resampled volume.
+The weights depend only on the position of an output voxel in the source, which is computed in
+float64 from the two grids. An output voxel therefore gets the same taps and the same weights
+whether the target is a whole grid or a crop of it: resampling a crop equals cropping the resampled
+volume.
 
-Each axis is one weighted gather of rows (`embedding_bag` with weights per sample: gather, multiply
-and add in one pass). It is not a matrix product, so neither TF32 nor autocast can round Hounsfield
-units to ten bits. Threads work on separate slabs, so no thread waits within a slab, and no sum
-depends on the number of threads.
+Each axis is filtered by one weighted gather of rows (`embedding_bag` with `per_sample_weights`:
+gather, multiply and add in one pass). This is not a matrix product, so neither TF32 nor autocast
+can round HU to ten bits. Each slab is computed by one thread, so that no sum depends on the number
+of threads.
 
 Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP
 29 (1981), a = -1/2.
@@ -44,21 +45,22 @@ from medseg.io.scratch import new_tensor
 RESAMPLINGS = ("antialiased", "linear", "cubic")
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS
 
-# Voxels of one slab once its first axis is filtered: 1 MB as float32. They fit into the cache of
-# the processor, and the allocator reuses blocks of this size, which the system need not clear.
+# Voxels of one slab after its first axis is filtered: 1 MB as float32. They fit into the cache of
+# the processor, and the allocator reuses blocks of this size, so the system does not clear new
+# ones.
 SLAB_VOXELS = 2**18
-# Least planes of the target in a slab where z gets coarser: neighbouring slabs both read the source
-# planes at their border, which would double the work of thin slabs.
+# Minimum number of target planes in a slab where z gets coarser: neighbouring slabs both read the
+# source planes at their border, which would double the work of thin slabs.
 MIN_COARSE_PLANES = 4
 # Source voxels that are read and filtered along the first axis at a time.
 PART_VOXELS = 2**19
-# Slabs in work at a time; four use the memory bandwidth. With the source voxels that it reads and
-# its temporary tensors, a slab of a scan of 512 x 512 columns takes 7 to 26 MB (measured).
+# Slabs that are computed at a time; four saturate the memory bandwidth. A slab of a scan with 512 x
+# 512 voxels in plane takes 7 to 26 MB with its source voxels and temporary tensors (measured).
 MAX_THREADS = 4
 # Decimals to which source positions, in voxels, are rounded; further decimals are rounding noise.
 POSITION_DECIMALS = 9
-# Distance in source voxels by which rounding may move a voxel out of the field of view. It also
-# separates a scale above 1 from rounding noise.
+# Distance in source voxels by which rounding may move a voxel out of the field of view. Scales that
+# exceed 1 by no more than this count as 1.
 EDGE_TOLERANCE = 1e-6
 # A label must win by more than the rounding of float32 sums, or ties would depend on the direction
 # of an axis.
@@ -69,9 +71,11 @@ TIE_TOLERANCE = 1e-5
 class AxisTaps:
     """The filter along one axis: each output voxel is a weighted sum of source voxels, its taps.
 
+    Output voxels are those of the target that lie inside the source's field of view.
+
     Attributes:
-        start: First output voxel inside the source's field of view.
-        index: Source voxel of each tap, (num outputs inside, num taps), clamped to the source.
+        start: Index in the target of the first output voxel.
+        index: Source voxel of each tap, (outputs, taps), clamped to the source.
         weight: Weight of each tap, same shape, float32; each row sums to 1.
         scale: Source voxels per output voxel; above 1 where the axis gets coarser.
     """
@@ -82,11 +86,11 @@ class AxisTaps:
     scale: float
 
     def part(self, start: int, stop: int) -> tuple[slice, slice, AxisTaps]:
-        """Cut out a range of the outputs; 0 is the first one inside, `self.start`.
+        """Cut out a range of the output voxels, counted from the first output voxel.
 
         Returns:
-            Range of the source that they read, their range in the target, and their taps, whose
-            source voxels count from the start of the source range.
+            Range of the source that these outputs read; their range in the target; and their taps,
+            whose source voxels count from the start of the source range.
         """
         index = self.index[start:stop]
         first_input = int(index.min())
@@ -108,9 +112,9 @@ def axis_taps(
 ) -> AxisTaps:
     """Compute the taps of one axis.
 
-    The field of view reaches half a voxel beyond the outermost centres; taps beyond the centres are
-    clamped to them. The weights of a widened triangle are tilted, see `_tilted`; they stay
-    non-negative. Those of the cubic are below zero beyond its two inner voxels.
+    The field of view reaches half a voxel beyond the outermost centres; taps beyond the outermost
+    voxels are clamped to these. The weights of a widened triangle are tilted, see `_tilted`, and
+    stay non-negative. The weights of the cubic filter are negative for its two outer voxels.
 
     Args:
         num_outputs: Voxels of the target along this axis.
@@ -118,23 +122,23 @@ def axis_taps(
         scale: Source voxels per target voxel.
         offset: Source position of target voxel 0.
         resampling: One of `RESAMPLINGS`.
-        goes_on: Whether outputs beyond the field of view repeat the outermost ones inside it.
+        goes_on: Whether target voxels beyond the field of view repeat the outermost ones inside it.
 
     Returns:
         Taps of the outputs inside the field of view; none if the target lies outside.
     """
-    # The field of view as source positions: to the outer faces of the outermost voxels.
+    # Ends of the field of view in source positions: the outer faces of the outermost voxels.
     lowest = -0.5 - EDGE_TOLERANCE
     highest = num_inputs - 0.5 + EDGE_TOLERANCE
     output = np.arange(num_outputs)
     if goes_on:
-        # Outputs beyond the field of view get the position of the first or the last output inside
-        # it, also where the target does not hold that output.
+        # Outputs beyond the field of view get the position of the first or last output inside it,
+        # even if the target, which may be a crop, does not contain that output.
         first_inside = math.ceil((lowest - offset) / scale)
         last_inside = math.floor((highest - offset) / scale)
-        # A thin source may lie between two outputs, so that none is inside and `last_inside` is
-        # below `first_inside`. All outputs then get the position of `first_inside`, which is
-        # outside, and no taps follow.
+        # A thin source may lie between two outputs: none is inside, and `last_inside` is less than
+        # `first_inside`. All outputs then get the position of `first_inside`, which is outside the
+        # field of view, so that the result has no taps.
         last_inside = max(first_inside, last_inside)
         output = np.clip(output, first_inside, last_inside)
     position = np.round(scale * output + offset, POSITION_DECIMALS)
@@ -163,24 +167,25 @@ def axis_taps(
     if is_widened:
         weight = _tilted(weight, distance)
     weight /= weight.sum(1, keepdims=True)
-    # Taps without weight in all outputs are dropped. One tap remains for an axis that keeps its
-    # lattice, which then needs no sum, see `_neighbours`. 1e-9 is far below float32's precision.
+    # Taps whose weight is 0 in all outputs are dropped; 1e-9 is far below the precision of float32.
+    # Where the output voxels coincide with source voxels, one tap remains and no sum is needed, see
+    # `_neighbours`.
     is_used = (np.abs(weight) > 1e-9).any(0)
-    # Clamped only now: the weights need the true distances, also of taps beyond the source.
+    # Clamped only now: the weights depend on the true distances, also for taps beyond the source.
     index = np.clip(index[:, is_used], 0, num_inputs - 1)
     return AxisTaps(start, index, weight[:, is_used].astype(np.float32), scale)
 
 
 def _tilted(weight: np.ndarray, distance: np.ndarray) -> np.ndarray:
-    """Tilt the weights of each output, (outputs, taps), until their first moment vanishes.
+    """Tilt the weights of each output, (outputs, taps), so that their first moment is 0.
 
     Sampled at the source voxels, a widened triangle is not symmetric about its position, and would
-    shift a linear ramp. With the weights w (1 + t d) and t = -sum(w d) / sum(w d²), the sum of
-    weight times distance is 0.
+    shift a linear ramp. With w the weights and d the distances, the weights w (1 + t d) with
+    t = -sum(w d) / sum(w d²) have the first moment 0.
     """
     first_moment = (weight * distance).sum(1, keepdims=True)
     second_moment = (weight * distance**2).sum(1, keepdims=True)
-    # 1e-12 only avoids 0 / 0.
+    # 1e-12 avoids 0 / 0.
     tilt = -first_moment / np.maximum(second_moment, 1e-12)
     return np.maximum(0.0, weight * (1.0 + tilt * distance))
 
@@ -194,12 +199,12 @@ def _cubic(distance: np.ndarray) -> np.ndarray:
 
 
 class Slab(NamedTuple):
-    """One piece of work: some planes of the target, with all rows and columns.
+    """Unit of work: some planes of the target, with all rows and columns.
 
     Attributes:
         source: Box of the source to read.
         target: Box of the target to write.
-        taps: Filters of z, y and x, which count source voxels from the start of the source box.
+        taps: Filters along z, y and x; their source voxels count from the start of the source box.
     """
 
     source: tuple[slice, slice, slice]
@@ -216,8 +221,8 @@ def plan_slabs(
 ) -> Iterator[Slab]:
     """Split the work along z; arguments as for `resample_image`.
 
-    A slab has about `SLAB_VOXELS` once its first axis is filtered, and reads only what the target
-    needs. There is none if the target lies outside the source.
+    A slab has about `SLAB_VOXELS` after its first axis is filtered, and reads only the source
+    voxels that the target needs. There are no slabs if the target lies outside the source.
     """
     axes = []
     for axis, (scale, offset) in enumerate(target.axis_map_to(source)):
@@ -239,13 +244,12 @@ def plan_slabs(
     num_planes = all_source_z.stop - all_source_z.start
     num_rows = source_y.stop - source_y.start
     num_columns = source_x.stop - source_x.start
-    # `step` is the number of target planes in a slab. Once its first axis is filtered, a slab has
-    # planes of the target with rows of the source (z first), or planes of the source with rows of
-    # the target (y first).
+    # `step` is the number of target planes in a slab. After its first axis is filtered, a slab has
+    # target planes with source rows (z first), or source planes with target rows (y first).
     if _is_z_first(z, y):
         step = SLAB_VOXELS // (num_rows * num_columns)
     else:
-        # `source_step` planes of the source fit into a slab, and give `step` planes of the target.
+        # `source_step` source planes fit into a slab, and correspond to `step` target planes.
         source_step = SLAB_VOXELS / (len(y.index) * num_columns)
         step = round(source_step * len(z.index) / num_planes)
     min_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
@@ -260,28 +264,28 @@ def plan_slabs(
 
 
 def _is_z_first(z: AxisTaps, y: AxisTaps) -> bool:
-    """Whether z is filtered before y and x: of the two, the axis that shrinks more comes first."""
+    """Whether z is filtered before y: of these two, the axis that shrinks more comes first."""
     return z.scale > y.scale
 
 
 def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab) -> Tensor:
     """Filter one slab along its three axes.
 
-    The first axis is filtered part by part, which need not be in memory at the same time.
+    The first axis is filtered part by part, so that only one part is read at a time.
 
     Args:
-        read: Returns a box of the source, (d, h, w), float32.
+        read: Returns the voxels in a box of the source, (d, h, w), float32.
         slab: The slab.
 
     Returns:
         Target voxels, (D', H', W'), float32; may be a view.
     """
     z, y, x = slab.taps
-    # The axis that shrinks most comes first and one that grows last, so that few voxels are in
-    # between. The order decides the last bit of the sums; it depends on the scales alone, so that a
-    # crop equals the same part of the whole.
+    # An axis that shrinks comes first and an axis that grows comes last, so that the intermediate
+    # results are small. The order affects the last bit of the sums; it depends on the scales alone,
+    # so that a resampled crop equals the same part of the resampled volume.
     if _is_z_first(z, y):
-        # Parts of a few rows: to filter along z needs all planes.
+        # Parts of a few rows with all planes, which the filter along z needs.
         parts = [_filter_planes(read(box), z) for box in _split_box(slab.source, axis=1)]
         filtered_z = torch.cat(parts, dim=1)
         return _filter_columns(_filter_rows(filtered_z, y), x)
@@ -295,7 +299,7 @@ def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab
 def _split_box(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[slice, slice, slice]]:
     """Split a box along an axis into parts of about `PART_VOXELS`."""
     sizes = [axis_range.stop - axis_range.start for axis_range in box]
-    # Voxels of the box per index of this axis are math.prod(sizes) / sizes[axis].
+    # One index along the axis has math.prod(sizes) / sizes[axis] voxels.
     step = max(1, PART_VOXELS * sizes[axis] // math.prod(sizes))
     for start in range(box[axis].start, box[axis].stop, step):
         part = list(box)
@@ -305,14 +309,14 @@ def _split_box(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[sli
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along D: each plane is one row of a batch of one."""
+    """Filter (D, H, W) along D; for `_filter_rows`, planes are the rows of a single batch."""
     _, height, width = slab.shape
     filtered = _filter_rows(slab.flatten(1)[None], taps)
     return filtered.view(-1, height, width)
 
 
 def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along W: its columns are the rows of the transpose."""
+    """Filter (D, H, W) along W; for `_filter_rows`, columns are the rows of the transpose."""
     neighbours = _neighbours(taps)
     if neighbours is not None:
         return slab[..., neighbours]
@@ -331,8 +335,8 @@ def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
     num_outputs, num_taps = taps.index.shape
     index = torch.from_numpy(taps.index).to(rows.device)
     weight = torch.from_numpy(taps.weight).to(rows.device)
-    # For `embedding_bag` all rows of all batches are one table, (B*R, C), and each output is a bag:
-    # a weighted sum of some rows of the table. Rows of batch b begin at b * R.
+    # `embedding_bag` takes the rows of all batches as one table, (B*R, C); each output is a bag, a
+    # weighted sum of some rows of the table. The rows of batch b begin at b * R.
     table = rows.reshape(batch * num_rows, num_columns)
     first_rows = num_rows * torch.arange(batch, device=rows.device)[:, None, None]
     bags = (index + first_rows).reshape(-1, num_taps)
@@ -342,10 +346,10 @@ def _filter_rows(rows: Tensor, taps: AxisTaps) -> Tensor:
 
 
 def _neighbours(taps: AxisTaps) -> slice | None:
-    """Find the source range that a filter only copies, one voxel for each output.
+    """Find the range of source voxels that a filter copies unchanged, one for each output.
 
     Returns:
-        The range; None where the filter sums or repeats voxels.
+        The range; None if the filter sums or repeats voxels.
     """
     num_outputs, num_taps = taps.index.shape
     if num_taps > 1 or not (np.diff(taps.index[:, 0]) == 1).all():
@@ -355,7 +359,7 @@ def _neighbours(taps: AxisTaps) -> slice | None:
 
 
 def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.device) -> None:
-    """Work on the slabs with as many threads as torch uses, at most `MAX_THREADS`.
+    """Compute the slabs with as many threads as torch uses, at most `MAX_THREADS`.
 
     Each slab is computed by one thread. Slabs on a GPU are computed one after the other.
     """
@@ -364,7 +368,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
         for slab in slabs:
             work(slab)
         return
-    # The inference mode belongs to a thread, so the workers have to enter it again.
+    # The inference mode is set per thread, so the workers have to enter it again.
     is_inference = torch.is_inference_mode_enabled()
 
     def work_alone(slab: Slab) -> None:
@@ -375,10 +379,10 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
         with ThreadPoolExecutor(
             min(num_threads, MAX_THREADS), initializer=torch.set_num_threads, initargs=(1,)
         ) as pool:
-            # Without reading its results, `map` would hide an error.
+            # `map` raises the errors of its workers only where its results are read.
             list(pool.map(work_alone, slabs))
     finally:
-        # The number of threads that a worker sets holds for all threads that start later.
+        # `set_num_threads` in a worker also changes the number for all threads that start later.
         torch.set_num_threads(num_threads)
 
 
@@ -421,7 +425,7 @@ def resample_image(
 
     The target may be a whole grid or any crop of one, and may reach beyond the source.
 
-    Memory beside the result: that of the slabs in work, see `MAX_THREADS`.
+    Besides the result, the slabs that are being computed take memory, see `MAX_THREADS`.
 
     Args:
         image: Image (D, H, W) of any real type; only the needed range of a memory map is read.
@@ -444,7 +448,7 @@ def resample_image(
     device = image.device if isinstance(image, Tensor) else torch.device("cpu")
     slabs = list(plan_slabs(source, target, resampling=resampling, slices_go_on=slices_go_on))
     result = new_tensor(target.shape, torch.float32, device)
-    # The slabs do not overlap. If they do not cover the target, all of it is filled first.
+    # The slabs do not overlap. If they do not cover the whole target, it is filled first.
     num_written = sum(result[slab.target].numel() for slab in slabs)
     if num_written < result.numel():
         result.fill_(outside)
@@ -471,7 +475,8 @@ def resample_labels(
 ) -> Tensor:
     """Resample a label map to a grid with the same axes.
 
-    Each class is filtered with the antialiased filter; the class of the largest weight wins.
+    The mask of each class is filtered with the antialiased filter; each voxel gets the class with
+    the largest filtered value.
 
     Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of
     `num_classes` and above count as background, and so do voxels outside the source.
@@ -523,7 +528,7 @@ def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tens
         present: Classes that occur in it, without the background, which competes too.
         slab: The slab.
     """
-    # `slab_labels` holds the source box alone, so it is read from its own start.
+    # `slab_labels` holds the source box alone, so its indices start at 0.
     depth, height, width = slab_labels.shape
     slab = slab._replace(source=(slice(0, depth), slice(0, height), slice(0, width)))
 
@@ -540,5 +545,5 @@ def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tens
         is_heavier = weight > best + TIE_TOLERANCE
         winner.masked_fill_(is_heavier, label)
         best = torch.maximum(best, weight)
-    # The background wins ties, and among the others the smaller label does.
+    # In a tie the background wins, among other labels the smaller one.
     return winner.masked_fill_(background >= best - TIE_TOLERANCE, 0)

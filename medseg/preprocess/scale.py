@@ -9,8 +9,8 @@ import numpy as np
 class HuScale:
     """Scale from the values of a file to HU: `slope * value + offset`.
 
-    It belongs to the files, not to a network: training and prediction each apply their own right
-    after reading.
+    The scale belongs to the files, not to a network: training and prediction apply the scale of
+    their own files right after reading.
 
     Attributes:
         slope: HU per unit of the file's values.
@@ -38,13 +38,13 @@ class HuScale:
         fits = limits.min <= min(first_hu, last_hu) and max(first_hu, last_hu) <= limits.max
         dtype = np.int16 if is_whole and fits else np.float32
         image_hu = np.empty(values.shape, dtype)
-        # Plane by plane, because a float32 copy of an int16 scan takes twice its memory. Float32 is
-        # exact here: whole numbers below 2^24.
+        # Plane by plane, because a float32 copy of an int16 scan takes twice its memory. Results
+        # that are stored as int16 are exact: float32 holds whole numbers below 2^24 exactly.
         slope, offset = np.float32(self.slope), np.float32(self.offset)
         for scaled, plane in zip(image_hu, values, strict=True):
             scaled[...] = plane.astype(np.float32) * slope + offset
         return image_hu
 
 
-# Scale of files whose values are HU already, as those of nearly all scans.
+# Scale of files that store HU, as nearly all scans do.
 AS_STORED = HuScale()

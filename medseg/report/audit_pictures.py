@@ -25,7 +25,7 @@ _GAP_PX = 10
 _HEADER_PX = 50
 # Severity of a finding to its colour, the worst first.
 _SEVERITY_COLOURS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
-# Letters of 8 points that fit into a line below the slices of a case, and most lines there.
+# Letters of 8 points that fit into a line below the slices of a case, and largest number of lines.
 _LINE_LENGTH = 74
 _MAX_LINES = 7
 
@@ -36,7 +36,7 @@ class Slice(NamedTuple):
     Attributes:
         plane: `coronal` or `axial`.
         image_hu: Image in HU, (rows, columns).
-        labels: Label values of the same shape; None where there are none.
+        labels: Label values of the same shape; None for a case without labels.
         spacing_mm: Distance of neighbouring rows, and of neighbouring columns, in mm.
     """
 
@@ -98,11 +98,11 @@ def _cut_slice(
     strides = [math.ceil(size / MAX_SLICE_PX) for size in image_hu.shape]
     indices: list[int | slice] = [slice(None, None, stride) for stride in strides]
     indices[axis] = index
-    cut = tuple(indices)
+    index_tuple = tuple(indices)
     row_mm, column_mm = np.delete(np.multiply(spacing_mm, strides), axis).tolist()
     # Copies: a view would keep the volume in memory.
-    label_slice = None if labels is None else np.array(labels[cut])
-    return Slice(plane, np.array(image_hu[cut]), label_slice, (row_mm, column_mm))
+    label_slice = None if labels is None else np.array(labels[index_tuple])
+    return Slice(plane, np.array(image_hu[index_tuple]), label_slice, (row_mm, column_mm))
 
 
 def audit_pictures(
@@ -159,7 +159,7 @@ def _draw_page(
 ) -> None:
     """Draw one picture: a header, and rows of cases.
 
-    A row is as high as the case in it with the most lines of findings needs.
+    The height of a row follows from its case with the most lines of findings.
     """
     lines_by_case = [_finding_lines(case.findings) for case in cases]
     num_columns = min(_COLUMNS, len(cases))
@@ -201,7 +201,7 @@ def _write_heading(canvas: Canvas, left_px: float, top_px: float, case: CaseView
     """Write name and grid of a case, with a mark for its worst finding."""
     severities = [severity for severity, _ in case.findings]
     worst = min(severities, key=list(_SEVERITY_COLOURS).index, default="information")
-    # Information asks for no action: the case gets the same mark as one without a finding.
+    # Information needs no action: the case gets the same mark as one without a finding.
     if worst == "information":
         canvas.write(left_px, top_px, "✓", color=TEXT, fontsize=11)
     else:
@@ -228,22 +228,22 @@ def _draw_slices(
     if not slices:  # the case could not be read
         return
     # Height and width of each slice.
-    sizes_mm = [np.multiply(cut.image_hu.shape, cut.spacing_mm) for cut in slices]
+    sizes_mm = [np.multiply(view.image_hu.shape, view.spacing_mm) for view in slices]
     width_mm = sum(size_mm[1] for size_mm in sizes_mm)
     height_mm = max(size_mm[0] for size_mm in sizes_mm)
     px_per_mm = min((_CASE_PX - _GAP_PX) / width_mm, _SLICES_PX / height_mm)
     middle_px = top_px + _SLICES_PX / 2
-    for cut, size_mm in zip(slices, sizes_mm, strict=True):
+    for view, size_mm in zip(slices, sizes_mm, strict=True):
         # At least a pixel: a volume of one slice is drawn too.
         height_px, width_px = np.maximum(1.0, size_mm * px_per_mm)
         upper_px = middle_px - height_px / 2
         axes = canvas.draw_slice(
             (left_px, upper_px, left_px + width_px, upper_px + height_px),
-            cut.image_hu,
+            view.image_hu,
             values,
-            grey_range(cut.image_hu, window_hu),
-            is_up=cut.plane == "coronal",
-            outlined=cut.labels,
+            grey_range(view.image_hu, window_hu),
+            is_up=view.plane == "coronal",
+            outlined=view.labels,
             width_pt=1.0,
         )
         axes.text(0.01, 0.5, "R", transform=axes.transAxes, color=TEXT, fontsize=8, va="center")
@@ -251,7 +251,7 @@ def _draw_slices(
 
 
 def _finding_lines(findings: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Wrap findings into lines, (colour, text); a last line stands for those that do not fit."""
+    """Wrap findings into lines, (colour, text); if they do not fit, the last line says so."""
     lines: list[tuple[str, str]] = []
     for severity, text in findings:
         wrapped_texts = textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="   ")

@@ -28,7 +28,7 @@ SUFFIX = ".html"
 
 
 class PackedCase(NamedTuple):
-    """What a viewer needs of the voxels of a case.
+    """Reduced voxels of a case, and its differences to the reference, for a viewer.
 
     Attributes:
         volumes: Reduced scan, labels and differences.
@@ -43,9 +43,9 @@ class PackedCase(NamedTuple):
 
 
 class CaseReport(NamedTuple):
-    """What a viewer shows of the report of a prediction.
+    """Part of the report of a prediction that a viewer shows.
 
-    All fields but `identity`, of the patient, are described in
+    `identity` is that of the patient. All other fields are described in
     `medseg.inference.segmentation.Segmentation`.
     """
 
@@ -84,7 +84,7 @@ def pack_case(
     pred, lps_grid, _ = orient(labels, grid)
     target = orientation_of(grid).to_lps(reference)
     num_values = 1 + max(task.labels.values())
-    # Voxels of the prediction, of the reference and of both, by label value.
+    # Number of voxels by label value: in the prediction, in the reference, and equal in both.
     counts = np.zeros((3, num_values), dtype=np.int64)
     worst_xyz_mm = None
     most_different = 0
@@ -107,7 +107,8 @@ def _dice_by_label(counts: np.ndarray, task: Task) -> dict[str, float]:
     """Compute the Dice coefficient of each label that the prediction or the reference has.
 
     Args:
-        counts: Voxels of the prediction, of the reference and of both, by label value; (3, values).
+        counts: Number of voxels in the prediction, in the reference, and equal in both, by label
+            value; (3, values).
         task: Names and values of the labels.
     """
     dice = {}
@@ -196,7 +197,7 @@ def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     """
     # A label that was not measured has no figures at all; its volume is shown as 0.
     texts = {"ml": f"{figures.get('ml') or 0:.0f}"}
-    # The figures in HU are None together. The percentiles are whole numbers already.
+    # All figures in HU are None if one of them is. The percentiles are whole numbers already.
     if figures.get("mean_hu") is not None:
         share = figures["share_below_minus_950_hu"] or 0
         texts["mean HU"] = f"{figures['mean_hu']:.0f}"

@@ -87,7 +87,7 @@ def render_cases(
         title: Heading.
         folder: Folder of the evaluation, as shown to the reader.
         num_pictures: Largest number of overlays inside the page, the worst cases first.
-        say: Takes a sentence about a picture that could not be read.
+        say: Receives a sentence about each picture that cannot be read.
         notes: Heading to the lines below it: failures, warnings, cases without a partner; a heading
             without lines is left out.
         costs: Pairs of a name and a figure for the top of the page.
@@ -156,7 +156,7 @@ def _page_cases(
         anchors: Case to its anchor in the page, the worst case first.
         files: Case to its picture and viewers.
         num_pictures: Largest number of pictures.
-        say: Takes a sentence about a picture that could not be read.
+        say: Receives a sentence about each picture that cannot be read.
 
     Returns:
         Name, anchor, picture as a data URI ("" without one) and files of each case.
@@ -179,7 +179,7 @@ def _difference_rows(compared: Sequence[tuple[str, str, Difference]]) -> list[di
             {
                 "name": region.replace("_", " "),
                 "metric": _TITLES[metric],
-                # A region has no setting, whose colour the table of a page of runs shows.
+                # On the page of runs, which has this table too, a row is a setting with a colour.
                 "setting": None,
                 "digits": 2 if metric == "hd95_mm" else 4,
                 **difference._asdict(),
@@ -218,7 +218,7 @@ def _difference_charts(
             }
             rows.append(row)
     charts = list(differences(rows, "Difference of the Dice"))
-    # Perhaps the baseline has only some of the cases.
+    # The baseline may have only some of the cases.
     pairs = [point for point in points if point["delta"] is not None]
     if pairs:
         charts.append(case_differences(pairs))
@@ -233,7 +233,7 @@ def worst_first(rows: Sequence[Row]) -> list[str]:
 
 
 def _badness(row: Row) -> tuple[float, float]:
-    """Sort key of a row that puts the worst first."""
+    """Sort key of a row that puts the worst first: the lowest Dice, then the largest HD95."""
     return row["dice"], -row["hd95_mm"]
 
 

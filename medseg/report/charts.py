@@ -25,7 +25,7 @@ from medseg.report.plots import rank_offsets
 
 _HEIGHT_PX = 260
 _SMALL_HEIGHT_PX = 200
-# Least number of results for a chart per key: with fewer it shows no more than the table.
+# Least number of results for charts over keys: with fewer, they show no more than the table does.
 _MIN_RESULTS = 4
 # Largest number of charts of keys on a page.
 _MAX_KEYS = 9
@@ -33,9 +33,9 @@ _MAX_KEYS = 9
 _MAX_POINTS = 200
 # Ticks of the logarithmic axis of a Dice.
 _DICE_TICKS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.998, 0.999)
-# A Dice nearer to 1 is drawn at this distance, since the axis is logarithmic in 1 - Dice.
+# Smaller values of 1 - Dice are drawn at this value, since the axis is logarithmic in 1 - Dice.
 _LEAST_ERROR = 0.0005
-# An axis is logarithmic where its largest value is at least so many times the smallest.
+# An axis is logarithmic where its largest value is at least this many times the smallest.
 _LOG_RATIO = 8.0
 # Ends of the keys of learning rates.
 _RATE_NAMES = ("lr", "learning_rate")
@@ -128,7 +128,8 @@ def costs(comparison: Comparison) -> list[Chart]:
 def by_key(comparison: Comparison) -> list[Chart]:
     """Draw validation Dice over each key that differs between settings.
 
-    There are no charts where only one key differs, or few runs have a result.
+    There are no charts where only one key differs, or where fewer than `_MIN_RESULTS` runs have a
+    result.
     """
     num_results = sum(len(setting.metrics.get(VAL_DICE.key, ())) for setting in comparison.settings)
     charts = []
@@ -158,8 +159,8 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
     results: dict[int, float] = {}
     for index, run in enumerate(comparison.runs):
         value = metric.read(run)
-        # The folder of a trial has its number as name. Not `isdigit`, which is true for `²`, of
-        # which `int` makes no number.
+        # The name of a trial's folder is its number. Not `isdigit`: it is true for `²` too, which
+        # `int` refuses.
         is_trial = run.name.isdecimal()
         if is_trial and run.status == FINISHED and value is not None:
             results[index] = value
@@ -603,8 +604,8 @@ def _dice_chart(
     num_values = len({value for value, _ in points.values()})
     if num_settings < 2 or num_values < 2:
         return []
-    # Values of keys are texts. Where one of them is no number, or one that is too large, all stay
-    # names, which have one place each in the order of their appearance.
+    # Values of keys are texts. If all of them are numbers of at most `LARGEST`, they are drawn as
+    # numbers, else as names in the order of their first appearance.
     with suppress(ValueError):
         numbers = {index: (float(value), dice) for index, (value, dice) in points.items()}
         if all(abs(number) <= LARGEST for number, _ in numbers.values()):

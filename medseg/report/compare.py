@@ -1,6 +1,6 @@
 """Comparison of runs: differing keys, settings, metrics, the best setting, a baseline.
 
-A setting is a group of runs whose configurations are equal but for `REPEAT_KEYS`, such as the seed.
+A setting is a group of runs whose configurations differ only in `REPEAT_KEYS`, such as the seed.
 """
 
 import json
@@ -23,8 +23,8 @@ FINISHED = "finished"
 OPEN = frozenset({"running", "interrupted", "unfinished"})
 # Status of a run that a search has ended early, since its results were poor.
 PRUNED = "pruned"
-# Keys in which the repeats of one setting may differ. The standard deviation over the repeats says
-# how much a difference between two settings is worth.
+# Keys in which the repeats of one setting may differ. The standard deviation over the repeats shows
+# which differences between settings are larger than chance.
 REPEAT_KEYS = ("seed", "data.fold")
 # Text of a key or a figure that a run does not have.
 MISSING = "–"
@@ -455,8 +455,8 @@ def _group_repeats(
         setting_texts: list[str | None] = []
         for key, run_texts in texts.items():
             text = run_texts[index]
-            # The name of a group's file does not count where the configuration says what the file
-            # sets: one run may name the file that another has by default.
+            # With the whole configuration, the keys that a group's file sets are compared instead
+            # of its name: one run may name the file that another run has by default.
             if key in group_keys and run.has_config:
                 text = None
             setting_texts.append(text)
@@ -504,7 +504,7 @@ def _can_be_best(setting: Setting) -> bool:
 
 
 def _rank_key(setting: Setting) -> tuple[bool, bool, float, float]:
-    """Sort key of a setting, smaller is better: has a result, is complete, Dice, peak memory."""
+    """Sort key of a setting, the best first: lacks a result, is incomplete, -Dice, peak memory."""
     dices = setting.metrics.get(VAL_DICE.key)
     minus_dice = -fmean(dices) if dices else 0.0
     peaks_gib = setting.metrics.get(PEAK.key)
@@ -560,7 +560,7 @@ def csv_rows(comparison: Comparison) -> list[dict[str, Any]]:
 
     They have the keys that differ, status and metrics of the run, and mean and standard deviation
     of the validation Dice over the runs of its setting. A key with the name of another column
-    becomes `config.<key>`: `steps` are the steps made, `config.steps` those asked for.
+    becomes `config.<key>`: `steps` are the steps made, `config.steps` is the configured number.
 
     `is_best` marks the runs of the best setting; `tied_with_best` marks those of settings that it
     is not established to beat.
@@ -601,8 +601,8 @@ def _texts_by_key(runs: Sequence[Run]) -> dict[str, list[str | None]]:
     """List the text of each key, or chosen group, in each run.
 
     A text is None where the run never got a configuration and has no override of that key. A key
-    that a configuration lacks, as that of Adam lacks a momentum, has the text `MISSING`, which
-    counts as a difference.
+    that a configuration lacks, such as `optimizer.momentum` with Adam, has the text `MISSING`,
+    which counts as a difference.
     """
     texts: dict[str, list[str | None]] = {}
     group_keys = _group_keys(runs)
@@ -629,7 +629,7 @@ def _text_in(run: Run, key: str, *, is_group: bool) -> str | None:
 
 
 def _group_keys(runs: Sequence[Run]) -> set[str]:
-    """Collect the groups of which an override of some run chose a file, such as `memory`.
+    """Collect the groups, such as `memory`, whose file an override of some run chose.
 
     A configuration has no key with the name of a group, but keys below it.
     """

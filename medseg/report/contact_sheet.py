@@ -38,10 +38,10 @@ class Card:
         status: Status in `summary.csv`, a key of `STATUS_WORDS`.
         patient: Patient ID, or "".
         date: Date of the study, or "".
-        volumes_ml: Label name to its volume, after the volume of all labels together; None for a
-            failed scan.
-        warnings: Sentences that ask for a look.
-        information: Sentences that ask for no action.
+        volumes_ml: First the volume of all labels together, then the volume of each label, by
+            name; the volumes of a failed scan are None.
+        warnings: Sentences that need attention.
+        information: Sentences that need no action.
         codes: Codes of the warnings, each once.
         least_agreement: Smallest Dice coefficient between the two stages over the regions; None
             where there is none.
@@ -159,6 +159,6 @@ def _link(file_name: str) -> str:
     """Address of a file beside the page; "" without a name."""
     if not file_name:
         return ""
-    # A name may contain `#` or `?`; with "./" a colon in it does not end the name of a protocol. A
-    # name that is not UTF-8 has surrogates in Python.
+    # `quote` escapes `#` and `?` in a name. Without "./" the letters before a colon would be read
+    # as a protocol. A name that is not UTF-8 has surrogates in Python.
     return f"./{quote(file_name, errors='surrogateescape')}"

@@ -62,7 +62,7 @@ def paired_difference(
     """Compare two results patient by patient.
 
     The patients count equally, whatever the number of their cases. The mean of a patient with more
-    cases varies less; Student's t then keeps its level or is a little too careful (Ibragimov and
+    cases varies less; Student's t then keeps its level or is slightly conservative (Ibragimov and
     Müller, Journal of Business & Economic Statistics 28 (2010) 453).
 
     Args:
@@ -95,6 +95,7 @@ def paired_difference(
     ci95_high = None
     # A single patient has no variance.
     if len(gains) > 1:
+        # Half width = quantile of t * standard error of the mean.
         quantile = t.ppf((1 + CONFIDENCE) / 2, len(gains) - 1)
         half_width = float(quantile * sem(gains))
         ci95_low = mean_gain - half_width

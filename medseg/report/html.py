@@ -14,7 +14,7 @@ from medseg.report.charts import Chart
 from medseg.report.templates import open_templates
 
 _TEMPLATES = Path(__file__).parent / "page"
-# In this order: each needs the one before it.
+# Chart libraries, in the order of loading: each needs the one before it.
 _LIBRARIES = ("vega.min.js", "vega-lite.min.js", "vega-embed.min.js")
 # Width of the largest pictures in a page.
 _MAX_WIDTH_PX = 960
@@ -32,7 +32,7 @@ def render_page(
 
     Args:
         template: File in `page/`.
-        kind: Word for the kind of page, in its title.
+        kind: Word for the kind of page, such as `report`, which is shown above the heading.
         title: Heading.
         tiles: Pairs of a name and a figure for the top of the page.
         charts: Group to its charts. The template gets them as `figures`: group to pairs of the

@@ -23,13 +23,13 @@ _DPI = 100
 # Plane to the axis of an oriented volume (z, y, x) along which its slices follow each other.
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
-# The slices of each plane, as shares of the labelled voxels that lie before a slice. Unlike shares
-# of the volume, these make every slice show a label, and two organs side by side get a sagittal
-# slice each.
+# Slices of each plane, by the share of the labelled voxels that lies before a slice. Unlike shares
+# of the volume, these shares choose slices that all show a label, and a sagittal slice in each of
+# two organs side by side.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 # Planes in each row of the picture.
 _ROWS = (("axial",), ("coronal", "sagittal"))
-# Margin around the labels in the drawn part of the volume, and the least length of that part.
+# Margin around the labels in the drawn part of the volume, and the least extent of that part.
 _VIEW_MARGIN_MM = 20.0
 _MIN_VIEW_MM = 150.0
 
@@ -282,15 +282,15 @@ def overlay_montage(
         # Index of the slice along its axis, the view along the others.
         indices: list[int | slice] = list(view.slices())
         indices[axis] = panel.index
-        cut = tuple(indices)
-        outlined = None if reference is None else reference[cut]
+        index_tuple = tuple(indices)
+        outlined = None if reference is None else reference[index_tuple]
         axes = canvas.draw_slice(
             panel.box_px,
-            image_hu[cut],
+            image_hu[index_tuple],
             list(label_names),
             window_hu,
             is_up=panel.plane != "axial",
-            filled=pred[cut],
+            filled=pred[index_tuple],
             outlined=outlined,
             shows_errors=True,
         )
@@ -303,9 +303,9 @@ def overlay_montage(
 
 
 def _view_box(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
-    """Find the drawn part of a volume: the labels with a margin, at least `_MIN_VIEW_MM` long.
+    """Find the part of a volume to draw: the box of the labels with a margin.
 
-    Without a label it is the whole volume.
+    It is at least `_MIN_VIEW_MM` long along each axis; without a label it is the whole volume.
     """
     box = VoxelBox.from_mask(is_label)
     if box is None:
@@ -375,7 +375,7 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
     Args:
         is_label: Labelled voxels, (D, H, W).
         plane: The plane.
-        worst: Slice that has to be among them; it replaces the nearest chosen one. None = none.
+        worst: Slice that replaces the nearest of the chosen ones; None replaces none.
     """
     num_voxels = _num_voxels_by_slice(is_label, plane)
     if not num_voxels.any():
@@ -424,7 +424,7 @@ def _draw_header(
         entries.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
         for name, colour in ERROR_COLOURS.items():
             entries.append(Patch(facecolor=colour, label=name))
-    # At the right end of the header, in its middle.
+    # At the right end of the header, vertically centred.
     anchor = (1 - 4 / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px)
     canvas.figure.legend(
         handles=entries,

@@ -258,7 +258,7 @@ def _draw_region(axes: Any, number: int, rows: Sequence[Mapping[str, Any]]) -> N
     dices = np.array([row["dice"] for row in rows])
     is_sure = np.array([row["trust"] in _SURE_TRUST for row in rows])
     colour = _COLOURS[number % len(_COLOURS)]
-    # A box around fewer points would say no more than the points.
+    # A box around fewer points would show no more than the points themselves.
     if len(rows) > 3:
         axes.boxplot(
             dices,

@@ -12,7 +12,7 @@ from medseg.io.label_table import Structure
 from medseg.report.overlay import PLANES, TEXT, Canvas, draw_marks, grey_range
 from medseg.report.plots import shortened, write_png
 
-# Up to this number of labels, each has its own line; more labels are written in three columns.
+# Up to this number, the labels are written below each other; more are written in three columns.
 MAX_FULL_LINES = 6
 
 # Layout of the picture, which is as wide as three panels and two gaps.
@@ -21,7 +21,7 @@ _PANEL_PX = 424
 _GAP_PX = 4
 _HEADER_PX = 48
 _LINE_PX = 20
-# Largest number of letters of the title, and of warnings.
+# Largest number of letters of the title, and largest number of warnings.
 _MAX_TITLE = 90
 _MAX_WARNINGS = 8
 # Letters of 10 points that fit into a line.
@@ -34,7 +34,7 @@ class PreviewSlice:
 
     Attributes:
         plane: `axial`, `coronal` or `sagittal`.
-        index: Index of the slice along the axis that the plane is across.
+        index: Index of the slice along the axis perpendicular to the plane.
         num_slices: Number of slices along that axis.
         image: Values (rows, columns).
         labels: Label values (rows, columns).
@@ -145,12 +145,12 @@ def draw_preview(
 
 def _sizes_px(slices: Sequence[PreviewSlice]) -> list[tuple[int, int]]:
     """Choose height and width of each slice in the picture, all in one scale."""
-    largest_mm = max(max(cut.size_mm) for cut in slices)
+    largest_mm = max(max(view.size_mm) for view in slices)
     # A small volume is not enlarged to the size of a panel: a voxel would be a large square.
     px_per_mm = min(_PANEL_PX / largest_mm, 4.0)
     sizes_px = []
-    for cut in slices:
-        height_mm, width_mm = cut.size_mm
+    for view in slices:
+        height_mm, width_mm = view.size_mm
         # At least a pixel: a volume of one slice is drawn too.
         height_px = max(1, round(px_per_mm * height_mm))
         width_px = max(1, round(px_per_mm * width_mm))
@@ -169,24 +169,25 @@ def _draw_slices(
     group_width_px = sum(width_px for _, width_px in sizes_px) + _GAP_PX * (len(slices) - 1)
     group_height_px = max(height_px for height_px, _ in sizes_px)
     left_px = (_WIDTH_PX - group_width_px) / 2
-    # One range for all slices, so that a tissue has one grey.
-    all_values = np.concatenate([cut.image.ravel() for cut in slices])
+    # One range for all slices, so that a tissue has the same grey in each of them.
+    all_values = np.concatenate([view.image.ravel() for view in slices])
     black_and_white = grey_range(all_values, window)
     label_values = [structure.value for structure in structures]
     colours = [structure.colour for structure in structures]
-    for cut, (height_px, width_px) in zip(slices, sizes_px, strict=True):
+    for view, (height_px, width_px) in zip(slices, sizes_px, strict=True):
         top_px = _HEADER_PX + (group_height_px - height_px) / 2
         axes = canvas.draw_slice(
             (left_px, top_px, left_px + width_px, top_px + height_px),
-            cut.image,
+            view.image,
             label_values,
             black_and_white,
-            is_up=cut.plane != "axial",
-            outlined=cut.labels,
+            is_up=view.plane != "axial",
+            outlined=view.labels,
             width_pt=1.3,
             colours=colours,
         )
-        draw_marks(axes, cut.plane, f"{cut.plane} {cut.index + 1}/{cut.num_slices}")
+        caption = f"{view.plane} {view.index + 1}/{view.num_slices}"
+        draw_marks(axes, view.plane, caption)
         left_px += width_px + _GAP_PX
 
 

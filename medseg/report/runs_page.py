@@ -47,7 +47,7 @@ def render(
         title: Heading.
         folder: Folder of the runs, as shown to the reader.
         num_pictures: Largest number of overlays, those of the best runs first.
-        say: Takes a sentence about a picture that could not be read.
+        say: Receives a sentence about each picture that cannot be read.
 
     Returns:
         HTML.
@@ -194,7 +194,7 @@ def _link_to(
         run: Run; None to search by the following arguments.
         setting: Setting of the run of the picture.
         case: Case that the picture shows.
-        label: Label that the case has a Dice of.
+        label: Label with a Dice in the picture.
     """
     for picture in pictures:
         is_of_run = run is not None and picture["run"] is run
@@ -231,7 +231,7 @@ def _pictures(
         comparison: All runs.
         ranks: Number of a setting to its rank, from 0.
         num_pictures: Largest number of overlays.
-        say: Takes a sentence about a picture that could not be read.
+        say: Receives a sentence about each picture that cannot be read.
 
     Returns:
         Values of the template for each overlay; those of an unknown Dice are last.
@@ -244,8 +244,8 @@ def _pictures(
         for picture in comparison.runs[index].pictures:
             overlays.append((index, picture))
     overlays = overlays[:num_pictures]
-    # They are sorted by the Dice of their worst label. A Dice is at most 1: an unknown one counts
-    # as 2, and comes last.
+    # Sorted by the Dice of their worst label. An unknown Dice counts as 2, above any other, so that
+    # these overlays come last.
     overlays.sort(key=lambda overlay: min(overlay[1].dice.values(), default=2.0))
     pictures = []
     for number, (index, picture) in enumerate(overlays):
@@ -298,8 +298,8 @@ def _case_rows(
 def shown_metrics(comparison: Comparison) -> list[Metric]:
     """Select the metrics that some run has.
 
-    Metrics of which neither more nor less is better (steps, weights) are shown only where they
-    differ.
+    Metrics without a direction (steps, weights), of which neither more nor less is better, are
+    shown only where they differ.
     """
     metrics = []
     for metric in METRICS:
@@ -340,7 +340,7 @@ def run_figures(comparison: Comparison, metrics: Sequence[Metric]) -> list[list[
 def format_mean(metric: Metric, values: Sequence[float]) -> str:
     """Format the mean of at least one value, with the standard deviation where values differ.
 
-    A metric of which neither more nor less is better gets the mean only.
+    A metric without a direction (`better` is 0) gets the mean only.
     """
     text = metric.format(fmean(values))
     if metric.better and len(set(values)) > 1:

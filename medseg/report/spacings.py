@@ -13,7 +13,7 @@ THICKNESS_BOUNDS_MM = (1.5, 3.0)
 THICKNESSES = ("≤ 1.5 mm", "1.5–3 mm", "> 3 mm")
 # Name of all classes together.
 ALL = "all"
-# Trust of the references that count in a mean; "" = not given.
+# Values of `trust` of sure references; only their scores count in a mean. "" = not given.
 SURE = ("reference", "")
 STAGES = ("coarse", "fine")
 

@@ -28,7 +28,7 @@ from medseg.report.templates import open_templates
 # Spacing of the voxels in the page; a scan whose page would be too large gets a coarser one.
 SPACING_MM = 1.5
 
-# HU that the 256 values of a CT in the page stand for: steps of 8 HU, from air to bone.
+# Range of HU of the 256 grey values of a CT in the page: steps of 8 HU, from air to bone.
 CT_RANGE_HU = (-1024.0, 1024.0)
 
 # Values of the map of differences to a reference: 1 = voxels of the reference only, 2 = of the
@@ -41,7 +41,7 @@ DIFFERENCES = [
 _FOLDER = Path(__file__).parent / "viewer_page"
 # Bytes of the page beside niivue and the volumes: markup, style sheet and text.
 _PAGE_BYTES = 40_000
-# Highest ratio by which the grey values of a CT, each of one byte, are compressed. A number of bins
+# Highest compression ratio of the grey values of a CT, which have one byte each. A number of bins
 # that would not fit even with this ratio is not tried.
 _BEST_RATIO = 4
 
@@ -306,7 +306,7 @@ class ViewerWords:
         title: Name of the case.
         status: `ok`, `warnings` or `not_hu`.
         warnings: Sentences of the report.
-        information: Sentences that ask for no action.
+        information: Sentences that need no action.
         columns: Headings of the table of labels.
         rows: Label value to its cells.
         agreements: Region to the Dice coefficient between the two stages.

@@ -34,7 +34,7 @@ SHARED_KEYS = (
     "val_patients",
     "test_patients",
 )
-# Arguments of `train` that `plan` does not take, or not beside `fit_gib`.
+# Arguments of `train` that `plan` does not take, or does not take beside `fit_gib`.
 NOT_PLANNED = ("debug", "memory.budget_gib", "retry_failed")
 
 
@@ -42,7 +42,7 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
     """Write the `plan` command for a training, with the free memory of this machine as its limit.
 
     Args:
-        config: Configuration of the run; its `trainer` tells whose memory counts.
+        config: Configuration of the run; its `trainer` decides between GPU and CPU memory.
         overrides: Arguments of the training command, as Hydra got them.
 
     Returns:
@@ -55,7 +55,7 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
         >>> plan_command(SimpleNamespace(trainer=trainer), overrides).partition(" fit_gib=")[0]
         "medseg plan stage=fine 'data.cases=my scans/cases.csv'"
     """
-    # Rounded down to tenths of a GiB: a plan for more than there is would run out of memory again.
+    # Rounded down to tenths of a GiB: memory would run out again with a plan for more than is free.
     tenths = max(1, math.floor(10 * _free_gib(config)))
     fit_gib = f"fit_gib={tenths / 10:.1f}"
     return shell_line(["medseg", "plan", *_plan_arguments(overrides), fit_gib])
@@ -73,7 +73,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     Returns:
         One command line for a shell; words in `<…>` are to be filled in.
     """
-    # A fine stage is trained on regions, so a task without them has none.
+    # A fine stage is trained on regions, so a task without regions has no fine stage.
     if config.stage.name is StageName.coarse and config.task.regions:
         arguments = ["train", "stage=fine", *_task_argument(config), *_data_arguments(config)]
         arguments += ["stage.region_from=coarse", f"stage.coarse={checkpoint}"]
@@ -113,7 +113,7 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
 
     from medseg.cascade.load import load_stage
 
-    # The automatic choice of a backend would measure all of them first.
+    # Named, since the automatic choice of a backend would measure all backends first.
     options = InferenceOptions(backend=Backend.torch)
     least_gib = options.budget_gib
     for file in files:
@@ -196,7 +196,7 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
     for override in overrides:
         key, _, value = override.partition("=")
         name = key.lstrip("+~")
-        # Of Hydra's own keys a plan needs the search path only, where its files are found.
+        # Among Hydra's own keys, a plan needs only the search path of the configuration files.
         is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
         # `VALUES` is the argument that every command adds itself, by `with_task`, for the values of
         # the labels in imported files. `resume=auto` says nothing about the configuration, while
@@ -234,10 +234,10 @@ def _free_gib(config: TrainConfig) -> float:
 def _free_bytes_of_gpu(gpu_number: int) -> int:
     """Measure the memory that is free on a GPU once this process has ended.
 
-    The result is a little too low: what the driver keeps for this process is not counted as free.
+    The result is a little too low: memory that the driver keeps for this process counts as used.
     """
     import torch
 
     free_bytes, _ = torch.cuda.mem_get_info(gpu_number)
-    # The process gives back what torch's allocator holds, whether it is in use or not.
+    # When the process ends, all memory of torch's allocator becomes free, used or cached.
     return int(free_bytes + torch.cuda.memory_reserved(gpu_number))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from medseg import __version__
 from medseg.config.check import to_config, to_typed
@@ -27,8 +27,8 @@ from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-# Lists for each start of the run what its result depends on beside the configuration: seed and
-# versions.
+# List of the starts of the run, each with the seed and the versions, on which the result depends
+# beside the configuration.
 VERSIONS_FILE = "versions.json"
 # Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
@@ -49,7 +49,7 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
     """Make a new run folder with the resolved configuration, or prepare the one to resume.
 
     Args:
-        config: Checked configuration; changed in place to the one of the run.
+        config: Checked configuration; changed in place to the configuration of the run.
         is_named: Whether the user chose the folder. A folder that is named by the time gets a
             number where another run, started in the same second, has claimed it.
 
@@ -74,14 +74,14 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     """Prepare the folder of the run to resume, and write its changed configuration."""
     run_dir = _existing_run(resume)
     saved = load_config(run_dir, config.trusted_targets)
-    # `config` is settled too: only then do equal paths and spacings compare as equal.
+    # As `config` was: with absolute paths and computed spacings, equal values compare as equal.
     settle(saved)
     _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
     if is_busy(run_dir):
         raise UserError(f"resume={resume}: another process is running it; wait for it, or stop it")
     config.resume = None
     _set_run_dir(config, run_dir)
-    # The summary of the finished run must not stand for the steps that are still to be made.
+    # With more steps the run is unfinished again, and the summary of its earlier end is wrong.
     if saved.steps < config.steps:
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     text = _yaml_text(config)
@@ -137,7 +137,7 @@ def _take_over(run_dir: Path) -> bool:
             (run_dir / SUMMARY_FILE).unlink()
         except FileNotFoundError:
             return False  # another process was faster
-    # This file lists the start of the run that ended.
+    # The file lists starts of the run that ended.
     (run_dir / VERSIONS_FILE).unlink(missing_ok=True)
     return True
 
@@ -154,7 +154,7 @@ def note_abandoned(run_dir: Path) -> None:
 def numbered(folder: Path) -> Iterator[Path]:
     """Yield a folder, and then without end the names `<folder>_2`, `<folder>_3` and so on.
 
-    Folders are named by the second in which they are made, so two may want one name.
+    Folders are named by the second in which they are made, so two runs may get one name.
     """
     yield folder
     for number in itertools.count(2):
@@ -197,14 +197,19 @@ def changed_config(
     default_values = flat(default)
     changed = OmegaConf.create(values)
     overridden_keys = list(map(_name_of, overrides))
+    chosen_nodes = [
+        name for name in EXTENSION_KEYS if _is_chosen(name, composed, default, overridden_keys)
+    ]
     # Keys whose composed values may differ from the defaults though the user did not give them: the
     # length of the schedule, which follows `steps`, and the arguments of an extension for which the
-    # command line composes another class than that of the run.
+    # command line composes another class than the run has.
     derived_keys = [_length_key(values["schedule"][TARGET])]
     for name in EXTENSION_KEYS:
         if values[name].get(TARGET) != composed[name].get(TARGET):
             derived_keys.append(name)
     for key, value in flat(composed).items():
+        if _is_below(key, chosen_nodes):
+            continue
         # Hydra gives every command a folder of its own; a resumed run keeps its folder.
         if key in ("run_dir", "logger.save_dir"):
             continue
@@ -212,14 +217,67 @@ def changed_config(
         is_changed = not is_default and not _is_below(key, derived_keys)
         if is_changed or _is_below(key, overridden_keys):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
-    # A new logger replaces that of the run as a whole. Its paths name the folder that Hydra gave
-    # this command. `_set_run_dir` later replaces the folder in `changed.run_dir` in these paths, so
-    # it must be the same one.
-    if any(key.partition(".")[0] == "logger" for key in overridden_keys):
-        changed.logger = composed["logger"]
+    for name in chosen_nodes:
+        changed[name] = composed[name]
+    if "schedule" in chosen_nodes:
+        _follow_run(changed, composed, overridden_keys)
+    # The paths of a new logger name the folder that Hydra gave this command. `_set_run_dir` later
+    # replaces the folder in `changed.run_dir` in these paths, so it must be the same one.
+    if "logger" in chosen_nodes:
         changed.run_dir = composed["run_dir"]
     changed.resume = resume
     return to_config(changed, schema)
+
+
+def _is_chosen(
+    name: str,
+    composed: Mapping[str, Any],
+    default: Mapping[str, Any],
+    overridden_keys: Sequence[str],
+) -> bool:
+    """Whether the command line chooses the class of an extension point.
+
+    The composed node then replaces the node of the run as a whole: the arguments of one class have
+    no meaning for another.
+
+    Args:
+        name: Key of the extension point, such as `optimizer`.
+        composed: See `changed_config`.
+        default: See `changed_config`.
+        overridden_keys: Dotted keys and groups that the arguments name.
+    """
+    # Loggers have no common arguments: any key replaces the node.
+    if name == "logger" and any(_is_below(key, ["logger"]) for key in overridden_keys):
+        return True
+    if name in overridden_keys or f"{name}.{TARGET}" in overridden_keys:
+        return True
+    # An experiment may choose another class than the default.
+    return bool(composed[name].get(TARGET) != default[name].get(TARGET))
+
+
+def _follow_run(
+    changed: DictConfig, composed: Mapping[str, Any], overridden_keys: Sequence[str]
+) -> None:
+    """Let a newly chosen schedule follow the steps and the learning rate of the run, in place.
+
+    The file of a schedule gives these arguments as `${steps}` and `${optimizer.lr}`. The command
+    line has resolved them with its own values, which are defaults unless the user gave others.
+
+    Args:
+        changed: Configuration of the run with the changes.
+        composed: See `changed_config`.
+        overridden_keys: Dotted keys and groups that the arguments name.
+    """
+    # Argument of a schedule to the dotted key that it follows.
+    followers = dict.fromkeys(LENGTH_KEYS.values(), "steps") | {"max_lr": "optimizer.lr"}
+    flat_composed = flat(composed)
+    for argument, source in followers.items():
+        key = f"schedule.{argument}"
+        if key not in flat_composed or key in overridden_keys:
+            continue
+        # A value that differs was given in an experiment, and stays.
+        if flat_composed[key] == flat_composed.get(source):
+            OmegaConf.update(changed, key, OmegaConf.select(changed, source))
 
 
 def _name_of(override: str) -> str:
@@ -235,16 +293,16 @@ def _name_of(override: str) -> str:
 
 def _is_below(key: str, groups: Iterable[str]) -> bool:
     """Whether a dotted key is one of some keys, or lies in one of some groups."""
-    # With a dot at the end: `data.seed` does not lie in the group `data.s`.
+    # The dot at the end: `data.seed` is not in the group `data.s`.
     return any(f"{key}.".startswith(f"{group}.") for group in groups)
 
 
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """Find the run that `resume=auto` resumes.
 
-    It has the signature of the configuration, and lies in the configured folder, or else is the
-    newest of those beside it that have not finished. A run whose loss was not finite is left out,
-    since it would fail again.
+    The run has the signature of the configuration. It is the run in the configured folder or,
+    without one, the newest unfinished run in a folder beside it. A run whose loss was not finite is
+    left out, since it would fail again.
 
     Args:
         config: Checked configuration; its paths are made absolute.
@@ -356,8 +414,8 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
 
     Args:
         run_dir: The run folder.
-        trusted: `trusted_targets` of the present command, which replace those of the file: a folder
-            from someone else must not decide which code is trusted.
+        trusted: `trusted_targets` of the present command. They replace the `trusted_targets` of the
+            file: a folder from someone else must not decide which code is trusted.
 
     Raises:
         UserError: If it is damaged or invalid, or of version 0.1.
@@ -491,7 +549,7 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
     Args:
         resume: The argument, for messages.
         saved: Values of the run from `decisive`.
-        steps: Steps of the command, another number than that of the run.
+        steps: Steps of the command; the run has another number.
         is_length_changed: Whether the length of the schedule has changed with the steps.
 
     Raises:

@@ -34,6 +34,7 @@ from medseg.runs.sweeps import JOB_FILE
 
 T = TypeVar("T")
 
+# Files of a run folder with losses and with scores of cases; file of a search with its result.
 HISTORY_FILE = "history.csv"
 VALIDATION_FILE = "validation.csv"
 STUDY_FILE = "study.json"
@@ -133,8 +134,8 @@ def find_runs(folder: Path) -> list[Path]:
 def _natural_sort_key(path: Path) -> list[tuple[int, str]]:
     """Sort key that compares digits as numbers."""
     key = []
-    # The group keeps the digits in the result, so texts and numbers take turns: two paths have a
-    # number at the same places, and the other element of each pair only makes the types equal.
+    # The group keeps the digits in the result, so texts and numbers take turns: all paths have a
+    # number at the same positions of the key. The other element of each pair makes the types equal.
     for part in re.split(r"(\d+)", str(path)):
         # Not `isdigit`, which is true for `²`, of which `int` makes no number.
         if part.isdecimal():
@@ -195,7 +196,7 @@ def _without_hidden_keys(values: Mapping[str, T]) -> dict[str, T]:
 def _best_step(scores: Sequence[CaseScore]) -> list[CaseScore]:
     """Select the scores of the step with the highest mean Dice; empty without scores.
 
-    Of several such steps it is the first, whose weights are in `best.ckpt`.
+    Among several such steps the first one is selected: `best.ckpt` has its weights.
     """
     scores_by_step: dict[int, list[CaseScore]] = defaultdict(list)
     for score in scores:
@@ -323,7 +324,7 @@ def read_history(path: Path) -> list[dict[str, float]]:
 def _parse_override(text: str) -> Any:
     """Parse the value of an override: numbers, booleans, null and lists of them, else a text."""
     try:
-        # These have the same form in JSON as in an override.
+        # Numbers, booleans, null and lists of them have the same form in JSON as in an override.
         return json.loads(text)
     except (ValueError, RecursionError):
         return text

@@ -1,4 +1,4 @@
-"""Plans on this machine: predicted memory and time of a configuration, beside what runs took."""
+"""Plans on this machine: memory and time of a configuration, predicted and measured."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from medseg.io.machine_cache import machine_folder
 from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 
-# Groups and keys that decide memory and seconds of a run, and those of the group `data`.
+# Groups and keys that decide memory and seconds of a run, and keys of the group `data` that do.
 DECISIVE = (
     "stage",
     "task",
@@ -34,6 +34,7 @@ TITLES = {"peak_resident_mib": "resident peak", "seconds_per_step": "seconds per
 # List of the last runs of this machine; each is a mapping of a name in `TITLES` to the quotient
 # predicted / measured.
 RUNS_FILE = "runs.json"
+# Number of runs that the file keeps.
 MAX_RUNS = 50
 # Number of planned runs below which the errors of the plans are not reported.
 LEAST_RUNS = 3
@@ -47,7 +48,7 @@ Numbers = dict[str, float]
 
 def write_plan(config: TrainConfig, numbers: Numbers) -> None:
     """Save the predicted numbers of a configuration, for `compare_with_plan` after its runs."""
-    # A home that cannot be written must not fail the plan.
+    # A home folder that cannot be written must not fail the plan.
     with suppress(UserError):
         replace_text(_plan_path(config), json.dumps(numbers))
 
@@ -59,7 +60,7 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
 
     Args:
         config: Configuration of the run.
-        measured: What the run took.
+        measured: Measured numbers of the run.
 
     Returns:
         For each number `predicted`, `measured` and `ratio`, the quotient of the two; empty if the
@@ -79,7 +80,7 @@ def compare_with_plan(config: TrainConfig, measured: Numbers) -> dict[str, dict[
         path = machine_folder() / RUNS_FILE
         ratios = {name: numbers["ratio"] for name, numbers in comparison.items()}
         runs = [*_read_json(path, list), ratios]
-        # A home that cannot be written must not fail a run that has finished.
+        # A home folder that cannot be written must not fail a run that has finished.
         with suppress(UserError):
             replace_text(path, json.dumps(runs[-MAX_RUNS:]))
     return comparison
@@ -107,7 +108,7 @@ def past_errors() -> list[str]:
 
 
 def _plan_path(config: TrainConfig) -> Path:
-    """File of the plan of a configuration, named by a hash of what decides its numbers."""
+    """File of the plan of a configuration, named by a hash of the keys that decide its numbers."""
     values = plain(config)
     decisive = {name: values[name] for name in DECISIVE}
     decisive |= {name: values["data"][name] for name in DECISIVE_DATA}

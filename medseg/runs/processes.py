@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-# Interval at which the parent of a job looks whether the job has ended or should stop, in s.
+# Interval at which the parent of a job checks whether the job has ended or should stop, in s.
 LOOK_S = 0.5
 # Ranks that were asked to stop may need a long step and a save before they end; they are killed
 # after this time, in s.
@@ -36,7 +36,7 @@ def check_start(trainer: TrainerOptions, resume: str | None) -> None:
     """Refuse a run on several machines that torchrun did not start, or could not restart.
 
     Raises:
-        UserError: With the command that works.
+        UserError: If so; the message names the command that works.
     """
     if trainer.num_nodes == 1:
         return
@@ -102,10 +102,10 @@ def start_ranks(config: TrainConfig) -> int:
 
 
 def _failure_sort_key(item: tuple[int, "ProcessFailure"]) -> tuple[bool, int]:
-    """Sort key of a rank and its failure: the first one is the cause of the others.
+    """Sort key of a rank and its failure: the failure that caused the others comes first.
 
-    A rank that is killed has a negative exit code. It makes the others fail, perhaps before its own
-    end is noticed, so the time alone does not tell.
+    A rank that is killed has a negative exit code. The other ranks then fail too, perhaps before
+    the end of the killed one is noticed, so killed ranks come before earlier failures.
     """
     _, failure = item
     return failure.exitcode >= 0, failure.timestamp
@@ -164,8 +164,10 @@ def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda
         (process,) = spawn(_job, (config,), nprocs=1, join=False).processes
         while process.exitcode is None:
             process.join(LOOK_S)
-            # The job is asked once, though it may take long to save and end.
-            if not is_told_to_stop and (STOP.is_asked or should_stop()):
+            # Once only, though the job may take long to save and end.
+            if is_told_to_stop:
+                continue
+            if STOP.is_asked or should_stop():
                 is_told_to_stop = True
                 process.terminate()
     finally:
@@ -225,9 +227,9 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
         The exit code of the run.
     """
     if code >= 0:
-        # A run that has finished wrote a summary; any other may have ended before it could.
+        # A process that succeeds has written a summary; one that fails may have ended before.
         has_summary = code == 0 or (run_dir / SUMMARY_FILE).is_file()
-        # The process found that another one holds the lock, and ended.
+        # The process has found the run locked by another process, and ended.
         is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
         if has_summary or is_run_elsewhere:
             return code

@@ -59,14 +59,27 @@ def join_ranks() -> None:
         torch.cuda.set_device(local_rank)
     # Otherwise there is no GPU of this number: the ranks run on the CPU.
     store, own_rank, world_size = next(dist.rendezvous("env://", timeout=RANK_TIMEOUT))
-    # When torchrun starts the ranks again, its store still holds the addresses of the dead ones
+    # When torchrun starts the ranks again, its store still holds the addresses of the dead ranks
     # (torch 2.13). On one machine a prefix therefore gives each start keys of its own. Several
     # machines may differ in their numbers of restarts, and so in the prefix: there the user sets
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each start a new store.
     is_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
     if is_one_machine:
         store = dist.PrefixStore(str(num_restarts()), store)
-    dist.init_process_group(store=store, rank=own_rank, world_size=world_size, timeout=RANK_TIMEOUT)
+    # Without a backend, torch 2.13 chooses one for a single type of device: on a machine with GPUs,
+    # ranks that compute on the CPU could not exchange tensors. Its name would be `undefined`, which
+    # Lightning does not recognise as Gloo.
+    backend = "gloo"
+    # NCCL needs a GPU for each rank.
+    if int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend=backend,
+        store=store,
+        rank=own_rank,
+        world_size=world_size,
+        timeout=RANK_TIMEOUT,
+    )
     # A process that ends while threads of its group still run may be aborted (std::terminate), with
     # an exit code of failure.
     atexit.register(_leave_ranks)
@@ -94,7 +107,7 @@ def from_first_rank(value: T) -> T:
 
 
 def choose_gpus(gpus: Sequence[int] | None) -> None:
-    """Let this process and those that it starts see some GPUs only.
+    """Restrict this process and its child processes to some GPUs.
 
     Call it before torch looks for GPUs.
 
@@ -149,7 +162,7 @@ def redirect_output(run_dir: Path) -> None:
         return
     log_file = run_dir / "ranks" / f"rank{rank()}.log"
     log_file.parent.mkdir(exist_ok=True)
-    # What is buffered so far still belongs to the old output.
+    # Text that is still buffered belongs to the old output.
     sys.stdout.flush()
     sys.stderr.flush()
     # The descriptors 1 and 2 (standard output and error) instead of `sys.stdout` and `sys.stderr`:

@@ -61,8 +61,8 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
 def is_neutral(key: str) -> bool:
     """Whether a key cannot change the result of a run; a group is neutral with all its keys.
 
-    The numbers of devices and of accumulated batches are neutral each; what they change together is
-    in `micro_batch` of `decisive`.
+    The numbers of devices and of accumulated batches are neutral: only their product changes the
+    result, and `decisive` has it in `micro_batch`.
 
     Example:
         >>> [is_neutral(key) for key in ("logger.save_dir", "data.num_workers", "optimizer.lr")]

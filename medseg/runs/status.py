@@ -94,7 +94,7 @@ def end_of(
 
     Args:
         error: Exception that ended the training.
-        is_asked: Whether the run had been asked to stop.
+        is_asked: Whether the run had been asked to stop, by a signal.
         is_saved: Whether there is a checkpoint to resume from.
         is_memory_full: Whether the kernel has killed a process for lack of memory since the run
             began.
@@ -109,8 +109,8 @@ def end_of(
     resume_note = "nothing was saved, so resume begins with the first step"
     if is_saved:
         resume_note = "resume continues from the last checkpoint"
-    # A stop request reaches loader workers and other ranks too. Where the run was asked to stop,
-    # the end of one of them is no failure.
+    # A stop signal reaches loader workers and other ranks too. Where the run was asked to stop, the
+    # end of a worker or of another rank is no failure.
     is_broken_off = _is_worker_end(error) or _is_lost_rank(error)
     if isinstance(error, Preempted) or (is_asked and is_broken_off):
         return EXIT_RESUME, f"stopped on request; {resume_note}", False
@@ -223,7 +223,8 @@ def _is_file_error(error: BaseException) -> bool:
 def num_oom_kills() -> int:
     """Count the processes that the kernel of this machine has killed for lack of memory.
 
-    It counts from the start of the machine, over all control groups (containers). 0 outside Linux.
+    The count begins with the start of the machine, over all control groups (containers). It is 0
+    outside Linux.
     """
     path = Path("/proc/vmstat")
     if not path.is_file():

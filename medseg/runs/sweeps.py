@@ -42,6 +42,7 @@ from medseg.runs.status import FAILURES, Status, exit_code_of, status_of
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import SIGNALS, STOP
 
+# Record of a job in its run folder, and record of the sweep in the sweep folder.
 JOB_FILE = "job.json"
 SWEEP_FILE = "sweep.json"
 # How long the jobs of a stopped sweep may take to save before the launcher kills them, in s.
@@ -54,10 +55,11 @@ class Job:
 
     Attributes:
         number: Place in the sweep, from 0.
-        status: `running` from the start, so that a job that was killed can be recognised.
+        status: `running` as long as no end is recorded: also of a job that was killed.
         message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
-        signature: Hash of what its result depends on; empty where the configuration was refused.
+        signature: Hash of the values that decide its result, see `medseg.runs.signature`; empty
+            where the configuration was refused.
     """
 
     number: int
@@ -104,7 +106,7 @@ class SweepFolder(Callback):
     """Hydra callback at the start of a multirun: one folder for the whole sweep.
 
     A folder whose name depends on a swept key (`runs/${name}/…`) or on the time would otherwise be
-    another one for each job. `sweep.json` in it records what is swept.
+    another one for each job. `sweep.json` in it records the swept keys.
 
     Attributes:
         started: Folders of the sweeps that this process has started. An attribute of the class,
@@ -125,8 +127,8 @@ class SweepFolder(Callback):
             if create_text(sweep_dir / SWEEP_FILE, "{}") or is_named:
                 break
         self.started.append(sweep_dir)
-        # The basic launcher runs the jobs from this process, one after the other, and looks at
-        # `STOP`. Other launchers have worker processes, which have to be told.
+        # With the basic launcher, this process runs the jobs one after the other, and `run_job`
+        # reads `STOP`. Other launchers have worker processes, to which the signal is passed on.
         if _is_basic_launcher(config.hydra):
             STOP.install()
         else:
@@ -187,12 +189,12 @@ def run_job(config: TrainConfig) -> int:
             return exit_code_of(status)
         if is_busy(job_dir):
             say(f"job {job.number} is running elsewhere: {job_dir}")
-            # It counts as failed here, since its result is not known.
+            # The job counts as failed in this sweep, since its result is not known.
             return exit_code_of(Status.running)
         # A job that was refused has a record, but no configuration to resume.
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
     elif (job_dir / CONFIG_FILE).is_file():
-        # The folder of this number holds another job: what is swept has changed since.
+        # The folder of this number holds another job, since the swept values have changed.
         job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
     config.run_dir = str(job_dir)
     if STOP.is_asked:
@@ -200,7 +202,7 @@ def run_job(config: TrainConfig) -> int:
         remove_if_empty(job_dir)
         exit_if_asked()
     code = _run_and_record(config, job, job_dir, sweep_dir)
-    exit_if_asked()  # the system wants this process to end, not the next job to begin
+    exit_if_asked()  # after a stop signal, the next job must not begin
     return code
 
 
@@ -244,8 +246,8 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
 def find_job(sweep_dir: Path, job: Job) -> Path | None:
     """Find the folder of an earlier attempt at the same job in a sweep; None if there is none.
 
-    It has the same signature, and the same values of the swept keys. These count beside the
-    signature, since a sweep may compare what changes no result, such as `data.num_workers`.
+    The earlier job has the same signature and the same values of the swept keys. The signature
+    alone is not enough: a sweep may compare keys that change no result, as `data.num_workers`.
     """
     # Where `sweep.json` is missing or damaged, all arguments of the job count.
     keys = _swept_keys(sweep_dir) or list(job.overrides)
@@ -280,7 +282,7 @@ def note_refusal(message: str) -> None:
 def exit_codes() -> list[int]:
     """List the exit codes of all jobs of the sweeps that this process started.
 
-    They come from the records, since a launcher may run the jobs in other processes.
+    The codes come from the records, since a launcher may run the jobs in other processes.
     """
     codes = []
     for sweep_dir in SweepFolder.started:

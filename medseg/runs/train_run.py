@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def run_rank(config: TrainConfig) -> int:
-    """Train as one rank, and write `summary.json` whatever ends the training.
+    """Train as one rank, and write `summary.json` however the training ends.
 
     Only rank 0 locks the run folder.
 
@@ -60,13 +60,13 @@ def run_rank(config: TrainConfig) -> int:
             say(f"another process is running {run_dir}")
             return EXIT_USER_ERROR
         try:
-            # Until the trainer runs there is nothing to save: a request ends the process at once.
+            # Until the trainer runs there is nothing to save: a stop signal ends the process.
             STOP.end_at_once()
             if rank() == 0:
                 (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
             train_run(config)
         except BaseException as error:
-            STOP.is_safe = False  # a signal must not cut the summary off
+            STOP.is_safe = False  # from here on, a signal must not interrupt the summary
             code, message, is_defect = end_of(
                 error,
                 is_asked=STOP.is_asked,
@@ -84,7 +84,7 @@ def run_rank(config: TrainConfig) -> int:
 
 
 def train_run(config: TrainConfig) -> dict[str, Any]:
-    """Build, train and summarise a run; it goes on from `checkpoints/last.ckpt` where there is one.
+    """Build, train and summarise a run; a run with `checkpoints/last.ckpt` continues from there.
 
     Args:
         config: Configuration of an opened run folder; changed in place to the ranks that were
@@ -257,7 +257,7 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     patch = "whole volumes or crops"
     if config.stage.patch_size:
         patch = f"patch {'×'.join(map(str, config.stage.patch_size))}"
-    # What the batch of a step is divided into.
+    # Ranks and micro-batches among which the batch of a step is divided.
     divisions = []
     num_ranks = config.trainer.devices * config.trainer.num_nodes
     if num_ranks > 1:
@@ -319,7 +319,7 @@ def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
 
     Args:
         run_dir: The run folder.
-        start: What the result depends on beside the configuration.
+        start: Values beside the configuration on which the result depends: seed and versions.
     """
     path = run_dir / VERSIONS_FILE
     starts = [*read_record(path, list), start]

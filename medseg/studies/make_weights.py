@@ -57,15 +57,19 @@ def make_weights(config: MakeWeightsConfig) -> int:
     """
     runs, output = Path(config.runs), Path(config.output)
     check_experiments(config)
-    # Both tables are read before the training, so that a damaged one, or a patient who is in both,
-    # is refused here.
+    # All tables are read before the training, so that a damaged one, or a patient who is trained on
+    # and held out, is refused here.
     cases = read_cases(Path(config.cases))
-    held_out = _read_held_out(config, cases)
+    fine_cases = None
+    if config.fine_cases is not None:
+        fine_cases = read_cases(Path(config.fine_cases))
+    held_out = _read_held_out(config, [*cases, *(fine_cases or [])])
     check_writable(output)
     bound = None
     if not held_out:
         bound = read_bound(runs / BOUND, config)
-    note_recipe(runs / "all", recipe_of(experiments(config), cases))
+    recipe = recipe_of(experiments(config), cases, fine_cases=fine_cases)
+    note_recipe(runs / "all", recipe)
     run_steps(_training_steps(config))
     checkpoints = [last_checkpoint(runs / "all" / stage) for stage in STAGES]
     budget = budget_argument(checkpoints, trusted=[])
@@ -84,8 +88,8 @@ def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Cas
     """Read the cases that calibrate the bound; without the key `held_out` there are none.
 
     Args:
-        config: Names the tables.
-        cases: Training cases of the coarse stage, and of the fine one without `fine_cases`.
+        config: Names the table.
+        cases: Training cases of both stages.
 
     Raises:
         UserError: If the networks train on one of the held-out patients.

@@ -165,7 +165,10 @@ def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, l
 
 
 def recipe_of(
-    experiments: Mapping[str, Any], cases: Iterable[Case], arguments: Sequence[str] = ()
+    experiments: Mapping[str, Any],
+    cases: Iterable[Case],
+    arguments: Sequence[str] = (),
+    fine_cases: Iterable[Case] | None = None,
 ) -> dict[str, Any]:
     """Collect what decides the runs of a fold.
 
@@ -173,18 +176,26 @@ def recipe_of(
         experiments: From `experiments`; empty for a single stage, which the arguments describe.
         cases: All cases of the table.
         arguments: Further arguments of the trainings.
+        fine_cases: Cases of the table of the fine stage; None: it has that of the coarse stage.
 
     Returns:
-        The experiments, a digest of the names of the cases, and the arguments if there are any.
+        The experiments, a digest of the names of the cases of each table, and the arguments if
+        there are any.
     """
-    names = sorted(case.name for case in cases)
-    # Names come from file names, which may hold bytes that are no UTF-8.
-    text = "\n".join(names).encode("utf-8", "surrogateescape")
-    digest = hashlib.sha256(text).hexdigest()
-    recipe: dict[str, Any] = {**experiments, "cases": digest[:DIGEST_LENGTH]}
+    recipe: dict[str, Any] = {**experiments, "cases": _digest(cases)}
+    if fine_cases is not None:
+        recipe["fine_cases"] = _digest(fine_cases)
     if arguments:
         recipe["arguments"] = list(arguments)
     return recipe
+
+
+def _digest(cases: Iterable[Case]) -> str:
+    """Hash the names of cases, in any order."""
+    names = sorted(case.name for case in cases)
+    # Names come from file names, which may hold bytes that are no UTF-8.
+    text = "\n".join(names).encode("utf-8", "surrogateescape")
+    return hashlib.sha256(text).hexdigest()[:DIGEST_LENGTH]
 
 
 def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:

@@ -72,7 +72,7 @@ def make_module(
             "choose trainer.sync_batchnorm=false"
         )
     if device_type == "cpu":
-        # Mapped blocks go back to the system when they are freed, and do not stay in the heap.
+        # So that large tensors return to the system when they are freed.
         map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
@@ -80,7 +80,7 @@ def make_module(
         config.memory,
         device_type,
         sync_batchnorm=config.trainer.sync_batchnorm,
-        # Without either size the crops differ in shape.
+        # Without a patch size or a fixed size of the crop, the crops differ in shape.
         has_many_shapes=config.stage.patch_size is None and config.spacing.size is None,
     )
     return SegmentationModule(
@@ -282,7 +282,7 @@ def _coarse_stage_by_case(
 ) -> dict[str, TrainedStage]:
     """Assign each case the first coarse stage that has not trained on its patient.
 
-    With the stages of all folds this is what nnU-Net's cascade does.
+    With one stage of each fold, this is the rule of nnU-Net's cascade.
 
     Args:
         config: Checked configuration.
@@ -331,7 +331,7 @@ def _coarse_stage_by_case(
 def make_views(config: TrainConfig) -> list[View]:
     """Make a view of each region for validation pictures: class names, and whether it is mirrored.
 
-    A stage without regions has one view, of the whole scan.
+    A coarse or single stage has one view, of the whole scan.
     """
     task = make_task(config.task)
     if config.stage.name is not StageName.fine:
@@ -377,7 +377,7 @@ def make_metadata(config: TrainConfig, plain_config: dict[str, Any]) -> dict[str
 
 
 def _as_list(sizes: Sequence[Number] | None) -> list[Number] | None:
-    """Convert a size or spacing to a list; metadata keep plain types only."""
+    """Convert a size or spacing to a list, since metadata keep plain types only; None stays."""
     return list(sizes) if sizes else None
 
 
@@ -433,7 +433,8 @@ def _balance_parts(
             "model.device_map=auto divides a network among GPUs, "
             f"and torch sees {len(gpu_bytes)}; leave it out"
         )
-    # Whole crops differ in size. A usual one will do: only the ratio of the parts matters.
+    # Whole crops differ in size. A typical size, in voxels, is enough, because only the ratio of
+    # the parts matters.
     shape = config.stage.patch_size or config.spacing.size or (128, 128, 128)
     # The learning rate does not matter for the bytes, so it is not scaled.
     optimizer_factory = make_optimizer(

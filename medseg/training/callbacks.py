@@ -94,8 +94,8 @@ class ValidationPictures(pl.Callback):
             return
         finally:
             # Parts of a figure refer to each other, so that only the garbage collector frees them.
-            # By itself it looks at old objects seldom, and up to seven pictures of 7 MiB each would
-            # stay in memory meanwhile. Collecting takes up to 0.3 s.
+            # Its own runs look at old objects seldom: up to seven pictures of 7 MiB each would stay
+            # in memory. This call takes up to 0.3 s.
             gc.collect()
         self.drawn[case, region] = path.name
         for logger in trainer.loggers:
@@ -219,7 +219,7 @@ class MemorySnapshot(pl.Callback):
 class Distortions(pl.Callback):
     """Prints by how much crops of fixed size distort each case, each rank in its own log.
 
-    The first sample of a case, which may be a slab, stands for it.
+    Only the first sample of each case, which may be a slab, is measured.
 
     Args:
         names: Name of each region; of the whole scan for a stage other than the fine one.

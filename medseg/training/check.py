@@ -40,11 +40,11 @@ from medseg.training.optimisation import (
 )
 from medseg.training.options import LrScaling, TrainConfig
 
-# The one logger that writes its files with Python alone, and so to a folder of any name.
+# This logger writes its files with Python alone, so the name of its folder need not be UTF-8.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
-# First steps that are tried with optimiser and schedule.
+# The first steps are tried with optimiser and schedule.
 NUM_OPTIMISER_STEPS = 2
-# Steps up to which the schedule alone is tried then; each takes some microseconds.
+# The steps after them, up to this one, are tried with the schedule alone: some microseconds each.
 MAX_TRIED_STEPS = 2000
 
 
@@ -84,7 +84,7 @@ def check_objects(config: TrainConfig) -> bool:
 
 
 def _check_callbacks(config: TrainConfig) -> None:
-    """Make the callbacks; refuse those of Lightning that write to a logger where there is none."""
+    """Make the callbacks; without a logger, refuse those of Lightning that write to one."""
     callbacks = make_callbacks(config)
     if config.logger or not callbacks:
         return
@@ -279,7 +279,8 @@ def _check_switches(config: TrainConfig, network: StageNetwork, has_batch_norm: 
     `medseg.training.clashes` checks those of our UNet.
     """
     policy = config.memory.checkpointing
-    if policy not in ("none", []) and not network.traits.blocks:
+    has_checkpointing = policy not in ("none", [])
+    if has_checkpointing and not network.traits.blocks:
         raise UserError(
             f"memory.checkpointing: no block of {config.model[TARGET]} was found; name some in "
             "model.blocks, such as [encoder.*]"

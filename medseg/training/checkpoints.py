@@ -25,7 +25,8 @@ class Checkpoints(Checkpoint):
         folder: Folder of the checkpoints; a run that was moved continues in its new place.
         validate_every: Optimiser steps between two validations.
         checkpoint_every: Optimiser steps between two writings; None = at validations only.
-        patience: Validations without a better one after which the run ends; None = never.
+        patience: Validations in a row without a new best score after which the run ends; None =
+            never.
         stop: Says when the run is asked to stop.
     """
 

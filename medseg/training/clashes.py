@@ -17,8 +17,8 @@ from medseg.targets import TARGET
 from medseg.training.input_sizes import input_sizes, stated_divisor
 from medseg.training.options import LrScaling, TrainConfig, micro_batches_per_step
 
-# Schedules that multiply the rate of the step before, so that the factors of a warm-up can be
-# multiplied in addition. Others set the rate of each step as a number.
+# Schedules that multiply the rate of the step before, so that a warm-up can multiply it too. Other
+# schedules set the rate of each step as a number.
 CHAINABLE_SCHEDULES = (
     "ConstantLR",
     "CosineAnnealingLR",
@@ -28,14 +28,14 @@ CHAINABLE_SCHEDULES = (
     "PolynomialLR",
     "StepLR",
 )
-# Kinds of devices that are used for certain with an accelerator; with `auto` that is not known.
+# Kinds of devices that are certain to be used with an accelerator; with `auto` none is.
 DEVICE_KINDS = {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set[str]()}
 
 
 def train_clashes(config: TrainConfig) -> Iterator[str]:
     """Yield a sentence for each contradiction.
 
-    Later checks rely on what the earlier ones refuse.
+    Later checks assume that the earlier ones found no contradiction.
     """
     yield from _start_clashes(config.init_from)
     yield from model_clashes(config.model)
@@ -122,7 +122,7 @@ def _rank_clashes(config: TrainConfig) -> Iterator[str]:
     if config.model["device_map"] is not None:
         for key, reason in _excluded_by_map(config):
             yield f"{key} cannot be combined with model.device_map ({reason}); change one of them"
-    # Other networks are asked once they are built, see `medseg.training.check`.
+    # Other networks are checked once they are built, see `medseg.training.check`.
     lacks_batch_norm = config.model[TARGET] == UNET and not is_batch_norm(config.model)
     if trainer.sync_batchnorm and lacks_batch_norm:
         yield (

@@ -66,7 +66,7 @@ class CasesDataModule(pl.LightningDataModule):
         augmentation: Applied to training samples; None = none.
         coarse: Trained coarse stage, for its boxes and its probabilities; None where neither is
             used.
-        coarse_by_case: Coarse stage by case name, for the cases that are not to see `coarse`.
+        coarse_by_case: Case name to the coarse stage that it gets in place of `coarse`.
 
     Attributes:
         rule: How the grid of a sample is laid on that of the cache.
@@ -206,11 +206,11 @@ class CasesDataModule(pl.LightningDataModule):
                 set.
         """
         kinds = {"train": "training", "val": "validation"}
-        for side, cases in self.state_dict().items():
-            changes = _case_changes(dict(state_dict[side]), dict(cases))
+        for split, cases in self.state_dict().items():
+            changes = _case_changes(dict(state_dict[split]), dict(cases))
             if changes:
                 raise UserError(
-                    f"The {kinds[side]} cases are not those that the run began with "
+                    f"The {kinds[split]} cases are not those that the run began with "
                     f"({'; '.join(changes)}), so two data sets would be mixed; restore the case "
                     "table and its files (data.cases=<table> where it was moved), or start a new "
                     "run, with init_from=<checkpoint> to go on from its weights."
@@ -372,8 +372,8 @@ def _case_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describe how the cases of a run have changed.
 
     Args:
-        then: Hash of the content by case name, in the order of the cases, of the checkpoint.
-        now: The same of the present run.
+        then: Cases of the checkpoint in their order: case name to the hash of its content.
+        now: The same for the cases of the present run.
 
     Returns:
         Phrases such as "a, b added"; empty where nothing has changed.
@@ -510,8 +510,8 @@ def _localise(
     for intensity, fine_channel, image, channel in zip(
         case.intensities, task.channels, case.images, coarse.task.channels, strict=True
     ):
-        # The intensity of the case is that of the fine stage: it serves for a channel that both
-        # stages scale alike. A case has none for a channel with a CT window.
+        # The case has the intensity map of the fine stage, which is used if both stages scale the
+        # channel alike. A case has no map for a channel with a CT window.
         if not intensity or channel != fine_channel:
             intensity = intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
         intensities.append(intensity)

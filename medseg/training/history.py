@@ -53,7 +53,7 @@ class History(pl.Callback):
         self, path: Path, history_every: int, steps: int, metrics: Iterable[str] = ()
     ) -> None:
         self.path = path
-        # By column, the name under which the module logs its value.
+        # Column to the name under which the module logs the score.
         self.logged_scores = {"val_dice": "val/dice", "val_dice_worst": "val/dice_worst"}
         metric_columns = []
         for name in metrics:
@@ -227,7 +227,7 @@ def _cell(value: Any) -> str:
 class HistoryBar(RichProgressBar):
     """Progress bar of the micro-batches with the last figures of the history.
 
-    Not used is Lightning's own, which reads its figures from the device, and so waits for it.
+    Lightning's own progress bar reads its figures from the device and waits for it at each step.
 
     Args:
         history: Callback of the same run.

@@ -9,9 +9,9 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Divergence is judged by means of the losses of so many steps.
+# Divergence is judged by running means of the losses over so many steps.
 WINDOW = 5
-# The run ends when the last such mean is above the lowest one by more than this multiple of it.
+# The run ends when the last mean exceeds the lowest mean by more than this multiple of the lowest.
 DIVERGED_RISE = 3.0
 # The rate of the lowest loss is at least this multiple of a suggested rate.
 BELOW_LOWEST = 10.0
@@ -37,7 +37,7 @@ class LrRange(pl.Callback):
         self.planned_lrs = np.geomspace(lowest_lr, highest_lr, steps).tolist()
         self.lrs: list[float] = []
         self.losses: list[float] = []
-        # Losses of the micro-batches so far of the optimiser step that is being made.
+        # Losses of the micro-batches of the present optimiser step so far.
         self._micro_losses: list[float] = []
 
     def on_train_batch_start(
@@ -93,8 +93,8 @@ def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
     """Suggest a rate below that of the lowest loss, where a run is about to diverge.
 
     It is the rate at which the smoothed loss falls steepest over the logarithm of the rate, but at
-    most a tenth of the rate of its minimum: a steep fall often ends in the minimum, and one batch
-    more or less moves it.
+    most a tenth of the rate of its minimum: the loss often falls steepest just before the minimum,
+    whose place depends on single batches.
 
     Args:
         lrs: Rates, rising.

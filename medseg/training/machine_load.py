@@ -68,8 +68,8 @@ class MachineLoad:
     def peak_resident_bytes(self) -> int:
         """Find the largest memory that this process and its workers have taken so far, in bytes.
 
-        It is resident memory; for a run on GPUs it is memory of these, with what the driver and
-        other programs hold there.
+        For a run on the CPU this is resident memory. For a run on GPUs it is the memory that is
+        taken on them, including that of the driver and of other programs.
         """
         if self.uses_gpu:
             return sum(map(_gpu_peak_bytes, _used_gpus()))

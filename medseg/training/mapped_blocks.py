@@ -1,6 +1,6 @@
-"""Size from which on a training maps blocks of memory, chosen by what its network computes.
+"""Smallest size of the memory blocks that a training maps, chosen by its network's results.
 
-`medseg.memory.heap` says what mapping is and why this size matters.
+A mapped block is a memory map of its own outside the heap, see `medseg.memory.heap`.
 """
 
 import math
@@ -26,13 +26,12 @@ from medseg.training.options import TrainConfig, samples_per_micro_batch
 
 
 def map_blocks(config: TrainConfig) -> None:
-    """Choose the blocks of memory that this process maps, for a training on a CPU.
+    """Choose the size from which on this process maps memory blocks, for a training on a CPU.
 
-    Usually they are mapped from 4 MiB on. They are mapped from 2 MiB on if the results of a forward
-    pass that have 2 to 4 MiB take more in all than the free memory that the heap may keep anyway.
-    All results of the pass count, also those that recomputed blocks discard, so that the choice is
-    the same for all sets of switches that `plan` compares. Samples of whole volumes differ in size:
-    then blocks are mapped from 4 MiB on.
+    Usually the size is 4 MiB. It is 2 MiB if the results of a forward pass that have 2 to 4 MiB
+    take more in all than the free memory that the heap may keep anyway. All results of the pass
+    count, also those that activation checkpointing discards, so that the choice is the same for all
+    sets of switches that `plan` compares. For whole volumes, whose sizes differ, it is 4 MiB.
     """
     if not maps_large_blocks():
         return

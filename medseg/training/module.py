@@ -165,7 +165,7 @@ class SegmentationModule(pl.LightningModule):
                 tile_size=self.tile_size,
                 overlap=self.overlap,
                 divisor=self.network.divisor,  # type: ignore[arg-type]
-                # Only in a CT window is the value of air known.
+                # The value of air is known only in a CT window.
                 skips_air=all(channel["window_hu"] for channel in channels),
             )
         return most_probable(probs)
@@ -179,8 +179,8 @@ class SegmentationModule(pl.LightningModule):
             Predicted labels, uint8 (D, H, W), 0 beyond the scan.
         """
         (stack,) = batches  # of one case
-        # Free memory that the steps or the case before have left goes back to the system: otherwise
-        # the memory of this case might come on top of it.
+        # Freed memory of the last steps or of the last case returns to the system: otherwise the
+        # memory of this case might add to it.
         release_free_memory()
         # Prediction drops voxels beyond the scan when it pastes the crop back, so they do not
         # count. The stack is changed in place, because the picture shows its target.
@@ -285,8 +285,8 @@ def _mean_of_defined(scores: Sequence[float]) -> float:
         The mean; NaN where no score is defined, or one is infinite.
     """
     defined = [score for score in scores if not math.isnan(score)]
-    # A distance is infinite where a label was not found at all. It is not left out, because the
-    # mean would improve by that.
+    # A distance is infinite where a label was not found at all. Without such scores the mean would
+    # be better than the predictions.
     if defined and all(map(math.isfinite, defined)):
         return fmean(defined)
     return math.nan

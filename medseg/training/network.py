@@ -1,6 +1,7 @@
 """Network of a stage: from a configuration, from checkpoint metadata, and its initial weights."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from medseg.models.unet import UNet
 from medseg.nnunet.folder import is_start
 from medseg.preprocess.options import SpacingOptions
 from medseg.targets import TARGET
+from medseg.task import IGNORE, Task
 from medseg.task_options import make_task
 from medseg.training.input_sizes import choose_strides, stated_divisor
 from medseg.training.options import TrainConfig
@@ -36,9 +38,9 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    # `predict` refuses a checkpoint whose arguments are numbers that are too large. They are
-    # refused here too, before time is spent on a training. Our UNet needs no check: with such
-    # numbers it does not fit into memory, so that there is no training.
+    # `predict` refuses a checkpoint with an argument above a limit. Such an argument is refused
+    # here too, before time is spent on a training. Our UNet needs no check: with such an argument
+    # it does not fit into memory, so it cannot be trained.
     if node[TARGET] != UNET:
         try:
             check_arguments(node)
@@ -65,11 +67,11 @@ def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, An
     """
     node = {}
     for name, value in model.items():
-        # On which devices the parts of a network are is no property of the network.
+        # The devices of its parts do not describe a network.
         if name == "device_map":
             continue
-        # Of these two keys, which are no arguments of the class, null means "find it out". Of any
-        # argument it is a value.
+        # Null is a value of an argument of the class. In these two keys, which are no arguments, it
+        # means that medseg finds the value itself.
         if value is None and name in ("divisor", "blocks"):
             continue
         node[name] = value
@@ -94,9 +96,13 @@ def make_network_on_meta(config: TrainConfig) -> StageNetwork:
 def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     """Copy the weights of `init_from` into a new network; without `init_from` nothing changes.
 
-    If only the new network has a coarse channel, the weights of that channel are zero, so that the
-    network predicts at first what that of the file does. Classes that the file lacks start with the
-    weights of the background and a lower logit (RARE_LOGIT), so that they are hardly predicted.
+    If only the new network has a coarse channel, the weights of that channel are zero: at first the
+    network predicts the same as the network of the file.
+
+    Classes are matched by the names of their labels. A class that the file lacks starts with the
+    weights of the background and a lower logit (RARE_LOGIT), so that it is hardly predicted. If
+    file and task have no label in common, classes are matched by their numbers, as for a label that
+    was renamed.
 
     Raises:
         UserError: If the file cannot be used, or holds another network than the configured one.
@@ -116,19 +122,28 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
             f"{key}: its network is {saved}, but the configured one is {configured}; "
             "give the same model"
         )
-    if config.stage.coarse_channel and not metadata.get("coarse_channel"):
+    has_coarse_channel = bool(metadata.get("coarse_channel"))  # older files do not state it
+    if has_coarse_channel and not config.stage.coarse_channel:
+        raise UserError(
+            f"{key}: its network also sees the probability of the coarse stage; give "
+            "stage.coarse_channel=true stage.coarse=<coarse checkpoint>"
+        )
+    if config.stage.coarse_channel and not has_coarse_channel:
         weights = _with_zero_channel(network, weights)
-    # `<` of two sets: the file has some of the labels of the task, with the same values. Values are
-    # 1, 2, … without a gap, so the labels that it lacks have the highest ones.
-    has_fewer_labels = metadata["task"]["labels"].items() < make_task(config.task).labels.items()
-    if has_fewer_labels:
-        num_classes = int(metadata["num_classes"])
-        weights = _with_rare_classes(network, weights, num_classes, count_classes(config))
+    old_classes = _classes_of_file(metadata, config.stage.name, key)
+    new_classes = _labels_of_classes(make_task(config.task), config.stage.name)
+    sources = _match_classes(old_classes, new_classes)
+    is_same = sources == list(range(len(old_classes)))
+    has_common_label = any(sources)  # 0 is the background
+    if has_common_label and not is_same:
+        weights = _with_matched_classes(config, weights, len(old_classes), sources)
     try:
         network.load_state_dict(weights)
     except RuntimeError as error:
+        # Torch's first line says only that there are errors; the last one names a tensor.
+        last_line = str(error).splitlines()[-1].strip()
         raise UserError(
-            f"{key}: its weights do not fit the task {config.task.name} ({first_line(error)})"
+            f"{key}: its weights do not fit the task {config.task.name} ({last_line})"
         ) from error
 
 
@@ -154,35 +169,101 @@ def _with_zero_channel(network: StageNetwork, weights: dict[str, Tensor]) -> dic
     return extended
 
 
-def _with_rare_classes(
-    network: StageNetwork, weights: dict[str, Tensor], num_old: int, num_new: int
-) -> dict[str, Tensor]:
-    """Add the classes that the weights lack, as the last ones, to each layer that makes the logits.
-
-    Such a layer, of shape (outputs, ...), has `num_new` outputs in the network for `num_old` in the
-    weights, or the same multiple of both where a head unfolds channels into voxels. Its outputs are
-    in the order of the classes, so that the first ones are those of the background.
+def _classes_of_file(metadata: dict[str, Any], stage: StageName, key: str) -> list[set[str]]:
+    """List the labels of each class of a file, see `_labels_of_classes`.
 
     Args:
-        network: The network with all classes.
-        weights: Weights with fewer classes, not changed.
-        num_old: Classes of the weights.
-        num_new: Classes of the network.
+        metadata: From `read_weights`.
+        stage: The configured stage.
+        key: The key that gave the path and its value, for messages.
+
+    Raises:
+        UserError: If the metadata are damaged.
     """
-    shapes = {name: value.shape for name, value in network.state_dict().items()}
-    extended = dict(weights)
-    for name, value in weights.items():
-        shape = shapes.get(name, value.shape)
-        # A layer of the logits has as many outputs per class in the network as in the weights.
-        makes_logits = shape != value.shape and shape[0] * num_old == value.shape[0] * num_new
-        if not makes_logits or shape[1:] != value.shape[1:]:
+    try:
+        return _labels_of_classes(Task.from_dict(metadata["task"]), stage)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{key}: its metadata are damaged or of another version "
+            f"({type(error).__name__}: {first_line(error)}); take another copy"
+        ) from error
+
+
+def _labels_of_classes(task: Task, stage: StageName) -> list[set[str]]:
+    """List the labels that each class of a stage's network stands for; the background has none.
+
+    In the fine stage class 1 is the first label of the region that is cropped, so it stands for the
+    first label of every region.
+    """
+    classes: list[set[str]] = [set()]  # the background
+    if stage is not StageName.fine:
+        for name in sorted(task.labels, key=task.labels.__getitem__):
+            classes.append({name})
+        return classes
+    for index in range(task.num_region_labels):
+        labels = {region.labels[index] for region in task.regions if index < len(region.labels)}
+        classes.append(labels)
+    for name in task.helper_labels:
+        classes.append({name})
+    return classes
+
+
+def _match_classes(old: list[set[str]], new: list[set[str]]) -> list[int | None]:
+    """Find for each new class the number of the old class with one of its labels; None = no class.
+
+    Args:
+        old: Labels of the classes in the file, from `_labels_of_classes`.
+        new: Labels of the classes of the configured network.
+    """
+    sources: list[int | None] = [0]  # the background
+    for labels in new[1:]:
+        matches = [number for number, old_labels in enumerate(old) if labels & old_labels]
+        sources.append(matches[0] if matches else None)
+    return sources
+
+
+def _with_matched_classes(
+    config: TrainConfig, weights: dict[str, Tensor], num_old: int, sources: list[int | None]
+) -> dict[str, Tensor]:
+    """Select, for each class of the network, its outputs in each layer that makes the logits.
+
+    Such a layer, of shape (outputs, ...), has one output per class, or the same number of outputs
+    for each class where a head unfolds channels into voxels. Its outputs are in the order of the
+    classes.
+
+    Args:
+        config: Describes the network.
+        weights: Weights with the classes of the file, not changed.
+        num_old: Classes of the weights.
+        sources: For each class of the network the class of the weights, from `_match_classes`.
+    """
+    is_rare = torch.tensor([source is None for source in sources])
+    indices = torch.tensor([source or 0 for source in sources])  # None: those of the background
+    selected = dict(weights)
+    for name in _logit_weights(config):
+        value = weights.get(name)
+        # Weights of another network, which the caller refuses.
+        if value is None or value.shape[0] % num_old != 0:
             continue
-        background = value[: value.shape[0] // num_old]
+        # (outputs, ...) -> (classes, outputs per class, ...)
+        by_class = value.unflatten(0, (num_old, -1))[indices]
         if name.endswith("bias"):
-            background = background + RARE_LOGIT
-        added_classes = [background] * (num_new - num_old)
-        extended[name] = torch.cat([value, *added_classes])
-    return extended
+            by_class[is_rare] += RARE_LOGIT
+        selected[name] = by_class.flatten(0, 1)
+    return selected
+
+
+def _logit_weights(config: TrainConfig) -> list[str]:
+    """Name the weights of the layers that make the logits: one class more changes their shape."""
+    # A label in no region adds a class in every stage. No other label may be called `IGNORE`.
+    labels = {**config.task.labels, IGNORE: len(config.task.labels) + 1}
+    wider_config = replace(config, task=replace(config.task, labels=labels))
+    wider_weights = make_network_on_meta(wider_config).state_dict()
+    names = []
+    for name, value in make_network_on_meta(config).state_dict().items():
+        if name in wider_weights and value.shape != wider_weights[name].shape:
+            names.append(name)
+    return names
 
 
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def _key_notes(config: TrainConfig) -> Iterator[str]:
             f"task.ignore_label with {other_losses[0]}: a GPU waits once a step for each sample, "
             "to count the voxels that remain; loss=dice_ce does without"
         )
-    # Adam and its kin have their momentum in `betas`.
+    # Adam and its variants have their momentum in `betas`.
     momentum = config.optimizer.get("momentum", config.optimizer.get("betas"))
     if config.schedule.get("cycle_momentum") and momentum is not None:
         yield (

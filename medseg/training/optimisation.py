@@ -30,7 +30,7 @@ def make_optimizer(
         trusted: Prefixes of `trusted_targets`.
     """
     scaled_group = scale_rates(group, lr_factor)
-    parameters_later = None  # stands for them, see `bind_target`
+    parameters_later = None  # the caller gives them later, see `bind_target`
     return bind_target("optimizer", "optimizer", scaled_group, parameters_later, trusted=trusted)
 
 
@@ -52,7 +52,7 @@ def make_schedule(
         # A value of the group comes later, and replaces this one.
         group = {"cycle_momentum": False, **group}
     scaled_group = scale_rates(group, lr_factor)
-    optimizer_later = None  # stands for it, see `bind_target`
+    optimizer_later = None  # the caller gives it later, see `bind_target`
     schedule_factory = bind_target(
         "schedule", "schedule", scaled_group, optimizer_later, trusted=trusted
     )
@@ -89,11 +89,11 @@ def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim
 
 
 def propose_lr(config: TrainConfig, batch_size: int) -> float:
-    """Scale `optimizer.lr` to another batch size: linearly, or for adaptive steps by the root.
+    """Scale `optimizer.lr` to another batch size: linearly, or by the square root if adaptive.
 
     With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is returned unchanged.
 
-    Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (root).
+    Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (square root, for adaptive optimisers).
     """
     lr = float(config.optimizer["lr"])
     if config.lr_scaling is not LrScaling.none:
@@ -157,9 +157,16 @@ def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
 
 
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
-    """Multiply the learning rates among the arguments of a group."""
+    """Multiply the learning rates among the arguments of a group.
+
+    A rate may be a list, with one number for each parameter group. Null is left to the class, which
+    accepts or refuses it.
+    """
     scaled = dict(group)
     for key in LR_KEYS:
-        if key in group:
-            scaled[key] = group[key] * lr_factor
+        rate = group.get(key)
+        if isinstance(rate, list):
+            scaled[key] = [number * lr_factor for number in rate]
+        elif rate is not None:
+            scaled[key] = rate * lr_factor
     return scaled

@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 class Preempted(BaseException):
     """The run was asked to stop, and everything that it has done is saved.
 
-    No `Exception`, so that no handler of errors takes it for one.
+    Not an `Exception`, so that `except Exception` does not catch it.
     """
 
 
@@ -58,8 +58,9 @@ class StopRequest:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle an interrupt as Python does, but let no stop signal disturb the end that follows.
 
-        A sweep that is interrupted asks its job to stop, which the terminal has interrupted too. An
-        exception in the midst of another one's clean-up may be printed and lost.
+        When a user interrupts a sweep, its job gets the interrupt of the terminal and a stop signal
+        of the sweep. An exception for that signal, raised while the interrupt is cleaned up, might
+        be printed and lost.
         """
         self.is_safe = False
         raise KeyboardInterrupt

@@ -31,6 +31,6 @@ def _commit() -> str:
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
         description = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:  # git is not installed: the version alone must do
+    except OSError:  # git is not installed: no commit is recorded
         return ""
     return description.stdout.strip()

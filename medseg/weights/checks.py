@@ -23,6 +23,7 @@ MAX_TEXT = 1_000_000
 MAX_INTEGER = 2**63
 # Axes of a tensor of weights; the tensor of a 3D convolution has five.
 MAX_AXES = 8
+# Number types that the tensors of weights may have.
 DTYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -128,7 +129,7 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
                 "sparse, expanded, shared or of another type); take another copy"
             )
-        # Only after the check of the size, because this takes the memory of the tensor written out.
+        # After the check of the size: a tensor that repeats its memory is written out here.
         if not torch.isfinite(value).all():
             raise UserError(
                 f"{source}: its weights {printed_name} hold NaN or infinity, so its training went "
@@ -156,8 +157,8 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     Raises:
         ValueError: With the key and the value.
     """
-    # `config` is only a record, from which nothing is built. `model` is checked below: a key such
-    # as `size` has another meaning there.
+    # Nothing is built from `config`, which is only a record. `check_arguments` checks `model`: its
+    # keys, such as `size`, may have other meanings.
     checked = {key: value for key, value in metadata.items() if key not in ("config", "model")}
     for key, value in _pairs(checked):
         is_native = key == "spacing_mm" and value == NATIVE
@@ -166,7 +167,8 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
     # Older checkpoints have no `grid_rule` (see `GridRule`).
     rule = metadata.get("grid_rule", {})
     size = rule.get("size")
-    if size is not None and not (isinstance(size, (list, tuple)) and len(size) == 3):
+    has_three_numbers = isinstance(size, (list, tuple)) and len(size) == 3
+    if size is not None and not has_three_numbers:
         raise ValueError(f"size={size}, expected 3 numbers")
     _check_labels(metadata["task"])
     check_arguments(metadata["model"])
@@ -230,7 +232,7 @@ def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
 def check_arguments(model: Mapping[str, Any]) -> None:
     """Refuse arguments of a network beyond `MAX_ARGUMENT`.
 
-    A training calls this before it begins, because its checkpoint could not be read.
+    A training calls this before it begins: with such arguments its checkpoint could not be read.
 
     Args:
         model: `_target_` of the network, and its arguments.

@@ -39,7 +39,9 @@ NETWORK_PREFIX = "network."
 # Key of the data module's state in a checkpoint; Lightning uses the name of the class. Its entry
 # "train" lists name and content of each case, see `CasesDataModule.state_dict`.
 DATA_STATE = "CasesDataModule"
+# Model folder with the included weights.
 SHIPPED_FOLDER = Path(__file__).parent
+# File of a model folder with the SHA-256 of each file of weights.
 CHECKSUMS = "SHA256SUMS"
 LAST_CHECKPOINT = "checkpoints/last.ckpt"
 """Checkpoint inside a run folder."""
@@ -117,7 +119,7 @@ def _check_parts(path: Path, source: str, writer: str) -> None:
 
 
 def _cure(path: Path, writer: str) -> str:
-    """Say what to do about a file that cannot be opened as a checkpoint."""
+    """Write the cure in the message on a file that cannot be opened as a checkpoint."""
     try:
         with path.open("rb") as file:
             # Every zip file begins with these two bytes, also one that was cut short.
@@ -192,7 +194,8 @@ def read_weights(
 
     Args:
         path: Checkpoint of a run, or safetensors file.
-        stage: The stage that it must be of; `coarse` and `single` stand for each other; None = any.
+        stage: The stage that the file must be of; a `single` one may stand for `coarse` and the
+            reverse; None = any.
         key: The key that gave the path, for messages.
 
     Returns:
@@ -262,7 +265,7 @@ def trained_cases(path: Path, key: str) -> list[str]:
         key: The key that gave the path, for messages.
 
     Raises:
-        UserError: If the file does not say it; a safetensors file never does.
+        UserError: If the file does not list them; a safetensors file never does.
     """
     source = f"{key}={path}"
     data_state: Any = None
@@ -342,13 +345,13 @@ def _check_part_sizes(path: Path, source: str, weights: dict[str, Any]) -> None:
     """Refuse weights whose part of the checkpoint is too short.
 
     Torch would fill the end of such a weight with the bytes that follow in the file. Which part
-    belongs to which weight is not known here, so a weight is refused if its size is that of no part
-    at all; a part that was cut to the size of another is not found.
+    belongs to which weight is not known here: a weight is refused if no part at all has its size. A
+    part that was cut to the size of another is not found.
     """
     with zipfile.ZipFile(path) as archive:
         part_sizes = {part.file_size for part in archive.infolist()}
     for value in weights.values():
-        # `check_tensors` refuses what is no dense tensor, later.
+        # `check_tensors` later refuses values that are no dense tensors.
         if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             continue
         if value.untyped_storage().nbytes() not in part_sizes:

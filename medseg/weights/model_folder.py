@@ -6,9 +6,9 @@
     README.md                                model card
     clean_up.csv, clean_up.md                how a cross-validation chose the clean-up
 
-All else that prediction needs is in the metadata of each file of weights: configuration, clean-up,
-label names, plausible volumes, bound on Dice and versions. The included weights are in such a
-folder.
+The metadata of each file of weights hold the other values that a prediction needs: configuration,
+clean-up, label names, plausible volumes, bound on Dice and versions. The included weights are in
+such a folder.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from medseg.console import say
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
+from medseg.io.tables import markdown_table
 from medseg.io.text import read_text
 from medseg.task import CleanUp
 from medseg.weights.files import (
@@ -34,9 +35,19 @@ from medseg.weights.files import (
     write_weights,
 )
 
+# File of a model folder with the model card.
 CARD = "README.md"
 ALL = "all"
 """Stands in place of a fold for a network that was trained on all cases."""
+
+# Columns of the tables in a model card: key to heading.
+LABEL_COLUMNS = {"label": "label", "value": "value", "volume_ml": "plausible volume, ml"}
+NETWORK_COLUMNS = {
+    "file": "file",
+    "spacing_mm": "spacing, mm",
+    "num_weights": "weights",
+    "sha256": "SHA-256",
+}
 
 # Groups: task, stage, fold. The first group is greedy, so that the stage is the last one in the
 # name: a task may be called `lesion_fine_fold_1`.
@@ -154,7 +165,7 @@ def write_model_folder(
 
     Args:
         folder: An existing folder.
-        networks: Networks of one task, those of the last stage last.
+        networks: Networks of one task, the last stage last.
         sections: Further sections of the card: heading to text in Markdown.
         arguments: Arguments that `predict` needs beside the folder, for the command in the card.
 
@@ -205,16 +216,15 @@ def model_card(
         "",
         f"Input: {', '.join(modalities) or 'not stated'}.",
         "",
-        "| label | value | plausible volume, ml |",
-        "|---|--:|---|",
+        markdown_table(_label_rows(task), LABEL_COLUMNS),
     ]
-    lines += _label_rows(task)
-    lines += ["", "| file | spacing, mm | weights | SHA-256 |", "|---|---|--:|---|"]
+    network_rows = []
     for network in networks:
-        lines.append(_network_row(network, checksums[network.file_name]))
+        network_rows.append(_network_row(network, checksums[network.file_name]))
     packages = last_metadata.get("versions", {})
     versions = ", ".join(f"{package} {version}" for package, version in packages.items())
-    lines += ["", f"Clean-up: {_clean_up_text(last_metadata)}.", "", _bound_sentence(networks)]
+    lines.append(markdown_table(network_rows, NETWORK_COLUMNS))
+    lines += [f"Clean-up: {_clean_up_text(last_metadata)}.", "", _bound_sentence(networks)]
     lines += ["", f"Trained with {versions or 'unknown versions'}.", ""]
     for heading, text in sections.items():
         lines += [f"## {heading}", "", text]
@@ -222,8 +232,8 @@ def model_card(
     return "\n".join(lines) + "\n"
 
 
-def _label_rows(task: Mapping[str, Any]) -> list[str]:
-    """Write the rows of the table of labels, each with its range of plausible volumes."""
+def _label_rows(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Make the rows of the table of labels, each with its range of plausible volumes."""
     ranges_ml = task.get("volume_ml", {})
     # The range of a label may be stated under the name of a region that has this label only.
     region_of = {}
@@ -239,18 +249,23 @@ def _label_rows(task: Mapping[str, Any]) -> list[str]:
         if range_ml is not None:
             low_ml, high_ml = range_ml
             range_text = f"{low_ml:g} to {high_ml:g}"
-        rows.append(f"| {label} | {value} | {range_text} |")
+        rows.append({"label": label, "value": value, "volume_ml": range_text})
     return rows
 
 
-def _network_row(network: StageWeights, sha256: str) -> str:
-    """Write the row of a network in the table of files."""
+def _network_row(network: StageWeights, sha256: str) -> dict[str, Any]:
+    """Make the row of a network in the table of files."""
     spacing_mm = network.metadata.get("spacing_mm", "not stated")
     # The spacing may also be the text `not stated`, or `native` for a stage that does not resample.
     if not isinstance(spacing_mm, str):
         spacing_mm = "×".join(f"{mm:g}" for mm in spacing_mm)
     num_weights = sum(tensor.numel() for tensor in network.weights.values())
-    return f"| {network.file_name} | {spacing_mm} | {num_weights} | `{sha256}` |"
+    return {
+        "file": network.file_name,
+        "spacing_mm": spacing_mm,
+        "num_weights": num_weights,
+        "sha256": f"`{sha256}`",
+    }
 
 
 def _clean_up_text(metadata: Mapping[str, Any]) -> str:
@@ -261,7 +276,7 @@ def _clean_up_text(metadata: Mapping[str, Any]) -> str:
         steps.append(f"components with a median below {least_hu:g} HU go")
     for arguments in metadata.get("clean_up", ()):
         clean_up = CleanUp(**arguments)
-        # The label or region, then `str` of the object: what is done, as `holes are filled`.
+        # The label or region, then the step, such as `holes are filled`.
         steps.append(f"{clean_up.part}: {clean_up}")
     return "; ".join(steps) or "none"
 

@@ -282,6 +282,86 @@ def test_a_class_that_initial_weights_lack_starts_rare(
         load_initial_weights(make_network(fewer), fewer)
 
 
+@pytest.mark.parametrize("stage", ["coarse", "fine"])
+@pytest.mark.parametrize("overrides", [(), ("model.stem=space_to_depth",)])
+@pytest.mark.parametrize(
+    ("old_helpers", "new_helpers", "sources"),
+    [
+        # For each helper class of the new network its number among those of the file; None: none.
+        ("airway: 3", "vessel: 3", [None]),
+        ("airway: 3", "vessel: 3, airway: 4", [None, 0]),
+        # A file sorts its labels by name, but the classes follow the values.
+        ("vessel: 3, airway: 4", "airway: 3, vessel: 4", [1, 0]),
+        ("airway: 3, vessel: 4", "vessel: 3", [1]),
+    ],
+)
+def test_classes_of_initial_weights_are_matched_by_name(
+    old_helpers: str,
+    new_helpers: str,
+    sources: list[int | None],
+    overrides: tuple[str, ...],
+    stage: str,
+    tmp_path: Path,
+) -> None:
+    def labelled(helpers: str, *more: str) -> TrainConfig:
+        labels = f"+task.labels={{{helpers}}}", f"+data.label_values={{{helpers}}}"
+        return compose(*overrides, *labels, *more, stage=stage)
+
+    path = tmp_path / "w.safetensors"
+    old = write(path, labelled(old_helpers))
+    config = labelled(new_helpers, f"init_from='{path}'")
+    new = make_network(config)
+    load_initial_weights(new, config)
+    image = torch.rand(1, 1, 32, 32, 32).double() * 2 - 1
+    before, after = old.double()(image), new.double()(image)
+    # Background and organs: two lungs, or the lung of the crop.
+    num_shared = 3 if stage == "coarse" else 2
+    assert after.shape[1] == num_shared + len(sources)
+    torch.testing.assert_close(after[:, :num_shared], before[:, :num_shared])
+    for number, source in enumerate(sources):
+        expected = before[:, 0] - 2.0 if source is None else before[:, num_shared + source]
+        torch.testing.assert_close(after[:, num_shared + number], expected)
+
+
+def test_classes_without_a_common_label_are_matched_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    old = write(path, compose(stage="coarse"))
+    config = compose("task=kidneys", f"init_from='{path}'", stage="coarse")
+    new = make_network(config)
+    load_initial_weights(new, config)
+    for name, weight in new.state_dict().items():
+        assert torch.equal(weight, old.state_dict()[name])
+
+
+def test_the_included_weights_fine_tune_as_the_pages_say() -> None:
+    coarse, fine = (shipped_weights("lungs", stage) for stage in ("coarse", "fine"))
+    lungs = to_network("experiment=lungs_coarse_4mm", f"init_from='{coarse}'")
+    # Their helper class, the airway, is left out.
+    assert lungs(torch.zeros(1, 1, 32, 32, 32)).shape[1] == 3
+    with pytest.raises(UserError, match=r"give stage\.coarse_channel=true stage\.coarse="):
+        to_network("experiment=finetune_fine", f"init_from='{fine}'")
+    channel = ("stage.coarse_channel=true", f"stage.coarse='{coarse}'")
+    lung = to_network("experiment=finetune_fine", f"init_from='{fine}'", *channel)
+    assert lung(torch.zeros(1, 2, 32, 32, 32)).shape[1] == 2
+
+
+def to_network(*overrides: str) -> StageNetwork:
+    """Make the network of a configuration with its initial weights."""
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = to_config(hydra.compose("train", [*overrides, "run_dir=x"]), TrainConfig)
+    network = make_network(config)
+    load_initial_weights(network, config)
+    return network
+
+
+def test_initial_weights_with_a_damaged_task_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    write(path, compose(), task={"name": "lungs"})
+    config = compose(f"init_from='{path}'")
+    with pytest.raises(UserError, match=r"its metadata are damaged .*take another copy"):
+        load_initial_weights(make_network(config), config)
+
+
 def test_a_checkpoint_brings_its_coarse_channel_and_older_ones_have_none(tmp_path: Path) -> None:
     coarse, path, older = (tmp_path / f"{name}.safetensors" for name in ("coarse", "w", "older"))
     write(coarse, compose(stage="coarse"))

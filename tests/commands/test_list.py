@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,3 +219,50 @@ def test_a_folder_without_dicom_is_refused(tmp_path: Path) -> None:
         command(config(tmp_path))
     with pytest.raises(UserError, match=f"got a volume file{cure}"):
         command(config(tmp_path / "ct.nii.gz"))
+
+
+def test_what_cannot_be_read_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder and a file of another user, and links that lead nowhere."""
+    for patient in "ab":
+        stack = np.zeros((3, 4, 5), np.int16)
+        save_stack(
+            tmp_path / patient, stack, [0.0, 2.5, 5.0], PatientID=patient, uid=f"1.2.{ord(patient)}"
+        )
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "a" / "009.dcm").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "c.dcm").symlink_to("c.dcm")
+    (tmp_path / "b" / "closed.dcm").write_bytes(b"")
+    look, open_file = Path.iterdir, Path.open
+
+    def refuse_folder(folder: Path) -> Iterator[Path]:
+        if folder.name == "lost+found":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return look(folder)
+
+    def refuse_file(file: Path, *arguments: Any, **options: Any) -> Any:
+        if file.name == "closed.dcm":
+            raise PermissionError(13, "Permission denied", str(file))
+        return open_file(file, *arguments, **options)
+
+    monkeypatch.setattr(Path, "iterdir", refuse_folder)  # a mode would not stop root
+    monkeypatch.setattr(Path, "open", refuse_file)
+    assert command(config(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    denied = "cannot be read (Permission denied); check its permissions."
+    assert sum(f"'lost+found': {denied}" in line for line in lines) == 1
+    assert sum(f"'closed.dcm': {denied}" in line for line in lines) == 2, "itself and its series"
+    assert any("'009.dcm': expected a slice" in line for line in lines)
+    assert lines[-1] == "5 series: 0 scans of 0 studies"
+
+
+def test_a_folder_that_cannot_be_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"cannot be read \(Permission denied\); check its perm"):
+        command(config(tmp_path))

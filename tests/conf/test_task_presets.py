@@ -64,14 +64,14 @@ def test_a_preset_goes_from_synthetic_scans_to_labels(preset: str, tmp_path: Pat
             f"{stage.replace('single', 'coarse')}='{run_dir / 'checkpoints' / 'last.ckpt'}'"
         )
     table = tmp_path / preset / "table.csv"
-    given = [
+    overrides = [
         f"input='{table}'",
         f"output='{tmp_path / 'out'}'",
         *checkpoints,
         "accelerator=cpu",
         "threads=1",
     ]
-    predicted = compose("predict", PredictConfig, *given)
+    predicted = compose("predict", PredictConfig, *overrides)
     assert predict(predicted) == 0
     with table.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

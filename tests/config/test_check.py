@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import typing
 
 import hydra
@@ -65,15 +66,15 @@ def numeric_arguments(point: str, prefix: str) -> list[tuple[str, str]]:
         "schedule": torch.optim.lr_scheduler.LRScheduler,
         "loss": torch.nn.Module,
     }[point]
-    found = []
+    arguments = []
     for name, cls in vars(module).items():
         if not inspect.isclass(cls) or not issubclass(cls, base) or name.startswith("_"):
             continue
         for argument, parameter in inspect.signature(cls).parameters.items():
             default = parameter.default
             if isinstance(default, (int, float)) and not isinstance(default, bool):
-                found.append((f"{prefix}.{name}", argument))
-    return sorted(found)
+                arguments.append((f"{prefix}.{name}", argument))
+    return sorted(arguments)
 
 
 # A seed of a class, and numbers of classes or steps that any whole number may be.
@@ -120,7 +121,7 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["stage=fine", "++stage.nmae=x"],
@@ -236,11 +237,6 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         ),
         (["stage=fine", "task.regions=null"], "stage=fine: the task lungs has no regions"),
         (["tags=pilot"], "tags: expected a list; give it in brackets, tags=[…]"),
-        (
-            ["data.val_patients=null"],
-            "data.val_patients: null is not allowed; write data.val_patients=[] for an empty list, "
-            "data.val_patients={} for an empty mapping",
-        ),
         (["steps=0"], "steps: must lie in [1, inf), but got 0"),
         (["stage.batch_size=3", "memory.accumulate=2"], "choose a multiple of 2"),
         (["trainer.devices=2"], "choose trainer=ddp"),
@@ -452,10 +448,10 @@ def test_a_stage_brings_its_spacing_and_the_command_line_wins() -> None:
         (["task.least_hu=nan"], "task.least_hu: expected a finite number, but got nan"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_in_one_sentence(overrides: list[str], said: str) -> None:
+def test_mistakes_are_told_in_one_sentence(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         to_config(compose(*overrides), TrainConfig)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -488,12 +484,52 @@ def test_an_unknown_choice_names_the_others_and_a_class_where_one_may_stand(
     group = override.partition("=")[0]
     with pytest.raises(MissingConfigException) as caught:
         compose(override)
-    said = explain(caught.value)
+    message = explain(caught.value)
     files = sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
     expected = f"In 'train': Could not find '{group}/enormous'; there are: {', '.join(files)}"
     if is_class:
         expected += f"; or name a class: {group}._target_=package.Class"
-    assert said == expected
+    assert message == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        # Null where a single value, a list, a mapping or a group is declared.
+        ("notes", None, "notes: expected a value, but got null"),
+        ("tags", None, "tags: expected a list, but got null; give it in brackets, tags=[…]"),
+        ("tags", [None], "tags.0: expected a value, but got null"),
+        ("augment.noise_sd", None, "augment.noise_sd: expected a list of 2 numbers, but got null"),
+        ("stage.patch_size", [None, 96, 96], "stage.patch_size.0: expected a value, but got null"),
+        ("task.labels", None, "task.labels: expected a mapping, but got null; give it in braces"),
+        ("task.labels", {"a": None}, "task.labels.a: expected a value, but got null"),
+        ("task.channels", [None], "task.channels.0: expected a group of keys, but got null"),
+        ("model.blocks_per_level", None, "model.blocks_per_level: expected a list, but got null"),
+        ("trainer.devices", [None], "trainer.gpus.0: expected a value, but got null"),
+        ("data", None, "data: expected a group of keys, but got null; set them one by one, data."),
+        # Other keys refer to these groups.
+        ("stage", None, "stage: expected a group of keys; set them one by one, stage.<name>="),
+        ("optimizer", None, "optimizer: expected a group of keys; set them one by one"),
+        # Another form than a group, mapping, list or single value.
+        ("task", "lungs", "task: expected a group of keys; set them one by one, task.<name>="),
+        ("trainer", 2, "trainer: expected a group of keys; set them one by one"),
+        ("data", ["a.csv"], "data: expected a group of keys; set them one by one"),
+        ("task.labels", ["liver"], "task.labels: expected a mapping; give it in braces"),
+        ("tags", {"a": 1}, "tags: expected a list; give it in brackets, tags=[…]"),
+        ("tags", [["a"]], "tags.0: one value is needed, but got ['a']"),
+        ("seed", [1], "seed: one value is needed, but got [1]"),
+        ("data.cases", {"a": 1}, "data.cases: one value is needed, but got {'a': 1}"),
+        ("trusted_targets", 5, "trusted_targets: expected a list; give it in brackets"),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_told_what_the_key_expects(
+    key: str, value: object, message: str
+) -> None:
+    composed = compose()
+    with open_dict(composed):
+        OmegaConf.update(composed, key, value, merge=False)
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        to_config(composed, TrainConfig)
 
 
 def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
@@ -505,7 +541,7 @@ def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said", "cure"),
+    ("overrides", "message", "cure"),
     [
         (
             ["task=abdomen", "data.label_values={liver: 7}"],
@@ -527,18 +563,18 @@ def test_a_key_that_is_added_behind_hydras_back_is_refused() -> None:
     ],
 )
 def test_a_new_name_of_a_label_value_is_added_as_the_message_says(
-    overrides: list[str], said: str, cure: str
+    overrides: list[str], message: str, cure: str
 ) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
         compose(*overrides)
-    assert explain(caught.value, compose(overrides[0])) == said
+    assert explain(caught.value, compose(overrides[0])) == message
     values = to_config(compose(overrides[0], cure), TrainConfig).data.label_values
     assert values is not None
     assert 7 in values.values()
 
 
 @pytest.mark.parametrize(
-    ("parameter", "others", "said"),
+    ("parameter", "others", "message"),
     [
         ("type: float, low: 2", {}, "sweep.space: x: low and high are needed"),
         ("type: float, low: 0, high: 2, log: true", {}, "sweep.space: x: log needs low above 0"),
@@ -573,14 +609,14 @@ def test_a_new_name_of_a_label_value_is_added_as_the_message_says(
     ],
 )  # fmt: skip
 def test_a_search_that_cannot_work_is_refused(
-    parameter: str | None, others: dict[str, object], said: str, search: DictConfig
+    parameter: str | None, others: dict[str, object], message: str, search: DictConfig
 ) -> None:
     asked = OmegaConf.create(OmegaConf.to_container(search))
     asked.sweep.space = OmegaConf.create(f"x: {{{parameter}}}" if parameter else "{}")
     asked.sweep.update(others)
     with pytest.raises(UserError) as caught:
         to_config(asked, SearchConfig)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -591,7 +627,7 @@ def search() -> DictConfig:
 
 
 def test_every_key_has_its_sentence_beside_its_type() -> None:
-    roots = [one for one in vars(schema).values() if dataclasses.is_dataclass(one)] + [
+    roots = [value for value in vars(schema).values() if dataclasses.is_dataclass(value)] + [
         SearchConfig,
         SweepConfig,
     ]

@@ -40,16 +40,16 @@ def compose(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ("labels: {1: liver}", "expected labels as name: value, but the name 1 is no text"),
         ("task: {labels: {liver: 1}}\ndata: 3", "expected the keys of the group data, got 3"),
     ],
 )
-def test_a_task_with_other_types_is_refused(content: str, said: str, tmp_path: Path) -> None:
+def test_a_task_with_other_types_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "cases.csv").write_text("case,image,labels\n", encoding="utf-8")
     (tmp_path / "task.yaml").write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         with_task([f"data.cases={tmp_path / 'cases.csv'}"], TrainConfig)
 
 
@@ -157,8 +157,8 @@ def test_the_task_beside_a_case_table_is_taken(tmp_path: Path) -> None:
         "data:\n  label_values: {heart: [7, 8]}\n",
         encoding="utf-8",
     )
-    for given in (f"data.cases={tmp_path}", f"data.cases='{tmp_path}/cases.csv'"):
-        config = compose([given])
+    for argument in (f"data.cases={tmp_path}", f"data.cases='{tmp_path}/cases.csv'"):
+        config = compose([argument])
         assert (config.task.labels, config.task.regions) == ({"heart": 1}, None)
         assert config.data.label_values == {"heart": [7, 8]}
     scored = compose(
@@ -181,17 +181,17 @@ def test_arguments_without_imported_data_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "the file is damaged"),
         ("labels: 1", "expected the labels of a task"),
         ("[]", "expected the labels"),
     ],
 )
-def test_a_damaged_task_is_told(tmp_path: Path, text: str, said: str) -> None:
+def test_a_damaged_task_is_told(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "cases.csv").touch()
     (tmp_path / "task.yaml").write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         with_task([f"data.cases={tmp_path}"], TrainConfig)
 
 

@@ -42,9 +42,9 @@ def parsed(arguments: list[str]) -> tuple[list[str], list[str]]:
     check_arguments(arguments)
     ordered = options_first(targets_first(quote_paths(with_task(arguments, TrainConfig))))
     parser = get_args_parser()
-    known, unknown = parser.parse_known_args(ordered)
+    options, unknown = parser.parse_known_args(ordered)
     assert unknown == []
-    keys = list(known.overrides)
+    keys = list(options.overrides)
     assert ordered[len(ordered) - len(keys) :] == keys
     return ordered[: len(ordered) - len(keys)], keys
 
@@ -55,7 +55,7 @@ def test_each_multirun_of_the_pages_runs_on_an_imported_folder(
 ) -> None:
     monkeypatch.setenv(SOURCE_VARIABLE, "")
     monkeypatch.delenv(SOURCE_VARIABLE)
-    arguments = [one for one in shlex.split(line) if not one.startswith("data.cases=")]
+    arguments = [word for word in shlex.split(line) if not word.startswith("data.cases=")]
     options, keys = parsed([*arguments, f"data.cases={folder}"])
     assert options == ["-m"]
     assert keys[0] == "task=imported"
@@ -77,6 +77,6 @@ def test_options_may_stand_anywhere(
 ) -> None:
     monkeypatch.setenv(SOURCE_VARIABLE, "")
     monkeypatch.delenv(SOURCE_VARIABLE)
-    given, keys = parsed([*arguments, f"data.cases={folder}"])
-    assert given == options
+    parsed_options, keys = parsed([*arguments, f"data.cases={folder}"])
+    assert parsed_options == options
     assert f"data.cases='{folder}'" in keys

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("given", "expanded"),
+    ("typed", "expanded"),
     [
         ("-i ct.nii.gz -o lungs.nii.gz", "input='ct.nii.gz' output='lungs.nii.gz'"),
         ("--input ct.nii.gz --output=out", "input='ct.nii.gz' output='out'"),
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
         ("--info config ~inference.tta", "--info config ~inference.tta"),
     ],
 )
-def test_options_of_predict(given: str, expanded: str) -> None:
-    assert expand_options("predict", given.split()) == expanded.split()
+def test_options_of_predict(typed: str, expanded: str) -> None:
+    assert expand_options("predict", typed.split()) == expanded.split()
 
 
 def test_names_that_hydra_misreads_are_quoted() -> None:
@@ -57,7 +57,7 @@ def test_other_commands_keep_their_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("typed", "sentence"),
     [
         ("-i", "-i: expected a path after it"),
         ("-i -o out", "-i: expected a path after it"),
@@ -69,9 +69,9 @@ def test_other_commands_keep_their_arguments() -> None:
         ("a -o b output=c", "output: expected one path, but got b, c"),
     ],
 )
-def test_mistakes_are_one_sentence(given: str, sentence: str) -> None:
+def test_mistakes_are_one_sentence(typed: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        expand_options("predict", given.split())
+        expand_options("predict", typed.split())
     assert str(caught.value).startswith(sentence)
 
 
@@ -108,7 +108,7 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "quoted"),
+    ("typed", "quoted"),
     [
         ("input=''", "input=''"),
         ('input=""', 'input=""'),
@@ -119,12 +119,12 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
         ("+input=a", "+input='a'"),
     ],
 )
-def test_a_value_in_quotes_stays_and_a_quote_in_a_path_is_escaped(given: str, quoted: str) -> None:
-    assert quote_paths([given]) == [quoted]
+def test_a_value_in_quotes_stays_and_a_quote_in_a_path_is_escaped(typed: str, quoted: str) -> None:
+    assert quote_paths([typed]) == [quoted]
 
 
 @pytest.mark.parametrize(
-    ("given", "paths"),
+    ("typed", "paths"),
     [
         ('["a,b",c]', ["a,b", "c"]),
         ("['a,b',\"c, d\" , e f]", ["a,b", "c, d", "e f"]),
@@ -133,8 +133,8 @@ def test_a_value_in_quotes_stays_and_a_quote_in_a_path_is_escaped(given: str, qu
         ("[]", []),
     ],
 )
-def test_a_comma_in_either_kind_of_quotes_divides_no_list(given: str, paths: list[str]) -> None:
-    (argument,) = quote_paths([f"fine={given}"])
+def test_a_comma_in_either_kind_of_quotes_divides_no_list(typed: str, paths: list[str]) -> None:
+    (argument,) = quote_paths([f"fine={typed}"])
     override = OverridesParser.create().parse_override(argument)
     values = override.value()
     assert isinstance(values, list)

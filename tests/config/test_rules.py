@@ -710,13 +710,13 @@ ACCEPTED: list[tuple[str, Change]] = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "changes", "said"), REFUSED)
+@pytest.mark.parametrize(("stage", "changes", "message"), REFUSED)
 def test_a_contradiction_is_refused(
-    checked: dict[str, TrainConfig], stage: str, changes: Change, said: str
+    checked: dict[str, TrainConfig], stage: str, changes: Change, message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         check_clashes(changed(checked[stage], changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("stage", "changes"), ACCEPTED)
@@ -742,7 +742,7 @@ def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes", "said"),
+    ("stage", "changes", "message"),
     [
         (
             "fine",
@@ -832,14 +832,14 @@ def test_a_side_of_a_region_forbids_a_flip_where_no_label_names_one(
     ],
 )  # fmt: skip
 def test_notes_name_what_surprises_and_nothing_else(
-    checked: dict[str, TrainConfig], stage: str, changes: Change, said: str | None
+    checked: dict[str, TrainConfig], stage: str, changes: Change, message: str | None
 ) -> None:
-    found = notes(changed(checked[stage], changes))
-    if said is None:
-        assert found == []
+    printed_notes = notes(changed(checked[stage], changes))
+    if message is None:
+        assert printed_notes == []
     else:
-        assert len(found) == 1
-        assert said in found[0]
+        assert len(printed_notes) == 1
+        assert message in printed_notes[0]
 
 
 def test_batch_norm_inside_another_network_is_noted(checked: dict[str, TrainConfig]) -> None:
@@ -873,7 +873,7 @@ def test_ranges_of_spacing_may_touch_and_take_the_general_checkpoints() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranges", "said"),
+    ("ranges", "message"),
     [
         (
             {"thin": (0, 1.6), "thick": (1.5, 8)},
@@ -888,11 +888,11 @@ def test_ranges_of_spacing_may_touch_and_take_the_general_checkpoints() -> None:
     ],
 )
 def test_ranges_of_spacing_that_overlap_are_refused(
-    ranges: dict[str, tuple[float, float]], said: str
+    ranges: dict[str, tuple[float, float]], message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         predict_config(**ranges)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_each_spacing_of_a_preparation_is_checked_under_its_name() -> None:

@@ -38,7 +38,7 @@ def save(path: Path, *arrays: np.ndarray) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(arrays) > 1:
         affine = np.diag([-SPACING_MM[2], -SPACING_MM[1], SPACING_MM[0], 1.0])
-        nib.Nifti1Image(np.stack([one.T for one in arrays], axis=-1), affine).to_filename(path)
+        nib.Nifti1Image(np.stack([array.T for array in arrays], axis=-1), affine).to_filename(path)
         return path
     image = SimpleITK.GetImageFromArray(arrays[0])
     image.SetSpacing(SPACING_MM[::-1])

@@ -28,7 +28,7 @@ def case(name: str, *labels: str) -> Any:
 
 
 def items(*cases: Any, number: int = 0) -> list[tuple[Any, int]]:
-    return [(one, number) for one in cases]
+    return [(cached_case, number) for cached_case in cases]
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+"""Augmentation effects: each effect alone, and the affine resampling against references."""
+
 from __future__ import annotations
 
 import math

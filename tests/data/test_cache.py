@@ -1,3 +1,5 @@
+"""Cache of resampled cases: its entries, when they are rebuilt, and which cases are refused."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -330,7 +332,9 @@ def test_the_content_of_a_case_is_that_of_its_files_wherever_they_lie(
     image, labels = blocks()
     copy = move(write_case("copy", image, labels), tmp_path / "copied", case.name)
     other = move(write_case("other", image + 1, labels), tmp_path / "changed", case.name)
-    entries = [prepare_case(one, tmp_path, SPACING_MM, task, NAMES) for one in (case, copy, other)]
+    entries = [
+        prepare_case(source, tmp_path, SPACING_MM, task, NAMES) for source in (case, copy, other)
+    ]
     assert len({entry.folder for entry in entries}) == 3
     assert entries[0].content == entries[1].content != entries[2].content
     brighter = prepare_case(
@@ -737,9 +741,9 @@ def test_several_spacings_read_the_files_once(case: Case, tmp_path: Path, task: 
         for spacing in (SPACING_MM, (2.0, 2.0, 2.0))
     ]
     assert len(reads) == 1
-    for one, other in zip(together, alone, strict=True):
-        assert np.array_equal(one.image_hu, other.image_hu)
-        assert np.array_equal(one.labels, other.labels)
+    for entry, expected in zip(together, alone, strict=True):
+        assert np.array_equal(entry.image_hu, expected.image_hu)
+        assert np.array_equal(entry.labels, expected.labels)
 
 
 def test_a_cache_that_cannot_be_written_is_the_users_mistake(
@@ -841,7 +845,7 @@ def test_ready_refused_and_failed_cases(write_case: WriteCase, tmp_path: Path, t
     (first, refused), (second, nothing), (third, entry) = prepare_cases(
         cases, tmp_path / "cache", task, [((4.0, 2.0, 2.0), "antialiased"), (None, "linear")]
     )
-    assert [one.status for one in (first, second, third)] == ["refused", "failed", "ready"]
+    assert [audited.status for audited in (first, second, third)] == ["refused", "failed", "ready"]
     assert "does not exist" in second.failure
     assert nothing is None
     assert refused is not None
@@ -859,9 +863,9 @@ def test_what_any_spacing_loses_is_in_the_audit_of_the_case(
     targets = [((40.0, 40.0, 40.0), "antialiased"), (SPACING_MM, "antialiased")][::order]
     alone = []
     for number, target in enumerate(targets):
-        ((one, _),) = prepare_cases([(case, NAMES)], tmp_path / str(number), task, [target])
-        assert one.audit is not None
-        alone.append(set(one.audit.findings))
+        ((audited, _),) = prepare_cases([(case, NAMES)], tmp_path / str(number), task, [target])
+        assert audited.audit is not None
+        alone.append(set(audited.audit.findings))
     ((together, _),) = prepare_cases([(case, NAMES)], tmp_path / "both", task, targets)
     assert together.audit is not None
     assert set(together.audit.findings) == alone[0] | alone[1]

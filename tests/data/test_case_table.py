@@ -1,3 +1,5 @@
+"""Case tables: their columns, the messages about mistakes, and writing."""
+
 from __future__ import annotations
 
 import os

@@ -18,14 +18,14 @@ from medseg.task import Task
 def test_faces_move_by_the_jitter_and_a_voxel_is_left() -> None:
     box, spacing_mm = VoxelBox((40, 50, 60), (80, 90, 100)), (2.0, 1.0, 0.5)
     moved = [jittered(box, 4.0, spacing_mm, sample_rng(0, n)) for n in range(2000)]
-    starts_mm = (np.array([one.start for one in moved]) - box.start) * spacing_mm
+    starts_mm = (np.array([moved_box.start for moved_box in moved]) - box.start) * spacing_mm
     assert np.allclose(starts_mm.std(axis=0), 4.0, rtol=0.06)
     assert np.allclose(starts_mm.mean(axis=0), 0.0, atol=0.4)
     small = [
         jittered(VoxelBox((5, 5, 5), (6, 6, 6)), 9.0, spacing_mm, sample_rng(0, n))
         for n in range(200)
     ]
-    assert min(min(one.shape) for one in small) == 1
+    assert min(min(small_box.shape) for small_box in small) == 1
 
 
 def test_prediction_cuts_the_box_of_the_coarse_stage_and_training_a_jittered_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -219,9 +220,9 @@ def test_a_sample_of_fixed_resolution_is_a_cube_of_what_was_scanned(
         sample = samples[n]
         case, region = by_name[sample["case"]], task.regions[sample["region"]]
         box = crops.crop(case, region, None).box
-        edge = (
-            -(-(max(case.region_boxes[region.name].shape) + 2 * 5) // 8) * 8
-        )  # 9 mm are five voxels of 2 mm
+        # The margin of 9 mm is five voxels of 2 mm on each side; the edge is a multiple of 8.
+        longest = max(case.region_boxes[region.name].shape) + 2 * 5
+        edge = 8 * math.ceil(longest / 8)
         assert sample["target"].shape == (edge, edge, edge)
         assert sample["spacing_mm"] == (2.0, 2.0, 2.0)
         image = normalise_hu(np.array(case.image_hu), task.window_hu)

@@ -231,8 +231,8 @@ def add_tumour(folder: Path) -> Path:
     frame_bytes = dataset.Rows * dataset.Columns // 8
     own = [
         n
-        for n, one in enumerate(groups)
-        if one.SegmentIdentificationSequence[0].ReferencedSegmentNumber == 2
+        for n, group in enumerate(groups)
+        if group.SegmentIdentificationSequence[0].ReferencedSegmentNumber == 2
     ]
     pixels = dataset.PixelData[: len(groups) * frame_bytes]
     for number in own:

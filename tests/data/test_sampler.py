@@ -124,9 +124,9 @@ def test_weights_hold_in_the_mean_and_nearly_in_each_pass() -> None:
     weights /= weights.sum()
     total: Counter[int] = Counter()
     for turn in range(300):
-        one = Counter(draw_from_pass(0, turn * 6 + place, weights) for place in range(6))
-        assert all(abs(one[item] - 6 * weights[item]) < 1 for item in range(6))
-        total += one
+        counts = Counter(draw_from_pass(0, turn * 6 + place, weights) for place in range(6))
+        assert all(abs(counts[item] - 6 * weights[item]) < 1 for item in range(6))
+        total += counts
     assert np.allclose([total[item] / 1800 for item in range(6)], weights, atol=0.02)
 
 

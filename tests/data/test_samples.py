@@ -1,3 +1,5 @@
+"""Samples of both stages: their content, their order and their place in the scan."""
+
 from __future__ import annotations
 
 import math
@@ -91,11 +93,13 @@ def test_any_number_of_workers_gives_the_same_batches(
         )
         batches.append(list(loader))
     assert len(batches[0]) == 4
-    for one, other in zip(
-        *([part for batch in some for part in batch] for some in batches), strict=True
-    ):
-        assert all(torch.equal(one[key], other[key]) for key in ("image", "target", "region"))
-        assert one["case"] == other["case"]
+    # Each batch is a list of stacks.
+    alone, by_workers = (
+        [stack for batch in batches_of_loader for stack in batch] for batches_of_loader in batches
+    )
+    for stack, expected in zip(by_workers, alone, strict=True):
+        assert all(torch.equal(stack[key], expected[key]) for key in ("image", "target", "region"))
+        assert stack["case"] == expected["case"]
 
 
 def test_data_sets_survive_pickling(cached_cases: list[CachedCase], task: Task) -> None:
@@ -143,8 +147,8 @@ def test_each_pass_takes_everything_once(
         ]
         for turn in range(6)
     ]
-    assert all(set(one) == set(passes[0]) and len(set(one)) == len(samples) for one in passes)
-    assert len({tuple(one) for one in passes}) > 1, "the order changes from pass to pass"
+    assert all(set(items) == set(passes[0]) and len(set(items)) == len(samples) for items in passes)
+    assert len({tuple(items) for items in passes}) > 1, "the order changes from pass to pass"
 
 
 def test_a_coarse_sample_is_the_volume_filled_at_its_end(
@@ -381,10 +385,10 @@ def test_a_mirrored_right_sample_equals_the_left_sample_of_the_mirrored_body(
     np.save(body.folder / "labels.npy", (np.array(body.labels)[:, :, ::-1] > 0).astype(np.uint8))
     mirrored = replace(body, region_boxes={"left_lung": body.region_boxes["right_lung"]})
     left = [fine([mirrored], task, **options)[n] for n in range(6)]
-    for one, other in zip(left, right, strict=True):
-        assert torch.equal(one["image"], other["image"])
-        assert torch.equal(one["target"], other["target"])
-        assert (one["region"], other["region"]) == (0, 1)
+    for left_sample, right_sample in zip(left, right, strict=True):
+        assert torch.equal(left_sample["image"], right_sample["image"])
+        assert torch.equal(left_sample["target"], right_sample["target"])
+        assert (left_sample["region"], right_sample["region"]) == (0, 1)
 
 
 def test_augmented_coarse_samples_keep_their_sides(
@@ -520,8 +524,8 @@ def test_channels_are_stacked_and_each_has_its_own_intensity(
     both = [replace(case, intensities=(None, intensity))]
     for make in (coarse, fine):
         plain, stacked = (
-            make(cases, one, augmentation=None)[0]
-            for cases, one in ((cached_cases[:1], task), (both, two))
+            make(cases, task_of_cases, augmentation=None)[0]
+            for cases, task_of_cases in ((cached_cases[:1], task), (both, two))
         )
         depth, height, width = stacked["target"].shape  # without the filling of whole scans
         assert torch.equal(stacked["image"][:1], plain["image"][:, :depth, :height, :width])
@@ -574,10 +578,10 @@ def test_patches_of_a_whole_scan_meet_every_label_as_often(
     samples = coarse(
         cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4), boundary_share=1.0
     )
-    met = [set(samples[n]["target"].unique().tolist()) for n in range(60)]
+    values_of_sample = [set(samples[n]["target"].unique().tolist()) for n in range(60)]
     assert all(samples[n]["target"].shape == (4, 6, 4) for n in range(5))
-    assert all(one & {1, 2} for one in met)
-    assert 15 < sum(1 in one for one in met) < 45
+    assert all(values & {1, 2} for values in values_of_sample)
+    assert 15 < sum(1 in values for values in values_of_sample) < 45
     assert not all(
         coarse(cases[:2], no_regions, augmentation=None, patch_size=(4, 6, 4))[n]["target"].any()
         for n in range(30)
@@ -603,7 +607,10 @@ def test_only_trusted_regions_are_trained_on(cached_cases: list[CachedCase], tas
         {"left_lung": "reference", "right_lung": "absent"},
         {},
     ]
-    cases = [replace(case, trust=one) for case, one in zip(cached_cases, trust, strict=True)]
+    cases = [
+        replace(case, trust=trust_of_case)
+        for case, trust_of_case in zip(cached_cases, trust, strict=True)
+    ]
     samples = fine(cases, task, augmentation=None, train_trust=["reference"])
     assert sorted((samples[n]["case"], samples[n]["region"]) for n in range(len(samples))) == [
         ("case_0", 0),

@@ -1,3 +1,5 @@
+"""Splits by patient: folds, marks of the table, and patients of the configuration."""
+
 from __future__ import annotations
 
 import random

@@ -33,10 +33,9 @@ def test_window_hu_is_short_for_one_ct_channel() -> None:
     task = make_task(config().task)
     assert task.channels == (Channel("ct", (-1000.0, 400.0), "window"),)
     assert task.is_ct
+    # The form in weights and checkpoints of version 0.1.
     older = task.to_dict()
-    older["window_hu"] = list(
-        older.pop("channels")[0]["window_hu"]
-    )  # as weights and checkpoints of 0.1 hold it
+    older["window_hu"] = list(older.pop("channels")[0]["window_hu"])
     del older["volume_ml"], older["ignore_label"], older["codes"], older["colours"]
     assert Task.from_dict(older).channels == task.channels
     assert Task.from_dict(task.to_dict()) == task

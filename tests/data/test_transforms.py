@@ -44,7 +44,7 @@ def test_a_mixed_list_depends_on_the_number_of_the_sample_alone() -> None:
     torch.manual_seed(99)
     for n in reversed(range(8)):
         assert all(
-            torch.equal(one, other) for one, other in zip(sample(n), forward[n], strict=True)
+            torch.equal(again, before) for again, before in zip(sample(n), forward[n], strict=True)
         )
         assert type(forward[n][0]) is torch.Tensor
         assert (forward[n][0].dtype, forward[n][1].dtype) == (torch.float32, torch.uint8)

@@ -228,9 +228,10 @@ def test_another_shape_keeps_the_field_of_view(shape: tuple[int, int, int]) -> N
     resized = grid.resized(shape)
     assert resized.shape == shape
     for corner in itertools.product((0, 1), repeat=3):
-        ends = [np.array(corner) * one.shape - 0.5 for one in (grid, resized)]
+        ends = [np.array(corner) * either_grid.shape - 0.5 for either_grid in (grid, resized)]
         points = [
-            one.index_to_world_xyz_mm(end) for one, end in zip((grid, resized), ends, strict=True)
+            either_grid.index_to_world_xyz_mm(end)
+            for either_grid, end in zip((grid, resized), ends, strict=True)
         ]
         assert np.allclose(*points, atol=1e-9)
     assert grid.resized(grid.shape).is_close(grid, 1e-9)

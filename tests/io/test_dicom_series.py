@@ -380,6 +380,20 @@ def test_slices_of_two_patients_are_no_scan(tmp_path: Path) -> None:
     assert read_image(tmp_path / "d").grid.shape[0] == 4
 
 
+def test_slices_of_two_studies_are_told(tmp_path: Path) -> None:
+    for index, pixels in enumerate(make_hu()):
+        study = {"StudyInstanceUID": ["1.2.3", "1.2.4", None][index % 3]}
+        save_slice(tmp_path / "d" / f"{index}", pixels, (0, 0, 2.5 * index), **study)
+    volume = read_image(tmp_path / "d")
+    assert np.array_equal(volume.array, make_hu())
+    assert finding_texts(volume) == (
+        "the slices carry 2 different Study Instance UIDs; check that they are of one scan",
+    )
+    for index in (1, 4):
+        (tmp_path / "d" / f"{index}").unlink()
+    assert not any("Study" in text for text in finding_texts(read_image(tmp_path / "d")))
+
+
 def test_a_series_of_another_modality_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
     """Values are no HU: none is taken for negative, padding is 0, no rescale is no remark."""
     stored = np.random.default_rng(3).integers(0, 65535, (5, 7, 9), dtype=np.uint16)

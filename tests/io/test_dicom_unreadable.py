@@ -326,3 +326,21 @@ def test_a_file_of_unknown_series_beside_two_volumes_stops_neither(tmp_path: Pat
     texts = finding_texts(read_image(folder, "a:3"))
     assert texts[0] == doubt
     assert "slices missing: 1 of 5" in texts[1]
+
+
+@pytest.mark.parametrize("choice", ["a:3", "a:1.2.3:3"])
+def test_a_file_cut_off_behind_its_series_number_is_refused_with_its_series(
+    choice: str, tmp_path: Path
+) -> None:
+    """Its patient and study are not taken from it, since other values may be cut too."""
+    folder = tmp_path / "d"
+    chest = save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, PatientID="a")
+    other = {"uid": "1.2.4.4", "StudyInstanceUID": "1.2.4"}
+    save_stack(folder, make_hu(), HEIGHTS, SeriesNumber=3, PatientID="b", **other)
+    # The last slice: an inner one would be noticed as a gap.
+    data = chest[4].read_bytes()
+    position = data.index(b"\x20\x00\x32\x00DS")  # (0020,0032), behind the number (0020,0011)
+    cut(chest[4], position + 12)
+    assert said(folder, choice) == f"{chest[4]}: {CUT_HEADER}"
+    assert np.array_equal(read_image(folder, "b:3").array, make_hu())
+    assert finding_texts(read_image(folder, "b:3")) == ()

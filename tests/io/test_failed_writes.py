@@ -16,7 +16,7 @@ import pytest
 from io_volumes import load_itk, make_grid, make_labels
 
 from medseg.errors import UserError
-from medseg.io.atomic import check_writable, replace_path, replace_text
+from medseg.io.atomic import check_writable, create_text, replace_path, replace_text
 from medseg.io.inputs import list_inputs
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
@@ -284,3 +284,35 @@ def test_an_error_of_the_writer_itself_passes(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), replace_path(tmp_path / "a"):
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
+
+
+def without_hard_links(*_: object) -> None:
+    raise PermissionError(1, "Operation not permitted")
+
+
+def test_a_text_is_made_once_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a FAT disk."""
+    monkeypatch.setattr(os, "link", without_hard_links)
+    path = tmp_path / "new" / "a.yaml"
+    assert create_text(path, "first\n")
+    assert not create_text(path, "second\n")
+    assert contents(tmp_path / "new") == {"a.yaml": b"first\n"}
+
+
+def test_a_text_that_cannot_be_made_leaves_no_empty_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def refuse(source: Path, target: Path) -> None:
+        if target.name == "a.yaml":
+            full()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "link", without_hard_links)
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(UserError, match=r"a\.yaml: cannot be written \(No space left on device\)"):
+        create_text(tmp_path / "a.yaml", "x")
+    assert not contents(tmp_path)

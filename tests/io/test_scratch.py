@@ -7,6 +7,8 @@ import gc
 import os
 import tempfile
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +185,30 @@ def test_one_thread_releases_the_pages_while_there_are_arrays(
     assert released == [2, 1], "it ends with the last array"
     assert slept == [scratch.RELEASE_INTERVAL_S] * 2
     assert all(not array.any() for array in arrays)
+
+
+def test_short_lived_arrays_leave_one_thread(folder: Path) -> None:
+    time.sleep(5 * scratch.RELEASE_INTERVAL_S)  # threads of earlier tests end
+    before = psutil.Process().num_threads()
+    for _ in range(20):
+        scratch_array((1000,), np.uint8)
+    array = scratch_array((1000,), np.uint8)
+    time.sleep(5 * scratch.RELEASE_INTERVAL_S)
+    assert psutil.Process().num_threads() <= before + 1
+    assert not array.any()
+
+
+def test_a_forked_child_can_make_arrays(folder: Path) -> None:
+    """The thread of the parent, which is not forked, holds the lock at any moment."""
+    array = scratch_array((1000,), np.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        scratch._lock.acquire()
+        pool.submit(lambda: (time.sleep(0.2), scratch._lock.release()))
+        child = os.fork()
+        if child == 0:
+            is_free = scratch._lock.acquire(timeout=5)
+            # No map of the parent is left: the first array of the child starts its thread.
+            os._exit(0 if is_free and not scratch._maps else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not array.any()
+    assert len(scratch._maps) >= 1

@@ -82,6 +82,20 @@ def test_no_text_becomes_a_formula_in_a_spreadsheet(tmp_path: Path) -> None:
     write_csv(tmp_path / "a.csv", [row])
     assert (
         tmp_path / "a.csv"
-    ).read_text() == "a,b,c,d,e,f,g,h\n'=1+1,+1e-3,-5,'@x,'-x,'=1,-2.5,1=1\n"
+    ).read_text() == "a,b,c,d,e,f,g,h\n'=1+1,+1e-3,-5,'@x,'-x,''=1,-2.5,1=1\n"
     back = read_csv(tmp_path / "a.csv")[0]
-    assert [back[key] for key in "abcdegh"] == [str(row[key]) for key in "abcdegh"]
+    assert [back[key] for key in row] == [str(value) for value in row.values()]
+
+
+@pytest.mark.parametrize(
+    "text", ["'=1", "''=1", "'-5", "'a", "''", "a\rb", "\r", "=\r", "a\r\nb", "\n=1"]
+)
+def test_every_text_comes_back_from_a_csv_file(text: str, tmp_path: Path) -> None:
+    rows = [{"a": text, text: "b"}, {"a": "c", text: text}]
+    write_csv(tmp_path / "a.csv", rows)
+    assert read_csv(tmp_path / "a.csv") == rows
+
+
+def test_no_text_divides_a_cell_or_a_line_of_markdown() -> None:
+    text = markdown_table([{"a|b": "x | y", "c": "1\n2"}])
+    assert text == "| a\\|b | c |\n|---|---|\n| x \\| y | 1 2 |\n"

@@ -122,13 +122,13 @@ def test_metaimage_is_read(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".nhdr", ".mhd"])
-@pytest.mark.parametrize("value", ["LIST", "s%d.raw 0 4 1", "s%02d.raw 4 0 -1"])
+@pytest.mark.parametrize("value", ["LIST", "LIST 2", "s%d.raw 0 4 1", "s%02d.raw 4 0 -1"])
 def test_voxels_in_several_files(tmp_path: Path, suffix: str, value: str) -> None:
     names = [f"s{index}.raw" for index in range(5)]
     for index, pixels in enumerate(make_hu()):
         (tmp_path / f"s{index}.raw").write_bytes(pixels.tobytes())
         (tmp_path / f"s{4 - index:02d}.raw").write_bytes(pixels.tobytes())
-    listed = "".join(f"{name}\n" for name in names if value == "LIST").encode()
+    listed = "".join(f"{name}\n" for name in names if value.startswith("LIST")).encode()
     if suffix == ".nhdr":
         path = nrrd(tmp_path, {"data file": value}, listed, "a.nhdr")
     else:
@@ -173,6 +173,15 @@ def test_the_pattern_of_several_files_may_contain_blanks(
         path = nrrd(tmp_path, {"data file": value}, b"", "a.nhdr")
     else:
         path = meta(tmp_path, {"ElementDataFile": value}, b"", "a.mhd")
+    assert np.array_equal(read_image(path).array, make_hu())
+
+
+@pytest.mark.parametrize("name", ["list_1.raw", "LISTED.raw", "list"])
+def test_a_file_may_have_a_name_that_begins_like_a_list(tmp_path: Path, name: str) -> None:
+    """The fields that follow its name belong to the header."""
+    voxels = name if name != "list" else "list of voxels.raw"
+    (tmp_path / voxels).write_bytes(RAW)
+    path = nrrd(tmp_path, {"encoding": WITHOUT, "data file": voxels}, b"encoding: raw\n", "a.nhdr")
     assert np.array_equal(read_image(path).array, make_hu())
 
 

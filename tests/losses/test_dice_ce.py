@@ -165,9 +165,9 @@ def test_hard_voxels_count_more_and_the_gradient_follows(
     plain = DiceCrossEntropyLoss(0.7, 1.3)
     logits, target = problem()
     target[0, 0] = target[0, 0] if ignore_value is None else ignore_value
-    kept = target != (-1 if ignore_value is None else ignore_value)
-    indices = (target * kept)[:, None]
-    log_p = torch.log_softmax(logits, 1).gather(1, indices)[:, 0][kept]
+    is_counted = target != (-1 if ignore_value is None else ignore_value)
+    indices = (target * is_counted)[:, None]
+    log_p = torch.log_softmax(logits, 1).gather(1, indices)[:, 0][is_counted]
     added = -(4.0 * (1 - log_p.exp()) ** 2 * log_p).mean() * 1.3
     expected = plain(logits, target, ignore_value) + added
     assert loss(logits, target, ignore_value).item() == pytest.approx(expected.item(), rel=1e-12)

@@ -33,12 +33,12 @@ def sample(num_classes: int = 3, shape: tuple[int, ...] = (2, 8, 10, 6)) -> tupl
     )
 
 
-def adapted(target: type, ignore_value: int | None = None, **given: Any) -> TrainingLoss:
+def adapted(target: type, ignore_value: int | None = None, **stated: Any) -> TrainingLoss:
     """A loss as a configuration makes it."""
     import inspect
 
-    known = inspect.signature(target).parameters
-    arguments = given | default_arguments(target, known, given)
+    parameters = inspect.signature(target).parameters
+    arguments = stated | default_arguments(target, parameters, stated)
     return TrainingLoss(
         [Term(1.0, target(**arguments), find_target_form(target, arguments))],
         ignore_value=ignore_value,
@@ -109,8 +109,8 @@ def test_ignored_voxels_count_nowhere(target: type, arguments: dict[str, Any]) -
 def test_a_loss_of_a_batch_stays_one_when_voxels_are_ignored(loss: type) -> None:
     logits, target = sample()
     expected = loss_and_gradient(adapted(loss, batch=True), logits, target)
-    found = loss_and_gradient(adapted(loss, 255, batch=True), logits, target)
-    torch.testing.assert_close(found, expected)
+    result = loss_and_gradient(adapted(loss, 255, batch=True), logits, target)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +165,16 @@ def test_forms_of_the_target() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "added"),
+    ("stated", "added"),
     [
         ({}, {"softmax": True, "to_onehot_y": True}),
         ({"sigmoid": True}, {"to_onehot_y": True}),
         ({"softmax": False, "to_onehot_y": False}, {}),
     ],
 )
-def test_what_the_user_says_stays(given: dict[str, Any], added: dict[str, Any]) -> None:
-    assert default_arguments(nn.Module, ["softmax", "sigmoid", "to_onehot_y"], given) == added
-    assert default_arguments(nn.Module, ["weight"], given) == {}
+def test_what_the_user_says_stays(stated: dict[str, Any], added: dict[str, Any]) -> None:
+    assert default_arguments(nn.Module, ["softmax", "sigmoid", "to_onehot_y"], stated) == added
+    assert default_arguments(nn.Module, ["weight"], stated) == {}
 
 
 def test_the_focal_loss_of_monai_gets_a_softmax_under_its_own_name() -> None:
@@ -200,11 +200,11 @@ def test_what_is_no_loss_of_logits_and_labels_is_refused(loss: nn.Module) -> Non
 def test_losses_of_other_libraries_get_logits_of_fp32_from_half_precision(
     dtype: torch.dtype,
 ) -> None:
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     class Watched(nn.CrossEntropyLoss):
         def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-            seen.append(logits.dtype)
+            dtypes.append(logits.dtype)
             return super().forward(logits, target)
 
     logits, target = sample()
@@ -212,7 +212,7 @@ def test_losses_of_other_libraries_get_logits_of_fp32_from_half_precision(
         TrainingLoss([Term(1.0, Watched(), "indices")], ignore_value=ignore_value)(
             logits.detach().to(dtype), target
         )
-    assert set(seen) == {torch.float32}
+    assert set(dtypes) == {torch.float32}
 
 
 def test_the_loss_of_a_micro_batch_counts_each_sample_once() -> None:
@@ -272,8 +272,8 @@ def test_samples_count_alike_however_many_of_their_voxels_are_ignored(loss: type
     labels[1] = 255
     first = adapted(loss)(logits[:1, :, :2], labels[:1, :2])
     third = adapted(loss)(logits[2:], labels[2:])
-    found = adapted(loss, 255)(logits, labels)
-    assert float(found) == pytest.approx((float(first) + float(third)) / 3, rel=1e-6)
+    value = adapted(loss, 255)(logits, labels)
+    assert float(value) == pytest.approx((float(first) + float(third)) / 3, rel=1e-6)
 
 
 @torch.no_grad()
@@ -285,8 +285,8 @@ def test_a_loss_of_a_batch_sees_the_voxels_of_all_samples_that_remain() -> None:
     halves = torch.cat([torch.cat([logits[:, :, :2], filler, filler], 2), logits[:, :, 2:]])
     ignored = torch.full_like(labels[:, :1], 255)
     of_halves = torch.cat([torch.cat([labels[:, :2], ignored, ignored], 1), labels[:, 2:]])
-    found = adapted(monai.losses.DiceLoss, 255, batch=True)(halves, of_halves)
-    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+    value = adapted(monai.losses.DiceLoss, 255, batch=True)(halves, of_halves)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
 
 
 @pytest.mark.parametrize("stated", ["sigmoid", "softmax", "use_softmax", "other_act"])

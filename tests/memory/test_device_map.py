@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from medseg.memory.device_map import (
     _JoinDevices,
+    _move_inputs,
     apply_device_map,
     plan_device_map,
     resolve_device_map,
@@ -114,6 +116,18 @@ def test_parts_move_to_their_devices_and_inputs_follow_without_a_wait() -> None:
     assert logits.device == meta
     assert copies.non_blocking
     assert all(copies.non_blocking)
+
+
+def test_a_part_on_the_cpu_waits_for_its_inputs() -> None:
+    """With tensors of a GPU but no memory: an asynchronous copy to the CPU is read too early."""
+    part = nn.ReLU()
+    with FakeTensorMode():
+        for device, source, is_asynchronous in (("cpu", "cuda:0", False), ("cuda:0", "cpu", True)):
+            features = torch.empty(2, 3, device=source)
+            with Copies() as copies:
+                (moved,), _ = _move_inputs(torch.device(device), part, (features,), {})
+            assert moved.device == torch.device(device)
+            assert copies.non_blocking == [is_asynchronous]
 
 
 def test_the_strategy_of_a_device_map_moves_the_parts_and_keeps_the_rest_at_home() -> None:

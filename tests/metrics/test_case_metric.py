@@ -46,7 +46,7 @@ def test_intersection_over_union_of_torchmetrics() -> None:
     pred, target = maps()
     dice = dice_per_label(pred, target, (1, 2))
     background = dice_per_label(pred, target, (0,))[0]
-    expected = sum(one / (2 - one) for one in (background, *dice.values())) / 3
+    expected = sum(score / (2 - score) for score in (background, *dice.values())) / 3
     assert CaseMetric(torchmetrics.classification.MulticlassJaccardIndex(3), 3)(
         pred, target, SPACING_MM
     ) == pytest.approx(expected, abs=1e-5)

@@ -27,18 +27,18 @@ def test_figures_are_those_of_numpy(
         order=order,
     )
     statistics = scan_statistics(image, labels, GRID, VALUES)
-    found = statistics.labels
+    figures_of = statistics.labels
     for name, value in (("left", 1), ("right", 3)):
-        own = image[labels == value].astype(np.float64)
+        label_hu = image[labels == value].astype(np.float64)
         expected = [
-            round(own.size * 2.5 * 0.7 * 0.9 / 1000, 2),
-            round(own.mean(), 2),
-            *(np.percentile(own, percent, method="inverted_cdf") for percent in PERCENTILES),
-            round((own < -950).mean(), 4),
+            round(label_hu.size * 2.5 * 0.7 * 0.9 / 1000, 2),
+            round(label_hu.mean(), 2),
+            *(np.percentile(label_hu, percent, method="inverted_cdf") for percent in PERCENTILES),
+            round((label_hu < -950).mean(), 4),
         ]
-        assert list(found[name].values()) == expected
-        assert tuple(found[name]) == ("ml", *HU_FIGURES)
-    assert found["absent"] == {"ml": 0.0, **dict.fromkeys(HU_FIGURES)}
+        assert list(figures_of[name].values()) == expected
+        assert tuple(figures_of[name]) == ("ml", *HU_FIGURES)
+    assert figures_of["absent"] == {"ml": 0.0, **dict.fromkeys(HU_FIGURES)}
     both = image[labels > 0].astype(np.float64)
     assert statistics.total["mean_hu"] == round(both.mean(), 2)
     assert statistics.total["p15_hu"] == np.percentile(both, 15, method="inverted_cdf")
@@ -47,31 +47,31 @@ def test_figures_are_those_of_numpy(
 
 def test_metal_does_not_change_the_mean_and_the_bounds_count_as_they_are() -> None:
     image = np.array([-3024, -951, -950, 30000], dtype=np.int16).reshape(1, 2, 2)
-    found = scan_statistics(
+    figures = scan_statistics(
         image,
         np.ones_like(image, dtype=np.uint8),
         VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)),
         {"all": 1},
     ).labels["all"]
-    assert found["mean_hu"] == round((-3024 - 951 - 950 + 30000) / 4, 2)
-    assert found["share_below_minus_950_hu"] == 0.5
+    assert figures["mean_hu"] == round((-3024 - 951 - 950 + 30000) / 4, 2)
+    assert figures["share_below_minus_950_hu"] == 0.5
 
 
 def test_without_hu_there_are_volumes_alone() -> None:
     labels = np.ones(GRID.shape, dtype=np.uint8)
-    found = scan_statistics(None, labels, GRID, {"left": 1}).labels["left"]
-    assert found["ml"] == round(11 * 30 * 40 * 2.5 * 0.7 * 0.9 / 1000, 2)
-    assert [found[name] for name in HU_FIGURES] == [None] * len(HU_FIGURES)
+    figures = scan_statistics(None, labels, GRID, {"left": 1}).labels["left"]
+    assert figures["ml"] == round(11 * 30 * 40 * 2.5 * 0.7 * 0.9 / 1000, 2)
+    assert [figures[name] for name in HU_FIGURES] == [None] * len(HU_FIGURES)
 
 
 def test_values_between_whole_numbers_count_as_the_nearest() -> None:
     """A percentile is a whole HU; the mean is that of the values as they are."""
     image = np.array([-900.4, -900.6, -849.5001, 30.5001], dtype=np.float32).reshape(1, 2, 2)
-    found = scan_statistics(
+    figures = scan_statistics(
         image,
         np.ones(image.shape, dtype=np.uint8),
         VoxelGrid((1, 2, 2), (1.0, 1.0, 1.0)),
         {"all": 1},
     ).labels["all"]
-    assert [found[f"p{percent}_hu"] for percent in PERCENTILES] == [-901, -901, -900, 31]
-    assert found["mean_hu"] == -655.0
+    assert [figures[f"p{percent}_hu"] for percent in PERCENTILES] == [-901, -901, -900, 31]
+    assert figures["mean_hu"] == -655.0

@@ -152,8 +152,8 @@ def test_empty_masks() -> None:
     both = score_region(empty, empty, SPACING_MM)
     assert (both["dice"], both["nsd_1mm"], both["nsd_2mm"], both["hd95_mm"]) == (1.0, 1.0, 1.0, 0.0)
     for pred, target in ((mask, empty), (empty, mask)):
-        one = score_region(pred, target, SPACING_MM)
-        assert (one["dice"], one["nsd_1mm"], one["nsd_2mm"], one["hd95_mm"]) == (
+        scores = score_region(pred, target, SPACING_MM)
+        assert (scores["dice"], scores["nsd_1mm"], scores["nsd_2mm"], scores["hd95_mm"]) == (
             0.0,
             0.0,
             0.0,

@@ -28,13 +28,13 @@ def test_bf16_gradients_of_small_features_are_right_in_any_network(
     conv = nn.Conv3d(16, 16, kernel, padding=kernel // 2)
     traits = Traits((1, 1, 1), ())
     network = StageNetwork(lambda channels: nn.Sequential(conv), in_channels=16, traits=traits)
-    features, wanted = torch.randn(1, 16, *size), torch.randn(1, 16, *size)
+    features, target = torch.randn(1, 16, *size), torch.randn(1, 16, *size)
 
     def gradient(enabled: bool) -> Tensor:
         network.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             logits = network(features)
-        (logits * wanted).sum().backward()
+        (logits * target).sum().backward()
         assert conv.weight.grad is not None
         return conv.weight.grad.clone()
 

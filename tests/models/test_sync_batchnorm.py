@@ -36,22 +36,22 @@ def step(
     output = network.to(device)(features)
     output.backward(gradient.to(device))
     assert features.grad is not None
-    found = {"output": output.detach(), "features": features.grad, **network.state_dict()}
-    found |= {
+    results = {"output": output.detach(), "features": features.grad, **network.state_dict()}
+    results |= {
         f"gradient of {name}": p.grad
         for name, p in network.named_parameters()
         if p.grad is not None
     }
-    return {name: value.cpu() for name, value in found.items()}
+    return {name: value.cpu() for name, value in results.items()}
 
 
 def test_one_rank_is_batch_norm_and_names_stay() -> None:
     features, gradient, network = make_case()
     converted = apply_switches(make_case()[2], synchronise=True)
     assert isinstance(converted[0], nn.SyncBatchNorm)
-    expected, found = step(network, features, gradient), step(converted, features, gradient)
-    assert list(found) == list(expected)
-    for name, value in found.items():
+    expected, results = step(network, features, gradient), step(converted, features, gradient)
+    assert list(results) == list(expected)
+    for name, value in results.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
 
 

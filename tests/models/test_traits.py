@@ -14,13 +14,13 @@ from medseg.models.traits import Traits, build_on_meta, channel_arguments, find_
 from medseg.models.unet import UNet
 
 
-def traits_of(found: type[nn.Module], arguments: dict[str, Any], **stated: Any) -> Traits:
-    whole = channel_arguments(found, arguments, 2, 3)
-    return find_traits(lambda: found(**whole), 2, 3, **stated)
+def traits_of(network_class: type[nn.Module], arguments: dict[str, Any], **stated: Any) -> Traits:
+    whole = channel_arguments(network_class, arguments, 2, 3)
+    return find_traits(lambda: network_class(**whole), 2, 3, **stated)
 
 
 @pytest.mark.parametrize(
-    ("found", "arguments", "divisor", "num_blocks"),
+    ("network_class", "arguments", "divisor", "num_blocks"),
     [
         (
             nets.SegResNet,
@@ -50,14 +50,16 @@ def traits_of(found: type[nn.Module], arguments: dict[str, Any], **stated: Any) 
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
 def test_divisor_and_blocks_of_other_networks(
-    found: type[nn.Module],
+    network_class: type[nn.Module],
     arguments: dict[str, Any],
     divisor: tuple[int, int, int],
     num_blocks: int,
 ) -> None:
-    traits = traits_of(found, arguments)
+    traits = traits_of(network_class, arguments)
     assert (traits.divisor, traits.fixed_size, len(traits.blocks)) == (divisor, None, num_blocks)
-    network = build_on_meta(lambda: found(**channel_arguments(found, arguments, 2, 3)))
+    network = build_on_meta(
+        lambda: network_class(**channel_arguments(network_class, arguments, 2, 3))
+    )
     blocks = [network.get_submodule(name) for name in traits.blocks]
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}
     assert not inside & set(map(id, blocks)), "no block lies in another one"
@@ -87,8 +89,8 @@ def test_what_our_unet_states_is_what_a_trace_finds(stem: str) -> None:
         def forward(self, image: Tensor) -> Tensor:
             return self.inner(image)
 
-    found = find_traits(Silent, 1, 3)
-    assert found.divisor == stated.divisor == make().divisor
+    traced = find_traits(Silent, 1, 3)
+    assert traced.divisor == stated.divisor == make().divisor
     assert stated.blocks == tuple(make().blocks())
     weights = [
         {
@@ -96,7 +98,7 @@ def test_what_our_unet_states_is_what_a_trace_finds(stem: str) -> None:
             for name, _ in make().named_parameters()
             if any(name.startswith(f"{block.removeprefix('inner.')}.") for block in blocks)
         }
-        for blocks in (found.blocks, stated.blocks)
+        for blocks in (traced.blocks, stated.blocks)
     ]
     assert weights[0] == weights[1]
 
@@ -230,7 +232,7 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: ByValue(1, 3),
@@ -271,9 +273,9 @@ class Returning(nn.Module):
     ],
 )
 def test_a_network_that_does_not_fit_is_one_sentence(
-    make: Callable[[], nn.Module], said: str
+    make: Callable[[], nn.Module], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+    with pytest.raises(ValueError, match=message) as caught:
         find_traits(make, 1, 3)
     assert "\n" not in str(caught.value)
 
@@ -336,7 +338,10 @@ def test_deep_supervision_gives_a_list_in_training_and_the_first_output_otherwis
     outputs = [torch.full((2, 3, 4, 4, 4), float(number)) for number in range(3)]
     trained = outputs_of(form(outputs), is_training=True)
     assert isinstance(trained, list)
-    assert all(torch.equal(one, other) for one, other in zip(trained, outputs, strict=True))
+    assert all(
+        torch.equal(trained_output, output)
+        for trained_output, output in zip(trained, outputs, strict=True)
+    )
     assert torch.equal(outputs_of(form(outputs), is_training=False), outputs[0])
     assert torch.equal(outputs_of(form(outputs[:1]), is_training=True), outputs[0])
 

@@ -82,16 +82,15 @@ def test_refinement_sees_the_image_at_full_resolution(stem: str) -> None:
     network = make(stem=stem, refine=4)
     assert all(grad.abs().sum() > 0 for grad in gradients(network, image(2)))
     nn.init.zeros_(network.head.cells.weight)
-    voxel, inputs = (
-        (7, 9, 20),
-        image().requires_grad_(),
-    )  # odd and even: cells have no borders for the last convolution
+    # Odd and even indices: the last convolution reads across the borders of the cells.
+    voxel = (7, 9, 20)
+    inputs = image().requires_grad_()
     logits = network(inputs)
     assert logits.shape == (1, 3, *SIZE)
     logits[0, 1][voxel].backward()
-    seen = (inputs.grad[0, 0] != 0).nonzero()
-    assert len(seen) == 5**3
-    assert (seen - torch.tensor(voxel)).abs().max() == 2
+    voxels_with_gradient = (inputs.grad[0, 0] != 0).nonzero()
+    assert len(voxels_with_gradient) == 5**3
+    assert (voxels_with_gradient - torch.tensor(voxel)).abs().max() == 2
 
 
 @pytest.mark.parametrize("num_planes", [1, 5, PART_PLANES, PART_PLANES + 1, 3 * PART_PLANES + 2])
@@ -120,20 +119,23 @@ def test_no_part_of_a_head_is_small_unless_the_features_are() -> None:
 def test_every_convolution_gives_the_size_of_its_level(stem: str, halvings: int) -> None:
     network = make(stem=stem, depth=3, blocks_per_level=(1, 2, 1, 2))
     assert network.divisor == (2 ** (3 + halvings),) * 3
-    seen: dict[str, tuple[int, ...]] = {}
+    result_shapes: dict[str, tuple[int, ...]] = {}
     for name, module in network.named_modules():
         if isinstance(module, nn.Conv3d):
             module.register_forward_hook(
-                lambda _, __, out, name=name: seen.update({name: tuple(out.shape[1:])})
+                lambda _, __, out, name=name: result_shapes.update({name: tuple(out.shape[1:])})
             )
     network(image())
-    for name, shape in seen.items():
+    for name, shape in result_shapes.items():
+        # Such as `encoder.1.block0`; the stem and the head have no level.
         kind, level = [*name.split("."), "0"][:2]
         down = halvings + (int(level) if kind in ("encoder", "decoder") else 0)
         # The unit of `up` works before the voxels are repeated.
         down += kind == "decoder" and ".up." in name
         assert shape[1:] == tuple(size // 2**down for size in SIZE), name
-    widest_at_full_size = max((shape[0] for shape in seen.values() if shape[1:] == SIZE), default=0)
+    widest_at_full_size = max(
+        (shape[0] for shape in result_shapes.values() if shape[1:] == SIZE), default=0
+    )
     assert widest_at_full_size == (8 if stem == "conv" else 0)
 
 
@@ -231,7 +233,8 @@ def test_channel_norm_is_that_of_numpy_at_each_voxel(channels_last: bool) -> Non
     nn.init.uniform_(norm.bias)
     values = features.numpy()
     values = (values - values.mean(1, keepdims=True)) / np.sqrt(values.var(1, keepdims=True) + 1e-5)
-    scale, shift = (one.detach().view(-1, 1, 1, 1).numpy() for one in (norm.weight, norm.bias))
+    scale = norm.weight.detach().view(-1, 1, 1, 1).numpy()
+    shift = norm.bias.detach().view(-1, 1, 1, 1).numpy()
     if channels_last:
         features = features.contiguous(memory_format=torch.channels_last_3d)
     np.testing.assert_allclose(
@@ -324,6 +327,7 @@ def test_learns_two_blobs() -> None:
         assert dice > 0.95
 
 
+# Strides of a network for slices that are four times as far apart as the voxels in plane.
 COARSE_Z = ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
 
 
@@ -340,18 +344,17 @@ def test_a_coarse_axis_is_divided_later_and_its_slices_are_not_mixed_before(
     inputs = torch.randn(1, 1, 8, 32, 48)
     assert network(inputs).shape == (1, 3, 8, 32, 48)
     assert len(gradients(network, torch.cat([inputs, inputs]))) == len(list(network.parameters()))
+    # Kernel size and stride of each convolution along z.
     reaches = {
         name: (conv.kernel_size[0], conv.stride[0])
         for name, conv in network.named_modules()
         if isinstance(conv, nn.Conv3d)
     }
-    near = [
-        name for name in reaches if not name.startswith(("encoder.2", "encoder.3", "decoder.2"))
-    ]
-    near = [
-        name for name in near if not name.startswith(("encoder.1", "decoder.1"))
-    ]  # where z is divided next, it counts
-    assert all(reaches[name] == (1, 1) for name in near)
+    # From level 1 on, where z is divided next, the kernels also cover z.
+    deeper_levels = ("encoder.1", "encoder.2", "encoder.3", "decoder.1", "decoder.2")
+    for name, reach in reaches.items():
+        if not name.startswith(deeper_levels):
+            assert reach == (1, 1), name
     assert reaches[f"encoder.{3 - (stem == 'conv')}.down.0"] == (2, 2)
 
 
@@ -394,12 +397,12 @@ def test_strides_that_do_not_fit_are_refused(strides: object) -> None:
 def test_small_features_are_computed_in_the_format_of_the_weights(
     shape: tuple[int, int, int], kernel: int, dilation: int, is_small: bool
 ) -> None:
-    """Where an axis has two voxels at most or the kernel is deeper; on CPUs, fp32 weights only."""
+    """On a CPU, features are small with two voxels along an axis, or fewer than a kernel spans."""
     torch.manual_seed(0)
     convolution = Conv3d(2, 3, kernel, padding=dilation * (kernel // 2), dilation=dilation)
     features = torch.randn(1, 2, *shape)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = convolution(features.bfloat16())
-    assert found.dtype == (torch.float32 if is_small else torch.bfloat16)
+        result = convolution(features.bfloat16())
+    assert result.dtype == (torch.float32 if is_small else torch.bfloat16)
     half = convolution.bfloat16()(features.bfloat16())
     assert half.dtype == torch.bfloat16

@@ -212,6 +212,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(
         ({"network_weights": {"a": torch.tensor([float("nan")])}}, "NaN or infinity"),
         ({"network_weights": {"a": torch.ones(1).expand(10**9)}}, "not an ordinary dense tensor"),
         ({"inference_allowed_mirroring_axes": (0, 7)}, "among 0, 1 and 2"),
+        ({"inference_allowed_mirroring_axes": [torch.zeros(2)]}, "among 0, 1 and 2"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(

@@ -143,6 +143,14 @@ def test_a_long_lineage_of_configurations_is_refused(toy: Toy) -> None:
     assert read_plan(toy["plans"], toy["dataset"], "c1").patch_size == (16, 32, 32)
 
 
+def test_a_path_is_no_previous_stage(toy: Toy) -> None:
+    configurations = toy["plans"]["configurations"]
+    configurations["../elsewhere"] = {}
+    configurations["3d_fullres"]["previous_stage"] = "../elsewhere"
+    with pytest.raises(PlanError, match="a configuration that needs no other"):
+        read_plan(toy["plans"], toy["dataset"], "3d_fullres")
+
+
 @pytest.mark.parametrize(("number", "flag"), [(0, False), (1, True)])
 def test_a_number_stands_for_a_flag(number: int, flag: bool, toy: Toy) -> None:
     configuration = toy["plans"]["configurations"]["3d_fullres"]

@@ -262,7 +262,7 @@ def test_where_nothing_fits_the_least_demanding_set_is_named(
 
 
 def test_another_run_is_only_searched_where_it_is_allowed_and_the_first_that_fits_is_taken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     search = Search(monkeypatch)
     monkeypatch.setattr(
@@ -282,14 +282,17 @@ def test_another_run_is_only_searched_where_it_is_allowed_and_the_first_that_fit
 
     monkeypatch.setattr(fit, "fits_at_all", fits_at_all)
     search.answers = [None, None, search.choice(option(500, 1.1, ["a"]))]
-    assert fit.fit(compose("fit_gib=2", "allow=other_run"), SHAPE) == 0
+    output = tmp_path / "plan.json"
+    assert fit.fit(compose("fit_gib=2", "allow=other_run", f"output='{output}'"), SHAPE) == 0
     assert [arguments[3] for arguments in search.verified] == [SHAPE, (3, 3, 3), (2, 2, 2)]
     budget = int(2 * 2**30 / 1.05)
     assert asked == [(f"config {number}", (number,) * 3, "machine", budget) for number in (4, 3, 2)]
-    assert (
-        capsys.readouterr().out.splitlines()[-1]
-        == "choose: stage.batch_size=2 memory.checkpointing=[a]"
-    )
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "choose: stage.batch_size=2 memory.checkpointing=[a]"
+    # Each row of the front is an argument line of the same run.
+    assert sum("stage.batch_size=2 memory.checkpointing=" in line for line in said[:-1]) == 2
+    rows = json.loads(output.read_text())["front"]
+    assert all(row["arguments"].startswith("stage.batch_size=2 ") for row in rows)
 
 
 @pytest.mark.parametrize(("peak", "fits"), [(1000, True), (1001, False)])

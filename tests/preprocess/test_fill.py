@@ -131,7 +131,7 @@ def test_the_caller_keeps_the_own_image_and_is_told() -> None:
     assert np.array_equal(image, before)
     assert checked.images[0].min() == -1024
     assert checked.facts[0].low_hu == -1024
-    (finding,) = (one for one in checked.findings if one.code == "padding")
+    (finding,) = (finding for finding in checked.findings if finding.code == "padding")
     assert str(finding) == (
         "25.1% of the voxels hold exactly 0 HU up to the border of their slices: a constant "
         "was filled in outside the field of view; "

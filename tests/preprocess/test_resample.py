@@ -89,9 +89,8 @@ def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            with torch.inference_mode(
-                threads == 3
-            ):  # a mode of this thread, not of those that it starts
+            # The inference mode belongs to this thread, not to the threads that it starts.
+            with torch.inference_mode(threads == 3):
                 image = resample_image(image_hu, SOURCE, target, OUTSIDE_HU)
                 results.append((image.numpy(), resample_labels(labels, SOURCE, target, 4).numpy()))
             later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -101,8 +100,8 @@ def test_the_number_of_threads_changes_no_bit_and_stays_what_it_was(
     finally:
         torch.set_num_threads(num_threads)
     assert seen == [1, 1, 3, 3]
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for result, expected in zip(*results, strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_the_same_grid_is_the_identity() -> None:
@@ -129,9 +128,8 @@ def test_a_linear_ramp_stays_a_ramp_of_the_world(
     target = SOURCE.resampled(spacing_mm)
     image, expected = ramp(SOURCE), ramp(target)
     result = resample_image(image, SOURCE, target, OUTSIDE_HU, resampling=resampling).numpy()
-    scale = np.maximum(
-        1.0, np.array(SOURCE.spacing_mm) / spacing_mm
-    )  # one source voxel in target voxels
+    # Length of a source voxel in target voxels, at least 1.
+    scale = np.maximum(1.0, np.array(SOURCE.spacing_mm) / spacing_mm)
     border = tuple(slice(int(np.ceil(2 * factor)), -int(np.ceil(2 * factor))) for factor in scale)
     np.testing.assert_allclose(result[border], expected[border], rtol=0, atol=1e-4 * np.ptp(image))
 
@@ -225,9 +223,8 @@ def test_cubic_is_that_of_pillow(spacing_mm: float) -> None:
     grid = VoxelGrid((1, 40, 51), (1.0, 1.0, 1.0))
     image_hu = noise_hu(grid.shape)
     target = grid.resampled((1.0, spacing_mm, spacing_mm))
-    extent = [
-        size * spacing_mm for size in target.shape
-    ]  # as wide as the target's voxels, around the same centre
+    # Part of the source that the target covers, around the same centre, in source voxels of 1 mm.
+    extent = [size * spacing_mm for size in target.shape]
     low = [(inner - outer) / 2 for inner, outer in zip(grid.shape, extent, strict=True)]
     picture = Image.fromarray(np.pad(image_hu[0].astype(np.float32), 1, "edge"))
     box = (low[2] + 1, low[1] + 1, low[2] + extent[2] + 1, low[1] + extent[1] + 1)
@@ -282,7 +279,7 @@ def test_linear_moves_a_sharp_object_by_chance_and_in_no_direction() -> None:
 def test_reversing_an_axis_commutes(axis: int) -> None:
     image_hu = noise_hu(SOURCE.shape)
     labels = noise_labels(SOURCE.shape)
-    flips = tuple(one == axis for one in range(3))
+    flips = tuple(flipped_axis == axis for flipped_axis in range(3))
     for spacing_mm in SPACINGS:
         target = SOURCE.resampled(spacing_mm)
         reverse = (SOURCE.reoriented((0, 1, 2), flips), target.reoriented((0, 1, 2), flips))
@@ -403,13 +400,15 @@ def test_a_memory_map_is_read_only_where_the_crop_needs_it(tmp_path: Path) -> No
     image = np.load(path, mmap_mode="r").view(Watched)
     target = SOURCE.resampled((2.0, 2.0, 2.0))
     resample_image(image, SOURCE, target.crop(VoxelBox((10, 5, 5), (14, 12, 9))), OUTSIDE_HU)
-    reached = [(min(k[a].start for k in read), max(k[a].stop for k in read)) for a in range(3)]
-    scale, offset = zip(*target.axis_map_to(SOURCE), strict=True)
-    for (low, high), start, stop, s, o in zip(
-        reached, (10, 5, 5), (14, 12, 9), scale, offset, strict=True
-    ):
-        assert low >= s * start + o - max(1, s) - 1
-        assert high <= s * (stop - 1) + o + max(1, s) + 2
+    axis_maps = target.axis_map_to(SOURCE)
+    for axis, (start, stop) in enumerate(((10, 14), (5, 12), (5, 9))):
+        low = min(box[axis].start for box in read)
+        high = max(box[axis].stop for box in read)
+        scale, offset = axis_maps[axis]
+        # The filter reaches `scale` source voxels to each side of the outermost target voxels.
+        reach = max(1, scale)
+        assert low >= scale * start + offset - reach - 1
+        assert high <= scale * (stop - 1) + offset + reach + 2
 
 
 def test_no_precision_setting_shortens_hounsfield_units() -> None:

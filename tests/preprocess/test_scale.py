@@ -1,3 +1,5 @@
+"""HU scales: types and values of rescaled images."""
+
 from __future__ import annotations
 
 import numpy as np

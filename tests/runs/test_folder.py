@@ -22,6 +22,7 @@ import pytest
 from medseg import __version__
 from medseg.conf_folder import conf_dir
 from medseg.config.check import resolved, to_config
+from medseg.config.experiment_file import register_experiments
 from medseg.errors import UserError
 from medseg.io.atomic import is_locked, locked
 from medseg.io.text import MAX_TEXT_BYTES
@@ -65,17 +66,19 @@ def run_dir(tmp_path: Path) -> Path:
         return open_run(compose(f"run_dir={tmp_path / 'run'}", *GIVEN))
 
 
-def resume(run_dir: Path, *overrides: str) -> TrainConfig:
-    """What the run's configuration is after `train.py resume=<run_dir> …`."""
+def changed(run_dir: Path, *overrides: str) -> TrainConfig:
+    """Compose `resume=<run_dir> …` without opening the run, as `plan` does."""
+    register_experiments(overrides)
     place = f"run_dir={run_dir.parent / 'later'}"  # which Hydra gives to the command
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed, default = (
-            resolved(hydra.compose("train", list(given)))
-            for given in ([place, *overrides], [place])
-        )
-    assert (
-        open_run(changed_config(str(run_dir), composed, default, overrides, TrainConfig)) == run_dir
-    )
+        composed = resolved(hydra.compose("train", [place, *overrides]))
+        default = resolved(hydra.compose("train", [place]))
+    return changed_config(str(run_dir), composed, default, overrides, TrainConfig)
+
+
+def resume(run_dir: Path, *overrides: str) -> TrainConfig:
+    """Open the run by `train.py resume=<run_dir> …`, and read its configuration."""
+    assert open_run(changed(run_dir, *overrides)) == run_dir
     return load_config(run_dir)
 
 
@@ -124,6 +127,51 @@ def test_what_changes_no_result_changes_by_name(run_dir: Path) -> None:
     }  # fmt: skip
     assert (config.seed, config.optimizer["lr"], config.stage.name.value) == (7, 0.01, "fine")
     assert config.run_dir == str(run_dir)
+
+
+@pytest.mark.parametrize("target", ["optimizer=sgd", "optimizer._target_=torch.optim.SGD"])
+def test_another_class_replaces_the_arguments_of_the_old_one(target: str, run_dir: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        expected = compose("run_dir=x", target, "optimizer.lr=0.5").optimizer
+    assert changed(run_dir, target, "optimizer.lr=0.5").optimizer == expected
+
+
+def test_an_experiment_may_choose_another_class(run_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "e.yaml"
+    path.write_text(
+        "# @package _global_\noptimizer: {_target_: torch.optim.SGD, lr: 0.5}\n"
+        "schedule: {_target_: torch.optim.lr_scheduler.StepLR, step_size: 5}\n"
+    )
+    config = changed(run_dir, f"experiment={path}")
+    assert config.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5}
+    assert config.schedule == {
+        "_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 5
+    }  # fmt: skip
+    assert config.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("schedule", "length_key"),
+    [("one_cycle", "total_steps"), ("poly", "total_iters"), ("cosine", "T_max")],
+)
+def test_another_schedule_is_as_long_as_the_run(
+    schedule: str, length_key: str, tmp_path: Path
+) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        given = ["steps=300", "optimizer.lr=0.02", "schedule=constant"]
+        run_dir = open_run(compose(f"run_dir={tmp_path / 'run'}", *given))
+    config = changed(run_dir, f"schedule={schedule}")
+    assert (config.steps, config.schedule[length_key]) == (300, 300)
+    assert config.schedule.get("max_lr", 0.02) == 0.02
+    config = changed(run_dir, f"schedule={schedule}", f"schedule.{length_key}=40")
+    assert config.schedule[length_key] == 40
+
+
+def test_the_schedule_of_the_run_may_be_named(tmp_path: Path) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(compose(f"run_dir={tmp_path / 'run'}", "steps=300"))
+    before = load_config(run_dir)
+    assert resume(run_dir, "schedule=one_cycle") == before
 
 
 def test_the_whole_command_with_resume_is_the_run(run_dir: Path) -> None:

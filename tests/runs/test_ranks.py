@@ -18,7 +18,8 @@ from medseg.training.options import Strategy
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "expected"), [(4, ["device 2", "group"]), (2, ["group"]), (0, ["group"])]
+    ("num_gpus", "expected"),
+    [(4, ["device 2", "cpu:gloo,cuda:nccl"]), (2, ["gloo"]), (0, ["gloo"])],
 )
 def test_a_rank_chooses_its_gpu_before_its_group_begins(
     num_gpus: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
@@ -35,7 +36,7 @@ def test_a_rank_chooses_its_gpu_before_its_group_begins(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: done.append(f"device {index}"))
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 2, 3)]))
-    monkeypatch.setattr(dist, "init_process_group", lambda **_: done.append("group"))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: done.append(backend))
     ranks.join_ranks()
     assert done == expected
 
@@ -146,7 +147,7 @@ def test_the_group_has_the_store_of_this_start(
     wait = timedelta(minutes=30)
     assert calls == [
         ("env://", wait),
-        {"store": store, "rank": 2, "world_size": 3, "timeout": wait},
+        {"backend": "gloo", "store": store, "rank": 2, "world_size": 3, "timeout": wait},
     ]
     destroyed: list[bool] = []
     monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append(True))

@@ -224,3 +224,15 @@ def test_a_held_out_patient_is_in_no_table_of_the_training(
     with pytest.raises(UserError, match="the networks train on its patients y;"):
         study.make_weights(config)
     assert not steps
+
+
+def test_runs_of_other_cases_of_the_fine_stage_are_not_reused(
+    tmp_path: Path, steps: list[Step]
+) -> None:
+    write_checkpoints(tmp_path)
+    study.make_weights(make_config(tmp_path, fine_cases=write_table(tmp_path / "f.csv", "a", "b")))
+    others = make_config(tmp_path, fine_cases=write_table(tmp_path / "g.csv", "a", "c"))
+    with pytest.raises(UserError, match="its runs come from"):
+        study.make_weights(others)
+    with pytest.raises(UserError, match="its runs come from"):
+        study.make_weights(make_config(tmp_path))

@@ -159,10 +159,10 @@ def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[...,
             [live],
             lambda module: module.double(),
         )
-    kept = sum(weight.nbytes for weight in module.parameters())  # momentum
+    momentum_bytes = sum(weight.nbytes for weight in module.parameters())  # momentum
     deepest = 8 * 3 * 4 * 5 * 8  # bytes of the smallest features of the network
     assert len(live.bytes) == 6
-    assert kept <= live.bytes[-1] < kept + deepest
+    assert momentum_bytes <= live.bytes[-1] < momentum_bytes + deepest
     assert live.bytes[2:] == [live.bytes[2]] * 4
 
 

@@ -224,15 +224,15 @@ def test_a_case_sees_the_coarse_stage_that_has_not_trained_on_its_patient(
     coarse_of_folds: list[Path],
 ) -> None:
     config = compose(*channel_arguments(table, coarse_of_folds, f"data.fold={fold}"))
-    seen = make_data_module(config).coarse_by_case
+    stage_by_case = make_data_module(config).coarse_by_case
     split = find_sources(config.data, config.task)[0].split
-    assert seen.keys() == {case.name for case in (*split.train, *split.val)}
+    assert stage_by_case.keys() == {case.name for case in (*split.train, *split.val)}
     for number, path in enumerate(coarse_of_folds):
         held_out = compose(
             "stage=fine", f"data.cases='{table}'", "data.num_folds=2", f"data.fold={number}"
         )
         for case in find_sources(held_out.data, held_out.task)[0].split.val:
-            assert seen[case.name] == str(path)
+            assert stage_by_case[case.name] == str(path)
 
 
 def test_the_order_of_the_coarse_stages_does_not_matter(
@@ -280,8 +280,8 @@ def test_of_several_coarse_stages_that_have_not_seen_a_patient_the_first_one_is_
         lambda path, key: trained_cases(first if path == again else path, key),
     )
     paths = [again, other, first] if turned else [first, other, again]
-    seen = make_data_module(compose(*channel_arguments(table, paths))).coarse_by_case
-    assert set(seen.values()) == {str(paths[0]), str(other)}
+    stage_by_case = make_data_module(compose(*channel_arguments(table, paths))).coarse_by_case
+    assert set(stage_by_case.values()) == {str(paths[0]), str(other)}
 
 
 @pytest.mark.parametrize(
@@ -298,16 +298,16 @@ def test_the_compiler_is_told_whether_the_shapes_of_samples_vary(
     compose: Callable[..., TrainConfig],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told: list[bool] = []
+    values: list[bool] = []
 
     def switch_on(network: Any, *_: Any, has_many_shapes: bool, **__: Any) -> Any:
-        told.append(has_many_shapes)
+        values.append(has_many_shapes)
         return network
 
     monkeypatch.setattr(assemble, "switch_on", switch_on)
     config = compose(*overrides)
     make_module(config, make_network(config), {})
-    assert told == [has_many_shapes]
+    assert values == [has_many_shapes]
 
 
 def test_pictures_name_the_classes_that_the_network_of_the_stage_has(
@@ -340,7 +340,7 @@ def test_gpus_are_balanced_by_activations_and_all_that_an_optimiser_keeps_of_the
     compose: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AdamW keeps two numbers for each weight beside the weight and its gradient."""
-    seen: list[dict[str, int]] = []
+    planned_sizes: list[dict[str, int]] = []
     counted: list[Any] = []
     count_step = assemble.count_step
 
@@ -349,7 +349,7 @@ def test_gpus_are_balanced_by_activations_and_all_that_an_optimiser_keeps_of_the
         return counted[-1]
 
     def plan(sizes: dict[str, int], gpus: dict[str, int]) -> dict[str, str]:
-        seen.append(sizes)
+        planned_sizes.append(sizes)
         return dict.fromkeys(sizes, next(iter(gpus)))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -361,6 +361,6 @@ def test_gpus_are_balanced_by_activations_and_all_that_an_optimiser_keeps_of_the
     config = compose("stage=fine", "model.device_map=auto", "stage.patch_size=[16,16,16]")
     config.optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1}
     make_device_map(config)
-    ((memory,), (sizes,)) = counted, seen
+    ((memory,), (sizes,)) = counted, planned_sizes
     saved = sum(memory.saved.get(name, 0) for name in sizes)
     assert sum(sizes.values()) - saved == pytest.approx(4 * memory.parameters, rel=0.01)

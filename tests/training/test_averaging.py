@@ -193,11 +193,11 @@ def test_a_killed_run_goes_on_with_its_average(kill_at: int, tmp_path: Path) -> 
     assert loaded(tmp_path / "killed" / "last.ckpt")["global_step"] == {4: 4, 5: 4, 7: 6}[kill_at]
     fit(tmp_path / "killed", DECAY)
     for key in ("state_dict", RAW_WEIGHTS):
-        one, other = (
+        whole_weight, resumed_weight = (
             loaded(tmp_path / name / "last.ckpt")[key]["network.weight"]
             for name in ("whole", "killed")
         )
-        assert torch.equal(one, other)
+        assert torch.equal(whole_weight, resumed_weight)
 
 
 @pytest.mark.parametrize("kill_at", [3, 4, 5, 7])

@@ -45,8 +45,8 @@ def test_a_picture_that_cannot_be_drawn_is_told_and_costs_nothing_else(
 
     monkeypatch.setattr(callbacks, "overlay_montage", fail)
     pictures.on_validation_batch_end(trainer, None, labels, [batch], 1)
-    said = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
-    assert capsys.readouterr().err == said
+    message = "medseg: no picture of Doe, John (ValueError: Invalid affine transformation matrix)\n"
+    assert capsys.readouterr().err == message
 
 
 def test_a_picture_leaves_nothing_in_memory(

@@ -48,7 +48,7 @@ def check(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             [*SEGRESNET, "model.init_filter=8"],
@@ -166,8 +166,8 @@ def check(*overrides: str) -> list[str]:
         ),
     ],
 )  # fmt: skip
-def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said) as caught:
+def test_a_network_that_does_not_fit_is_one_sentence(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         check(*overrides)
     assert "\n" not in str(caught.value)
 
@@ -223,7 +223,7 @@ def test_null_is_an_argument_of_a_network_like_any_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "said"),
+    ("factor", "message"),
     [
         (lambda step: 1 - step / 4, "the learning rate of step 6 is -0.5"),
         (lambda step: math.inf if step == 3 else 1.0, "the learning rate of step 4 is inf"),
@@ -231,7 +231,7 @@ def test_null_is_an_argument_of_a_network_like_any_other() -> None:
     ],
 )
 def test_a_rate_that_is_negative_or_not_finite_is_named_with_its_step(
-    factor: Callable[[int], float], said: str | None
+    factor: Callable[[int], float], message: str | None
 ) -> None:
     """The rate may be zero; steps count from 1, and two of them have been tried before."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
@@ -239,10 +239,10 @@ def test_a_rate_that_is_negative_or_not_finite_is_named_with_its_step(
     for _ in range(2):
         optimizer.step()
         schedule.step()
-    if said is None:
+    if message is None:
         _check_rates(optimizer, schedule, 8)
     else:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             _check_rates(optimizer, schedule, 8)
 
 

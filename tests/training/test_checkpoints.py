@@ -296,9 +296,9 @@ def test_a_kill_while_writing_leaves_the_file_before(
     assert weight(tmp_path / "last.ckpt")[0] == 4
 
 
-@pytest.mark.parametrize(("own", "other"), [(False, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("is_asked", "other"), [(False, True), (True, False), (False, False)])
 def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
-    own: bool, other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_asked: bool, other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or those that go on would wait for ever for the one that left."""
 
@@ -308,7 +308,7 @@ def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
 
     monkeypatch.setattr(torch.distributed, "all_reduce", join)
     stop = StopRequest()
-    stop.is_asked = own
+    stop.is_asked = is_asked
     checkpoints = Checkpoints(
         tmp_path, validate_every=100, checkpoint_every=None, patience=None, stop=stop
     )
@@ -320,8 +320,8 @@ def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
         weights_only: saved.append(path),
     )  # fmt: skip
     checkpoints.on_train_batch_end(trainer, pl.LightningModule(), None, None, 2)
-    assert len(saved) == (own or other)
-    if own or other:
+    assert len(saved) == (is_asked or other)
+    if is_asked or other:
         with pytest.raises(Preempted):
             checkpoints.on_train_batch_start(trainer, pl.LightningModule(), None, 3)
     else:

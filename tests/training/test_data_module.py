@@ -86,11 +86,11 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(
 ) -> None:
     first, second, *_ = read_case_table(tiny_table)
     twin = replace(first, name="twin", patient="somebody else")
-    said = (
+    message = (
         "The validation case 'twin' has the same voxels as the training case 'case 0'; remove "
         "one of them"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         set_up(first, twin, tmp_path)
     assert (
         len(
@@ -204,11 +204,11 @@ def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
     set_up(first, second, tmp_path)
     assert "training cases" not in capsys.readouterr().err
     set_up(first, second, tmp_path, label_values={1: "left_lung", 2: "other", 3: "right_lung"})
-    said = (
+    message = (
         "right_lung: found in 0 of 1 training cases and in 0 of 1 validation cases, so the "
         "network cannot learn it"
     )
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_workers", "prefetch"), [(0, 5), (2, 5), (1, 1)])
@@ -388,9 +388,9 @@ def test_a_loader_worker_that_cannot_hand_a_sample_over_ends_the_run_in_one_sent
     code, message, is_defect = end_of(ended.value)
     assert (code, is_defect) == (EXIT_OUT_OF_MEMORY, False)
     assert "out of memory" in message
-    said = capfd.readouterr().err
-    assert "a loader worker cannot send a sample to the training: MemoryError: no room" in said
-    assert "Traceback" not in said
+    printed = capfd.readouterr().err
+    assert "a loader worker cannot send a sample to the training: MemoryError: no room" in printed
+    assert "Traceback" not in printed
 
 
 def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lies(
@@ -417,7 +417,7 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
         return replace(case, labels=tmp_path / "changed.nii.gz")
 
     set_up(moved(first), moved(second), tmp_path).load_state_dict(state)
-    for train, val, said in (
+    for train, val, message in (
         (
             third,
             second,
@@ -435,7 +435,7 @@ def test_a_resumed_run_has_the_cases_that_it_began_with_wherever_their_table_lie
     ):
         with pytest.raises(UserError) as refused:
             set_up(train, val, tmp_path).load_state_dict(state)
-        assert said in str(refused.value)
+        assert message in str(refused.value)
 
 
 def test_the_coarse_stage_gets_the_intensity_of_its_own_task(

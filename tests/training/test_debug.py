@@ -123,10 +123,10 @@ def test_a_fast_run_goes_through_everything_in_two_steps_and_says_so(
     runs.open_run(config)
     summary = train_run(config)
     assert (summary["steps"], summary["status"]) == (2, "finished")
-    told = capsys.readouterr().err
-    assert "debug.fast is on: this run is for finding faults, not for results" in told
-    assert "debug.profiler is on" in told
-    assert "debug.anomaly" not in told
+    printed = capsys.readouterr().err
+    assert "debug.fast is on: this run is for finding faults, not for results" in printed
+    assert "debug.profiler is on" in printed
+    assert "debug.anomaly" not in printed
     with (run_dir / "history.csv").open(newline="") as file:
         assert {row["step"] for row in csv.DictReader(file)} == {"1", "2"}
     assert len(list((run_dir / "pictures").glob("step_000002_*.png"))) == 1, "one of the two cases"

@@ -70,7 +70,7 @@ def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["loss._target_=monai.losses.DiceLoss", "loss.softmx=true"], "did you mean softmax"),
         (
@@ -92,10 +92,10 @@ def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
         (["loss=sum", "loss.terms=[3]"], "loss.terms[0]._target_: the name of a class is needed"),
     ],
 )
-def test_a_loss_that_cannot_work_is_one_sentence(overrides: list[str], said: str) -> None:
+def test_a_loss_that_cannot_work_is_one_sentence(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
         extensions.check_loss(compose(*overrides))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -108,16 +108,16 @@ MIXED = (
 
 
 def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
-    made = extensions.make_transforms(compose(MIXED))
-    assert made is not None
-    assert isinstance(made.transforms[1], Affine)
-    assert isinstance(made.transforms[-3], RandGaussianNoised)
-    assert made.transforms[-1] == Noise(0.5, [0.01, 0.1])
+    transforms = extensions.make_transforms(compose(MIXED))
+    assert transforms is not None
+    assert isinstance(transforms.transforms[1], Affine)
+    assert isinstance(transforms.transforms[-3], RandGaussianNoised)
+    assert transforms.transforms[-1] == Noise(0.5, [0.01, 0.1])
     assert extensions.make_transforms(compose("augment=none")) is None
 
 
 @pytest.mark.parametrize(
-    ("transform", "said"),
+    ("transform", "message"),
     [
         (
             "{_target_: monai.transforms.RandFlipd, prob: 0.1, spatial_axis: 2}",
@@ -142,10 +142,10 @@ def test_transforms_of_ours_and_of_monai_come_in_their_order() -> None:
         ),
     ],
 )
-def test_a_transform_that_cannot_work_is_one_sentence(transform: str, said: str) -> None:
+def test_a_transform_that_cannot_work_is_one_sentence(transform: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         extensions.make_transforms(compose(f"augment.transforms=[{transform}]"))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -154,16 +154,16 @@ def test_disease_is_painted_into_the_labels_of_regions(
     stage: str, painted: tuple[int, ...]
 ) -> None:
     airway = ("+task.labels.airway=3", "+data.label_values.airway=3")
-    made = extensions.make_transforms(compose(f"stage={stage}", *airway))
-    assert made is not None
+    transforms = extensions.make_transforms(compose(f"stage={stage}", *airway))
+    assert transforms is not None
     effects = [
-        effect for effect in made.transforms if isinstance(effect, (Missing, Disease, Fluid))
+        effect for effect in transforms.transforms if isinstance(effect, (Missing, Disease, Fluid))
     ]
     assert [tuple(effect.organ_values) for effect in effects] == [painted] * 3
     whole = compose("stage=single", "task.regions=null", *airway)
-    made = extensions.make_transforms(whole)
-    assert made is not None
-    (disease,) = (effect for effect in made.transforms if isinstance(effect, Disease))
+    transforms = extensions.make_transforms(whole)
+    assert transforms is not None
+    (disease,) = (effect for effect in transforms.transforms if isinstance(effect, Disease))
     assert tuple(disease.organ_values) == (1, 2, 3)
 
 
@@ -246,7 +246,7 @@ def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["metrics.iou._target_=torchmetrics.classification.MulticlassJaccardIndx"],
@@ -264,7 +264,7 @@ def test_mixed_transforms_give_the_same_samples_however_they_are_made(tiny_table
     ],
 )
 def test_a_metric_or_callback_that_cannot_work_is_one_sentence(
-    overrides: list[str], said: str
+    overrides: list[str], message: str
 ) -> None:
     def make() -> None:
         config = compose(*overrides)
@@ -273,7 +273,7 @@ def test_a_metric_or_callback_that_cannot_work_is_one_sentence(
 
     with pytest.raises(UserError) as caught:
         make()
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -29,8 +29,8 @@ def valley(noise: float = 0.0) -> np.ndarray:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_the_steepest_fall_is_found(noise: float) -> None:
-    found = suggest_lr(RATES.tolist(), valley(noise).tolist())
-    assert found == pytest.approx(1e-3, rel=0.6)  # a quarter of a decade
+    suggested_lr = suggest_lr(RATES.tolist(), valley(noise).tolist())
+    assert suggested_lr == pytest.approx(1e-3, rel=0.6)  # a quarter of a decade
 
 
 def test_a_rate_is_a_tenth_of_that_of_the_lowest_loss_at_most() -> None:
@@ -118,23 +118,23 @@ def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "Tip:" not in result.stderr
     assert "TPU" not in result.stderr
-    given = float(result.stdout.partition("optimizer.lr=")[2].split()[0])
+    printed_lr = float(result.stdout.partition("optimizer.lr=")[2].split()[0])
     with (tmp_path / "f" / "find_lr.csv").open(newline="") as file:
         rows = [(float(row["lr"]), float(row["loss"])) for row in csv.DictReader(file)]
     assert rows[0][0] == pytest.approx(1e-6)
-    found = suggest_lr([rate for rate, _ in rows], [loss for _, loss in rows])
-    assert found is not None
-    assert given == pytest.approx(
-        found / 2, rel=0.05
+    suggested_lr = suggest_lr([rate for rate, _ in rows], [loss for _, loss in rows])
+    assert suggested_lr is not None
+    assert printed_lr == pytest.approx(
+        suggested_lr / 2, rel=0.05
     )  # two digits of what lr_scaling doubles again
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["f", "find_lr.csv", "find_lr.png"]
 
 
 def test_the_ends_of_a_smoothed_loss_are_continued_by_their_last_value() -> None:
     losses = [5.0] * 50 + [1.0] * 50
-    found = smoothed(losses)
-    assert found[:20] == pytest.approx([5.0] * 20)
-    assert found[-20:] == pytest.approx([1.0] * 20)
+    curve = smoothed(losses)
+    assert curve[:20] == pytest.approx([5.0] * 20)
+    assert curve[-20:] == pytest.approx([1.0] * 20)
     ramp = smoothed(np.arange(10.0).tolist())
     assert ramp[0] == pytest.approx(0.0 + ramp[0])
     kernel = np.exp(-0.5 * np.arange(-4, 5) ** 2)

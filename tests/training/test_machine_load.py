@@ -41,14 +41,14 @@ def make_batch(seed: int) -> dict[str, Any]:
 def test_memory_and_processor_time_are_those_of_this_process() -> None:
     load = MachineLoad(uses_gpu=False)
     before = load.read()
-    held = np.ones(2**28 // 8)  # a quarter of a GiB, written to
+    array = np.ones(2**28 // 8)  # a quarter of a GiB, written to
     start_s = time.process_time()
     while time.process_time() - start_s < 0.2:
-        held[:1000].sum()
-    seen = load.read()
-    assert 0.2 < seen["host_gib"] - before["host_gib"] < 0.5
-    assert seen["cpu_percent"] > 0
-    assert seen.keys() == {"host_gib", "cpu_percent"}
+        array[:1000].sum()
+    reading = load.read()
+    assert 0.2 < reading["host_gib"] - before["host_gib"] < 0.5
+    assert reading["cpu_percent"] > 0
+    assert reading.keys() == {"host_gib", "cpu_percent"}
 
 
 def test_workers_are_counted_with_what_they_do_not_share() -> None:
@@ -108,9 +108,9 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(
         monkeypatch.setattr(torch.cuda, name, lambda index: (1 + index) * 2**30)
     monkeypatch.setattr(torch.cuda, "utilization", utilization)
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError))
-    seen = MachineLoad(uses_gpu=True).read()
-    assert seen["gpu_gib"] == 3
-    assert seen.get("gpu_percent") == (38 if answer == "37" else None), "the mean of both"
+    reading = MachineLoad(uses_gpu=True).read()
+    assert reading["gpu_gib"] == 3
+    assert reading.get("gpu_percent") == (38 if answer == "37" else None), "the mean of both"
     monkeypatch.setitem(sys.modules, "pynvml", None)  # the extra is not installed
     assert "gpu_percent" not in MachineLoad(uses_gpu=True).read()
 

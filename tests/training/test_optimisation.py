@@ -64,6 +64,21 @@ def test_a_warm_up_multiplies_the_rates_of_the_schedule(schedule: str) -> None:
     assert warm[0] == pytest.approx(plain[0] / 5)
 
 
+def test_a_list_of_rates_is_scaled_number_by_number() -> None:
+    rates = Rates(
+        "schedule=one_cycle", "steps=20", "schedule.max_lr=[0.02]", "schedule.total_steps=20",
+        "lr_scaling=linear", "stage.batch_size=2",
+    ).next(20)  # fmt: skip
+    assert max(rates) == pytest.approx(0.04, rel=0.01)
+
+
+def test_a_rate_of_null_is_refused_in_one_sentence() -> None:
+    for override, group in (("optimizer.lr=null", "optimizer"), ("schedule.max_lr=null", "")):
+        config = compose("schedule=one_cycle", "model.width=4", override)
+        with pytest.raises(UserError, match=f"^{group or 'schedule'}: .* cannot be used with"):
+            check_objects(config)
+
+
 def test_a_warm_up_goes_on_where_it_was() -> None:
     settings = ["schedule=cosine", "steps=20", "warmup_steps=9"]
     whole, first, second = Rates(*settings), Rates(*settings), Rates(*settings)
@@ -94,9 +109,12 @@ def test_cosine_falls_to_zero_at_the_last_step_and_cyclic_comes_back() -> None:
 @pytest.mark.parametrize("schedule", ["one_cycle", "cyclic", "poly"])
 def test_all_rates_grow_with_the_batch(overrides: list[str], factor: int, schedule: str) -> None:
     settings = [*overrides, f"schedule={schedule}", "steps=20"]
-    one, four = Rates(*settings).next(20), Rates(*settings, "stage.batch_size=4").next(20)
-    assert four == pytest.approx([factor * rate for rate in one])
-    assert max(one) > 0
+    rates, rates_of_four = (
+        Rates(*settings).next(20),
+        Rates(*settings, "stage.batch_size=4").next(20),
+    )
+    assert rates_of_four == pytest.approx([factor * rate for rate in rates])
+    assert max(rates) > 0
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "lars"])
@@ -160,18 +178,18 @@ def make_batch(seed: int, num_samples: int = 1) -> dict[str, Any]:
 
 def gradient(fit: Callable[..., Any], *settings: str) -> Tensor:
     """The gradient that the optimiser of a run of one step was given."""
-    found: list[Tensor] = []
+    gradients: list[Tensor] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        found.append(
+        gradients.append(
             torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
         )
 
     hook = register_optimizer_step_post_hook(note)
     fit([*SMALL, "steps=1", "optimizer=sgd", "schedule=constant", *settings], [make_batch(0)])
     hook.remove()
-    return found[0]
+    return gradients[0]
 
 
 def test_clipping_shortens_the_gradient_and_keeps_its_direction(fit: Callable[..., Any]) -> None:
@@ -251,8 +269,8 @@ def test_a_fused_optimizer_works_with_loss_scaling_and_clipping(
         assert watch.distance(module) > 1e-3, "and changed the weights"
     # On a GPU sums in fp16 differ from run to run, and Adam divides by them.
     atol = 0.1 * plain_watch.distance(plain) if device else 1e-5
-    for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=atol)
+    for plain_weight, fused_weight in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(plain_weight, fused_weight, rtol=1e-3, atol=atol)
 
 
 def test_loss_scaling_takes_the_steps_of_fp32(fit: Callable[..., Any]) -> None:
@@ -262,8 +280,8 @@ def test_loss_scaling_takes_the_steps_of_fp32(fit: Callable[..., Any]) -> None:
     clipped = ["steps=8", "trainer.gradient_clip=0.1", "optimizer=sgd", "schedule=constant"]
     plain = fit([*SMALL, *clipped], batches)
     distance = watch.distance(scaled)
-    for one, other in zip(scaled.parameters(), plain.parameters(), strict=True):
-        assert float((one - other).abs().max()) < 0.1 * distance
+    for scaled_weight, plain_weight in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert float((scaled_weight - plain_weight).abs().max()) < 0.1 * distance
 
 
 @pytest.mark.parametrize("schedule", ["one_cycle", "cyclic"])
@@ -297,7 +315,7 @@ def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, moment
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (
             ["optimizer._target_=torch.optim.SparseAdam", "optimizer.lr=0.1"],
@@ -327,15 +345,15 @@ def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, moment
     ],
 )
 def test_an_optimizer_or_schedule_is_tried_before_data_is_read(
-    overrides: list[str], said: str | None
+    overrides: list[str], message: str | None
 ) -> None:
     config = compose(*overrides, "logger=none", *SMALL)
-    if said is None:
+    if message is None:
         check_objects(config)
         return
     with pytest.raises(UserError) as caught:
         check_objects(config)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

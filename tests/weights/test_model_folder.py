@@ -18,6 +18,7 @@ from medseg.weights.model_folder import (
     StageWeights,
     find_stages,
     is_weights_folder,
+    model_card,
     write_model_folder,
 )
 
@@ -127,3 +128,12 @@ def test_what_cannot_be_used_is_refused(written: Path, tmp_path: Path) -> None:
     (folder / "lungs_fine_fold_1.safetensors").write_bytes(b"other")
     with pytest.raises(UserError, match=r"fold_1.safetensors is missing or damaged"):
         find_stages(folder)
+
+
+def test_a_label_with_a_bar_keeps_the_table_of_the_card(networks: list[StageWeights]) -> None:
+    renamed = []
+    for network in networks:
+        task = {**network.metadata["task"], "labels": {"a|b": 1}}
+        renamed.append(network._replace(metadata={**network.metadata, "task": task}))
+    card = model_card(renamed, {network.file_name: "0" for network in renamed}, {})
+    assert "| a\\|b | 1 | not stated |" in card.splitlines()

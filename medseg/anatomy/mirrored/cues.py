@@ -20,17 +20,17 @@ from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
-# The values up to `SCALES` were chosen by the anatomy. Around solid tissue there is no gas, fat or
-# bone within this distance, which is twice the spacing at which a scan is read.
+# The values before `SCALES` were chosen from anatomy, not measured. Around solid tissue there is no
+# gas, fat or bone within this distance, which is twice the spacing at which a scan is read.
 SOLID_MM = 5.0
-# Tissue of a lower density is light, as fat or gas.
+# Less dense voxels count as light: fat or gas.
 LIGHT_HU = -20.0
-# A column along z that is nowhere denser lies beyond a round field of view.
+# A column along z without a denser voxel lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
 # Depths below a lung at which the liver is looked for.
 BELOW_LUNG_MM = (8.0, 60.0)
-# Least volume that a scan must show at these depths, and its least share of what a scan would show
-# that goes on below all of the lung. A scan that ends at the bases of the lungs shows less.
+# Least volume that a scan must show at these depths, and least share of the volume that a scan
+# which reaches beyond these depths shows. A scan that ends at the bases of the lungs shows less.
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
 # Less dense voxels between the lungs are air of the trachea.
@@ -43,17 +43,17 @@ TRACHEA_MM = 20.0
 AORTA_REACH_MM = (10.0, 35.0)
 # Part of the height of the lungs, from below, in which the heart is looked for.
 HEART_SHARES = (0.1, 0.5)
-# What a cue must measure to have the size 1, in the unit of the function that measures it. In 21
+# Measure that makes a cue of size 1, in the unit of the function that measures the cue. In 21
 # scans of whole chests the liver measures 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 mm without two
 # scans of lungs that have lost much volume), the aorta -0.3 to 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
 # Largest size of a cue after the scaling: it bounds the weight of one cue in the sum of all.
 MAX_CUE = 2.0
-# An image is mirrored if the sum of its cues is at most minus this, and the liver clearly says so.
-# Of whole chests that are not mirrored, the least sum is -0.1, the second least 0.6; the least cue
-# of the liver is 0.64.
+# An image is mirrored if the sum of its cues is at most minus this, and the cue of the liver is
+# mirrored clearly. Of whole chests that are not mirrored, the least sum is -0.1, the second least
+# 0.6; the least cue of the liver is 0.64.
 MIRRORED_EVIDENCE = 0.8
-# Size from which a single cue says something.
+# Least size of a single cue that is clear.
 CLEAR_CUE = 0.5
 
 MEDIASTINUM = ("arch", "aorta", "heart")
@@ -65,11 +65,11 @@ SENTENCES = {
     "aorta": "the aorta seems to descend on the right of the spine",
     "heart": "the heart seems to lie on the right",
 }
-"""What is seen where a cue is mirrored."""
+"""Clause of a warning for each cue that is mirrored."""
 
 
 class Lungs(NamedTuple):
-    """Both lungs on a coarse grid, told apart by their place.
+    """Both lungs on a coarse grid, distinguished by their position.
 
     Attributes:
         left: Mask (D, H, W) of the lung at larger x.
@@ -112,20 +112,20 @@ class MirrorEvidence(NamedTuple):
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether the liver, and all cues together, say that left and right are exchanged."""
+        """Whether the liver, and the sum of all cues, show that left and right are exchanged."""
         # A collapsed lung moves the whole mediastinum: no cue above the diaphragm is enough.
         liver = self.cues.get("liver", 0.0)
         return liver <= -CLEAR_CUE and sum(self.cues.values()) <= -MIRRORED_EVIDENCE
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the mediastinum, which is independent of the liver, says the same."""
+        """Whether the mediastinum, which is independent of the liver, shows the same."""
         mediastinum = sum(self.cues.get(name, 0.0) for name in MEDIASTINUM)
         return self.is_mirrored and mediastinum <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
-        """What is seen, a clause."""
+        """The mirrored cues, as a clause of a warning."""
         mirrored = [SENTENCES[name] for name, size in self.cues.items() if size <= -CLEAR_CUE]
         return " and ".join(mirrored)
 
@@ -166,8 +166,8 @@ def find_lungs(
 ) -> Lungs | None:
     """Take the labels with a side that are full of air, on a coarse grid; None without two lungs.
 
-    Which of them is left is decided by their place: the names of the labels may follow the organs
-    of a mirrored image, or its header.
+    The place of a lung decides whether it is the left one: the names of the labels may follow the
+    organs of a mirrored image, or its header.
     """
     coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     masks = []
@@ -175,7 +175,7 @@ def find_lungs(
         mask = np.zeros(coarse_labels.shape, dtype=bool)
         for value in task.side_values(side):
             is_value = coarse_labels == value
-            # A side may have organs without air, too: the median tells the lungs.
+            # A side may also have organs without air: a lung has a low median.
             if is_value.any() and np.median(coarse_hu[is_value]) <= AIRY_HU:
                 mask |= is_value
         if not mask.any():
@@ -240,9 +240,9 @@ def liver_excess(lungs: Lungs) -> float | None:
     light as fat or gas.
 
     Returns:
-        Share of solid tissue below the right lung less that below the left one, averaged with the
-        share of light tissue below the left lung less that below the right one, so within ±1; None
-        where the scan shows too little below one of them.
+        Mean of two differences, within ±1: the share of solid tissue below the right lung minus
+        that below the left one, and the share of light tissue below the left lung minus that below
+        the right one. None where the scan shows too little below one of them.
     """
     spacing_mm = np.array(lungs.spacing_mm)
     in_field = lungs.image_hu.max(axis=0) > BEYOND_FIELD_HU
@@ -266,7 +266,7 @@ def liver_excess(lungs: Lungs) -> float | None:
 
 
 def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
-    """Slices of what `solid_and_light` reads for the voxels of a mask, which is not empty."""
+    """Slices of the part that `solid_and_light` reads for the voxels of a non-empty mask."""
     box = VoxelBox.from_mask(mask)
     assert box is not None, "the mask shows what lies below a lung"
     # Two filters, one after the other, each with a reach of at most `SOLID_MM`, rounded to voxels.
@@ -287,9 +287,9 @@ def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.nd
 
 
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Mask (H, W) of the columns of a lung without the outermost, below which lies its wall."""
-    # The distance that tissue must have from a lung in `tissue_below` is kept from its wall, too.
-    # Pixels are taken as square: the spacing along y holds for x, too.
+    """Mask (H, W) of the columns of a lung without a margin, below which lies the chest wall."""
+    # The margin is as wide as the least depth of `tissue_below`. The pixels of a CT are square, so
+    # the spacing along y is also that along x.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
     return np.asarray(ndimage.binary_erosion(lung.any(axis=0), iterations=num_outer))
 
@@ -327,7 +327,7 @@ def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) 
     """
     near_mm, far_mm = BELOW_LUNG_MM
     num_shown = np.count_nonzero(below)
-    # Voxels of a scan that goes on below all columns.
+    # Voxels at these depths in a scan that shows all of them in all columns.
     num_whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]
     is_large = num_shown * spacing_mm.prod() / 1000 >= MIN_BELOW_ML
     return bool(is_large and num_shown >= MIN_BELOW_SHARE * num_whole)
@@ -337,8 +337,9 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
     """Measure by how much more tissue lies to the left of the trachea than to its right.
 
     Returns:
-        Mean difference of the distances from the trachea to both lungs in the upper half of the
-        lungs, in mm; None where the trachea is seen along less than `TRACHEA_MM`.
+        Distance from the trachea to the left lung minus that to the right lung, in mm, the mean
+        over the upper half of the lungs; None where the trachea is seen along less than
+        `TRACHEA_MM`.
     """
     z_mm, y_mm, x_mm = lungs.spacing_mm
     differences_mm = []
@@ -379,16 +380,16 @@ def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | Non
     low_mm2, high_mm2 = TRACHEA_MM2
     if areas_mm2[largest] < low_mm2 or areas_mm2[largest] > high_mm2:
         return None
-    centre_y, centre_x = ndimage.center_of_mass(pieces == largest)
-    return float(centre_y), float(centre_x)
+    piece_y, piece_x = ndimage.center_of_mass(pieces == largest)
+    return float(piece_y), float(piece_x)
 
 
 def aorta_excess(lungs: Lungs, gap: Gap) -> float | None:
     """Measure by how much more lung lies on the right beside the front of the spine.
 
     Returns:
-        Difference of the shares of lung to both sides, the mean over the slices, within ±1; None
-        where fewer than four slices show the spine between the lungs.
+        Share of lung to the right of the spine minus that to its left, the mean over the slices,
+        within ±1; None where fewer than four slices show the spine between the lungs.
     """
     _, y_mm, x_mm = lungs.spacing_mm
     is_lung = lungs.left | lungs.right
@@ -452,8 +453,8 @@ def heart_offset_mm(lungs: Lungs, gap: Gap) -> float | None:
     """Measure how far to the left of the middle of the chest the heart lies.
 
     Returns:
-        Mean distance in mm of what lies between the front halves of the lungs from the middle
-        between their outer borders; None where few rows show it.
+        Mean offset to the left, in mm, of the middle of the gap between the front halves of the
+        lungs from the middle between their outer borders; None with fewer than ten rows.
     """
     offsets = []
     for z in _levels(lungs, *HEART_SHARES):

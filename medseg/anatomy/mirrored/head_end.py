@@ -35,7 +35,7 @@ MIN_AIR_ML = 100.0
 TRACHEA_REACH_MM = 30.0
 # Least share of its bounding rectangle in a slice that the trachea fills, since it is round.
 TRACHEA_FILL = 0.5
-# Each measure is divided by this number, in its own unit: a cue of 1 is a clear one. In 22 whole
+# Measure that makes a cue of size 1, in the unit of the measure. In 22 whole
 # chests `trachea_excess_mm` is 36 to 128 mm, `liver_excess` 0.27 to 0.72.
 SCALES = {"trachea": 40.0, "liver": 0.3}
 
@@ -43,7 +43,7 @@ SENTENCES = {
     "trachea": "the trachea seems to lie between the lower halves of the lungs",
     "liver": "the tissue above the lungs looks like the liver",
 }
-"""What is seen where a cue is upside down."""
+"""Clause of a warning for each cue of a patient who is upside down."""
 
 
 class HeadEvidence(NamedTuple):
@@ -58,13 +58,13 @@ class HeadEvidence(NamedTuple):
 
     @property
     def is_upside_down(self) -> bool:
-        """Whether both cues say that the patient is upside down; not where one is absent."""
+        """Whether both cues show that the patient is upside down; False if one is absent."""
         sizes = [self.cues.get(name, 0.0) for name in SCALES]
         return max(sizes) <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
-        """What is seen where `is_upside_down`, a clause."""
+        """Both cues as a clause of a warning, if `is_upside_down`."""
         return " and ".join(SENTENCES[name] for name in self.cues)
 
 
@@ -98,7 +98,7 @@ def find_air(
 ) -> Lungs | None:
     """Take the air in the labels with a side, on a coarse grid; None without two lungs.
 
-    Of a patient who is upside down a network also labels liver and bowel, but these are no air.
+    If a patient is upside down, a network also labels liver and bowel, which contain no air.
     """
     coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     is_air = coarse_hu < AIRY_HU
@@ -177,7 +177,7 @@ def liver_excess(lungs: Lungs) -> float | None:
     Liver, spleen and heart are large and solid; around an apex lie fat, muscles and ribs.
 
     Returns:
-        `_solid_excess` below the lungs less that above them, within ±2; None where the scan shows
+        `_solid_excess` below the lungs minus that above them, within ±2; None where the scan shows
         too little below or above the lungs.
     """
     below = _solid_excess(lungs)
@@ -190,7 +190,7 @@ def liver_excess(lungs: Lungs) -> float | None:
 
 
 def _solid_excess(lungs: Lungs) -> float | None:
-    """Share of solid tissue below the lungs less the share of light tissue there, within ±1.
+    """Share of solid tissue below the lungs minus the share of light tissue there, within ±1.
 
     None where the scan shows too little below one of the lungs.
     """

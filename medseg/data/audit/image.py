@@ -19,26 +19,26 @@ from medseg.task import AIR_HU
 
 NUM_VALUES = 65536  # a histogram has a bin for each value of int16
 ZERO = 32768  # index of the bin of 0 HU: the bin of a value is value + ZERO
-# A value is a spike if it holds this share of the voxels, and this multiple of the average count of
-# the values nearby. Values without voxels are left out of the average: the histogram of 8-bit data
-# is a comb, not a row of spikes.
+# A value is a spike if at least this share of the voxels has it, and if its count is at least this
+# multiple of the average count of the values nearby. Values without voxels are left out of the
+# average: the histogram of 8-bit data is a comb, not a row of spikes.
 SPIKE_SHARE = 0.001
 SPIKE_CONTRAST = 10.0
 SPIKE_REACH = 25  # distance up to which a value is nearby, in HU
-MAX_SPIKES = 4
+MAX_SPIKES = 4  # most spikes that are excluded, the largest first
 
 PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
 PADDING_SHARE = 0.001  # padding is reported if it is at least this share of the voxels
 # A spike in the range of tissue, or at the lowest value, is reported if it has at least this share
 # of the voxels.
 SPIKE_REPORT_SHARE = 0.01
-# Ranges in an image in HU: soft tissue from fat to a heart with contrast agent, the gap below it,
-# air and organs full of it.
+# Ranges in an image in HU: soft tissue, from fat to a heart with contrast agent; the gap between
+# air and fat; air and air-filled organs.
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
-FAT_HU = -50  # every CT shows fat or air below
-OFFSET_HU = 1024  # by which values may be stored too high or too low
+FAT_HU = -50  # every CT has fat or air below this value
+OFFSET_HU = 1024  # offset by which values are often stored too high or too low
 # Least share of soft tissue. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about
 # 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
@@ -47,7 +47,7 @@ DARK_SHARE = 0.01
 # In an inverted image, air has the values of bone: it has at least this many times more voxels in
 # the range of bone than in the range of air.
 INVERTED_CONTRAST = 5.0
-# An image shows air, soft tissue or bone at all if it has this share of its voxels there.
+# An image shows air, soft tissue or bone if at least this share of its voxels has such values.
 PRESENT_SHARE = 0.001
 # Images with a range of values up to this are 8-bit or normalised: the range is too small for HU.
 MAX_WINDOWED_RANGE = 256
@@ -64,11 +64,11 @@ DIVIDED_HIGH = 4.1
 # of a stored number.
 DIVIDED_PADDINGS = (-2.048, -3.024)  # -2048 and -3024 HU
 DIVIDED_ROUNDING = 5e-4
-# Scanners clip air at -1024: a spike at the lowest value is normal up to here.
+# Scanners clip air at -1024: a spike at the lowest value is normal up to this value.
 FLOOR_HU = -1010
 # Clipping at or below the value of air loses nothing of the body.
 NOMINAL_AIR_HU = -1000
-# Clipping at this value or above is not reported.
+# Upper clipping at this value or above is not reported.
 LOW_CEILING_HU = 1500
 # Blocks of a thumbnail along each axis, and the range of its values: metal and padding would
 # outweigh the rest.
@@ -390,7 +390,9 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
     num_near_one = facts.counts[ZERO + 1]
     is_air = DIVIDED_LOWS[0] <= low <= DIVIDED_LOWS[1]
     is_padding = any(abs(low - padding) <= DIVIDED_ROUNDING for padding in DIVIDED_PADDINGS)
-    if (is_air or is_padding) and high <= DIVIDED_HIGH and num_near_zero > num_near_one:
+    has_divided_ends = (is_air or is_padding) and high <= DIVIDED_HIGH
+    has_peak_at_zero = num_near_zero > num_near_one
+    if has_divided_ends and has_peak_at_zero:
         kind = "hu_range:divided"
         if low >= -1 and high <= 1:
             # Either divided HU that were clipped, or a window around soft tissue that was scaled to

@@ -23,7 +23,7 @@ from medseg.anatomy.rules import (
 )
 from medseg.data.audit.finding import find
 from medseg.findings import Finding
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import IGNORE, Region, Task, is_side_pair
 
@@ -209,8 +209,8 @@ def measure_volumes(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
     counts = np.zeros(256, dtype=np.int64)
     for plane in labels:
         counts += np.bincount(plane.ravel(), minlength=256)
-    voxel_ml = math.prod(grid.spacing_mm) / 1000.0
-    return {name: float(counts[value]) * voxel_ml for name, value in task.labels.items()}
+    ml_per_voxel = voxel_ml(grid)
+    return {name: float(counts[value]) * ml_per_voxel for name, value in task.labels.items()}
 
 
 def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, RegionFacts]:

@@ -236,13 +236,16 @@ def _claim(case: Case, twin: Case, names_patients: bool) -> str:
     """
     if names_patients:
         return f"the patient is {case.patient!r} here and {twin.patient!r} there"
-    if case.split != twin.split and case.split and twin.split:
+    has_splits = bool(case.split and twin.split)
+    if has_splits and case.split != twin.split:
         return f"the split is {case.split} here and {twin.split} there"
-    if case.fold != twin.fold and None not in (case.fold, twin.fold):
+    has_folds = None not in (case.fold, twin.fold)
+    if has_folds and case.fold != twin.fold:
         return f"the fold is {case.fold} here and {twin.fold} there"
     # Tables of several sources may have different numbers of folds.
     for number, (side, twin_side) in enumerate(zip(case.fold_sides, twin.fold_sides, strict=False)):
-        if side != twin_side and side and twin_side:
+        has_sides = bool(side and twin_side)
+        if has_sides and side != twin_side:
             return f"fold_{number} is {side} here and {twin_side} there"
     return ""
 

@@ -63,7 +63,7 @@ DICOM = "dicom"
 
 @dataclass(frozen=True)
 class DataSet:
-    """Content of a folder of another program.
+    """Data set as an importer reads it from the files of another program.
 
     Attributes:
         format: Name of the format, a key of `medseg.data.importers.formats.FORMATS`.
@@ -174,10 +174,7 @@ class DataSet:
 
     @functools.cached_property
     def _compared_names(self) -> dict[str, frozenset[int | str]]:
-        """Case name to its structures, their names in the form in which they are compared.
-
-        Empty where label maps hold values.
-        """
+        """Case name to its structures, in the form of `_compared_name`; empty for label maps."""
         if self.structures is None:
             return {}
         compared_names = {}
@@ -186,7 +183,7 @@ class DataSet:
         return compared_names
 
     def _cases_without(self, member: int | str) -> list[str]:
-        """List the cases whose files lack a structure; none where label maps hold values."""
+        """List the cases whose files lack a structure; none for label maps."""
         compared_name = _compared_name(member)
         return [case for case, names in self._compared_names.items() if compared_name not in names]
 
@@ -551,7 +548,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     for path in files:
         try:
             voxel_files = _voxel_files_of_header(path)
-        except UserError as error:
+        except (OSError, UserError) as error:
             # Not claimed, so that the account lists it as left out, with this reason.
             data.account.explain(path, f"damaged, prepare will refuse its case ({error})")
             continue
@@ -560,8 +557,9 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
                 raise UserError(
                     f"{file} does not exist, but {path} holds its header; copy both files."
                 )
-        # The importer of DICOM has claimed the files of each series: several may share a folder.
-        if data.format != DICOM or not path.is_dir():
+        # `import_dicom` has claimed the files of each series, since several may share a folder.
+        is_claimed = data.format == DICOM and path.is_dir()
+        if not is_claimed:
             for file in files_of(path):
                 data.account.claim(file)
         real = os.path.realpath(path)
@@ -638,6 +636,7 @@ def _voxel_files_of_header(path: Path) -> tuple[Path, ...]:
     Files that do not exist are in the list too: `files_of` leaves them out.
 
     Raises:
+        OSError: If the header cannot be opened.
         UserError: If the header is damaged.
     """
     if path.is_dir() or path.suffix.lower() not in (".mhd", ".nhdr"):

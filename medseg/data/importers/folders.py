@@ -372,7 +372,7 @@ def _label_files(
     return labels
 
 
-def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
+def _require_one_kind(labels: Sequence[Path], labels_folder: Path) -> None:
     """Refuse labels of several kinds, since each kind names its labels in another way.
 
     Raises:
@@ -393,7 +393,7 @@ def _require_one_kind(labels: Sequence[Path], place: Path) -> None:
     present = [f"{kind} ({first_few(names, 1)})" for kind, names in kinds.items() if names]
     if len(present) > 1:
         raise UserError(
-            f"{place}: expected labels of one kind, but found {' and '.join(present)}; "
+            f"{labels_folder}: expected labels of one kind, but found {' and '.join(present)}; "
             "save all of them alike."
         )
 

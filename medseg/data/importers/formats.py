@@ -78,8 +78,9 @@ def _is_decathlon_list(folder: Path, entries: Any) -> bool:
     for entry in entries:
         if isinstance(entry, dict) and isinstance(entry.get("image"), str):
             paths.append(folder / entry["image"])
-    is_numbered = all("_0000." in path.name for path in paths)
-    return bool(paths) and not is_numbered and all(path.is_file() for path in paths)
+    if not paths or all("_0000." in path.name for path in paths):
+        return False
+    return all(path.is_file() for path in paths)
 
 
 def _is_msd(path: Path) -> bool:

@@ -120,8 +120,8 @@ def import_nnunet(folder: Path) -> DataSet:
         )
         cases.append(case)
     cases += _test_cases(raw, num_sides=folds.num_sides)
-    values_by_name = required_value(raw.about, "labels", dict, raw.json_path)
-    groups, background, ignore = _label_groups(values_by_name, raw.json_path, raw.account)
+    named_values = required_value(raw.about, "labels", dict, raw.json_path)
+    groups, background, ignore = _label_groups(named_values, raw.json_path, raw.account)
     notes: tuple[str, ...] = ()
     if folds.advice:
         notes = (folds.advice,)
@@ -175,7 +175,11 @@ def _read_raw_folder(folder: Path) -> _RawFolder:
 
 
 def _training_files(raw: _RawFolder) -> tuple[dict[str, list[Path]], dict[str, Path]]:
-    """Find the images, one per channel, and the labels of each training case, by its name."""
+    """Find the files of the training cases.
+
+    Returns:
+        Name of each case to its images, one per channel; and name of each case to its labels.
+    """
     if "dataset" in raw.about:
         images, labels = _listed_files(raw)
     else:
@@ -380,8 +384,8 @@ def import_msd(source: Path) -> DataSet:
     background: LabelMembers = {}
     ignore = None
     if "labels" in about:
-        values_by_name = required_value(about, "labels", dict, path)
-        groups, background, ignore = _label_groups(values_by_name, path, account)
+        named_values = required_value(about, "labels", dict, path)
+        groups, background, ignore = _label_groups(named_values, path, account)
     else:
         groups = values_in(cases, notes)
     channels: list[Channel] = []
@@ -465,12 +469,17 @@ def _msd_cases(
     cases = []
     for name, files, (split, entry) in zip(names, images, entries, strict=True):
         fold = entry.get("fold")
-        # `isinstance` would take True for a fold.
-        if fold is not None and (type(fold) is not int or fold < 0):
+        # `isinstance` would accept True as a fold.
+        is_fold = type(fold) is int and fold >= 0
+        if fold is not None and not is_fold:
             raise UserError(f"{path}: expected a fold >= 0 for {name}, got {fold!r}.")
         if fold is not None and split is not None:
             account.leave_out(Kind.key, f"fold of {name}", "the case is not in the list training")
             fold = None
+        # A number may identify the patient, and 0 is a patient, too.
+        patient = entry.get("patient")
+        if patient is None or patient == "":
+            patient = name
         # An entry, such as that of a test case, may have no label map.
         labels = None
         if entry.get("label") is not None:
@@ -479,7 +488,7 @@ def _msd_cases(
             name,
             files[0],
             labels,
-            patient=str(entry.get("patient") or name),
+            patient=str(patient),
             split=split,
             fold=fold,
             more_images=tuple(files[1:]),
@@ -834,8 +843,9 @@ def _take_background(members: Members, path: Path, account: Account) -> LabelMem
 def _disjoint_groups(members: Members) -> LabelMembers:
     """Divide regions that overlap: values that belong to the same regions become one group.
 
-    A group is named after the smallest of its regions, the most specific one. The name gets `_rest`
-    where that region holds further values, and a number where it is taken.
+    A group is named after the smallest of its regions. The name gets `_rest` if that region holds
+    other values, too. A second group with this name is named after all of its regions. Where a name
+    is still taken, it gets a number.
 
     Returns:
         Name of each group to its values, in the order of their smallest values.
@@ -857,7 +867,7 @@ def _disjoint_groups(members: Members) -> LabelMembers:
             continue
         # The other values of this region belong to other groups.
         name = f"{smallest}_rest"
-        # Two groups may have the same smallest region: the names of all regions tell them apart.
+        # Another group has the same smallest region.
         if name in named_groups:
             name = "_and_".join(regions)
         # A label of the data set may have the new name. The names of the group's own regions are

@@ -13,7 +13,7 @@ from medseg.io.dicom.frames import NO_IMAGES
 from medseg.io.dicom.labels import KINDS, empty_structures, open_label_file
 from medseg.io.inputs import dicom_files
 
-# The fields that are read of each file.
+# The fields that are read of each file; `read_catalogue` unpacks them in this order.
 FIELDS = ["SOPClassUID", "Modality", "PatientID", "SeriesInstanceUID"]
 
 
@@ -93,7 +93,7 @@ def read_catalogue(folder: Path) -> Catalogue:
                 catalogue.labels.append(_label_entry(path, patient))
             elif uid and modality not in NO_IMAGES:
                 series_files.setdefault(uid, []).append(path)
-                # Where the files of a series disagree, the last one counts.
+                # If the files of a series differ in these fields, the last file counts.
                 modality_and_patient[uid] = (modality, patient)
             else:
                 catalogue.others[path] = modality or "unknown modality"
@@ -101,7 +101,7 @@ def read_catalogue(folder: Path) -> Catalogue:
             catalogue.unreadable[path] = str(error).removeprefix(f"{path}: ")
         except MemoryError:
             raise
-        # All else is what a damaged file makes pydicom raise: exceptions of a dozen classes.
+        # pydicom raises exceptions of a dozen classes for a damaged file.
         except Exception:
             catalogue.unreadable[path] = ""
     for uid, paths in series_files.items():

@@ -33,7 +33,7 @@ class SeriesChoice(NamedTuple):
 
         Args:
             series: The series.
-            part: Number of the part, from 1; 0 asks for the series with any part.
+            part: Number of the part, from 1; 0: any part of the series.
         """
         uid_or_number, _, part_name = self.name.partition("/")
         if part and part_name not in ("", str(part)):
@@ -53,6 +53,6 @@ class SeriesChoice(NamedTuple):
 
 def parse_series(series: str | None) -> SeriesChoice:
     """Divide a value of `series=` into its scope and its series; None chooses any."""
-    # The last colon divides: a scope of patient and study has one itself.
+    # At the last colon, since a scope of patient and study contains a colon too.
     scope, _, name = (series or "").rpartition(":")
     return SeriesChoice(scope, name)

@@ -1,4 +1,4 @@
-"""Outlines of masks (for RTSTRUCT files that are written), and their reverse: filled polygons.
+"""Polygons around masks, for the writer of RTSTRUCT, and masks of polygons, for its reader.
 
 Outlines are found by marching squares. RTSTRUCT has no holes, so each hole is joined to the outline
 around it by a keyhole: the polygon runs along a line to the hole, around it, and back along the
@@ -18,8 +18,8 @@ from scipy.spatial import cKDTree
 # centres of the outermost pixels.
 EDGE_PX = 1e-3
 
-# How many points of an outline near each point of a hole are tried as the end of a keyhole. Any
-# outline has at least as many.
+# Number of points of an outline, nearest to a point of the hole, that are tried as the end of a
+# keyhole. Every outline has at least four points.
 NUM_NEIGHBOURS = 4
 
 
@@ -45,27 +45,27 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
     generator = contour_generator(
         z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset
     )
-    # The area with values from 0.5 to 2, which none reaches: for each part the points of all its
-    # rings, and where each ring begins and ends among them.
+    # The area with values from 0.5 to 2; no value reaches 2. For each part: the points of all its
+    # rings in one array, and the index at which each ring begins, then that at which the last ends.
     filled: Any = generator.filled(0.5, 2.0)
     polygons = []
-    for points, ring_ends in zip(*filled, strict=True):
+    for points, ring_bounds in zip(*filled, strict=True):
         rings = []
-        for start, stop in pairwise(ring_ends):
+        for start, stop in pairwise(ring_bounds):
             ring_xy = points[start : stop - 1]  # the last point repeats the first
             ring = ring_xy[:, ::-1]
             rings.append(ring + (low - 1))  # from the padded box to the slice
-        # The first ring is the outline, the others are its holes. From left to right: a hole may be
-        # joined to one that was joined before.
+        # The first ring is the outline, the others are its holes. They are joined from left to
+        # right, so that a hole may be joined to an earlier one.
         polygon, *holes = rings
         holes.sort(key=_left_end)
         for hole in holes:
-            gate, hole_gate = _keyhole(polygon, hole)
-            # The polygon up to its gate, then the hole from its own gate around to the same point,
-            # then the polygon from its gate on.
-            around_hole = np.roll(hole, -hole_gate, axis=0)
-            hole_end = hole[hole_gate : hole_gate + 1]
-            polygon = np.concatenate([polygon[: gate + 1], around_hole, hole_end, polygon[gate:]])
+            index, hole_index = _keyhole(polygon, hole)
+            # The polygon up to the keyhole, the hole around to its first point, and the rest of the
+            # polygon. The points at both ends of the keyhole are passed twice.
+            around_hole = np.roll(hole, -hole_index, axis=0)
+            hole_end = hole[hole_index : hole_index + 1]
+            polygon = np.concatenate([polygon[: index + 1], around_hole, hole_end, polygon[index:]])
         polygons.append(_corners(polygon))
     return polygons
 
@@ -102,7 +102,7 @@ def _keyhole(polygon: np.ndarray, hole: np.ndarray) -> tuple[int, int]:
 
 def _meets_a_centre(start: np.ndarray, stop: np.ndarray) -> bool:
     """Whether a pixel centre is on the line between two points that are midway between pixels."""
-    # In half pixels, so that all coordinates are whole and those of a centre even.
+    # In half pixels: all coordinates are whole, and both coordinates of a pixel centre are even.
     first = (2 * start).astype(int)
     offset = (2 * (stop - start)).astype(int)
     # The points with whole coordinates divide the line into as many equal steps as the greatest
@@ -126,9 +126,10 @@ def _corners(polygon: np.ndarray) -> np.ndarray:
 
 
 def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
-    """Fill polygons by the even-odd rule: one within another is a hole, and keyholes cancel.
+    """Fill polygons by the even-odd rule: a polygon within another is a hole.
 
-    A pixel is inside where an odd number of edges is on one side of its centre.
+    A pixel is inside where an odd number of edges is on one side of its centre. The two passes of a
+    keyhole count twice, and so cancel.
 
     Args:
         polygons: Closed polygons, each (N, 2) in (row, column).
@@ -140,11 +141,11 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     # First and last point of each edge.
     starts = np.concatenate(polygons)
     stops = np.concatenate([np.roll(polygon, -1, axis=0) for polygon in polygons])
-    # Only the part of the slice around the polygons, which is empty where they lie beside it.
+    # The box of the slice around the polygons; it is empty where they lie outside the slice.
     low = np.floor(starts.min(axis=0)).clip(0, shape).astype(int)
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
-    # A view: what is set in it is set in the mask.
+    # A view: pixels that are set in the box are set in the mask.
     box = mask[low[0] : high[0], low[1] : high[1]]
     height, width = box.shape
     # A pixel centre on an outline is inside once the polygons are moved a little in at least one of
@@ -157,7 +158,7 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
 def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
     """Find the pixels whose centre is inside closed polygons.
 
-    These have an odd number of edges to the left of the centre, in its row.
+    An odd number of edges crosses the row of such a centre to its left.
 
     Args:
         starts: First points (N, 2) of the edges, (row, column).
@@ -168,15 +169,15 @@ def _inside(starts: np.ndarray, stops: np.ndarray, shape: tuple[int, int]) -> np
         Boolean mask of that shape.
     """
     height, width = shape
-    # The rows whose line of centres an edge crosses. A line through its upper end counts and one
-    # through its lower end does not, so that a point that two edges share counts once.
+    # The rows whose line of centres an edge crosses. A line through the end with the smaller y
+    # counts, and a line through the other end does not: a point that two edges share counts once.
     y_starts, y_stops = starts[:, 0], stops[:, 0]
     first_rows = np.ceil(np.minimum(y_starts, y_stops)).clip(0, height).astype(int)
     stop_rows = np.ceil(np.maximum(y_starts, y_stops)).clip(0, height).astype(int)
     num_rows = stop_rows - first_rows
-    # From here on one entry for each crossing of an edge with a row, those of an edge together.
+    # From here on, arrays have one entry for each crossing of an edge with a row, edge by edge.
     edges = np.repeat(np.arange(len(starts)), num_rows)
-    # Number of a crossing among those of its edge, from 0: its number among all crossings, less the
+    # Number of each crossing within its edge, from 0: its number among all crossings, less the
     # number of crossings of earlier edges.
     num_before = np.cumsum(num_rows) - num_rows
     numbers = np.arange(len(edges)) - num_before[edges]

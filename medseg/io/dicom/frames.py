@@ -36,7 +36,7 @@ MAX_SLICE_PIXELS = 2**26
 # enhanced CT of 1000 slices has 500 MiB.
 MAX_INFLATED_BYTES = 2**29
 
-# Largest slope and intercept; those of CT, MR and PET are far below it.
+# Largest accepted slope and intercept; CT, MR and PET have far smaller ones.
 MAX_RESCALE = 1e6
 
 # Modalities whose objects are not images of a scanner.
@@ -81,10 +81,10 @@ LOSSY_SYNTAXES = (uid.JPEGBaseline8Bit, uid.JPEGExtended12Bit, uid.JPEGLSNearLos
 # Encodings that may lose detail.
 MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 
-# Tag of the pixels (7FE0,0010), little or big endian.
+# Tag of the pixels (7FE0,0010), little endian and big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
-# What an element of compressed pixels gives in place of its length; a mark shows where it ends.
+# Length in the header of compressed pixels: unknown, they end at a delimiter (PS3.5, A.4).
 UNDEFINED_LENGTH = 2**32 - 1
 
 
@@ -102,7 +102,7 @@ class Phase(NamedTuple):
     frame_field: str
 
 
-# What may distinguish the volumes of one series, in the order in which it is tried.
+# Properties that may distinguish the volumes of one series, in the order in which they are tried.
 PHASES = (
     Phase("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
     Phase("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
@@ -129,8 +129,8 @@ _KEYWORDS += [phase.file_field for phase in PHASES]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
-# Where the fields of a frame may be, in the order of the search: in an enhanced file the functional
-# group of the frame, then the one that all frames share; in every file the header, which is last.
+# Where the fields of a frame may be, in the order of the search. In an enhanced file: the group of
+# the frame, the group that all frames share, the header. In others: the header alone.
 Places = tuple[Dataset, ...]
 
 
@@ -185,7 +185,7 @@ class Series:
     def __str__(self) -> str:
         name = "unknown series"
         if self.number or self.uid:
-            name = f"series {plain(self.number or self.uid)}"
+            name = f"series {printable(self.number or self.uid)}"
         if self.description:
             name += f" {shown(self.description)}"
         return name
@@ -225,7 +225,7 @@ class Frame:
         spacing_mm: Distance of rows, then of columns.
         position_xyz_mm: Centre of the first pixel, LPS.
         axes: LPS unit vectors (2, 3) along a row and along a column.
-        is_hu: Whether the values are HU, as those of CT.
+        is_hu: Whether the values are HU, as in CT.
         slope: Factor from stored value to HU, or to the intensity of another modality.
         intercept: Added after the slope.
         has_rescale: Whether the header gives slope and intercept.
@@ -269,8 +269,8 @@ class NoSlice:
     Attributes:
         path: File.
         series: Its series.
-        reason: What it is instead; for an unreadable file the message that refuses it, without the
-            path.
+        reason: Kind of object, such as `localiser`; for an unreadable file the message that refuses
+            it, without the path.
         is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused where
             its series is chosen, and does not affect others.
         is_image: Whether it is an image of the requested modality, in grey values and no localiser,
@@ -284,7 +284,7 @@ class NoSlice:
     is_image: bool = False
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Prepare a text of a header for a message.
 
     It is quoted only where it is long or would act on a terminal.
@@ -299,10 +299,7 @@ def _values(value: Any) -> Sequence[Any]:
 
 
 def _text(value: Any) -> str:
-    r"""Write the value of a field on one line, several with `\` between them as in DICOM.
-
-    "" where it is missing.
-    """
+    r"""Write a field on one line: several values with `\` between them as in DICOM, "" for None."""
     return "\\".join(map(_word, _values(value)))
 
 
@@ -333,7 +330,7 @@ def _whole_number(header: Dataset, keyword: str, default: int) -> int:
 
 
 def field_of(places: Places, keyword: str) -> Any:
-    """Find the value of a field of a frame: that in the first place that has it, or None."""
+    """Read a field of a frame from the first place that has the field; None where none has."""
     *groups, header = places
     for group in groups:
         sequence = group.get(MACROS[keyword])
@@ -394,7 +391,8 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
             _check_inflated(file)
             # Forced: pydicom would refuse a file without the DICOM preamble.
             header = dcmread(file, stop_before_pixels=True, force=True, specific_tags=FIELDS)
-            # Before any value is read: reading one replaces its raw bytes, which this check counts.
+            # The check counts raw bytes, so it must precede the first access to a value, which
+            # replaces them.
             is_cut = _ends_within(header)
             media_class = header.file_meta.get("MediaStorageSOPClassUID")
             if media_class == uid.MediaStorageDirectoryStorage:
@@ -456,8 +454,8 @@ def _read_slices(
     Args:
         path: The file, as the slices name it.
         file: Open at the element of the pixels.
-        header: What precedes it.
-        series: Its series.
+        header: Fields before that element.
+        series: Series of the file.
         modality: As for `read_frames`.
 
     Raises:
@@ -467,7 +465,7 @@ def _read_slices(
     if kind:
         return [NoSlice(path, series, kind)]
     pixels = _pixel_format(file, header)
-    # The standard allows this sequence one item: others are not read.
+    # The standard allows one item in this sequence: further items are not read.
     shared_groups = list(header.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = list(header.get("PerFrameFunctionalGroupsSequence") or [])
     places_of_frames: list[Places] = [(group, *shared_groups, header) for group in frame_groups]
@@ -491,9 +489,10 @@ def _why_unreadable(error: Exception) -> str:
     reason = getattr(error, "strerror", None) or one_line or type(error).__name__
     if isinstance(error, UserError):
         return reason
-    # Anything else is what pydicom raises for a damaged file.
+    # pydicom raises other exceptions for a damaged file.
     return (
-        f"the DICOM file cannot be read ({plain(reason)}); it is damaged, copy or export it again."
+        f"the DICOM file cannot be read ({printable(reason)}); "
+        "it is damaged, copy or export it again."
     )
 
 
@@ -517,7 +516,7 @@ def _check_inflated(file: BinaryIO) -> None:
 
 
 def _inflates_beyond(file: BinaryIO, max_bytes: int) -> bool:
-    """Whether the rest of a file, which is deflated, inflates to more than so many bytes.
+    """Whether the rest of a file, which is deflated, inflates to more than `max_bytes`.
 
     The inflated bytes are counted and not kept.
     """
@@ -536,39 +535,38 @@ def _inflates_beyond(file: BinaryIO, max_bytes: int) -> bool:
 
 
 def _other_kind(header: FileDataset, wanted_modality: str) -> str:
-    """Say what an object is that holds no slice of the wanted modality.
+    """Name the kind of an object that holds no slice of the wanted modality.
 
     Args:
         header: Header of the file.
         wanted_modality: As DICOM names it; "" takes any.
 
     Returns:
-        Its kind, for `NoSlice.reason`; "" for an object that holds such slices.
+        The kind, for `NoSlice.reason`; "" for an object that holds such slices.
 
     Raises:
-        UserError: If the object has no pixels, although its class is that of an image of the wanted
-            modality or is not given; the message has no path.
+        UserError: If the object has no pixels, and its class is an image of the wanted modality or
+            is unknown; the message has no path.
     """
     modality = _text(header.get("Modality"))
     sop_class = _text(header.get("SOPClassUID"))
     storage_class = _text(header.file_meta.get("MediaStorageSOPClassUID"))
-    # Names of classes are such as "CT Image Storage".
+    # Such as "CT Image Storage".
     class_words = uid.UID(sop_class or storage_class).name.split()
     has_rows = _whole_number(header, "Rows", 0) != 0
     has_pixels = has_rows and _whole_number(header, "Columns", 0) != 0
-    # The order matters: each test presumes that those before it did not apply.
+    # The order matters: each test presumes that the tests before it did not apply.
     if modality in NO_IMAGES:
         return f"{modality} object"
-    # A variant of this class, such as that of several frames, has the UID of the class, a dot and
-    # a number.
+    # Variants of this class, such as for several frames, have its UID with a dot and a number.
     capture = uid.SecondaryCaptureImageStorage
     if sop_class == capture or sop_class.startswith(f"{capture}."):
         return "secondary capture"
     if not has_pixels:
         _refuse_lost_image(class_words, wanted_modality)
         return NO_PIXELS
-    if wanted_modality and modality and modality != wanted_modality:
-        return f"{plain(modality)} image"
+    if wanted_modality and modality not in ("", wanted_modality):
+        return f"{printable(modality)} image"
     if wanted_modality and not modality and wanted_modality not in class_words:
         return "image of unknown modality"
     if _is_colour(header):
@@ -577,14 +575,14 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
 
 
 def _refuse_lost_image(class_words: list[str], wanted_modality: str) -> None:
-    """Refuse an object without an image if its class is that of an image of the wanted modality.
+    """Refuse an object without pixels if its class is an image of the wanted modality.
 
     Args:
         class_words: Words of the name of its class; empty where the header lacks the class.
         wanted_modality: As for `_other_kind`.
 
     Raises:
-        UserError: If it is, or may be since its class is unknown; the message has no path.
+        UserError: If its class is such an image, or is unknown; the message has no path.
     """
     is_wanted_class = class_words[-2:] == ["Image", "Storage"]
     if wanted_modality and wanted_modality not in class_words:
@@ -666,7 +664,7 @@ def _make_slice(
 
 
 def _read_phases(places: Places) -> tuple[str, ...]:
-    """Read what distinguishes the volume of a slice from others: the value of each of `PHASES`."""
+    """Read the properties of a slice that may distinguish volumes: a value for each of `PHASES`."""
     header = places[-1]
     values = []
     for phase in PHASES:
@@ -735,7 +733,7 @@ def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float |
     elif intercept is not None and abs(intercept) > MAX_RESCALE:
         fault = f"an intercept of {intercept:g}"
     elif is_hu and rescale_type.upper() not in HU_TYPES:
-        fault = plain(rescale_type)
+        fault = printable(rescale_type)
     if fault and is_hu:
         raise UserError(
             f"expected a rescale slope and intercept to HU, but the slices have {fault}; "
@@ -767,7 +765,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
 
     Args:
         file: Open at the element of the pixels.
-        header: What precedes it.
+        header: Fields before that element.
 
     Raises:
         UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
@@ -784,7 +782,7 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
             f"expected slices of at most {MAX_SLICE_PIXELS} pixels, but the header says "
             f"{rows} x {columns}; it is damaged: copy or export the DICOM series again."
         )
-    # The value must fill the lowest bits: those above it may hold overlays, which old files have.
+    # Values must occupy the lowest bits. The bits above may hold overlays, as in old files.
     are_lowest_bits = 1 <= bits_stored <= bits and high_bit == bits_stored - 1
     if bits not in (8, 16, 32) or not are_lowest_bits:
         raise UserError(
@@ -801,16 +799,15 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
         )
-    # Encoded pixels are decoded only when they are read; their tag shows that they are there. In a
-    # deflated file, which pydicom has read to its end, no tag follows: whether it has pixels shows
-    # only when they are decoded.
+    # Encoded pixels are not decoded here: their tag counts as evidence of them. In a deflated file,
+    # which pydicom has read to its end, no tag follows: missing pixels are found by the decoder.
     has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
     if not has_pixels or (is_plain and length < num_bytes):
         raise UserError(
             f"the DICOM file is truncated or damaged: {expected}; copy or export it again."
         )
     if is_plain:
-        # Writers may append bytes to the pixels. As many as a row or a column has would mean that
+        # Writers may append a few bytes to the pixels. A whole row or column more would mean that
         # the size in the header is wrong.
         max_surplus = min(rows, columns) * bits // 8
         if length >= num_bytes + max_surplus:
@@ -844,7 +841,7 @@ def _check_size(file: BinaryIO, num_bytes: int) -> None:
 
 
 def _transfer_syntax(header: FileDataset) -> uid.UID:
-    """Read the encoding of the pixels; one that is not named is taken to be that of the header."""
+    """Read the encoding of the pixels; where none is named, it is the encoding of the header."""
     named_syntax = header.file_meta.get("TransferSyntaxUID")
     if named_syntax:
         return uid.UID(named_syntax)
@@ -855,10 +852,9 @@ def _transfer_syntax(header: FileDataset) -> uid.UID:
 def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
     """Read the tag and the length of an element, little endian, up to the first byte of its value.
 
-    In a header without types of values (implicit VR) it begins with tag and length, 4 bytes each.
-    In one with them (explicit VR) the type, two letters, and two zeros stand between tag and
-    length. The types of pixels cannot be taken for a length: "O" and "U" are odd as the lowest byte
-    of a number, and the lengths of DICOM are even.
+    Implicit VR: the element begins with tag and length, 4 bytes each. Explicit VR: between them are
+    the type of the value, two letters, and two zeros. The letters cannot be taken for a length:
+    lengths of DICOM are even, and "O" and "U" are odd as the lowest byte of a number.
     """
     start = file.read(8)
     tag = start[:4]
@@ -871,8 +867,8 @@ def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
 def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     """Read the stored values that mean "no pixel", as `PixelFormat.padding`.
 
-    Some headers declare them as unsigned although the pixels are signed, or the reverse. The type
-    that pydicom would read is therefore ignored: their raw bytes are read as those of a pixel.
+    Some headers declare them as unsigned although the pixels are signed, or the reverse. Their raw
+    bytes are therefore read with the sign of the pixels, not with the type that pydicom would use.
     """
     _, is_little_endian = header.original_encoding
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"

@@ -20,7 +20,7 @@ from medseg.errors import UserError, first_line
 from medseg.findings import warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.contours import fill
-from medseg.io.dicom.frames import Frame, PixelFormat, Places, field_of, plain, read_numbers
+from medseg.io.dicom.frames import Frame, PixelFormat, Places, field_of, printable, read_numbers
 from medseg.io.dicom.pixels import decode
 from medseg.io.dicom.read import JITTER_TOLERANCE_MM, SourceSlices
 from medseg.io.dicom.stacks import SAME_POSITION_MM, heights_of, normal_of
@@ -47,7 +47,7 @@ class LabelFile:
         path: The file.
         kind: `SEG` or `RTSTRUCT`.
         names: Names of the segments or regions of interest (ROI) by their numbers, in the order of
-            the file; names may repeat. One without a name is called after its number, as `ROI 3`.
+            the file; names may repeat. A structure without a name is named by its number: `ROI 3`.
         series_uids: Series Instance UIDs of the images that it refers to; empty where it names
             none.
         dataset: Its content.
@@ -70,7 +70,7 @@ def open_label_file(path: Path) -> LabelFile:
         dataset = dcmread(path, force=True)
         kind = KINDS.get(dataset.get("SOPClassUID"), "")
         if not kind:
-            modality = plain(str(dataset.get("Modality") or "another object"))
+            modality = printable(str(dataset.get("Modality") or "another object"))
             raise UserError(
                 f"{path}: expected labels in a DICOM SEG or RTSTRUCT, got {modality}; "
                 "give another file."
@@ -106,7 +106,7 @@ def _names(
 ) -> dict[int, str]:
     """Name the structures of a file by their numbers.
 
-    One without a name, or that the file does not list, is called after its number.
+    Structures without a name, and those that the file does not list, are named by their numbers.
 
     Args:
         path: File, for messages.
@@ -136,8 +136,8 @@ def _names(
 def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
     """Find the numbers of the structures that have a frame (SEG) or a contour (RTSTRUCT).
 
-    The result is empty for a SEG of label maps: there only the pixels tell which segments they
-    hold.
+    The result is empty for a SEG of label maps, whose segments are known only once the pixels are
+    decoded.
     """
     if kind == "RTSTRUCT":
         items = dataset.get("ROIContourSequence") or []
@@ -150,7 +150,7 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
 
 def _frame_places(dataset: Dataset) -> list[Places]:
     """List for each frame of a SEG where its fields may be."""
-    # The standard allows this sequence one item: others are not read.
+    # The standard allows one item in this sequence: further items are not read.
     shared_groups = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
     return [(group, *shared_groups, dataset) for group in frame_groups]
@@ -194,7 +194,8 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
             share a value. Where they overlap, the last one is kept.
 
     Returns:
-        Label values (D, H, W) on `slices.grid`, with warnings of what was left out.
+        Label values (D, H, W) on `slices.grid`, with warnings of contours that were left out and of
+        overlaps.
 
     Raises:
         UserError: If the file is of another series and frame of reference, or the frames or
@@ -222,9 +223,9 @@ def _label_dtype(values: dict[int, int]) -> np.dtype[Any]:
 
 
 def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
-    """Check that the positions of labels have the same origin as those of a series.
+    """Check that labels and a series have the same frame of reference.
 
-    They count as the same where the labels or the series name no frame of reference.
+    The check passes where the labels or the series name none.
 
     Raises:
         UserError: If they name different frames of reference, and the labels do not name the
@@ -260,7 +261,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except Exception as error:  # pydicom and its decoders raise any type
         raise UserError(
-            f"{path}: the DICOM file cannot be read ({plain(first_line(error))}); "
+            f"{path}: the DICOM file cannot be read ({printable(first_line(error))}); "
             "it is damaged, copy or export it again."
         ) from error
 
@@ -290,7 +291,7 @@ def _read_segments(
     if dataset.BitsAllocated == 1 and syntax.is_encapsulated:
         raise UserError(
             f"{file.path}: expected a BINARY SEG without compression, but it is encoded as "
-            f"{plain(syntax.name)}; export it without."
+            f"{printable(syntax.name)}; export it without."
         )
     frame_places = _frame_places(dataset)
     positions, axes, spacing_mm = _frame_geometry(file.path, frame_places)
@@ -306,8 +307,8 @@ def _read_segments(
     plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
     slice_step_mm = slices.grid.spacing_mm[0]
     # Planes without any segment may not be stored, so that even the smallest step between stored
-    # planes may be too large for their distance. The declared distance counts as well or, without
-    # one, that of the slices.
+    # planes may span several planes. The declared distance of planes therefore counts too; without
+    # it, the distance of the slices does.
     plane_steps_mm = np.diff(heights_mm[first_frames]).tolist()
     declared_mm = read_numbers(frame_places[0], "SpacingBetweenSlices", 1)
     if declared_mm is None:
@@ -327,7 +328,7 @@ def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> li
     Args:
         file: The file.
         num_overlaps: Number of these pixels.
-        structures: What the structures are called: `segments` or `regions`.
+        structures: Word for the structures: `segments` or `regions`.
     """
     if num_overlaps == 0:
         return []
@@ -377,7 +378,7 @@ def _label_planes(
     planes: np.ndarray,
     values: dict[int, int],
 ) -> tuple[np.ndarray, int]:
-    """Decode the frames of a SEG, and join those of each plane.
+    """Decode the frames of a SEG, and join the frames of each plane.
 
     Args:
         dataset: The SEG.
@@ -414,7 +415,7 @@ def _paint(labels: np.ndarray, mask: np.ndarray, value: int) -> int:
     """Set the pixels of a mask to a label value, in place.
 
     Returns:
-        How many of them had another label value before.
+        Number of these pixels that had another label before, not counting the background.
     """
     num_overlaps = np.count_nonzero(mask & (labels != 0) & (labels != value))
     labels[mask] = value
@@ -504,11 +505,12 @@ def _at_slice(
         Label values (rows, columns) of the slice, 0 beside the planes.
     """
 
-    def along(direction: np.ndarray) -> np.ndarray:
+    def project(direction: np.ndarray) -> np.ndarray:
         """Project the pixels of the slice on a direction, in mm: (rows or 1, columns or 1).
 
-        An axis of the slice across the direction has one number for all its pixels: most slices are
-        parallel to the planes, and the arrays stay small.
+        Along an axis of the slice that is at a right angle to the direction, the result has size 1:
+        all pixels have the same projection. Most slices are parallel to the planes, so that the
+        arrays stay small.
         """
         rows, columns = (np.arange(size) for size in frame.pixels.shape)
         # A step along a row leads to the next column, and one along a column to the next row. Its
@@ -525,17 +527,17 @@ def _at_slice(
         return projected_mm
 
     normal = np.cross(axes[0], axes[1])
-    heights_mm = along(normal)
+    heights_mm = project(normal)
     plane_heights_mm = corners @ normal
-    # The nearest plane of each pixel. Of two at the same distance it is the upper one, also where
-    # rounding noise makes the lower one nearer.
+    # The nearest plane of each pixel. Of two planes at the same distance the upper one counts: 1e-6
+    # mm is more than rounding noise, which could make the lower one nearer.
     middles_mm = (plane_heights_mm[1:] + plane_heights_mm[:-1]) / 2
     planes = np.searchsorted(middles_mm - 1e-6, heights_mm)
-    # Row y and column x, in its plane, of each pixel of the slice.
+    # Row y and column x of each pixel of the slice in its nearest plane.
     along_row, along_column = axes
     row_distance_mm, column_distance_mm = spacing_mm
-    y_mm = along(along_column) - (corners @ along_column)[planes]
-    x_mm = along(along_row) - (corners @ along_row)[planes]
+    y_mm = project(along_column) - (corners @ along_column)[planes]
+    x_mm = project(along_row) - (corners @ along_row)[planes]
     y = nearest(y_mm / row_distance_mm)
     x = nearest(x_mm / column_distance_mm)
     height, width = plane_labels.shape[1:]
@@ -588,13 +590,14 @@ def _read_contours(
         ranges_mm = _height_ranges(contours, normal)
         thickness_mm = np.ptp(ranges_mm, axis=1)
         # A contour in the plane of a slice has no thickness, but an oblique one that stays within
-        # the distance of slices is accepted. Negated, since a comparison with NaN is False.
+        # the distance of slices is accepted. The comparison is negated, so that NaN is refused.
         if not thickness_mm.max() <= 2 * reach_mm:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
                 f"those of {name} lie across them; export them again on this series."
             )
         contour_heights_mm = ranges_mm.mean(axis=1)
+        # (slices, contours)
         is_on_slice = _nearest_contours(contour_heights_mm, slice_heights_mm, reach_mm)
         num_lost = np.count_nonzero(~is_on_slice.any(axis=0))
         if num_lost:
@@ -630,13 +633,14 @@ def _contours_of_regions(dataset: Dataset) -> dict[int, list[Dataset]]:
 
 
 def _closed_contours(contours: list[Dataset]) -> tuple[list[np.ndarray], int]:
-    """Read the closed contours among those of a region of interest.
+    """Read the closed contours of a region of interest.
 
     Returns:
-        LPS points (N, 3) in mm of each; and how many of the others are points or open lines.
+        LPS points (N, 3) in mm of each closed contour, and the number of other contours: points and
+        open lines.
     """
     closed = [contour for contour in contours if contour.get("ContourGeometricType") in CLOSED]
-    # Each once: a contour that is stored twice would be a hole in itself.
+    # Each contour once: by the even-odd rule, a contour that is stored twice would enclose nothing.
     unique_points: dict[bytes, np.ndarray] = {}
     for points in map(_points, closed):
         if len(points) > 2:

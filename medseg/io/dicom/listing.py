@@ -3,13 +3,24 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable
 from medseg.io.dicom.read import fault_of
-from medseg.io.dicom.stacks import Stack, find_stacks, natural, read_images, slice_folders
+from medseg.io.dicom.stacks import (
+    SliceFolders,
+    Stack,
+    find_stacks,
+    natural_key,
+    read_images,
+    slice_folders,
+)
 from medseg.wording import first_few
+
+# Images by scope and Series Instance UID.
+ImagesBySeries = dict[tuple[str, str], list[Frame | NoSlice]]
 
 # Index of the kernel in `PHASES`, and so in `Frame.phases`.
 KERNEL = [phase.name for phase in PHASES].index("kernel")
@@ -23,13 +34,13 @@ class ListedSeries:
         series: Patient, study and series.
         folder: Folder that holds all its files.
         files: Its files, with those that cannot be read and can only belong to it.
-        num_bytes: Size of its files without those that cannot be read and do not tell their series,
-            each of which is an entry of its own.
+        num_bytes: Size of its files, without files of unknown series, which are entries of their
+            own.
         num_slices: Number of slice positions; where it is no stack of slices, number of images.
         fault: Why it cannot be read as a scan, the end of a sentence; "" for a scan.
         is_unique: Whether no other patient or study has a series of this UID.
         part: Number of the part, from 1; 0 where the series is one stack.
-        phase: What distinguishes the part, or "".
+        phase: See `Stack.phase`.
         kernel: Convolution kernel, or "".
         thickness_mm: Slice thickness, or None.
         spacing_mm: Spacing (z, y, x); empty where it is no stack of slices.
@@ -75,27 +86,48 @@ def list_series(
     modality: str = "ct",
     files: Sequence[Path] = (),
     on_file: Callable[[], None] = lambda: None,
+    *,
+    lists_unreadable: bool = False,
 ) -> list[ListedSeries]:
     """List the series below a folder, wherever their files lie.
 
-    Series are told apart by Patient ID, Study Instance UID and Series Instance UID. What the reader
-    of a scan would refuse has a `fault`, as has a series with a file that cannot be read.
+    Series are told apart by Patient ID, Study Instance UID and Series Instance UID. A series that
+    the reader of scans would refuse has a `fault`, and so has one with a file that cannot be read.
 
     Args:
         path: Folder, searched to its bottom.
         modality: Modality of scans, as a task names it: `ct`, `mr`, or `other` for any.
         files: The files to read instead of all files at the path.
         on_file: Called after each file.
+        lists_unreadable: Whether files and folders that the system does not let read are listed
+            with a fault; otherwise the first one raises its error.
 
     Returns:
-        The series by patient, date, study and number; last, files whose series is unknown.
+        The series by patient, date, study and number; last, files and folders that cannot be read
+        and whose series are unknown.
+
+    Raises:
+        OSError: If the system does not let a file or folder be read, without `lists_unreadable`.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
-    images = read_images(path, dicom_modality, files, is_deep=True, on_file=on_file)
-    # Files that cannot be read and do not tell their series.
+    # Files that cannot be read and whose series is unknown, and folders that cannot be read.
     loose: list[NoSlice] = []
-    # By scope and Series Instance UID.
-    by_series: dict[tuple[str, str], list[Frame | NoSlice]] = {}
+
+    def note_unreadable(unreadable_path: Path, error: OSError) -> None:
+        if not lists_unreadable:
+            raise error
+        reason = f"cannot be read ({error.strerror or error}); check its permissions."
+        loose.append(NoSlice(unreadable_path, Series(), reason, is_unreadable=True))
+
+    images = read_images(
+        path,
+        dicom_modality,
+        files,
+        is_deep=True,
+        on_file=on_file,
+        on_unreadable=note_unreadable,
+    )
+    by_series: ImagesBySeries = {}
     for image in images:
         if isinstance(image, NoSlice) and image.is_unreadable and not image.series.uid:
             loose.append(image)
@@ -103,25 +135,40 @@ def list_series(
             key = (image.series.scope, image.series.uid)
             by_series.setdefault(key, []).append(image)
     _join_cut_files(by_series)
+    doubtful = _doubtful_files(loose, slice_folders(images))
     # Number of patients and studies that have a series, by its UID.
     num_scopes = Counter(uid for _, uid in by_series)
-    folders = slice_folders(images)
-    # The loose files, by the UID of the only series that they may be a slice of, or None.
-    doubtful: dict[str | None, list[NoSlice]] = {}
-    for image in loose:
-        doubtful.setdefault(folders.owner(image.path), []).append(image)
     listed: list[ListedSeries] = []
     for (_, uid), series_images in by_series.items():
         is_unique = num_scopes[uid] == 1
         listed += _list_one(series_images, doubtful.get(uid, []), is_unique=is_unique)
     listed.sort(key=_order)
-    return [*listed, *map(_loose_file, loose)]
+    return [*listed, *map(_loose_entry, loose)]
 
 
-def _join_cut_files(by_series: dict[tuple[str, str], list[Frame | NoSlice]]) -> None:
-    """Move files that were cut off in their header to their series, which is changed in place.
+def _doubtful_files(
+    loose: Sequence[NoSlice], folders: SliceFolders
+) -> dict[str | None, list[NoSlice]]:
+    """Group files by the UID of the only series that they may belong to.
 
-    They know the UID of their series and lack their patient and study.
+    Args:
+        loose: Files and folders that cannot be read. Folders are left out: one may hold anything.
+        folders: Folders of all slices.
+
+    Returns:
+        The files by UID; under None those that several series, or none, may own.
+    """
+    doubtful: dict[str | None, list[NoSlice]] = {}
+    for image in loose:
+        if not os.path.isdir(image.path):
+            doubtful.setdefault(folders.owner(image.path), []).append(image)
+    return doubtful
+
+
+def _join_cut_files(by_series: ImagesBySeries) -> None:
+    """Move files that were cut off in their header to their series, in place in `by_series`.
+
+    Such files have the UID of their series, and lack patient and study.
     """
     unknown_scope = Series().scope
     # A copy of the keys, since the loop removes some.
@@ -141,7 +188,7 @@ def _are_unreadable(images: Sequence[Frame | NoSlice]) -> bool:
 def _order(listed: ListedSeries) -> tuple[str, str, str, tuple[float, str], str, int]:
     """Sort key: patient, date, study, number, UID, part."""
     series = listed.series
-    number = natural(series.number)
+    number = natural_key(series.number)
     return series.patient, series.date, series.study, number, series.uid, listed.part
 
 
@@ -151,7 +198,7 @@ def _list_one(
     """Yield the stacks of one series or, where it has none, the series as a whole with a fault.
 
     Args:
-        images: What its files hold.
+        images: Slices and other objects in its files.
         doubtful: Files of an unknown series that can only belong to it.
         is_unique: See `ListedSeries`.
     """
@@ -197,7 +244,7 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
     Args:
         stack: The stack.
         whole: The series as a whole, whose common fields are kept.
-        damage: What cannot be read of the series, or "".
+        damage: Names of files of the series that cannot be read, with the reason, or "".
     """
     first = stack.frames[0]
     return replace(
@@ -214,13 +261,18 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
     )
 
 
-def _loose_file(image: NoSlice) -> ListedSeries:
-    """Describe a file that cannot be read and whose series is unknown."""
+def _loose_entry(image: NoSlice) -> ListedSeries:
+    """Describe a file or folder that cannot be read and whose series is unknown."""
+    num_bytes = 0
+    # A link may lead nowhere, or into a folder that may not be searched.
+    with suppress(OSError):
+        if image.path.is_file():
+            num_bytes = image.path.stat().st_size
     return ListedSeries(
         series=image.series,
         folder=image.path.parent,
         files=(image.path,),
-        num_bytes=image.path.stat().st_size,
+        num_bytes=num_bytes,
         num_slices=0,
         fault=_damage([image]),
     )
@@ -239,5 +291,5 @@ def _damage(unreadable: Sequence[NoSlice]) -> str:
 
 def _reasons(others: Iterable[NoSlice]) -> str:
     """List why images are not slices, each reason once and three at most."""
-    reasons = dict.fromkeys(plain(image.reason) for image in others)
+    reasons = dict.fromkeys(printable(image.reason) for image in others)
     return first_few(reasons, 3)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from medseg.io.dicom.listing import ListedSeries
-from medseg.io.dicom.stacks import group_by, natural
+from medseg.io.dicom.stacks import group_by, natural_key
 
 # Rules of `series_pick=`; any other value is a text or pattern.
 THINNEST, LARGEST = "thinnest", "largest"
@@ -65,4 +65,4 @@ def _by_size(listed: ListedSeries) -> tuple[int, tuple[float, str], str, int]:
 
 def _common_order(listed: ListedSeries) -> tuple[tuple[float, str], str, int]:
     """Sort key between equals: series number, UID, part."""
-    return natural(listed.series.number), listed.series.uid, listed.part
+    return natural_key(listed.series.number), listed.series.uid, listed.part

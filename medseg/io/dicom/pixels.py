@@ -20,29 +20,30 @@ from pydicom.pixels import get_decoder
 from pydicom.pixels.utils import _get_jpg_parameters, get_j2k_parameters
 
 from medseg.errors import UserError
-from medseg.io.dicom.frames import Frame, PixelFormat, plain
+from medseg.io.dicom.frames import Frame, PixelFormat, printable
 from medseg.task import AIR_HU
 
-# The largest value of a 12-bit CT. Tissue has values between air and this: padding in that range
-# cannot be told from tissue and stays; padding above it becomes air.
+# The largest value of a 12-bit CT. Padding between air and this value stays, since tissue has such
+# values too; padding above it becomes air.
 DENSEST_HU = 3071
 
 # A negative padding that was written as an unsigned number is nearer than this to the end of the
 # range: -2000 becomes 63536.
 MAX_PADDING = 4096
 
+# Largest signed number of 16 bits: bound of whole slopes and intercepts, and of possible HU.
 MAX_INT16 = 2**15 - 1
 
-# Decoders of imagecodecs by transfer syntax. Not `jpeg_decode`: where libjpeg-turbo refuses a code
-# it tries another decoder, which can end the process.
+# Decoders of imagecodecs by transfer syntax. `jpeg_decode` is not used: where libjpeg-turbo refuses
+# a code, that function tries another decoder, which can end the process.
 DECODERS = {
     **dict.fromkeys(uid.JPEGTransferSyntaxes, imagecodecs.jpeg8_decode),
     **dict.fromkeys(uid.JPEGLSTransferSyntaxes, imagecodecs.jpegls_decode),
     **dict.fromkeys(uid.JPEG2000TransferSyntaxes, imagecodecs.jpeg2k_decode),
 }
 
-# Most bytes by which a decoded RLE code may exceed a slice: some writers fill up a code with zeros,
-# each pair of which becomes a byte.
+# Most bytes by which a decoded RLE code may exceed a slice: some writers append zeros to a code,
+# and each pair of zeros decodes to a byte.
 MAX_SURPLUS_BYTES = 16
 
 # How many of the last bytes of a JPEG code are searched for its end mark, once zeros at the end are
@@ -72,7 +73,7 @@ def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) 
         raise
     except Exception as error:  # decoders raise any type for damaged data
         raise UserError(
-            f"{frame.path}: its pixels, encoded as {plain(frame.pixels.transfer_syntax.name)}, "
+            f"{frame.path}: its pixels, encoded as {printable(frame.pixels.transfer_syntax.name)}, "
             "cannot be decoded; it is damaged, copy or export it again."
         ) from error
 
@@ -95,7 +96,7 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
         get_decoder(pixels.transfer_syntax)  # only to learn whether there is one
     except NotImplementedError:
         raise UserError(
-            f"{frame.path}: its pixels are encoded as {plain(pixels.transfer_syntax.name)}, "
+            f"{frame.path}: its pixels are encoded as {printable(pixels.transfer_syntax.name)}, "
             "which medseg does not read; export the series without compression."
         ) from None
     return decode(read_file(frame.path), pixels, frame.index)
@@ -129,8 +130,8 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     if syntax in uid.JPEG2000TransferSyntaxes:
         parameters = get_j2k_parameters(code)
     else:
-        # A code that was cut off is refused here: the decoder of JPEG invents missing pixels, and
-        # that of JPEG-LS may search for them without end. FFD8 marks the start, FFD9 the end.
+        # A code that was cut off is refused here: the JPEG decoder invents missing pixels, and the
+        # JPEG-LS decoder may search for them without end. FFD8 marks the start, FFD9 the end.
         tail = code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
         if not code.startswith(b"\xff\xd8\xff") or b"\xff\xd9" not in tail:
             raise ValueError("the code does not start or end as it should")
@@ -138,9 +139,9 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     bits = parameters["precision"]
     dtype = np.uint8 if bits <= 8 else np.uint16
     values = np.empty(pixels.shape, dtype)
-    # Raises before it decodes where the code has another shape or more than 16 bits.
+    # The decoders raise, before they decode, for a code of another shape or of more than 16 bits.
     DECODERS[syntax](code, out=values)
-    # The header decides on the sign, since that of some codes is wrong: take the bits as they are.
+    # The sign that a code declares may be wrong: take the bits, and the sign from the header.
     stored = values.astype(np.int32) & (2**bits - 1)
     if pixels.dtype.kind != "i":
         return stored
@@ -217,15 +218,14 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
       lie at the end of the range and beyond all HU. Other contents of unused bits are overlays.
     * Signed values without sign bits (none is negative although the file stores HU) get them.
 
-    Of other modalities than CT only the overlays are cleared: their values are not expected to be
-    negative.
+    In other modalities than CT only the overlays are cleared: no negative values are expected.
 
     Args:
         stored: Stored values of a slice, or its padding values; of any shape.
         frame: The slice.
     """
     pixels = frame.pixels
-    # How many values the type has (2^16 for 16 bits), and how many the bits that are used of it.
+    # Number of values of the type (2^16 for 16 bits), and of the bits that are used of it.
     num_type_values = 2 ** (8 * pixels.dtype.itemsize)
     num_used_values = 2**pixels.bits_stored
     has_unused_bits = num_used_values < num_type_values
@@ -234,19 +234,19 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
         return _with_sign_bits(stored, frame) if has_unused_bits else stored
     if not frame.is_hu:
         return stored & used_bits
-    # Values from this one on are meant as negative.
+    # Stored values from this number on stand for negative numbers.
     if has_unused_bits:
         # A negative number of few bits has ones in all unused bits.
         first_negative = num_type_values - num_used_values
     else:
-        # With all bits used, only padding is negative; of 8 bits, which have fewer values than
-        # `MAX_PADDING`, the upper half of the range.
+        # With all bits used, only padding is negative, and lies at the end of the range. 8 bits
+        # have fewer values than `MAX_PADDING`: there the upper half of the range counts.
         first_negative = max(num_type_values // 2, num_type_values - MAX_PADDING)
     highest = int(stored.max())
-    # The values hold neither overlays in unused bits nor negative numbers.
+    # Below both limits, the values hold neither overlays in unused bits nor negative numbers.
     if highest < min(num_used_values, first_negative):
         return stored
-    # Large values that are possible HU are meant as they are.
+    # Large values that give possible HU are no negative padding.
     if not has_unused_bits and highest * frame.slope + frame.intercept <= MAX_INT16:
         return stored
     negative = stored.astype(np.int64) - num_type_values
@@ -256,9 +256,10 @@ def _with_sign(stored: np.ndarray, frame: Frame) -> np.ndarray:
 def _with_sign_bits(stored: np.ndarray, frame: Frame) -> np.ndarray:
     """Give signed values the sign bits that the writer has left out.
 
-    Such values use fewer bits than their type: of 12 bits, -1 was written as 4095.
+    The values use fewer bits than their type has: -1 in 12 bits was written as 4095.
     """
-    # With an intercept such as -1024, which makes 0 air, no stored value of a CT is negative.
+    # With an intercept of about -1024, the stored value of air is 0 and none is negative. Other
+    # writers have an intercept of about 0; half of the HU of air separates the two.
     if not frame.is_hu or frame.intercept <= AIR_HU / 2:
         return stored
     num_used_values = 2**frame.pixels.bits_stored

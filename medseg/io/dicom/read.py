@@ -9,8 +9,8 @@ docs/dicom.md repeats:
   of the slices is missing (one missing slice is always accepted); slices on that grid stay as they
   are. All other stacks are refused.
 * A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that
-  holds all of them. A segmentation lies on that grid too; the label of a pixel of a tilted slice is
-  the one at the same position in the patient.
+  holds all of them. A segmentation lies on that grid too; a pixel of a tilted slice takes the label
+  at the same position in the patient.
 """
 
 import math
@@ -28,7 +28,7 @@ from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.dicom.frames import Frame
 from medseg.io.dicom.pixels import READ_FILE, has_whole_hu, read_hu
-from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural, normal_of
+from medseg.io.dicom.stacks import SAME_POSITION_MM, Stack, choose_stack, natural_key, normal_of
 from medseg.io.volume import LazyVolume, grid_from_columns
 from medseg.task import AIR_HU
 from medseg.wording import first_few
@@ -40,7 +40,7 @@ JITTER_TOLERANCE_MM = 0.1
 # Wider gaps are not interpolated: a lobe may end in between.
 MAX_GAP_MM = 10.0
 
-# Largest number of missing slices that are interpolated, as a share of the present ones.
+# Largest number of missing slices that are interpolated, as a share of the slices that exist.
 MAX_FILLED_SHARE = 0.1
 
 # Largest tilt of a stack that may come from a gantry. Gantries tilt by 30° at most; the rest is
@@ -72,8 +72,8 @@ class SourceSlices:
         shifts_px: Position of the first pixel of each slice on its plane (slices, 2), (y, x) in
             pixels, each >= 0.
         is_filled: Whether a plane lies between two slices.
-        is_shifted: Whether the slices are offset sideways, as those of a tilted gantry.
-        findings: What was left out, assumed or repaired.
+        is_shifted: Whether the slices are offset sideways, as by a tilted gantry.
+        findings: Messages on files left out, assumptions and repairs.
     """
 
     path: Path
@@ -113,7 +113,7 @@ def open_slices(
     # The grid begins at the smallest shift (y, x) of all slices.
     low_mm = shifts_mm.min(axis=0)
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
-    # How much larger than a slice the grid is. Rounding noise must not add a pixel.
+    # Rows and columns that the grid has beyond a slice. Rounding noise must not add a pixel.
     num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
     slice_shape = np.array(first.pixels.shape)
     if (num_more_px > slice_shape).any():
@@ -130,6 +130,7 @@ def open_slices(
     # Rounded decimals in the headers make a straight stack lean a little. Its slices are not
     # shifted, so the grid leans with them: else its last plane would lie beside the last slice.
     along_stack = normal_of(first) + slant[0] * along_column + slant[1] * along_row
+    # LPS vectors from a voxel to the next one along x, y and z.
     steps_mm = [
         along_row * column_distance_mm,
         along_column * row_distance_mm,
@@ -157,8 +158,8 @@ def open_slices(
 def fault_of(stack: Stack) -> str:
     """Say why a stack makes no regular volume, by its headers alone; "" for one that does.
 
-    Of slices at one position the first counts: their pixels, which decide whether they are copies,
-    are not read.
+    Among slices at one position only the first counts. Whether the others are copies of it is not
+    checked, since that takes their pixels.
     """
     path = stack.frames[0].path.parent
     is_first = np.diff(stack.heights_mm, prepend=-np.inf) > SAME_POSITION_MM
@@ -201,8 +202,8 @@ def open_dicom(
 
     def read_chunks() -> Iterator[np.ndarray]:
         for image_hu in _plane_images(slices):
-            # An interpolated plane (float32) of slices that all hold whole HU (int32) is rounded.
-            # In a float32 volume, a slice of whole HU comes here too: rounding does not change it.
+            # In an int32 volume, interpolated planes are float32 and are rounded. In a float32
+            # volume, slices of whole HU are int32, which rounding does not change.
             if image_hu.dtype != dtype:
                 image_hu = np.rint(image_hu)
             yield image_hu.astype(dtype).ravel()
@@ -272,7 +273,7 @@ def _without_duplicates(
 ) -> tuple[tuple[Frame, ...], np.ndarray, list[str]]:
     """Keep one slice at each position.
 
-    Of equal slices the first is kept, of slices of two acquisitions that of the earlier one.
+    Among equal slices the first is kept; among slices of two acquisitions, the earlier acquisition.
 
     Returns:
         The slices, their heights in mm, warnings.
@@ -300,9 +301,9 @@ def _without_duplicates(
                 f"{path}: expected one slice at each position, but {previous} and {frame} share a "
                 "position and differ; remove one of them."
             )
-        # As numbers; an acquisition without one is infinite here, so the later.
-        number, _ = natural(acquisition)
-        previous_number, _ = natural(previous_acquisition)
+        # `natural_key` gives infinity for an acquisition without a number, which counts as later.
+        number, _ = natural_key(acquisition)
+        previous_number, _ = natural_key(previous_acquisition)
         if number < previous_number:
             frames[-1] = frame
             heights_mm[-1] = height_mm
@@ -353,7 +354,7 @@ def _even_planes(
         planes = [Plane(index, upper_weight=0.0) for index in range(num_frames)]
         return planes, step_mm, []
     gaps_mm = np.diff(heights_mm)
-    # An even number of gaps has two medians; the lower one is a gap that occurs.
+    # The lower median: with an even number of gaps, the mean of the two middle ones may not occur.
     usual_mm = float(np.quantile(gaps_mm, 0.5, method="lower"))
     num_steps = round(length_mm / usual_mm)
     num_missing = num_steps + 1 - num_frames
@@ -419,9 +420,9 @@ def _sideways_shifts(
     offsets_xyz_mm = positions_xyz_mm - positions_xyz_mm[0]
     # Unit vectors along a column (y) and along a row (x).
     axes_yx = frames[0].axes[::-1]
-    shifts_mm = offsets_xyz_mm @ axes_yx.T
+    shifts_mm = offsets_xyz_mm @ axes_yx.T  # (slices, 2)
     rise_mm = heights_mm - heights_mm[0]
-    # The line through the first slice that fits the others best, by least squares.
+    # Slope (y, x) of the line through the first slice that fits the others best: least squares.
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
     is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
     tangent = np.linalg.norm(slant)  # of the angle between stack and normal

@@ -110,8 +110,8 @@ def write_segmentation(
         if is_multi_frame:
             _drop_other_frames(segmentation, slices)
         if kind == "labelmap":
-            # Not by highdicom: it would take the encoder of GDCM where that is installed, which
-            # ends the process on odd widths.
+            # Compressed here, since highdicom would use the encoder of GDCM where that is
+            # installed, which ends the process on odd widths.
             segmentation.compress(
                 RLELossless, encoding_plugin="pydicom", generate_instance_uid=False
             )
@@ -161,7 +161,7 @@ def _share_geometry(header: Dataset, step_mm: float) -> None:
 def _describe(number: int, structure: Structure) -> SegmentDescription:
     """Describe a segment.
 
-    A label without a SNOMED code gets a private one, which consists of its name.
+    A label without a SNOMED code gets a private code that consists of its name.
     """
     name = stored_name(structure.name)
     category = codes.SCT.Tissue

@@ -17,9 +17,15 @@ from medseg.errors import SeveralSeriesError, UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import SeriesChoice, parse_series
-from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, plain, read_frames
+from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable, read_frames
 from medseg.io.identity import written_date
-from medseg.io.inputs import DICOM_SUFFIXES, dicom_files, is_dicom_file, is_dicomdir
+from medseg.io.inputs import (
+    DICOM_SUFFIXES,
+    dicom_files,
+    is_dicom_file,
+    is_dicomdir,
+    raise_unreadable,
+)
 from medseg.io.volume import shown
 from medseg.wording import first_few
 
@@ -50,7 +56,7 @@ class Stack:
 
     Attributes:
         part: Number of the stack within its series, from 1; 0 where it is the only one.
-        phase: What distinguishes it from the other parts, or "".
+        phase: Property that distinguishes it from the other parts, as `acquisition 2`, or "".
         frames: Its slices, sorted along the normal.
         heights_mm: Their positions along the normal, ascending.
     """
@@ -78,7 +84,7 @@ class Stack:
 
 
 class Contents(NamedTuple):
-    """What the files of a folder, or of a patient or study in it, hold.
+    """Content of the files of a folder, or of one patient or study in it.
 
     Attributes:
         images: Everything that was read, in the order of the files.
@@ -93,6 +99,16 @@ class Contents(NamedTuple):
     unreadable: list[NoSlice]
 
 
+def lacks_study(image: Frame | NoSlice) -> bool:
+    """Whether a file cannot be read and its patient and study are unknown.
+
+    So it is where the header was cut off, perhaps after the UID of the series.
+    """
+    if isinstance(image, Frame) or not image.is_unreadable:
+        return False
+    return image.series.scope == Series().scope
+
+
 def normal_of(frame: Frame) -> np.ndarray:
     """Compute the LPS unit vector (3,) across a slice, right-handed with its row and column."""
     along_row, along_column = frame.axes
@@ -100,7 +116,7 @@ def normal_of(frame: Frame) -> np.ndarray:
     return np.asarray(normal / np.linalg.norm(normal))
 
 
-def natural(value: str) -> tuple[float, str]:
+def natural_key(value: str) -> tuple[float, str]:
     """Sort key that puts the number 2 before 10, and both before text."""
     try:
         return float(value), value
@@ -129,7 +145,9 @@ def num_positions(heights_mm: np.ndarray) -> int:
     return 1 + int(np.count_nonzero(steps_mm > SAME_POSITION_MM))
 
 
-def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, Sequence[Frame]]]:
+def _divide_by_phase(
+    frames: Sequence[Frame], first_phase: int = 0
+) -> list[tuple[str, Sequence[Frame]]]:
     """Divide parallel slices that fill the same space more than once into stacks.
 
     Slices with different values that follow each other along the normal (the rotations of one scan)
@@ -137,22 +155,23 @@ def _divide_by_phase(frames: Sequence[Frame], key: int = 0) -> list[tuple[str, S
 
     Args:
         frames: The slices.
-        key: Index of the first of `PHASES` that may divide them; later ones divide the parts again.
+        first_phase: Index of the first of `PHASES` that may divide them; the parts are then divided
+            by the later ones.
 
     Returns:
-        Pairs (what distinguishes the stack, its slices).
+        Pairs of a phase, see `Stack.phase`, and its slices.
     """
-    if key == len(PHASES):
+    if first_phase == len(PHASES):
         return [("", frames)]
-    groups = group_by(frames, lambda frame: frame.phases[key])
-    # A value of its own for nearly every slice, such as a time, distinguishes slices, not volumes.
+    groups = group_by(frames, lambda frame: frame.phases[first_phase])
+    # A property that differs in nearly every slice, such as a time, distinguishes no volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
     if not may_be_volumes or not _overlap(list(groups.values())):
-        return _divide_by_phase(frames, key + 1)
+        return _divide_by_phase(frames, first_phase + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
-    for value in sorted(groups, key=natural):
-        phase = f"{PHASES[key].name} {plain(value) or 'unknown'}"
-        for further_phase, slices in _divide_by_phase(groups[value], key + 1):
+    for value in sorted(groups, key=natural_key):
+        phase = f"{PHASES[first_phase].name} {printable(value) or 'unknown'}"
+        for further_phase, slices in _divide_by_phase(groups[value], first_phase + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))
             else:
@@ -184,7 +203,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     Returns:
         The stacks, and the slices that have no parallel slice at another position.
     """
-    # Slices of one orientation and size, by the first of them.
+    # First slice of each orientation and size, to all its parallel slices.
     parallel_slices = group_by(frames, lambda frame: _first_parallel(frame, frames))
     stacks: list[Stack] = []
     single_slices: list[Frame] = []
@@ -210,7 +229,7 @@ def _first_parallel(frame: Frame, frames: Sequence[Frame]) -> Frame:
 
 
 def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np.ndarray]:
-    """Sort parallel slices by position, those of one position by file and frame.
+    """Sort parallel slices by position, and slices at one position by file and frame.
 
     Returns:
         The slices, and their positions along the normal in mm.
@@ -227,10 +246,10 @@ def _sorted_along_normal(frames: Sequence[Frame]) -> tuple[tuple[Frame, ...], np
 
 
 def _name_pattern(path: Path) -> str:
-    """Reduce the name of a slice to what the names of all slices of a folder share.
+    """Reduce the name of a slice to the part that all slices of a folder have in common.
 
-    That is a suffix of DICOM, else the name with "#" for each number, whose digits may be
-    hexadecimal or followed by letters.
+    The pattern is a suffix of DICOM or, without one, the name with "#" for each number. The digits
+    may be hexadecimal or followed by letters.
 
     Example:
         >>> _name_pattern(Path("IM.0012")), _name_pattern(Path("IM.00001Z"))
@@ -251,7 +270,7 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
     They may be copies that were interrupted before their first byte.
 
     Args:
-        files: All DICOM files of the folders of the slices.
+        files: All DICOM files of the folders of the slices, and other paths to leave out.
         slices: The slices.
     """
     for folder, neighbours in group_by(slices, lambda path: path.parent).items():
@@ -276,7 +295,7 @@ def refused_copy(path: Path) -> NoSlice:
 
 
 class SliceFolders:
-    """The folders of all slices, by which a file that does not tell its series gets an owner.
+    """The folders of all slices, by which a file of unknown series gets an owner: a series.
 
     Args:
         slices: Series Instance UID and path of each slice; a series of one slice is no volume.
@@ -318,6 +337,7 @@ def read_images(
     *,
     is_deep: bool,
     on_file: Callable[[], None] = lambda: None,
+    on_unreadable: Callable[[Path, OSError], None] = raise_unreadable,
 ) -> list[Frame | NoSlice]:
     """Read the headers of some files, or of all DICOM files at a path.
 
@@ -330,12 +350,20 @@ def read_images(
         files: The files to read instead of all files at the path; empty: all.
         is_deep: Whether the folders below are searched too.
         on_file: Called after each file.
+        on_unreadable: As for `dicom_files`; without effect on `files`. What cannot be read is not
+            among the results.
     """
+    unreadable_paths: set[Path] = set()
+
+    def note_unreadable(unreadable_path: Path, error: OSError) -> None:
+        unreadable_paths.add(unreadable_path)
+        on_unreadable(unreadable_path, error)
+
     if files:
         readable_files = [file for file in files if is_dicom_file(file)]
     else:
         folder = path.parent if path.is_file() else path
-        readable_files = list(dicom_files(folder, is_deep=is_deep))
+        readable_files = list(dicom_files(folder, is_deep=is_deep, on_unreadable=note_unreadable))
     images: list[Frame | NoSlice] = []
     for file in readable_files:
         images += read_frames(file, modality)
@@ -344,19 +372,29 @@ def read_images(
         broken_files = set(files) - set(readable_files)
     else:
         slices = {image.path for image in images if isinstance(image, Frame)}
-        broken_files = set(broken_copies(set(readable_files), slices))
+        examined_paths = {*readable_files, *unreadable_paths}
+        broken_files = set(broken_copies(examined_paths, slices))
     return [*images, *map(refused_copy, sorted(broken_files))]
 
 
 def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame | NoSlice]:
     """Keep the images of the chosen patient or study.
 
-    All stay where that would leave no slice: the refusal then lists what there is.
+    Where that would leave no slice, all images stay, so that the refusal can list their series.
     """
+    uids_in_scope: set[str] = set()
+    uids_elsewhere: set[str] = set()
+    for image in images:
+        if choice.is_scope_of(image.series):
+            uids_in_scope.add(image.series.uid)
+        elif not lacks_study(image):
+            uids_elsewhere.add(image.series.uid)
+    # A file without a UID may belong to any series.
+    other_uids = uids_elsewhere - uids_in_scope - {""}
     in_scope: list[Frame | NoSlice] = []
     for image in images:
-        # A file whose series cannot be read may belong to any study.
-        if choice.is_scope_of(image.series) or not image.series.uid:
+        may_be_in_scope = lacks_study(image) and image.series.uid not in other_uids
+        if choice.is_scope_of(image.series) or may_be_in_scope:
             in_scope.append(image)
     has_slices = any(isinstance(image, Frame) for image in in_scope)
     return in_scope if has_slices else images
@@ -381,7 +419,7 @@ def _sort_contents(images: list[Frame | NoSlice]) -> Contents:
         stacks += series_stacks
         left_out += single_slices
     # Messages list the stacks in this order.
-    stacks.sort(key=lambda stack: (natural(stack.series.number), stack.series.uid, stack.part))
+    stacks.sort(key=lambda stack: (natural_key(stack.series.number), stack.series.uid, stack.part))
     return Contents(images, stacks, left_out, unreadable)
 
 
@@ -391,7 +429,7 @@ def choose_stack(
     """Read the headers of all files and find the one stack that the arguments select.
 
     Unreadable files are refused where their series is chosen; other series stay readable beside
-    them. A file that does not tell its series belongs to the only volume of its folder; beside
+    them. An unreadable file of unknown series belongs to the only volume of its folder; beside
     several volumes it is left out with a warning. A series that consists of unreadable files only
     is left out, like an object of another modality, if exactly one other series can be read.
 
@@ -404,11 +442,12 @@ def choose_stack(
         files: The files to read instead of all files at the path.
 
     Returns:
-        The stack, and findings on what was left out: information, unless it may be a part of the
-        scan.
+        The stack, and findings: on files that were left out (warnings where a file may be a part of
+        the scan, else information) and on slices of several studies.
 
     Raises:
-        UserError: If there is none, or more than one, or a file of it cannot be read.
+        UserError: If no stack is selected, or more than one, or a file of the series cannot be
+            read.
     """
     is_folder = path.is_dir() or is_dicomdir(path)
     only_file = None if is_folder else path
@@ -417,24 +456,25 @@ def choose_stack(
     images = read_images(path, modality, files, is_deep=is_folder)
     folders = slice_folders(images)
     contents = _sort_contents(_in_scope(images, choice))
+    # All stacks of a folder; for a file, the stacks with a slice in it.
     candidates = _stacks_with(contents.stacks, only_file)
     # A series of one stack (part 0) may be named as its own part 1.
     chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
-    # Series Instance UIDs that the arguments mean.
+    # Series Instance UIDs of the series that the arguments mean: their files must be readable.
     if chosen:
         meant_uids = {chosen[0].series.uid}
     elif candidates:
         # No stack is the chosen one, perhaps because the files of that series cannot be read.
         meant_uids = _uids_of(contents.images, choice, only_file)
     else:
-        # Without any stack, the files of all series may say why there is none.
+        # Without any stack, an unreadable file of any series may be the reason.
         meant_uids = _uids_of(contents.images, parse_series(None), only_file)
     # Before the refusals below: files that cannot be read may be why there is no stack.
     _check_readable(contents, meant_uids, folders)
     left_out = contents.left_out
-    # Where nothing selects a series, all that the folder holds is of interest.
+    # Where the arguments select no series, the findings cover all objects of the folder.
     is_selected = bool(choice.name) or only_file is not None
     if is_selected:
         left_out = [image for image in left_out if image.series.uid in meant_uids]
@@ -444,6 +484,7 @@ def choose_stack(
         raise _no_such_series(path, choice, candidates, contents.stacks)
     _check_patient(path, chosen[0])
     findings = _left_out_findings(left_out, meant_uids)
+    findings += _study_findings(chosen[0])
     if is_selected:
         findings += _loose_findings(contents.unreadable)
     else:
@@ -492,7 +533,7 @@ def _several(
 
 
 def _no_stack(path: Path, kind: str, left_out: Sequence[NoSlice]) -> UserError:
-    """Refuse a path without a stack, with what was found instead."""
+    """Refuse a path without a stack; the message counts the objects that were found."""
     return UserError(
         f"{path}: expected a {kind} of at least two slices, but found only "
         f"{_count_reasons(left_out) or 'no image'}; give the folder of a {kind}."
@@ -509,7 +550,7 @@ def _no_such_series(
     if not choice.is_scope_of(candidates[0].series):
         name = choice.within(choice.scope)
     return UserError(
-        f"{path}: there is no series={plain(name)} among "
+        f"{path}: there is no series={printable(name)} among "
         f"{_list(candidates, all_stacks)}; give one of them."
     )
 
@@ -523,8 +564,8 @@ def _check_readable(contents: Contents, uids: set[str], folders: SliceFolders) -
     broken = []
     for image in contents.unreadable:
         owner = image.series.uid or folders.owner(image.path)
-        # Where the path has no stack, `uids` may hold "", the UID of files that do not tell their
-        # series: such a file may be why there is none.
+        # Where the path has no stack, `uids` may hold "", the UID of files of unknown series: such
+        # a file may be why there is none.
         if owner in uids or image.series.uid in uids:
             broken.append(image)
     if broken:
@@ -538,7 +579,7 @@ def _check_patient(path: Path, stack: Stack) -> None:
     Raises:
         UserError: If there are several; the message gives their number.
     """
-    # Slices without a Patient ID may be those of the only patient.
+    # Slices without a Patient ID may belong to the only patient.
     num_patients = len({frame.series.patient for frame in stack.frames} - {""})
     if num_patients > 1:
         raise UserError(
@@ -547,12 +588,25 @@ def _check_patient(path: Path, stack: Stack) -> None:
         )
 
 
+def _study_findings(stack: Stack) -> list[Finding]:
+    """Warn of slices of several studies: one series belongs to one study."""
+    # Slices without a Study Instance UID may belong to the only study.
+    num_studies = len({frame.series.study for frame in stack.frames} - {""})
+    if num_studies <= 1:
+        return []
+    sentence = (
+        f"the slices carry {num_studies} different Study Instance UIDs; "
+        "check that they are of one scan"
+    )
+    return warnings_of("reading", [sentence])
+
+
 def _left_out_findings(left_out: Sequence[NoSlice], uids: set[str]) -> list[Finding]:
     """Make findings on the images that are left out.
 
-    They are information, but a warning where an image may be a slice of a series of `uids`.
+    A finding is a warning where the image may be a slice of a series of `uids`, else information.
     """
-    # A slice of the chosen series may be missed; a topogram, a report or another series is not.
+    # A lost slice of the chosen series matters; a topogram, a report or another series does not.
     lost_slices: list[NoSlice] = []
     unrelated: list[NoSlice] = []
     for image in left_out:
@@ -580,7 +634,7 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
 
 
 def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
-    """Warn of files that cannot be read and do not tell their series: it may be the chosen one."""
+    """Warn of files of unknown series that cannot be read: they may belong to the chosen one."""
     loose = [image for image in unreadable if not image.series.uid]
     if not loose:
         return []
@@ -600,7 +654,7 @@ def _count_reasons(images: Iterable[NoSlice]) -> str:
 
 
 def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
-    """List stacks for a message by the value that `series=` takes, and what distinguishes them.
+    """List stacks for a message, each as `_describe` writes it.
 
     Args:
         stacks: The stacks to list.
@@ -614,28 +668,28 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
 
 
 def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
-    """Write the value of `series=` that names a stack, and what distinguishes it.
+    """Write the value of `series=` that names a stack, and the properties of the stack.
 
-    That is patient, date and number (if the folder holds several studies), description, phase,
+    These are patient, date and number (if the folder holds several studies), description, phase,
     number of slices and spacing (z, y, x).
     """
     series = stack.series
-    key = plain(_shortest_name(series, all_series))
+    key = printable(_shortest_name(series, all_series))
     if stack.part:
         key += f"/{stack.part}"
     properties = []
     all_scopes = {candidate.scope for candidate in all_series}
     if len(all_scopes) > 1:
-        properties.append(f"patient {plain(series.patient or 'unknown')}")
-        properties.append(plain(written_date(series.date)))
+        properties.append(f"patient {printable(series.patient or 'unknown')}")
+        properties.append(printable(written_date(series.date)))
         # Where there is only one study, the key shows the number instead.
         if series.number:
-            properties.append(f"series {plain(series.number)}")
+            properties.append(f"series {printable(series.number)}")
     if series.description:
         properties.append(shown(series.description))
     properties.append(stack.phase)
     spacing = " x ".join(f"{mm:.3g}" for mm in stack.spacing_mm)
-    # What is unknown is "" and left out.
+    # Unknown properties are "" and are left out.
     words = [
         f"series={key}",
         ", ".join(filter(None, properties)),
@@ -647,7 +701,7 @@ def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
 def _shortest_name(series: Series, all_series: Sequence[Series]) -> str:
     """Choose the shortest value of `series=` that names one series among all.
 
-    That is its number, else the number with patient and perhaps date, else its UID.
+    In this order: its number; number and patient; number, patient and date; its UID.
     """
     if not series.number:
         return series.uid

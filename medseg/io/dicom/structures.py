@@ -52,13 +52,13 @@ TYPE_2 = (
 # The fields of `TYPE_2` that must be a date or a time, and pydicom's types for their values.
 DATES_AND_TIMES = {"PatientBirthDate": DA, "StudyDate": DA, "StudyTime": TM}
 
-# What the description of a result calls it.
+# Names of the kinds of results in the description of their series.
 KIND_NAMES = {"SEG": "segmentation", "RTSTRUCT": "structure set"}
 
 # Last digit of the series number of a result.
 KIND_NUMBERS = {"SEG": 1, "RTSTRUCT": 2}
 
-# Series numbers of results begin here, beyond those of scanners.
+# Series numbers of results begin here: scanners give smaller ones.
 FIRST_NUMBER = 90_000
 # Largest series number of a source from which the number of a result is made. That number is ten
 # times as large, and integers of DICOM (IS) have 32 bits.
@@ -169,8 +169,8 @@ def labels_on_slices(
     num_rows, num_columns = slices.frames[0].pixels.shape
     numbers = np.empty((len(slices.frames), num_rows, num_columns), number_of_value.dtype)
     for index, plane in enumerate(planes):
-        # Row y and column x of the grid at each pixel. All lie on the grid, which covers every
-        # slice: shifts count from its first voxel.
+        # Row y and column x of the grid at each pixel; shifts are measured from its first voxel.
+        # The grid covers every slice, so all indices exist.
         y_shift_px, x_shift_px = slices.shifts_px[index]
         y = nearest(np.arange(num_rows) + y_shift_px)
         x = nearest(np.arange(num_columns) + x_shift_px)
@@ -209,7 +209,7 @@ def labels_on_grid(slice_labels: np.ndarray, slices: SourceSlices) -> np.ndarray
 
 
 def nearest(positions: np.ndarray) -> np.ndarray:
-    """Round to whole numbers: a half up, also where rounding noise lies just below it."""
+    """Round to whole numbers, halves upwards; 1e-6 absorbs rounding noise just below a half."""
     return np.floor(positions + 0.5 + 1e-6).astype(int)
 
 

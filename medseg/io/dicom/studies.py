@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from medseg.io.dicom.frames import Frame, NoSlice, Series, read_frames
-from medseg.io.dicom.stacks import SliceFolders, broken_copies, refused_copy
+from medseg.io.dicom.stacks import SliceFolders, broken_copies, lacks_study, refused_copy
 from medseg.io.identity import Identity, written_date
 from medseg.io.inputs import dicom_files
 
@@ -60,12 +60,12 @@ class Study:
 
 @dataclass
 class _Folder:
-    """What the headers of the files below a folder say.
+    """Content of the DICOM files below a folder, from their headers.
 
     Attributes:
         series: The series by UID, each as the first of its `files` describes it.
         files: Files by the UID of their series.
-        loose: Files that cannot be read and do not tell their study.
+        loose: Files that cannot be read and whose study is unknown.
         dicom: All DICOM files.
         slices: Series Instance UID and file of each slice; a file of several frames occurs once for
             each frame.
@@ -90,14 +90,14 @@ def find_studies(
 
     Localisers, reports, structures and other modalities make no volume of a study. All slices of a
     series belong to the study of the first one, even where their headers disagree; the reader of
-    the series refuses that later.
+    the series later refuses several patients, and warns of several studies.
 
     Args:
         folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
         on_file: Called after each file.
-        on_loose: Called with each file that cannot be read and that belongs to no study: it tells
-            none, and there is not exactly one volume near it.
+        on_loose: Called with each file that cannot be read and belongs to no study: its header
+            names none, and there is not exactly one volume near the file.
 
     Returns:
         The studies of each folder, by patient and date; none of a folder that cannot be searched.
@@ -131,10 +131,9 @@ def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Fol
 def _add(folder: _Folder, image: Frame | NoSlice) -> None:
     """Add a slice, or a file without one, to the series of a folder."""
     series = image.series
-    # A file that was cut off lacks its patient and study. Those of its series are known where
-    # another file of the series was read before.
-    lacks_study = series.scope == Series().scope and series.uid not in folder.series
-    if isinstance(image, NoSlice) and image.is_unreadable and lacks_study:
+    # Patient and study of the series are known where another file of the series was read before.
+    if lacks_study(image) and series.uid not in folder.series:
+        assert isinstance(image, NoSlice), "slices can be read"
         folder.loose.append(image)
         return
     folder.series.setdefault(series.uid, series)
@@ -170,8 +169,8 @@ def _divide(
             if series.uid in volume_uids and series.uid in folder.positions:
                 volumes.append(series)
                 positions[series.uid] = frozenset(folder.positions[series.uid])
-        # Series of one study may have several dates, or none; the earliest counts, of volumes if
-        # there are any.
+        # Series of one study may have several dates, or none. The earliest date of its volumes
+        # counts or, without a volume, the earliest of all series.
         first = min(volumes or all_series, key=lambda series: (series.date == "", series.date))
         study = Study(
             patient=first.patient,
@@ -187,7 +186,7 @@ def _divide(
 
 
 def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
-    """Assign files that do not tell their study, and broken copies, to the only volume near them.
+    """Assign files of unknown study, and broken copies, to the only volume near them.
 
     Returns:
         Such files by the UID of that volume; `on_loose` gets the others.
@@ -208,7 +207,7 @@ def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[s
 def _files_of(
     folder: _Folder, all_series: Iterable[Series], owned_files: dict[str, list[Path]]
 ) -> tuple[Path, ...]:
-    """List the files of some series, with those of `_owned_files`."""
+    """List the files of some series, with the files that `_owned_files` assigns to them."""
     files: set[Path] = set()
     for series in all_series:
         files.update(folder.files[series.uid])

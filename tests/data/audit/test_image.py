@@ -237,7 +237,7 @@ def test_the_advice_for_a_small_range_follows_from_it_and_works(
     (finding,) = audit_image(measure_image(stored))
     assert advice in str(finding)
     again = HuScale(slope, offset).apply(stored)
-    assert "error" not in {one.severity.value for one in audit_image(measure_image(again))}
+    assert "error" not in {finding.severity.value for finding in audit_image(measure_image(again))}
 
 
 def test_only_channels_of_ct_can_have_values_that_are_not_hu() -> None:

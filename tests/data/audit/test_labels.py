@@ -269,17 +269,14 @@ def test_a_body_that_lies_against_its_header_is_told_and_its_labels_are_not_to_b
 ) -> None:
     image, labels, grid = whole
     assert not {"body_position", "swapped_sides"} & {
-        one.code for one in audit_labels(image, labels, grid, task, {})
+        finding.code for finding in audit_labels(image, labels, grid, task, {})
     }
     mirrored, turned = POSITIONS[position]
-    (finding,) = [
-        one
-        for one in audit_labels(np.flip(image, mirrored), np.flip(labels, mirrored), grid, task, {})
-        if "body" in one.code
-    ]
+    findings = audit_labels(np.flip(image, mirrored), np.flip(labels, mirrored), grid, task, {})
+    (finding,) = [finding for finding in findings if "body" in finding.code]
     assert (finding.severity, position in finding.message) == (Severity.warning, True)
-    found = audit_labels(np.flip(image, turned), np.flip(labels, turned), grid, task, {})
-    (finding,) = [one for one in found if one.code == "swapped_sides"]
+    findings = audit_labels(np.flip(image, turned), np.flip(labels, turned), grid, task, {})
+    (finding,) = [finding for finding in findings if finding.code == "swapped_sides"]
     assert position in finding.message
     assert "leave data.label_values as they are" in finding.cure
 

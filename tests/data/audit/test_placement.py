@@ -80,13 +80,11 @@ def test_every_real_scan_in_every_order(shared_ct: Path) -> None:
         labels = orientation.to_lps(read_labels(shared_ct / row["labels"]).array)
         assert audit_placement(image, labels, grid) == [], row["case"]
         assert audit_shift(image, labels, grid) == [], row["case"]
-        shifts = itertools.product(
-            (1, 2), (5, -5)
-        )  # along z, a scan that cuts the lungs has few edges
+        # Not along z, where a scan that cuts the lungs has few edges.
         missed += [
-            (row["case"], *one)
-            for one in shifts
-            if not audit_shift(image, np.roll(labels, one[1], one[0]), grid)
+            (row["case"], axis, shift)
+            for axis, shift in itertools.product((1, 2), (5, -5))
+            if not audit_shift(image, np.roll(labels, shift, axis), grid)
         ]
         missed += [
             (row["case"], axes)

@@ -62,7 +62,7 @@ def test_a_spacing_is_an_outlier_among_enough_others(
         audited("odd", spacing_mm),
     ]
     compared = compare_cases(cases)
-    assert all(one.comparison == () for one in compared[:-1])
+    assert all(audited_case.comparison == () for audited_case in compared[:-1])
     assert [finding.message for finding in compared[-1].comparison] == ([said] if said else [])
 
 
@@ -77,7 +77,8 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
     ]
     compared = compare_cases(cases)
     found = [
-        [(finding.code, finding.severity.value) for finding in one.findings()] for one in compared
+        [(finding.code, finding.severity.value) for finding in audited_case.findings()]
+        for audited_case in compared
     ]
     assert found == [
         [],
@@ -87,7 +88,7 @@ def test_copies_are_found_in_the_order_of_the_table() -> None:
         [],
         [],
     ]
-    assert [one.status for one in compared] == [
+    assert [audited_case.status for audited_case in compared] == [
         "ready",
         "ready",
         "ready",
@@ -109,8 +110,8 @@ def test_a_copy_of_the_same_patient_hides_none_of_another_patient() -> None:
         audited("same as scaled", voxels="z", patient="s", image=0.8 * scan),
     ]
     found = [
-        [(finding.code, finding.severity.value) for finding in one.findings()]
-        for one in compare_cases(cases)
+        [(finding.code, finding.severity.value) for finding in compared.findings()]
+        for compared in compare_cases(cases)
     ]
     near, same = ("near_copy", "error"), ("duplicate_image", "warning")
     twin = ("duplicate_image", "error")
@@ -131,7 +132,8 @@ def test_near_copies_under_two_patients_are_found() -> None:
     ]
     cases += [audited(name, image=image) for name, image in changed.items()]
     found = {
-        one.case.name: [finding.code for finding in one.findings()] for one in compare_cases(cases)
+        compared.case.name: [finding.code for finding in compared.findings()]
+        for compared in compare_cases(cases)
     }
     assert found == {
         "scan": [], "again": [], "other": [], "noisy": ["near_copy"], "brighter": ["near_copy"],
@@ -149,10 +151,10 @@ def near_copies(by_profile: bool, **cells: tuple[Any, Any]) -> Finding:
     ]
     pair = []
     for name, row in zip(("scan", "copy"), rows, strict=True):
-        one = audited(name, image=None if by_profile else scan + len(pair))
-        assert one.audit is not None
-        audit = replace(one.audit, profile=profile if by_profile else ())
-        pair.append(replace(one, case=replace(one.case, **row), audit=audit))
+        plain = audited(name, image=None if by_profile else scan + len(pair))
+        assert plain.audit is not None
+        audit = replace(plain.audit, profile=profile if by_profile else ())
+        pair.append(replace(plain, case=replace(plain.case, **row), audit=audit))
     (finding,) = compare_cases(pair)[1].comparison
     return finding
 

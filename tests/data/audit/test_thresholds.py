@@ -433,10 +433,13 @@ def test_thumbnails_that_a_line_maps_within_10_percent_are_copies(
     assert [finding.code for finding in compare_cases(cases)[1].comparison] == [
         "near_copy"
     ] * is_told
-    same_patient = [replace(one, case=replace(one.case, patient="p")) for one in cases]
+    same_patient = [
+        replace(audited_case, case=replace(audited_case.case, patient="p"))
+        for audited_case in cases
+    ]
     assert compare_cases(same_patient)[1].comparison == ()
     negative = [cases[0], audited("c", tuple((-values).tolist())), audited("d", (7, 7, 7, 7))]
-    assert [one.comparison for one in compare_cases(negative)] == [(), (), ()]
+    assert [compared.comparison for compared in compare_cases(negative)] == [(), (), ()]
 
 
 def test_the_nearest_copy_is_named() -> None:
@@ -551,15 +554,15 @@ def test_an_apex_fills_its_rectangle_and_a_base_does_not(task: Task) -> None:
 
 
 def test_findings_are_sorted_by_severity_and_ignored_by_code() -> None:
-    one = audited("a")
-    assert one.audit is not None
+    plain = audited("a")
+    assert plain.audit is not None
     findings = [
         Finding(code, severity, code, "")
         for code, severity in (("x", "information"), ("y", "error"), ("z", "warning"))
     ]
     findings = [replace(finding, severity=Severity(finding.severity)) for finding in findings]
-    changed = replace(one, audit=replace(one.audit, findings=tuple(findings)))
+    changed = replace(plain, audit=replace(plain.audit, findings=tuple(findings)))
     assert [finding.code for finding in changed.findings()] == ["y", "z", "x"]
     assert changed.status == "refused"
-    ignoring = replace(changed, case=replace(one.case, ignore_findings=frozenset({"y"})))
+    ignoring = replace(changed, case=replace(plain.case, ignore_findings=frozenset({"y"})))
     assert ignoring.status == "ready"

@@ -13,6 +13,7 @@ from layouts import blocks, make_luna16, make_pairs, make_slicer, make_totalsegm
 from medseg.data.importers.folders import import_luna16, import_pairs, import_totalsegmentator
 from medseg.data.importers.formats import import_dataset
 from medseg.errors import UserError
+from medseg.io import simpleitk
 
 
 def test_lobes_are_merged_and_the_split_is_that_of_the_table(tmp_path: Path) -> None:
@@ -144,6 +145,25 @@ def test_a_damaged_header_is_told_for_its_case_alone(tmp_path: Path) -> None:
     (line,) = (item for item in data.closing_items() if item.name.endswith(header.name))
     assert (line.kind, line.fate) == ("file", "left out")
     assert line.why.startswith("damaged, prepare will refuse its case")
+
+
+def test_a_header_that_cannot_be_opened_is_told_for_its_case_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_luna16(tmp_path)
+    header = next(tmp_path.glob("subset1/*.mhd"))
+
+    def read(path: Path) -> simpleitk.TextHeader:
+        if path.name == header.name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_header(path)
+
+    read_header = simpleitk.read_header
+    monkeypatch.setattr(simpleitk, "read_header", read)
+    data = import_dataset(tmp_path)
+    assert len(data.cases) == 4
+    whys = [item.why for item in data.closing_items() if item.name.endswith(header.name)]
+    assert any("Permission denied" in why for why in whys)
 
 
 def test_pairs_of_an_image_and_a_folder_of_masks(tmp_path: Path) -> None:

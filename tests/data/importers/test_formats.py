@@ -25,7 +25,7 @@ def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: P
         import_dataset(tmp_path)
     said = str(error.value)
     assert "expected a data set in one of these layouts, but found none" in said
-    assert all(f"{name}: {one.sign}" in said for name, one in FORMATS.items())
+    assert all(f"{name}: {data_format.sign}" in said for name, data_format in FORMATS.items())
     with pytest.raises(UserError, match="does not exist; check the path"):
         import_dataset(tmp_path / "gone")
     make_nnunet(tmp_path / "Dataset001_A")

@@ -37,7 +37,7 @@ def test_channels_cases_and_test_cases_of_nnunet(tmp_path: Path) -> None:
         "chest_001_0001.nii.gz",
     ]
     assert data.labels == {"left_lung": [1], "right_lung": [2]}
-    assert [(one.modality, one.normalise) for one in data.channels] == [
+    assert [(channel.modality, channel.normalise) for channel in data.channels] == [
         ("ct", "window"),
         ("other", "zscore"),
     ]
@@ -211,7 +211,7 @@ MISTAKES: list[tuple[Callable[[Path], Any], str]] = [
         "labelsTr: no labels for chest_001, which imagesTr holds; add them",
     ),
     (
-        lambda at: [one.unlink() for one in at.glob("imagesTr/chest_001*")],
+        lambda at: [path.unlink() for path in at.glob("imagesTr/chest_001*")],
         "imagesTr: no image for chest_001, which labelsTr holds",
     ),
     (
@@ -279,9 +279,21 @@ def test_the_decathlon_has_channels_in_one_file(tmp_path: Path) -> None:
     assert data.cases[0].images(2) == [data.cases[0].image] * 2
 
 
+def test_patients_of_a_datalist_may_be_numbers(tmp_path: Path) -> None:
+    make_nnunet(tmp_path)
+    entries: list[dict[str, Any]] = [
+        {"image": f"imagesTr/chest_{n:03d}_0000.nii.gz", "label": f"labelsTr/chest_{n:03d}.nii.gz"}
+        for n in range(3)
+    ]
+    for entry, patient in zip(entries, (0, 0, None), strict=True):
+        entry["patient"] = patient
+    data = import_dataset(write_json(tmp_path / "list.json", {"training": entries}))
+    assert [case.patient for case in data.cases] == ["0", "0", "chest_002"]
+
+
 def test_a_datalist_of_monai(tmp_path: Path) -> None:
     make_nnunet(tmp_path / "data")
-    pair = [
+    entries = [
         {
             "image": f"data/imagesTr/chest_{n:03d}_0000.nii.gz",
             "label": f"data/labelsTr/chest_{n:03d}.nii.gz",
@@ -290,7 +302,7 @@ def test_a_datalist_of_monai(tmp_path: Path) -> None:
     ]
     path = write_json(
         tmp_path / "folds.json",
-        {"training": [{**one, "fold": n} for n, one in enumerate(pair)], "testing": []},
+        {"training": [{**entry, "fold": n} for n, entry in enumerate(entries)], "testing": []},
     )
     data = import_dataset(path)
     assert [(case.name, case.fold) for case in data.cases] == [
@@ -303,8 +315,8 @@ def test_a_datalist_of_monai(tmp_path: Path) -> None:
     path = write_json(
         tmp_path / "split.json",
         {
-            "training": pair[:2],
-            "validation": pair[2:],
+            "training": entries[:2],
+            "validation": entries[2:],
             "test": ["data/imagesTs/chest_003_0000.nii.gz"],
         },
     )
@@ -315,13 +327,13 @@ def test_a_datalist_of_monai(tmp_path: Path) -> None:
     path = write_json(
         tmp_path / "partly.json",
         {
-            "training": [{**pair[0], "fold": 0}, {**pair[1], "fold": 1}, pair[2]],
+            "training": [{**entries[0], "fold": 0}, {**entries[1], "fold": 1}, entries[2]],
             "testing": ["data/imagesTs/chest_003_0000.nii.gz"],
         },
     )
     named = [item.name for item in import_dataset(path).account.items if "every fold" in item.why]
     assert named == ["fold of chest_002"], "neither a case of a fold nor a test case"
-    many = {"image": [pair[0]["image"]] * 2, "label": pair[0]["label"]}
+    many = {"image": [entries[0]["image"]] * 2, "label": entries[0]["label"]}
     path = write_json(
         tmp_path / "channels.json",
         {"training": [many], "modality": {"0": "CT", "1": "PET"}, "labels": {"1": "a", "2": "b"}},
@@ -405,8 +417,8 @@ def test_any_value_in_a_description_is_read_or_refused(
                 if key == "training"
                 else [{"0": value}]
             )
-            for one in (value, *entries):
-                write_json(folder / "dataset.json", {**about, key: one})
+            for content in (value, *entries):
+                write_json(folder / "dataset.json", {**about, key: content})
                 import_dataset.cache_clear()
                 try:
                     import_dataset(folder).task()
