@@ -4,6 +4,8 @@ Images are arrays (C, z, y, x) with axes towards superior, posterior and left. T
 of medseg.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +16,14 @@ from monai.inferers import Inferer
 from monai.transforms import MapTransform
 from torch import Tensor
 
+# Values of a CT above this belong to the body; in other modalities, all values but 0.
 BODY_HU = -500.5
+# Value of air after normalisation to [-1, 1].
 AIR = -1.0
+# Percentiles that become -1 and 1 in a channel without a window, of at most so many values.
 PERCENTILES = (0.5, 99.5)
 MAX_VALUES = 2**24
+# Rounding error of positions, in voxels.
 TOLERANCE = 1e-6
 # Shape of the crop before its padding, in the metadata of an image.
 CROP_SHAPE = "crop_shape"
@@ -40,30 +46,35 @@ def axis_weights(
         view are 0.
     """
     position = np.round(scale * np.arange(num_outputs) + offset, 9)[:, None]
-    radius = abs(scale) if is_antialiased and abs(scale) > 1 + TOLERANCE else 1.0
+    radius = 1.0  # half width of the triangle, in input voxels
+    if is_antialiased and abs(scale) > 1 + TOLERANCE:
+        radius = abs(scale)
+    # Input voxels that the triangle may reach, (num_outputs, 2 * radius + 1).
     index = np.ceil(position - radius).astype(np.int64) + np.arange(int(2 * radius) + 1)
     distance = index - position
     weight = np.maximum(0.0, 1.0 - np.abs(distance) / radius)
-    if radius > 1:  # tilted until the first moment vanishes, so that a linear ramp stays one
-        tilt = -(weight * distance).sum(1, keepdims=True) / np.maximum(
-            (weight * distance**2).sum(1, keepdims=True), 1e-12
-        )
+    if radius > 1:
+        # Tilted until the first moment vanishes, so that a linear ramp stays one.
+        first_moment = (weight * distance).sum(1, keepdims=True)
+        second_moment = (weight * distance**2).sum(1, keepdims=True)
+        tilt = -first_moment / np.maximum(second_moment, 1e-12)
         weight = np.maximum(0.0, weight * (1.0 + tilt * distance))
     weight /= weight.sum(1, keepdims=True)
     is_inside = (position >= -0.5 - TOLERANCE) & (position <= num_inputs - 0.5 + TOLERANCE)
     weights = np.zeros((num_outputs, num_inputs))
-    np.add.at(
-        weights,
-        (np.arange(num_outputs)[:, None], np.clip(index, 0, num_inputs - 1)),
-        weight * is_inside,
-    )
+    outputs = np.arange(num_outputs)[:, None]
+    # Beyond the ends the image continues with its outermost voxel.
+    inputs = np.clip(index, 0, num_inputs - 1)
+    np.add.at(weights, (outputs, inputs), weight * is_inside)
     return torch.from_numpy(weights.astype(np.float32))
 
 
 def filtered(image: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Resample an image (z, y, x) by the filter of each axis."""
-    for axis, one in enumerate(weights):
-        image = torch.tensordot(one.to(image), image, dims=([1], [axis])).movedim(0, axis)
+    for axis, weights_of_axis in enumerate(weights):
+        # `tensordot` puts the new axis first.
+        image = torch.tensordot(weights_of_axis.to(image), image, dims=([1], [axis]))
+        image = image.movedim(0, axis)
     return image
 
 
@@ -96,13 +107,14 @@ class Prepared(MapTransform):
             is_flipped: Whether the network sees the image with left and right exchanged.
         """
         super().__init__(keys)
-        self.spacing_mm, self.is_antialiased, self.channels = spacing_mm, is_antialiased, channels
-        self.body_margin_mm, self.multiple_of, self.is_flipped = (
-            body_margin_mm,
-            multiple_of,
-            is_flipped,
-        )
-        self.tile_size, self.least_size = tile_size, tile_size or least_size or (1, 1, 1)
+        self.spacing_mm = spacing_mm
+        self.is_antialiased = is_antialiased
+        self.channels = channels
+        self.body_margin_mm = body_margin_mm
+        self.multiple_of = multiple_of
+        self.tile_size = tile_size
+        self.least_size = tile_size or least_size or (1, 1, 1)
+        self.is_flipped = is_flipped
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Prepare the image of a case."""
@@ -112,50 +124,58 @@ class Prepared(MapTransform):
         return prepared
 
     def _prepare(self, scan: MetaTensor) -> MetaTensor:
+        """Prepare a scan (C, z, y, x)."""
         affine = np.asarray(scan.affine, dtype=np.float64)
         native_mm = np.linalg.norm(affine[:3, :3], axis=0)
-        spacing_mm = (
-            native_mm if self.spacing_mm is None else np.asarray(self.spacing_mm, dtype=np.float64)
-        )
+        spacing_mm = native_mm
+        if self.spacing_mm is not None:
+            spacing_mm = np.asarray(self.spacing_mm, dtype=np.float64)
         size = np.array(scan.shape[1:])
-        shape = np.maximum(1, np.floor(size * native_mm / spacing_mm + 0.5 + TOLERANCE)).astype(int)
-        ratio = spacing_mm / native_mm
+        # Rounded half up, at least one voxel.
+        shape = np.floor(size * native_mm / spacing_mm + 0.5 + TOLERANCE)
+        shape = np.maximum(1, shape).astype(int)
+        ratio = spacing_mm / native_mm  # voxels of the scan for each voxel of the output
         first = (size - 1) / 2 - (shape - 1) / 2 * ratio  # the centre of the field of view stays
-        weights = [
-            axis_weights(*one, self.is_antialiased)
-            for one in zip(shape, size, ratio, first, strict=True)
-        ]
+        weights = []
+        for along_axis in zip(shape, size, ratio, first, strict=True):
+            weights.append(axis_weights(*along_axis, self.is_antialiased))
         values = scan.as_tensor().float()
         images = []
         for image, channel in zip(values, self.channels, strict=True):
-            clipped = image if channel["clip"] is None else image.clamp(*channel["clip"])
-            images.append(clipped if self.spacing_mm is None else filtered(clipped, weights))
+            if channel["clip"] is not None:
+                image = image.clamp(*channel["clip"])
+            if self.spacing_mm is not None:
+                image = filtered(image, weights)
+            images.append(image)
         start, stop = self._body(images[0], spacing_mm)
         box = tuple(map(slice, start, stop))
-        seen = torch.stack(
-            [self._normalise(*one)[box] for one in zip(images, values, self.channels, strict=True)]
-        )
-        moved = np.eye(4)
-        moved[:3, :3], moved[:3, 3] = np.diag(ratio), first + start * ratio
+        crops = []
+        for image, channel_values, channel in zip(images, values, self.channels, strict=True):
+            crops.append(self._normalise(image, channel_values, channel)[box])
+        crop = torch.stack(crops)
+        # From indices of the crop to indices of the scan.
+        crop_to_scan = np.eye(4)
+        crop_to_scan[:3, :3] = np.diag(ratio)
+        crop_to_scan[:3, 3] = first + start * ratio
         if self.is_flipped:
-            seen = seen.flip(-1)
-        crop_shape = torch.tensor(seen.shape[1:])
+            crop = crop.flip(-1)
         return MetaTensor(
-            self._pad(seen),
-            affine=torch.from_numpy(affine @ moved),
-            meta={**scan.meta, CROP_SHAPE: crop_shape},
+            self._pad(crop),
+            affine=torch.from_numpy(affine @ crop_to_scan),
+            meta={**scan.meta, CROP_SHAPE: torch.tensor(crop.shape[1:])},
         )
 
     def _body(self, image: Tensor, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the box of the body with its margin; the whole image where there is none."""
         size = np.array(image.shape)
-        is_body = image > BODY_HU if self.channels[0]["modality"] == "ct" else image != 0
+        is_body = _is_body(image, self.channels[0])
         if self.body_margin_mm is None or not bool(is_body.any()):
             return np.zeros(3, int), size
         margin = np.ceil(self.body_margin_mm / spacing_mm - TOLERANCE).astype(int)
-        covered = [is_body.any(a).any(b).nonzero().flatten() for a, b in ((1, 1), (0, 1), (0, 0))]
-        start, stop = (np.array([int(one[end]) for one in covered]) for end in (0, -1))
-        return np.maximum(0, start - margin), np.minimum(size, stop + 1 + margin)
+        indices = is_body.nonzero().numpy()  # (voxels, 3)
+        start = indices.min(axis=0) - margin
+        stop = indices.max(axis=0) + 1 + margin
+        return np.maximum(0, start), np.minimum(size, stop)
 
     @staticmethod
     def _normalise(image: Tensor, values: Tensor, channel: Mapping[str, Any]) -> Tensor:
@@ -163,31 +183,45 @@ class Prepared(MapTransform):
         if channel["normalise"] == "window":
             low, high = channel["window_hu"]
             return (image.clamp(low, high) - low) * (2 / (high - low)) + AIR
-        foreground = values[values > BODY_HU if channel["modality"] == "ct" else values != 0]
-        known = (foreground if foreground.numel() else values.flatten()).double().numpy()
+        foreground = values[_is_body(values, channel)]
+        if not foreground.numel():
+            foreground = values.flatten()
+        measured = foreground.double().numpy()
         if channel["normalise"] == "zscore":
-            return (
-                (image - known.mean()) / known.std() if known.std() > 0 else torch.zeros_like(image)
-            )
-        low, high = np.percentile(known[:: -(-known.size // MAX_VALUES)], PERCENTILES)
-        return (image.clamp(low, high) - low) * (2 / (high - low) if high > low else 0.0) + AIR
+            if measured.std() == 0:
+                return torch.zeros_like(image)
+            return (image - measured.mean()) / measured.std()
+        # Percentiles of every n-th value, so that there are at most `MAX_VALUES`.
+        step = math.ceil(measured.size / MAX_VALUES)
+        low, high = np.percentile(measured[::step], PERCENTILES)
+        scale = 0.0
+        if high > low:
+            scale = 2 / (high - low)
+        return (image.clamp(low, high) - low) * scale + AIR
 
     def _pad(self, image: Tensor) -> Tensor:
         """Pad (C, z, y, x) at the end of each axis: repeat the last slice, fill with air."""
         least = [max(pair) for pair in zip(image.shape[1:], self.least_size, strict=True)]
-        depth, height, width = (
-            -(-size // step) * step for size, step in zip(least, self.multiple_of, strict=True)
-        )
-        if self.tile_size is not None:
-            depth, height, width = least
-        elif [depth, height, width] == list(
-            self.multiple_of
-        ):  # a single voxel at the lowest level has no variance
-            depth, height, width = 2 * depth, 2 * height, 2 * width
-        padded = torch.full((len(image), depth, height, width), AIR)
-        padded[:, : image.shape[1], : image.shape[2], : image.shape[3]] = image
-        padded[:, image.shape[1] :] = padded[:, image.shape[1] - 1 : image.shape[1]]
+        sizes = least
+        if self.tile_size is None:
+            sizes = []
+            for size, step in zip(least, self.multiple_of, strict=True):
+                sizes.append(math.ceil(size / step) * step)
+            # A single voxel at the lowest level has no variance.
+            if sizes == list(self.multiple_of):
+                sizes = [2 * size for size in sizes]
+        channels, depth, height, width = image.shape
+        padded = torch.full((channels, *sizes), AIR)
+        padded[:, :depth, :height, :width] = image
+        padded[:, depth:] = padded[:, depth - 1 : depth]
         return padded
+
+
+def _is_body(values: Tensor, channel: Mapping[str, Any]) -> Tensor:
+    """Make the mask of the voxels that belong to the body."""
+    if channel["modality"] == "ct":
+        return values > BODY_HU
+    return values != 0
 
 
 class TileInferer(Inferer):
@@ -205,36 +239,32 @@ class TileInferer(Inferer):
         image = inputs.as_tensor() if isinstance(inputs, MetaTensor) else inputs
         if self.tile_size is None:
             return torch.softmax(network(image).float(), dim=1)
-        axes = [self._starts(*one) for one in zip(image.shape[2:], self.tile_size, strict=True)]
-        weights = [
-            self._weights(*one).to(image)
-            for one in zip(image.shape[2:], self.tile_size, axes, strict=True)
-        ]
+        # By axis: starts of the tiles, sum of their weights at each voxel, weights in a tile.
+        starts = []
+        sums = []
+        profiles = []
+        for size, tile in zip(image.shape[2:], self.tile_size, strict=True):
+            starts_of_axis = self._starts(size, tile)
+            starts.append(starts_of_axis)
+            sums.append(self._weights(size, tile, starts_of_axis).to(image))
+            profiles.append(self._profile(tile).to(image))
+        depth, height, width = self.tile_size
         total = torch.zeros(())
-        for z, y, x in ((z, y, x) for z in axes[0] for y in axes[1] for x in axes[2]):
-            place: tuple[Any, ...] = (
-                ...,
-                *(
-                    slice(start, start + size)
-                    for start, size in zip((z, y, x), self.tile_size, strict=True)
-                ),
-            )
+        for z, y, x in itertools.product(*starts):
+            place = (..., slice(z, z + depth), slice(y, y + height), slice(x, x + width))
             probs = torch.softmax(network(image[place]).float(), dim=1)
+            # The first tile tells the number of classes.
             if total.ndim == 0:
                 total = probs.new_zeros((1, probs.shape[1], *image.shape[2:]))
-            along = [self._profile(size).to(image) for size in self.tile_size]
-            weight = along[0][:, None, None] * along[1][:, None] * along[2]
-            total[place] += probs * weight
-        return total / (weights[0][:, None, None] * weights[1][:, None] * weights[2])
+            total[place] += probs * _product(profiles)
+        return total / _product(sums)
 
     def _starts(self, size: int, tile: int) -> list[int]:
         """Spread tiles evenly over one axis."""
-        num_steps = int(np.ceil((size - tile) / max(1.0, tile * (1.0 - self.overlap))))
-        return (
-            [round(step * (size - tile) / num_steps) for step in range(num_steps + 1)]
-            if num_steps > 0
-            else [0]
-        )
+        num_steps = math.ceil((size - tile) / max(1.0, tile * (1.0 - self.overlap)))
+        if num_steps <= 0:
+            return [0]
+        return [round(step * (size - tile) / num_steps) for step in range(num_steps + 1)]
 
     @staticmethod
     def _profile(tile: int) -> Tensor:
@@ -248,6 +278,12 @@ class TileInferer(Inferer):
         for start in starts:
             total[start : start + tile] += self._profile(tile)
         return total
+
+
+def _product(along_axes: Sequence[Tensor]) -> Tensor:
+    """Multiply weights along z, y and x to weights (z, y, x)."""
+    along_z, along_y, along_x = along_axes
+    return along_z[:, None, None] * along_y[:, None] * along_x
 
 
 class Restored(MapTransform):
@@ -266,41 +302,36 @@ class Restored(MapTransform):
         return restored
 
     def _restore(self, probs: Tensor, image: MetaTensor) -> MetaTensor:
+        """Make the label map of the stored scan from probabilities (K, z, y, x)."""
         depth, height, width = (int(size) for size in image.meta[CROP_SHAPE])
         plain = probs.as_tensor() if isinstance(probs, MetaTensor) else probs
         plain = plain[1:, :depth, :height, :width].cpu()
         if self.is_flipped:
             plain = plain.flip(-1)
         stored = np.asarray(image.meta["original_affine"], dtype=np.float64)
-        size = [int(one) for one in np.ravel(image.meta["spatial_shape"])[:3]]
-        to_crop = (
-            np.linalg.inv(np.asarray(image.affine, dtype=np.float64)) @ stored
-        )  # each axis of the crop is one stored axis
+        size = np.ravel(image.meta["spatial_shape"])[:3].astype(int).tolist()
+        # From indices of the stored scan to indices of the crop.
+        to_crop = np.linalg.inv(np.asarray(image.affine, dtype=np.float64)) @ stored
+        # Each axis of the crop runs along one stored axis.
         order = [int(np.abs(to_crop[axis, :3]).argmax()) for axis in range(3)]
-        weights = [
-            axis_weights(
-                size[order[axis]],
-                plain.shape[1 + axis],
-                to_crop[axis, order[axis]],
-                to_crop[axis, 3],
-            )
-            for axis in range(3)
-        ]
+        weights = []
+        for axis, stored_axis in enumerate(order):
+            scale, offset = to_crop[axis, stored_axis], to_crop[axis, 3]
+            num_inputs = plain.shape[1 + axis]
+            weights.append(axis_weights(size[stored_axis], num_inputs, scale, offset))
         native = tuple(size[axis] for axis in order)
-        top, labels, background = (
-            torch.zeros(native),
-            torch.zeros(native, dtype=torch.uint8),
-            torch.ones(native),
-        )
+        highest = torch.zeros(native)
+        labels = torch.zeros(native, dtype=torch.uint8)
+        background = torch.ones(native)
         for value, prob in zip(self.values, plain, strict=False):
             resampled = filtered(prob, weights)
             background -= resampled
-            labels.masked_fill_(resampled > top, value)
-            torch.maximum(top, resampled, out=top)
-        labels.masked_fill_(top <= background, 0)
-        back = tuple(order.index(axis) for axis in range(3))
+            labels.masked_fill_(resampled > highest, value)
+            torch.maximum(highest, resampled, out=highest)
+        labels.masked_fill_(highest <= background, 0)
+        stored_order = tuple(order.index(axis) for axis in range(3))
         return MetaTensor(
-            labels.permute(back)[None],
+            labels.permute(stored_order)[None],
             affine=torch.from_numpy(stored),
             meta={**image.meta, "affine": stored},
         )
