@@ -119,10 +119,8 @@ def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_
     refine: int, most: float
 ) -> None:
     network, inputs = make(refine=refine), image(torch.float32, (128, 16, 32))
-    with (
-        torch.no_grad(),
-        Convolved() as whole,
-    ):  # inference mode hides convolutions
+    # Not in inference mode, which hides convolutions from a dispatch mode.
+    with torch.no_grad(), Convolved() as whole:
         network(inputs)
     with torch.no_grad(), Convolved() as parts:
         logits_in_slabs(network, inputs, 8 * least(network, (128, 16, 32)), lambda _: None)

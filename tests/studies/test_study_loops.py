@@ -132,26 +132,22 @@ def test_each_row_of_the_ladder_is_measured_and_trained_in_its_precision(
 ) -> None:
     settings = ["shape=[32,32,48]", "timed_steps=3", "train=true", "peers=true"]
     config = compose("ladder", LadderConfig, f"output='{tmp_path}'", *settings)
-    config.networks, config.rows = (
-        {},
-        {"start": ["model.width=8"], "half": ["memory.precision=bf16"]},
-    )
-    measured: list[Any] = []
+    config.networks = {}
+    config.rows = {"start": ["model.width=8"], "half": ["memory.precision=bf16"]}
+    measured: list[dict[str, Any]] = []
     trained: list[Any] = []
 
     def measure(
         folder: Path, row: Any, shape: Any, timed_steps: int, baseline: str | None, packages: Any
     ) -> dict[str, Any]:
         measured.append(
-            (
-                folder.name,
-                row.memory.precision.value,
-                row.model.get("width"),
-                shape,
-                timed_steps,
-                baseline,
-                packages,
-            )
+            {
+                "folder": folder.name,
+                "precision": row.memory.precision.value,
+                "width": row.model.get("width"),
+                "request": (shape, timed_steps, packages),
+                "baseline": baseline,
+            }
         )
         return {"device": "CPU"}
 
@@ -172,14 +168,17 @@ def test_each_row_of_the_ladder_is_measured_and_trained_in_its_precision(
     )
     monkeypatch.setattr(ladder, "print_table", lambda *_: None)
     assert ladder.ladder(config) == 0
-    own = [row for row in measured if row[5] is None]
-    assert [(row[0], row[1], row[2]) for row in own] == [("start", "fp32", 8), ("half", "bf16", 8)]
-    assert {row[5] for row in measured} == {None, "nnunet", "monai"}
-    assert {row[3:5] for row in measured} == {((32, 32, 48), 3)}
-    assert {row[6] for row in measured} == {Path(config.peers_env).name}
-    precisions = {row[5]: set() for row in measured}
+    configured = [row for row in measured if row["baseline"] is None]
+    assert [(row["folder"], row["precision"], row["width"]) for row in configured] == [
+        ("start", "fp32", 8),
+        ("half", "bf16", 8),
+    ]
+    packages = Path(config.peers_env).name
+    assert {row["request"] for row in measured} == {((32, 32, 48), 3, packages)}
+    precisions: dict[str | None, set[str]] = {}
     for row in measured:
-        precisions[row[5]].add(row[1])
+        precisions.setdefault(row["baseline"], set()).add(row["precision"])
+    assert precisions.keys() == {None, "nnunet", "monai"}
     assert "fp32" in precisions["nnunet"]
     assert precisions["monai"] == {"fp32"}
     assert len(trained) == 2, "baselines are not trained"
@@ -228,12 +227,12 @@ def test_a_row_is_measured_in_a_new_process_and_only_where_its_request_is_new(
         before = len(calls)
         ladder.measure(folder, config, shape, steps, baseline, None)
         assert len(calls) == before + 1
-    for error, said in (
+    for error, message in (
         (WorkerDiedError(-signal.SIGKILL), "its process was killed"),
         (UserError("no room"), "could not be measured: no room"),
     ):
         Worker.error = error
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             ladder.measure(folder, config, (8, 8, 8), 5, None, None)
 
 
@@ -265,15 +264,16 @@ def test_a_failed_spacing_does_not_end_the_others(
     monkeypatch.setattr(compare_spacing, "find_sources", lambda *_: [source])
     monkeypatch.setattr(compare_spacing, "read_grid", lambda image, series: f"grid of {image}")
     monkeypatch.setattr(compare_spacing, "oriented_grid", lambda grid: grid)
-    monkeypatch.setattr(
-        compare_spacing,
-        "write_case_table",
-        lambda path, given: (calls.append([case.name for case in given]), path)[1],
-    )
+
+    def write_case_table(path: Path, table_cases: Any) -> Path:
+        calls.append([case.name for case in table_cases])
+        return path
+
+    monkeypatch.setattr(compare_spacing, "write_case_table", write_case_table)
     monkeypatch.setattr(
         compare_spacing,
         "stages_of",
-        lambda name, config, given, runs: f"stages of {name}, {runs.name}",
+        lambda name, config, common, runs: f"stages of {name}, {runs.name}",
     )
 
     def run_row(
