@@ -405,7 +405,8 @@ def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
         )
     # Keys that are no integers name structures in DICOM files or folders of binary masks.
     values = [value for value in label_values if isinstance(value, int)]
-    if values and (min(values) < 0 or max(values) > MAX_FILE_VALUE):
+    are_in_range = all(0 <= value <= MAX_FILE_VALUE for value in values)
+    if not are_in_range:
         raise UserError(
             f"data.label_values has values from {min(values)} to {max(values)}, "
             f"expected values of label maps from 0 to {MAX_FILE_VALUE}; correct them."

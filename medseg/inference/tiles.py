@@ -336,7 +336,7 @@ def plan_tiling(
     """
     is_tiled = tile_size is not None
     # Input size of one pass: a tile, or the whole crop.
-    size = network_size(shape if tile_size is None else tile_size, divisor)
+    size = network_size(tile_size or shape, divisor)
     pass_bytes = math.prod(size) * bytes_per_voxel
     if pass_bytes <= budget_bytes:
         if not is_tiled:

@@ -276,7 +276,8 @@ class PredictConfig:
             checkpoints = getattr(self, stage)
             if checkpoints is not None:
                 yield from text_clashes(stage, checkpoints, expected)
-        if self.single and (self.coarse or self.fine):
+        has_two_stages = bool(self.coarse or self.fine)
+        if self.single and has_two_stages:
             yield SINGLE_EXCLUDES
         yield from self._weights_clashes()
         if self.series is not None and self.series_pick is not None:
@@ -319,7 +320,8 @@ class PredictConfig:
                 checkpoints = getattr(range_options, stage)
                 if checkpoints is not None:
                     yield from text_clashes(f"{key}.{stage}", checkpoints, expected)
-            if range_options.single and (range_options.coarse or range_options.fine):
+            has_two_stages = bool(range_options.coarse or range_options.fine)
+            if range_options.single and has_two_stages:
                 yield f"{key}: {SINGLE_EXCLUDES}"
 
     def _weights_clashes(self) -> Iterator[str]:

@@ -138,7 +138,8 @@ def _predict_source(
     # `output_paths` takes an output with an unknown suffix for a mistyped file if there is one
     # scan, for a folder if there are several. A folder that itself holds the slices is one scan.
     may_be_several = _may_hold_several(source)
-    is_one_scan = not may_be_several or (len(scans) == 1 and scans[0].path == source)
+    is_scan_itself = len(scans) == 1 and scans[0].path == source
+    is_one_scan = is_scan_itself or not may_be_several
     output = Path(config.output)
     # Outputs are checked before the weights are loaded, if the cases are known by now. Which DICOM
     # files make a case depends on the task, which is in the checkpoints.

@@ -356,7 +356,9 @@ def stage_costs(stage: Stage, largest_shape: Shape | None) -> dict[str, Any]:
     # A line that only records a validation has no duration. A training that is shorter than
     # `history_every` steps has no other lines.
     durations_s = [float(row["seconds_per_step"]) for row in history if row.get("seconds_per_step")]
-    step_s = round(median(durations_s), 4) if durations_s else None
+    step_s = None
+    if durations_s:
+        step_s = round(median(durations_s), 4)
     return {
         "spacing": spacing_in_words(config.spacing),
         "saved_bytes_per_voxel": None if step is None else round(step.saved_per_voxel, 2),

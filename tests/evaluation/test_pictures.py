@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def evaluated(folder: Path, ref: str, **given: Any) -> str:
+def evaluated(folder: Path, ref: str, **options: Any) -> str:
     evaluate_folder(
         folder / "pred",
         folder / ref,
@@ -55,7 +55,7 @@ def evaluated(folder: Path, ref: str, **given: Any) -> str:
         TASK,
         {1: "organ"},
         progress=lambda line: None,
-        **given,
+        **options,
     )
     return (folder / "out" / "report.html").read_text(encoding="utf-8")
 

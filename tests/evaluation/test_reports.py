@@ -69,9 +69,9 @@ def test_the_scan_of_a_case_is_in_its_report_unless_a_table_or_several_channels_
     (tmp_path / "a.json").write_text(json.dumps(report), encoding="utf-8")
     prediction = tmp_path / "a.nii.gz"
     alone = Reference("a", tmp_path / "ref.nii.gz")
-    found = scan_of(alone, prediction, TASK)
-    assert found is not None
-    assert (found.name, found.image, found.series, found.hu) == (
+    case = scan_of(alone, prediction, TASK)
+    assert case is not None
+    assert (case.name, case.image, case.series, case.hu) == (
         "a",
         scan,
         "1.2",

@@ -164,7 +164,7 @@ def test_the_table_of_a_prediction_is_not_replaced(world: World) -> None:
 
 
 def test_costs_of_predictions_are_reported(world: World) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     for name, seconds in (
         ("a", 2.0),
         ("b", 4.0),
@@ -192,7 +192,7 @@ def test_costs_of_predictions_are_reported(world: World) -> None:
     }.items():
         world.add(name, _labels(), _labels(), trust=("reference", "reference"))
         (world.pred / f"{name}.json").write_text(text)
-    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=said.append)
+    evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=lines.append)
     assert [list(row.values()) for row in world.read("costs.csv")] == [
         ["a", "2.000", "6.000", "1.500"],
         ["b", "4.000", "12.000", "1.500"],
@@ -201,7 +201,7 @@ def test_costs_of_predictions_are_reported(world: World) -> None:
     assert costs["b"] == {"total_s": 4.0, "memory_gb_s": 12.0, "peak_gb": 1.5}
     assert (
         "a case took 3.0 s (at most 4.0), 9.0 GB·s of memory (at most 12.0), 1.50 GB at the peak"
-        in said
+        in lines
     )
 
 
@@ -518,17 +518,17 @@ def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
         },
     }
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        given = [
+        arguments = [
             f"pred='{world.pred}'",
             f"ref='{world.table}'",
             f"output='{world.output}'",
             "pictures=false",
         ]
-        given += [
+        arguments += [
             f"metrics.{name}={json.dumps(node).replace(chr(34), '')}"
             for name, node in nodes.items()
         ]
-        config = to_config(hydra.compose("evaluate", given), EvaluateConfig)
+        config = to_config(hydra.compose("evaluate", arguments), EvaluateConfig)
     assert evaluate(config) == 0
     for (_, region), row in world.metrics().items():
         assert float(row["monai_dice"]) == pytest.approx(float(row["dice"]), abs=1e-6)
@@ -557,8 +557,13 @@ def test_metrics_of_libraries_are_columns_beside_ours(world: World) -> None:
 def test_metrics_that_are_refused(world: World, node: str, says: str) -> None:
     world.add("a", _labels(), _labels())
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        given = [f"pred='{world.pred}'", f"ref='{world.table}'", f"output='{world.output}'", node]
-        composed = hydra.compose("evaluate", given)
+        arguments = [
+            f"pred='{world.pred}'",
+            f"ref='{world.table}'",
+            f"output='{world.output}'",
+            node,
+        ]
+        composed = hydra.compose("evaluate", arguments)
     with pytest.raises(UserError) as caught:
         evaluate(to_config(composed, EvaluateConfig))
     assert says in str(caught.value)
@@ -610,11 +615,11 @@ def test_the_page_leads_into_folders_whose_names_are_no_utf8(world: World) -> No
 def test_differences_to_a_baseline_are_those_of_scipy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown: list[dict[str, Any]] = []
+    pages: list[dict[str, Any]] = []
     render = report_page.render_cases
 
     def noted(*given: Any, **keys: Any) -> str:
-        shown.append(keys)
+        pages.append(keys)
         return render(*given, **keys)
 
     monkeypatch.setattr(report_page, "render_cases", noted)
@@ -632,7 +637,7 @@ def test_differences_to_a_baseline_are_those_of_scipy(
         progress=_say_nothing,
         pictures=False,
     )
-    said: list[str] = []
+    lines: list[str] = []
     evaluate_folder(
         world.pred,
         world.table,
@@ -640,7 +645,7 @@ def test_differences_to_a_baseline_are_those_of_scipy(
         TASK,
         VALUES,
         pictures=False,
-        progress=said.append,
+        progress=lines.append,
         baseline=older,
     )
     table = {(row["region"], row["metric"]): row for row in world.read("differences.csv")}
@@ -648,8 +653,8 @@ def test_differences_to_a_baseline_are_those_of_scipy(
         (row["case"], row["region"]): float(row["dice"]) for row in read_csv(older / "metrics.csv")
     }
     after = {case: float(row["dice"]) for case, row in world.metrics().items()}
-    assert shown[-1]["baseline"] == str(older)
-    assert shown[-1]["baseline_dices"] == pytest.approx(before, abs=1e-6)
+    assert pages[-1]["baseline"] == str(older)
+    assert pages[-1]["baseline_dices"] == pytest.approx(before, abs=1e-6)
     for region in ("left_lung", "right_lung"):
         new, old = (
             [scores[case, region] for case in ("a", "b", "c")] for scores in (after, before)
@@ -670,7 +675,7 @@ def test_differences_to_a_baseline_are_those_of_scipy(
         "3",
         "2",
     ), "an infinite distance has no pair"
-    assert any(line.startswith("left_lung: Dice +") and "3 cases" in line for line in said)
+    assert any(line.startswith("left_lung: Dice +") and "3 cases" in line for line in lines)
     evaluate_folder(
         world.pred,
         world.table,
@@ -706,7 +711,7 @@ def test_scans_of_a_patient_count_together_and_cases_of_one_side_are_named(world
     )
     rows = read_csv(world.table)
     write_csv(world.table, [row | {"patient": row["case"][0]} for row in rows])
-    said: list[str] = []
+    lines: list[str] = []
     evaluate_folder(
         world.pred,
         world.table,
@@ -714,7 +719,7 @@ def test_scans_of_a_patient_count_together_and_cases_of_one_side_are_named(world
         TASK,
         VALUES,
         pictures=False,
-        progress=said.append,
+        progress=lines.append,
         baseline=older,
     )
     before = {
@@ -737,14 +742,16 @@ def test_scans_of_a_patient_count_together_and_cases_of_one_side_are_named(world
     interval = stats.ttest_1samp(by_patient, 0.0).confidence_interval(0.95)
     assert float(row["ci95_low"]) == pytest.approx(interval.low, abs=1e-5)
     assert float(row["wilcoxon_p"]) == pytest.approx(stats.wilcoxon(by_patient).pvalue)
-    told = [line.removeprefix("differences: ") for line in said if line.startswith("differences: ")]
-    assert told == [
+    sentences = [
+        line.removeprefix("differences: ") for line in lines if line.startswith("differences: ")
+    ]
+    assert sentences == [
         "3 cases of 2 patients; the cases of a patient count together, by their mean",
         "not compared, as only the baseline has scores of them: gone",
         "not compared, as only this evaluation has scores of them: new",
     ]
     page = (world.output / "report.html").read_text(encoding="utf-8")
-    assert all(sentence in page for sentence in told)
+    assert all(sentence in page for sentence in sentences)
     assert "Wilcoxon p" in page
 
 
@@ -763,7 +770,7 @@ def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -
         progress=_say_nothing,
         pictures=False,
     )
-    said: list[str] = []
+    lines: list[str] = []
     evaluate_folder(
         world.pred,
         references,
@@ -771,7 +778,7 @@ def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -
         TASK,
         VALUES,
         pictures=False,
-        progress=said.append,
+        progress=lines.append,
         baseline=world.folder / "older",
     )
     assert {row["patients"] for row in world.read("differences.csv")} == {"2"}
@@ -780,8 +787,8 @@ def test_without_patients_each_case_counts_as_one_and_it_is_said(world: World) -
         "differences: each of the 2 cases counts as a patient of its own: no patient is named for "
         "several cases"
     )
-    assert own in said
-    assert any("ref=<case table> does, by its column patient" in line for line in said)
+    assert own in lines
+    assert any("ref=<case table> does, by its column patient" in line for line in lines)
 
 
 def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None:
@@ -799,9 +806,11 @@ def test_a_region_without_a_finite_score_leaves_the_others_of_its_case() -> None
         ]
 
     compared = compare_rows(rows(math.inf, 2.0), rows(5.0, 3.0), {})
-    distances = {region: one for region, metric, one in compared if metric == "hd95_mm"}
+    distances = {
+        region: difference for region, metric, difference in compared if metric == "hd95_mm"
+    }
     assert list(distances) == ["right", ALL]
-    assert {one.difference for one in distances.values()} == {-1.0}
+    assert {difference.difference for difference in distances.values()} == {-1.0}
     one_region = compare_rows(rows(1.0, 2.0)[:1], rows(5.0, 3.0), {})
     assert {region for region, _, _ in one_region} == {"left"}, "no mean over one region"
 
@@ -815,7 +824,9 @@ def test_a_region_may_have_the_name_of_the_mean_over_all() -> None:
         ]
 
     compared = compare_rows(rows(0.5, 0.9), rows(0.25, 0.25), {})
-    dices = [(region, one.mean) for region, metric, one in compared if metric == "dice"]
+    dices = [
+        (region, difference.mean) for region, metric, difference in compared if metric == "dice"
+    ]
     assert dices == [(ALL, 0.5), ("left", 0.9), (ALL, pytest.approx(0.7))]
 
 
@@ -825,7 +836,7 @@ def test_more_is_better_for_overlap_and_worse_for_a_distance() -> None:
         return {"case": "a", "region": "left"} | dict.fromkeys(metrics, score)
 
     compared = compare_rows([row(0.5)], [row(0.25)], {})
-    counts = {metric: (one.better, one.worse) for _, metric, one in compared}
+    counts = {metric: (difference.better, difference.worse) for _, metric, difference in compared}
     more_is_better = dict.fromkeys(("dice", "nsd_1mm", "nsd_2mm"), (1, 0))
     assert counts == {**more_is_better, "hd95_mm": (0, 1)}
 

@@ -163,8 +163,16 @@ def export_one_value(
         lambda is_dynamic: f"plain {is_dynamic}", lambda _, text: {".plain": text.encode()},
     )  # fmt: skip
     monkeypatch.setitem(FORMATS, ".plain", form)
-    given = OneValue(), 3, (2, 4, 8), (4, 8, 16), fixed_size, ".plain", lambda size: {"size": size}
-    return export_network(*given), calls
+    arguments = (
+        OneValue(),
+        3,
+        (2, 4, 8),
+        (4, 8, 16),
+        fixed_size,
+        ".plain",
+        lambda size: {"size": size},
+    )
+    return export_network(*arguments), calls
 
 
 def right(is_dynamic: bool, calls: list[Any]) -> Any:

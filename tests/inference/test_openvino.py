@@ -59,8 +59,8 @@ def test_logits_are_those_of_torch_at_every_size(norm: str) -> None:
     with torch.inference_mode():
         expected = [network(image) for image in images]
         use_openvino(network, "fp32")
-        found = [network(image) for image in images]
-    for ours, theirs in zip(found, expected, strict=True):
+        logits = [network(image) for image in images]
+    for ours, theirs in zip(logits, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
 
 
@@ -87,11 +87,11 @@ def test_a_converted_network_is_kept_for_its_checkpoint_and_code(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(backend, "convert", convert)
     assert [run("a"), run("a")] == [2.0, 2.0]
-    (kept,) = tmp_path.rglob("*.zip")
+    (cached_file,) = tmp_path.rglob("*.zip")
     assert [run("b"), run("a")] == [3.0, 2.0]  # another checkpoint
-    content = bytearray(kept.read_bytes())
+    content = bytearray(cached_file.read_bytes())
     content[len(content) // 2] ^= 1
-    kept.write_bytes(content)
+    cached_file.write_bytes(content)
     assert [run("a"), run("a")] == [4.0, 4.0]  # a damaged file is replaced
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
     assert run("") == 5.0
@@ -123,9 +123,9 @@ def test_feature_maps_of_a_pass_are_given_back() -> None:
     result = subprocess.run(
         [sys.executable, "-c", KEPT_AFTER_A_PASS], capture_output=True, check=True
     )
-    kept, image = map(int, result.stdout.split())
+    kept_bytes, image = map(int, result.stdout.split())
     # The feature maps of this pass take more than forty times its image.
-    assert kept < 10 * image
+    assert kept_bytes < 10 * image
 
 
 @needs_openvino
@@ -317,8 +317,8 @@ def test_the_quicker_one_is_measured_once_per_machine(
     timings += [(torch_s, openvino_s)] * 4
     assert [quickest_backend(make()) for _ in range(2)] == [chosen, chosen]
     assert len(timings) == 2
-    (kept,) = (tmp_path / "medseg" / "backends").iterdir()
-    kept.write_text("damaged", encoding="utf-8")
+    (calibration,) = (tmp_path / "medseg" / "backends").iterdir()
+    calibration.write_text("damaged", encoding="utf-8")
     assert quickest_backend(make()) == chosen
     assert timings == []
 

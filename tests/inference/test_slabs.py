@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("arguments", CASES, ids=lambda one: "-".join(map(str, one.values())))
+@pytest.mark.parametrize("arguments", CASES, ids=lambda case: "-".join(map(str, case.values())))
 def test_slabs_compute_what_one_pass_computes(arguments: dict[str, Any]) -> None:
     network = make(**arguments).double()
     with torch.inference_mode():
@@ -96,7 +96,7 @@ def test_half_precision_is_as_near_to_fp32_as_in_one_pass(norm: str) -> None:
             one_pass = network(inputs)
     assert num_slabs > 2
     assert logits.dtype == torch.bfloat16
-    errors = [float((one.float() - expected).abs().mean()) for one in (logits, one_pass)]
+    errors = [float((result.float() - expected).abs().mean()) for result in (logits, one_pass)]
     assert 0 < errors[0] < 1.1 * errors[1]
 
 
@@ -132,17 +132,19 @@ def test_no_voxel_is_computed_more_than_once_but_at_the_borders_of_the_refining_
 
 def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the most bytes of feature maps in memory, and the number of their files."""
-    held = [0, 0]
+    most_and_files = [0, 0]
     allocate = Features._allocate
 
     def watched(self: Any, like: Tensor) -> Tensor:
         values = allocate(self, like)
-        held[0] = max(held[0], sum(one.num_bytes for one in self._owner.in_memory))
-        held[1] += self._is_file
+        most_and_files[0] = max(
+            most_and_files[0], sum(one.num_bytes for one in self._owner.in_memory)
+        )
+        most_and_files[1] += self._is_file
         return values
 
     monkeypatch.setattr(Features, "_allocate", watched)
-    return held
+    return most_and_files
 
 
 def test_feature_maps_stay_below_half_of_the_budget_and_go_to_files_beyond(

@@ -57,20 +57,20 @@ def test_the_network_gets_multiples_and_what_training_pads_behind_the_image(
     tile_size: tuple[int, int, int] | None,
 ) -> None:
     divisor, shape = (4, 8, 8), (5, 17, 20)
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def watched(image: Tensor) -> Tensor:
-        seen.append(image.clone())
+        inputs.append(image.clone())
         return pointwise(image)
 
     predict_probs(
         watched, torch.full((1, 1, *shape), 0.5), tile_size=tile_size, overlap=0.5, divisor=divisor
     )
-    for image in seen:
+    for image in inputs:
         assert all(size % step == 0 for size, step in zip(image.shape[2:], divisor, strict=True))
         assert set(image.unique().tolist()) <= {0.5, -1.0}
     if tile_size == (40, 40, 40):
-        (image,) = seen
+        (image,) = inputs
         inside = (image[0, 0] == 0.5).nonzero()
         assert tuple(image.shape[2:]) == (40, 40, 40)
         # Along z the last slice is repeated; along y and x the padding is air.
@@ -129,11 +129,13 @@ def test_batches_of_tiles_change_nothing(batch_size: int) -> None:
         sizes.append(len(tiles))
         return pointwise(tiles)
 
-    one = predict_probs(pointwise, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8))
+    one_by_one = predict_probs(
+        pointwise, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8)
+    )
     probs = predict_probs(
         watched, image, tile_size=(8, 8, 8), overlap=0.5, divisor=(2, 4, 8), batch_size=batch_size
     )
-    assert torch.equal(probs, one)
+    assert torch.equal(probs, one_by_one)
     assert max(sizes) == min(batch_size, sum(sizes))
     assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
 

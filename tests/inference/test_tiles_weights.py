@@ -17,9 +17,9 @@ def test_tiles_cover_every_voxel_and_stay_inside(
 ) -> None:
     boxes = tile_boxes(shape, tile_shape, overlap)
     count = np.zeros(shape, int)
-    want = tuple(min(pair) for pair in zip(shape, tile_shape, strict=True))
+    tile_size = tuple(min(pair) for pair in zip(shape, tile_shape, strict=True))
     for box in boxes:
-        assert box.shape == want
+        assert box.shape == tile_size
         assert VoxelBox.full(shape).contains(box)
         count[box.slices()] += 1
     assert count.min() >= 1
@@ -27,7 +27,7 @@ def test_tiles_cover_every_voxel_and_stay_inside(
     for axis in range(3):
         starts = sorted({box.start[axis] for box in boxes})
         steps = np.diff(starts)
-        assert (steps <= max(1, np.ceil(want[axis] * (1 - overlap)))).all()
+        assert (steps <= max(1, np.ceil(tile_size[axis] * (1 - overlap)))).all()
         assert steps.size == 0 or steps.max() - steps.min() <= 1
 
 
@@ -58,7 +58,10 @@ def test_weights_sum_to_one_and_prefer_the_middle_of_a_tile(
     for start, weight in weights.items():
         for other, rival in weights.items():
             for position in range(max(start, other), min(start, other) + length):
-                distances = [abs(position - one - (length - 1) / 2) for one in (start, other)]
+                distances = [
+                    abs(position - start_of_tile - (length - 1) / 2)
+                    for start_of_tile in (start, other)
+                ]
                 if distances[0] < distances[1]:
                     assert weight[position - start] >= rival[position - other]
 

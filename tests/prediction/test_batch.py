@@ -214,11 +214,13 @@ def test_a_bad_case_costs_the_others_nothing_and_each_is_told_in_its_turn(
         "summary.csv",
         "summary.xlsx",
     ]
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    told = {name: f"medseg: {name}: {text if name == bad else f'look at {name}'}" for name in "abc"}
-    assert said.err.splitlines() == [*told.values(), "medseg: 1 of 3 cases failed"]
-    assert [line.split(":")[0] for line in said.out.splitlines()] == [
+    messages = {
+        name: f"medseg: {name}: {text if name == bad else f'look at {name}'}" for name in "abc"
+    }
+    assert captured.err.splitlines() == [*messages.values(), "medseg: 1 of 3 cases failed"]
+    assert [line.split(":")[0] for line in captured.out.splitlines()] == [
         str(tmp_path / "out" / f"{name}.nii.gz") for name in good
     ]
 
@@ -249,14 +251,14 @@ def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
     without_networks: dict[tuple[str, str], Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    held: list[weakref.ref[VoxelGrid]] = []
+    crops: list[weakref.ref[VoxelGrid]] = []
 
     def fail(*_: object) -> None:
-        assert all(crop() is None for crop in held), (
+        assert all(crop() is None for crop in crops), (
             "the error of the case before holds what it was working on"
         )
         crop = VoxelGrid((1, 1, 1), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0))
-        held.append(weakref.ref(crop))
+        crops.append(weakref.ref(crop))
         try:
             raise KeyError("first")
         except KeyError as error:
@@ -268,7 +270,7 @@ def test_a_case_that_fails_holds_nothing_while_the_next_is_computed(
         assert predict(scans, tmp_path / "out") == 1
     finally:
         gc.enable()
-    assert len(held) == 2
+    assert len(crops) == 2
 
 
 def test_a_large_scan_waits_for_its_turn(

@@ -92,22 +92,22 @@ def test_what_a_case_held_is_let_go_once_it_is_done() -> None:
     class Large:
         pass
 
-    held: list[weakref.ref[Large]] = []
+    arrays: list[weakref.ref[Large]] = []
 
     def make(*_: object) -> Large:
         large = Large()
-        held.append(weakref.ref(large))
+        arrays.append(weakref.ref(large))
         return large
 
     def compute(case: int, scan: Large) -> Large:
         gc.collect()
         # The scan that is computed, perhaps the next one, and the labels of the last one.
-        assert sum(one() is not None for one in held) <= 3
+        assert sum(array() is not None for array in arrays) <= 3
         return make()
 
     run_overlapped(range(6), make, compute, lambda *_: 0)
     gc.collect()
-    assert not any(one() for one in held)
+    assert not any(array() for array in arrays)
 
 
 def test_what_is_not_read_ahead_is_read_in_its_turn() -> None:

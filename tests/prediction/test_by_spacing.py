@@ -86,15 +86,18 @@ def test_each_scan_gets_the_cascade_of_its_spacing(
     }
     config = configured(scans, tmp_path / "out", THIN_AND_THICK)
     assert app.predict(config) == 1
-    said = capsys.readouterr().err
-    assert "a: uses by_spacing.thin, since its coarsest spacing of 2 mm lies in 0 … 2.5 mm" in said
+    messages = capsys.readouterr().err
     assert (
-        "b: uses by_spacing.thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm" in said
+        "a: uses by_spacing.thin, since its coarsest spacing of 2 mm lies in 0 … 2.5 mm" in messages
+    )
+    assert (
+        "b: uses by_spacing.thick, since its coarsest spacing of 2.5 mm lies in 2.5 … 8 mm"
+        in messages
     )
     assert (
         "c: its coarsest spacing of 8 mm lies in no range of by_spacing (thin 0 … 2.5 mm, "
         "thick 2.5 … 8 mm); give checkpoints"
-    ) in said
+    ) in messages
     assert sorted(path.name for path in (tmp_path / "out").glob("*.nii.gz")) == [
         "a.nii.gz",
         "b.nii.gz",
@@ -111,7 +114,7 @@ def test_each_scan_gets_the_cascade_of_its_spacing(
 
 
 @pytest.mark.parametrize(
-    ("by_spacing", "said"),
+    ("by_spacing", "sentence"),
     [
         (
             "{a: {range_mm: [2,2], fine: x}}",
@@ -133,10 +136,12 @@ def test_each_scan_gets_the_cascade_of_its_spacing(
         ("{a: {range_mm: [0,1], fines: x}}", "by_spacing.a.fines: there is no such key"),
     ],
 )
-def test_ranges_that_leave_a_doubt_are_refused(by_spacing: str, said: str, tmp_path: Path) -> None:
+def test_ranges_that_leave_a_doubt_are_refused(
+    by_spacing: str, sentence: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError) as caught:
         configured(tmp_path, tmp_path / "out", by_spacing)
-    assert said in str(caught.value)
+    assert sentence in str(caught.value)
 
 
 def test_processes_that_share_a_cascade_are_told(

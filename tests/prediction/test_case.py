@@ -70,7 +70,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def compose(folder: Path, *overrides: str) -> PredictConfig:
-    given = [
+    arguments = [
         f"input='{folder / 'scans'}'",
         f"output='{folder / 'out'}'",
         "coarse=c",
@@ -79,7 +79,7 @@ def compose(folder: Path, *overrides: str) -> PredictConfig:
         *overrides,
     ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_config(hydra.compose("predict", given), PredictConfig)
+        return to_config(hydra.compose("predict", arguments), PredictConfig)
 
 
 def predict(folder: Path, *overrides: str) -> int:
@@ -123,11 +123,13 @@ def test_what_is_finished_is_skipped_and_said(
     assert predict(Path(), "threads=1") == 0
     assert predicted == []
     assert content(folder) == before
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [
         f"out/{name}.nii.gz: finished before, skipped" for name in ("a", "b")
     ]
-    assert "2 of 2 cases were finished before and skipped; overwrite=true repeats them" in said.err
+    assert (
+        "2 of 2 cases were finished before and skipped; overwrite=true repeats them" in captured.err
+    )
     assert predict(folder, "overwrite=true") == 0
     assert predicted == ["a", "b"]
 
@@ -301,11 +303,11 @@ def test_two_predictions_of_different_scans_into_one_file_do_not_vouch_for_each_
     (winner,) = (name for name, code in codes.items() if code == 0)
     (loser,) = (name for name, code in codes.items() if code == 2)
     assert report["input"].endswith(f"{winner}.nii.gz")
-    said = (
+    message = (
         f"{loser}: {output}: another prediction, of {folder / 'scans' / winner}.nii.gz, has "
         "written it while this one ran; give another"
     )
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 

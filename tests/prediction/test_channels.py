@@ -105,9 +105,9 @@ def test_two_channels_from_files_from_a_table_and_from_python_agree(
     task: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(monkeypatch, task)
-    given = ["fine=f"] if task.regions else []
+    fine_arguments = ["fine=f"] if task.regions else []
     source = f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}']"
-    assert predict(source, folder / "out.nii.gz", *given) == 0
+    assert predict(source, folder / "out.nii.gz", *fine_arguments) == 0
     labels, target = read_labels(folder / "out.nii.gz").array, np.load(folder / "labels.npy")
     assert all(dice(labels == value, target == value) > 0.9 for value in task.labels.values())
     report = json.loads((folder / "out.json").read_text())
@@ -116,7 +116,7 @@ def test_two_channels_from_files_from_a_table_and_from_python_agree(
     ] == ["ct.nii.gz", "mr.nrrd"]
 
     (folder / "table.csv").write_text("case,image,image_1\nx,ct.nii.gz,mr.nrrd\n")
-    assert predict(str(folder / "table.csv"), folder / "out", *given) == 0
+    assert predict(str(folder / "table.csv"), folder / "out", *fine_arguments) == 0
     assert np.array_equal(read_labels(folder / "out" / "x.nii.gz").array, labels)
 
     segmenter = Segmenter(["c"], ["f"] if task.regions else [], accelerator="cpu")
@@ -171,16 +171,16 @@ def test_a_missing_channel_is_one_sentence(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use(monkeypatch, ONE_STAGE)
-    said = "the task blocks has 2 channels (ct, mr), but the scan has {}; give input=[a,b,…]"
+    sentence = "the task blocks has 2 channels (ct, mr), but the scan has {}; give input=[a,b,…]"
     with pytest.raises(UserError) as caught:
         predict(f"['{folder / 'ct.nii.gz'}']", folder / "out.nii.gz")
-    assert said.format(1) in str(caught.value)
+    assert sentence.format(1) in str(caught.value)
     with pytest.raises(UserError) as caught:
         predict(
             f"['{folder / 'ct.nii.gz'}','{folder / 'mr.nrrd'}','{folder / 'mr.nrrd'}']",
             folder / "out.nii.gz",
         )
-    assert said.format(3) in str(caught.value)
+    assert sentence.format(3) in str(caught.value)
     with pytest.raises(UserError, match="the scan has 1"):
         Segmenter(["c"], [], accelerator="cpu").segment(folder / "ct.nii.gz")
     (folder / "table.csv").write_text("case,image,image_1\nx,ct.nii.gz,\ny,ct.nii.gz,mr.nrrd\n")
@@ -203,8 +203,8 @@ def test_four_channels_without_hu_are_segmented_without_findings_of_a_ct(
         write_image(folder / f"{number}.nii.gz", mr_of(labels, number) * (1 + number), volume.grid)
     source = ",".join(f"'{folder / str(number)}.nii.gz'" for number in range(4))
     assert predict(f"[{source}]", folder / "out.nii.gz") == 0
-    found = read_labels(folder / "out.nii.gz").array
-    assert dice(found == 1, labels > 0) > 0.9
+    predicted = read_labels(folder / "out.nii.gz").array
+    assert dice(predicted == 1, labels > 0) > 0.9
     report = json.loads((folder / "out.json").read_text())
     assert (report["status"], report["warnings"]) == ("ok", [])
     assert "HU" not in capsys.readouterr().err
@@ -213,7 +213,7 @@ def test_four_channels_without_hu_are_segmented_without_findings_of_a_ct(
 def test_several_scans_are_no_channels_of_a_task_with_one() -> None:
     task = Task("blocks", {"block": 1}, (), (Channel(),))
     require_channels(task, 1)
-    said = r"one channel \(ct\), but the scan has 2; give a file of this channel"
-    with pytest.raises(UserError, match=said) as caught:
+    sentence = r"one channel \(ct\), but the scan has 2; give a file of this channel"
+    with pytest.raises(UserError, match=sentence) as caught:
         require_channels(task, 2)
     assert "a folder or a case table gives several scans" in str(caught.value)

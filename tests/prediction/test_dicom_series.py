@@ -31,8 +31,8 @@ TOPOGRAM = "left out, because they are not slices of the scan: 1 x localiser (se
 def compose(name: str, *overrides: str) -> Any:
     schema = {"predict": PredictConfig, "prepare": PrepareConfig, "evaluate": EvaluateConfig}[name]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        given = ["coarse=c", "fine=f", "accelerator=cpu"] if name == "predict" else []
-        return to_config(hydra.compose(name, [*given, *overrides]), schema)
+        model_arguments = ["coarse=c", "fine=f", "accelerator=cpu"] if name == "predict" else []
+        return to_config(hydra.compose(name, [*model_arguments, *overrides]), schema)
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +100,9 @@ def test_predict_says_what_there_is_to_choose(
 ) -> None:
     overrides = [f"input='{study}'", f"output='{tmp_path / 'o.nii.gz'}'"]
     assert predict_app.predict(compose("predict", *overrides)) == 2
-    said = capsys.readouterr().err
-    assert f"medseg: {study}: expected one CT series, but it holds 2: series=3 (" in said
-    assert "choose one with series=, or in the column series of a case table." in said
+    messages = capsys.readouterr().err
+    assert f"medseg: {study}: expected one CT series, but it holds 2: series=3 (" in messages
+    assert "choose one with series=, or in the column series of a case table." in messages
 
 
 def test_a_case_table_has_a_column_for_it(
@@ -125,9 +125,9 @@ def test_a_case_table_has_a_column_for_it(
         *spacings,
     )
     assert prepare_app.prepare(config) == 1
-    said = capsys.readouterr().err
-    assert TOPOGRAM not in said, "it is no warning"
-    assert "medseg: bad: " in said
+    messages = capsys.readouterr().err
+    assert TOPOGRAM not in messages, "it is no warning"
+    assert "medseg: bad: " in messages
     (sidecar,) = (tmp_path / "cache").rglob("case.json")
     record = json.loads(sidecar.read_text())
     assert record["case"] == "good"

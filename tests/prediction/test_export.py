@@ -71,12 +71,12 @@ def test_one_command_predicts_one_series_of_each_study(
     source, out = few[form], tmp_path / "out"
     kinds = ["save=[labels,viewer]"] if form == "zip" else []
     assert predict(source, out, "series_pick=b70f", *kinds) == 1
-    said = capsys.readouterr().err
+    messages = capsys.readouterr().err
     assert written(out) == ["P01_20240101"]
     assert reports(out)["P01_20240101"]["series_number"] == "3"
     if form == "zip":
         assert "patient P01, 2024-01-01" in (out / "P01_20240101.html").read_text("utf-8")
-    wrong = [line for line in said.splitlines() if "no series has" in line]
+    wrong = [line for line in messages.splitlines() if "no series has" in line]
     assert [line[-27:] for line in wrong] == [
         f" (patient P02, 2024-01-0{study})."[-27:] for study in (1, 2)
     ]
@@ -84,20 +84,20 @@ def test_one_command_predicts_one_series_of_each_study(
         f"{source}: no series has 'b70f' in its description or kernel, but there is "
         "series 2 'Chest B40f'; give another series_pick, or a number with series= "
     ) in wrong[0]
-    (gap,) = [line for line in said.splitlines() if "22.000 mm apart" in line]
+    (gap,) = [line for line in messages.splitlines() if "22.000 mm apart" in line]
     assert f"{source}: no series can be read: series 2 'Chest B40f': expected evenly" in gap
     assert gap.endswith("export the series again (patient P03, 2024-01-01).")
     assert (
         f"medseg: {source}: 1 study has no scan of the task's modality: patient P04, 2024-01-01; "
         "`medseg list` says why\n"
-    ) in said
-    assert "medseg-" not in said, "a temporary folder"
+    ) in messages
+    assert "medseg-" not in messages, "a temporary folder"
     assert predict(source, out, "series_pick=thinnest") == 1
     assert written(out) == ["P01_20240101", "P02_20240101", "P02_20240102"]
     capsys.readouterr()
     assert predict(source, out, "series_pick=thinnest") == 1
-    said = capsys.readouterr()
-    assert said.out.count("finished before, skipped") == 3
+    output = capsys.readouterr().out
+    assert output.count("finished before, skipped") == 3
     report = json.loads((out / "P01_20240101.json").read_text())
     assert report["input"] == str(source)
 
@@ -213,8 +213,8 @@ def test_a_folder_without_a_scan_names_its_patient(
     """The folder is a case, and its refusal says what the folder holds instead."""
     forms = make_export(tmp_path, kinds=("MR alone", "topogram alone"))
     assert predict(forms["folders"], tmp_path / "out", "series_pick=thinnest") == 1
-    said = capsys.readouterr().err.splitlines()
-    refused = [line for line in said if "(patient P" in line]
+    messages = capsys.readouterr().err.splitlines()
+    refused = [line for line in messages if "(patient P" in line]
     assert len(refused) == 2
     assert "4 x MR image (series 4 'T2'); give the folder of a CT series" in refused[0]
     assert refused[1].endswith("give the folder of a CT series (patient P02, 2024-01-01).")
@@ -235,10 +235,10 @@ def test_forty_patients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     for form, source in forms.items():
         out = tmp_path / f"out_{form}"
         assert predict(source, out, "series_pick=thinnest") == 1
-        said = capsys.readouterr().err.splitlines()
+        messages = capsys.readouterr().err.splitlines()
         results[form] = sorted(map(str, reports(out).values()))
-        assert sum("'IM990000': the DICOM file is truncated" in line for line in said) == 1
-        refused = [line for line in said if "(patient P" in line]
+        assert sum("'IM990000': the DICOM file is truncated" in line for line in messages) == 1
+        refused = [line for line in messages if "(patient P" in line]
         assert len(refused) == sum(
             row["status"] == "failed" for row in read_csv(out / "summary.csv")
         )

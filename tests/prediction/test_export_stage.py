@@ -79,7 +79,7 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
     stage = make_stage(task, spacing_mm=spacing_mm, tile_size=tile_size)
     grid = make_grid(DIRECTIONS[direction], (22, 41, 37))
     noise = np.random.default_rng(0).normal(0, 1, (3, *grid.shape))
-    images = [gaussian_filter(one, 2).astype(np.float32) for one in noise]
+    images = [gaussian_filter(channel, 2).astype(np.float32) for channel in noise]
     images[0] = np.where(np.abs(np.arange(37) - 18) < 14, 3000 * images[0], -1024).astype(
         np.float32
     )
@@ -121,25 +121,25 @@ def test_the_metadata_give_the_labels_of_medseg_to_another_program(
 
 
 def test_the_metadata_say_all_that_another_program_needs() -> None:
-    found = describe_stage(make_stage(LUNGS, "fine", tile_size=(20, 18, 16)), None)
-    assert found["spacing_mm"] == [2.0, 1.5, 1.0]
-    assert found["channels"][0]["window_hu"] == (-1000.0, 400.0)
-    assert found["channels"][0]["clip"] == (-1024, 3071)
-    assert found["input"] == {
+    metadata = describe_stage(make_stage(LUNGS, "fine", tile_size=(20, 18, 16)), None)
+    assert metadata["spacing_mm"] == [2.0, 1.5, 1.0]
+    assert metadata["channels"][0]["window_hu"] == (-1000.0, 400.0)
+    assert metadata["channels"][0]["clip"] == (-1024, 3071)
+    assert metadata["input"] == {
         "name": "image",
         "shape": [1, 1, "D", "H", "W"],
         "multiple_of": [4, 4, 4],
         "axes": "z, y, x towards superior, posterior, left",
     }
-    assert found["classes"] == {"left": ["background", "left"], "right": ["background", "right"]}
-    assert found["flipped_x"] == ["right"]
-    assert found["tile_size"] == found["least_size"] == (20, 20, 16)
-    assert found["crop"]["margin_mm"] == 10.0
+    assert metadata["classes"] == {"left": ["background", "left"], "right": ["background", "right"]}
+    assert metadata["flipped_x"] == ["right"]
+    assert metadata["tile_size"] == metadata["least_size"] == (20, 20, 16)
+    assert metadata["crop"]["margin_mm"] == 10.0
     fixed = describe_stage(make_stage(LUNGS, "fine"), (8, 8, 8))
     patches = describe_stage(make_stage(LUNGS, "fine", least_size=(20, 18, 16)), None)
     assert (patches["tile_size"], patches["least_size"]) == (None, (20, 20, 16))
     assert fixed["input"]["shape"] == [1, 1, 8, 8, 8]
-    json.dumps([found, fixed])
+    json.dumps([metadata, fixed])
 
 
 def test_the_output_must_be_a_file_of_a_known_format(tmp_path: Path) -> None:
@@ -160,13 +160,13 @@ def test_the_cascade_gives_the_same_labels_with_exported_networks(
     """Three scans, with both networks of the cascade replaced by exported files."""
     stages = [
         load_stage(
-            shipped_weights("lungs", one),
+            shipped_weights("lungs", stage_name),
             None,
             CPU,
             "fp32",
             options=InferenceOptions(backend=Backend.torch),
         )
-        for one in ("coarse", "fine")
+        for stage_name in ("coarse", "fine")
     ]
     cascade = Cascade(*stages, InferenceOptions())
     scans = [
@@ -179,10 +179,10 @@ def test_the_cascade_gives_the_same_labels_with_exported_networks(
         assert export_stage(stage, output).fixed_size is None
         stage.network.networks[0].forward = load_exported(output)
     for scan, expected in zip(scans, ours, strict=True):
-        found = cascade.segment(scan).labels
+        labels = cascade.segment(scan).labels
         assert (
             min(
-                dice(expected == value, found == value)
+                dice(expected == value, labels == value)
                 for value in (1, 2)
                 if (expected == value).any()
             )

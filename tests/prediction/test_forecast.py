@@ -46,13 +46,13 @@ def cascade() -> Cascade:
 
 def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
     slab = 24 * 2**18
-    found = forecast(cascade, CHEST, 300 * MIB)
+    expected = forecast(cascade, CHEST, 300 * MIB)
     fixed, voxels = 300 * MIB + FIRST_SCAN_BYTES + 2 * 300 * 512 * 512, 300 * 512 * 512
-    assert found.memory["read"] == fixed
+    assert expected.memory["read"] == fixed
     # 300 x 409.6 x 409.6 mm at 2 mm; 0.8 of the height is body, padded to multiples of 8 voxels.
     lattice, body, padded = 4 * 150 * 205 * 205, 150 * 164 * 205, 152 * 168 * 208
     network = 0.75 / 2.5 * 40 * padded
-    assert found.memory["localise"] == fixed + lattice + round(4 * body + 4 * padded + network)
+    assert expected.memory["localise"] == fixed + lattice + round(4 * body + 4 * padded + network)
     # Regions of 270 x 200 x 160 mm at 1 mm, in tiles.
     crop, tile = 270 * 200 * 160, 128 * 160 * 160
     layer = 4 * 2 * 128 * 200 * 160
@@ -61,14 +61,14 @@ def test_scan_labels_and_crops_are_counted_by_hand(cascade: Cascade) -> None:
         + slab
         + round(4 * crop + 2 * 2 * crop + 0.75 / 2.5 * 35 * tile + 2 * layer + 4 * 2 * tile)
     )
-    assert found.memory["refine_left_lung"] == refine
-    assert found.memory["refine_right_lung"] == refine + 2 * crop
+    assert expected.memory["refine_left_lung"] == refine
+    assert expected.memory["refine_right_lung"] == refine + 2 * crop
     joined = fixed + 2 * 2 * crop + 0.9 * voxels + 18 * MIB
-    assert found.memory["join"] == pytest.approx(joined, abs=100)
-    assert found.peak_bytes == max(found.memory.values())
+    assert expected.memory["join"] == pytest.approx(joined, abs=100)
+    assert expected.peak_bytes == max(expected.memory.values())
     # With an overlap of half, 4 x 2 x 1 tiles for each side. A voxel of a network counts five time
     # units.
-    assert found.time_units == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
+    assert expected.time_units == voxels + 5 * (padded + 2 * 4 * 2 * 1 * tile)
 
 
 def test_a_wide_field_of_view_has_no_larger_body(cascade: Cascade) -> None:
@@ -101,13 +101,13 @@ def test_a_case_within_the_shares_keeps_the_memory_contract(
     monkeypatch.setattr(memory_limit, "resident_bytes", lambda: 300 * MIB)
     shares = share_memory(max_ram_gib)
     monkeypatch.setattr("medseg.cascade.stage.TrainedStage._least_slab_bytes", lambda *_: 0.0)
-    found = forecast(
+    expected = forecast(
         cascade.within(shares.network_gib),
         replace(CHEST, shape=(num_slices, 512, 512)),
         300 * MIB,
         shares.array_bytes,
     )
-    assert found.peak_bytes <= max_ram_gib * 2**30
+    assert expected.peak_bytes <= max_ram_gib * 2**30
 
 
 def test_a_task_without_regions_is_one_pass(cascade: Cascade) -> None:
@@ -182,25 +182,25 @@ def test_a_batch_names_its_largest_case_and_its_time() -> None:
 def test_later_parts_of_joined_models_hold_the_labels_of_those_before(
     array_bytes: float, held_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def of_part(part: Any, *arguments: Any) -> Forecast:
-        asked.append(arguments)
+        calls.append(arguments)
         return Forecast({"read": 100, "segment": part}, time_units=7, operations=3.0)
 
     monkeypatch.setattr(forecast_module, "forecast", of_part)
     model: Any = SimpleNamespace(parts=(500, 800), step_name=lambda n, step: f"{step}_{n}")
     grid = VoxelGrid((3, 4, 5), (1.0, 1.0, 1.0))
     limits = forecast_module.ArrayLimits(1000.0, array_bytes)
-    found = forecast_module._forecast_joined(model, grid, 300, limits)
+    expected = forecast_module._forecast_joined(model, grid, 300, limits)
     # Each part gets the limits of the whole model.
-    assert asked == [(grid, 300, 1000.0, array_bytes)] * 2
-    assert found.memory == {
+    assert calls == [(grid, 300, 1000.0, array_bytes)] * 2
+    assert expected.memory == {
         "read": 100 + held_bytes,
         "segment_1": 500,
         "segment_2": 800 + held_bytes,
     }
-    assert (found.time_units, found.operations) == (14, 6.0)
+    assert (expected.time_units, expected.operations) == (14, 6.0)
 
 
 def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
@@ -217,11 +217,11 @@ def test_the_seconds_of_a_case_are_those_of_a_voxel_of_the_cases_before(
     assert known_rate("other") is None
 
 
-@pytest.mark.parametrize(("known", "mean_s"), [("ab", 20.0), ("a", None), ("", None)])
+@pytest.mark.parametrize(("model_with_rate", "mean_s"), [("ab", 20.0), ("a", None), ("", None)])
 def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
-    known: str, mean_s: float | None, monkeypatch: pytest.MonkeyPatch
+    model_with_rate: str, mean_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
+    texts: list[Any] = []
     cases: list[Any] = [
         SimpleNamespace(scan=SimpleNamespace(name=name), output=name) for name in "ab"
     ]
@@ -236,9 +236,13 @@ def test_the_time_of_a_batch_is_said_where_that_of_all_its_models_is_known(
     monkeypatch.setattr(batch.Batch, "_forecast", lambda *_: expected)
     monkeypatch.setattr(batch, "machine_key", lambda model: model.name)
     rates = {"a": Rate(1.0, 0.0), "b": Rate(3.0, 0.0)}
-    monkeypatch.setattr(batch, "known_rate", lambda key: rates[key] if key in known else None)
-    monkeypatch.setattr(batch, "forecast_text", lambda *arguments: told.append(arguments) or "said")
+    monkeypatch.setattr(
+        batch, "known_rate", lambda key: rates[key] if key in model_with_rate else None
+    )
+    monkeypatch.setattr(
+        batch, "forecast_text", lambda *arguments: texts.append(arguments) or "said"
+    )
     config: Any = SimpleNamespace(overwrite=False)
     running = batch.Batch([], 0, 1e9, config, 2, batch.Observer())
     assert running.describe_cost(cases) == "said"
-    assert told == [({"a": expected, "b": expected}, mean_s, 2)]
+    assert texts == [({"a": expected, "b": expected}, mean_s, 2)]

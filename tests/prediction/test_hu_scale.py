@@ -26,8 +26,8 @@ from medseg.prediction.options import PredictConfig
 def compose(name: str, *overrides: str) -> Any:
     schema = {"predict": PredictConfig, "evaluate": EvaluateConfig}[name]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        given = ["coarse=c", "fine=f", "accelerator=cpu"] if name == "predict" else []
-        return to_config(hydra.compose(name, [*given, *overrides]), schema)
+        model_arguments = ["coarse=c", "fine=f", "accelerator=cpu"] if name == "predict" else []
+        return to_config(hydra.compose(name, [*model_arguments, *overrides]), schema)
 
 
 @pytest.fixture(autouse=True)
@@ -71,21 +71,21 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(
 ) -> None:
     labels, report = predict(folder, "hu")
     wrong, warned = predict(folder, "high")
-    said = (
+    advice = (
         "this is no CT in HU; give a CT in HU, or correct its scale with data.hu_slope and "
         "data.hu_offset "
         "(for predict: hu_slope and hu_offset)"
     )
-    assert any(warning.endswith(said) for warning in warned["warnings"])
-    told = {finding["sentence"]: finding for finding in warned["findings"]}
+    assert any(warning.endswith(advice) for warning in warned["warnings"])
+    findings = {finding["sentence"]: finding for finding in warned["findings"]}
     assert [
-        sentence for sentence, finding in told.items() if finding["severity"] != "information"
+        sentence for sentence, finding in findings.items() if finding["severity"] != "information"
     ] == warned["warnings"]
     assert all(
         finding.keys() == {"code", "severity", "sentence"} and finding["code"]
-        for finding in told.values()
+        for finding in findings.values()
     )
-    assert f"{said}\n" in capsys.readouterr().err
+    assert f"{advice}\n" in capsys.readouterr().err
     assert (warned["status"], report["status"] in ("ok", "warnings")) == ("not_hu", True)
     assert not np.array_equal(wrong, labels)
     right, corrected = predict(folder, "high", "hu_offset=-1024")

@@ -106,10 +106,10 @@ def test_the_stages_share_the_room_of_their_backend(monkeypatch: pytest.MonkeyPa
 def test_each_model_of_a_batch_keeps_its_share_beside_all_backends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[float | None, int]] = []
+    calls: list[tuple[float | None, int]] = []
 
     def share_memory(max_ram_gib: float | None, backend_bytes: int) -> MemoryShares:
-        asked.append((max_ram_gib, backend_bytes))
+        calls.append((max_ram_gib, backend_bytes))
         return MemoryShares(0.75, 12.0)
 
     monkeypatch.setattr(batch, "share_memory", share_memory)
@@ -120,10 +120,10 @@ def test_each_model_of_a_batch_keeps_its_share_beside_all_backends(
         inference=InferenceOptions(max_ram_gib=2.5), accelerator=Accelerator.cpu
     )
     range_models = [RangeModel(model, {}) for model in models]
-    made = batch.make_batch(range_models, config, 7, batch.Observer())
-    assert asked == [(2.5, 7)]
-    assert [chosen.model for chosen in made.range_models] == [(3, 0.75), (4, 0.75)]
-    assert (made.array_bytes, made.num_cases) == (12.0, 7)
+    made_batch = batch.make_batch(range_models, config, 7, batch.Observer())
+    assert calls == [(2.5, 7)]
+    assert [chosen.model for chosen in made_batch.range_models] == [(3, 0.75), (4, 0.75)]
+    assert (made_batch.array_bytes, made_batch.num_cases) == (12.0, 7)
 
 
 @pytest.mark.parametrize(("budget_gib", "is_checked"), [(0.5, True), (2.0, False)])
@@ -158,12 +158,12 @@ def test_a_scan_waits_in_a_file_where_the_model_says_so(monkeypatch: pytest.Monk
         waiting = new_array((100,), np.uint8, waits=True)
         return array.base is None, waiting.base is None
 
-    seen: list[Any] = []
+    arrays: list[Any] = []
     monkeypatch.setattr(batch, "pick_model", lambda *_: (chosen, []))
     monkeypatch.setattr(batch, "read_report", lambda _: {})
     monkeypatch.setattr(batch, "check_kinds", lambda *_: None)
     monkeypatch.setattr(batch, "read_case", held_by)
-    monkeypatch.setattr(batch, "segment_case", lambda *_: seen.append(held_by()))
+    monkeypatch.setattr(batch, "segment_case", lambda *_: arrays.append(held_by()))
     monkeypatch.setattr(batch.Batch, "_is_up_to_date", lambda *_: False)
     monkeypatch.setattr(batch.Batch, "_begin", lambda *_: None)
     config: Any = SimpleNamespace(save=[])
@@ -178,4 +178,4 @@ def test_a_scan_waits_in_a_file_where_the_model_says_so(monkeypatch: pytest.Monk
         assert running.read(case, is_ahead=False) == (True, is_in_memory)
         data = CaseData()
         assert running.compute(case, data) is data
-        assert seen.pop() == (True, is_in_memory)
+        assert arrays.pop() == (True, is_in_memory)

@@ -49,7 +49,7 @@ def weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [
+    arguments = [
         f"input='{source}'",
         f"output='{output}'",
         "coarse=c",
@@ -58,7 +58,7 @@ def predict(source: Path, output: Path, *overrides: str) -> int:
         *overrides,
     ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return app.predict(to_config(hydra.compose("predict", given), PredictConfig))
+        return app.predict(to_config(hydra.compose("predict", arguments), PredictConfig))
 
 
 @pytest.fixture
@@ -311,10 +311,10 @@ def test_a_reference_that_cannot_be_shown_is_a_warning_and_ignored_voxels_are_ba
     reference = np.where(labels == 2, value, labels)
     reference[:, :40][reference[:, :40] == 1] = 9
     write_labels(tmp_path / "ref.nii.gz", reference.astype(np.uint8), volume.grid)
-    shown: list[np.ndarray | None] = []
+    references: list[np.ndarray | None] = []
 
     def noted(*arguments: Any) -> None:
-        shown.append(arguments[3])
+        references.append(arguments[3])
 
     monkeypatch.setattr(results_module, "pack_case", noted)
     config = SimpleNamespace(
@@ -327,17 +327,17 @@ def test_a_reference_that_cannot_be_shown_is_a_warning_and_ignored_voxels_are_ba
     take_picture_voxels(case, volume, result, task, config)  # type: ignore[arg-type]
     assert result.status == status
     if status == "ok":
-        assert shown[0] is not None
-        assert np.array_equal(shown[0], np.where(reference == 9, 0, reference))
+        assert references[0] is not None
+        assert np.array_equal(references[0], np.where(reference == 9, 0, reference))
     else:
-        assert shown == [None]
+        assert references == [None]
         assert result.warnings[0].startswith("the viewer shows no reference: ")
 
 
-@pytest.mark.parametrize(("given", "sentence"), [("[label]", "save"), ("preview", "save")])
-def test_an_unknown_kind_is_refused(scans: Path, tmp_path: Path, given: str, sentence: str) -> None:
+@pytest.mark.parametrize(("kind", "sentence"), [("[label]", "save"), ("preview", "save")])
+def test_an_unknown_kind_is_refused(scans: Path, tmp_path: Path, kind: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
-        predict(scans, tmp_path / "out", f"save={given}")
+        predict(scans, tmp_path / "out", f"save={kind}")
 
 
 def test_two_cases_do_not_share_a_result_file(tmp_path: Path, scans: Path) -> None:
@@ -349,17 +349,17 @@ def test_two_cases_do_not_share_a_result_file(tmp_path: Path, scans: Path) -> No
 def test_steps_are_announced_in_their_order(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, int, int]] = []
+    steps_begun: list[tuple[str, int, int]] = []
     show = app.Display.step_begins
 
     def watched(display: app.Display, name: str, step: str, number: int, total: int) -> None:
-        seen.append((step, number, total))
+        steps_begun.append((step, number, total))
         show(display, name, step, number, total)
 
     monkeypatch.setattr(app.Display, "step_begins", watched)
     assert predict(scans / "a.nii.gz", tmp_path / "a.nrrd") == 0
     steps = ["read", "localise", "refine_left_lung", "refine_right_lung", "join", "write"]
-    assert seen == [(step, number, 6) for number, step in enumerate(steps)]
+    assert steps_begun == [(step, number, 6) for number, step in enumerate(steps)]
 
 
 def test_dicom_results_lie_on_the_slices_of_their_series(
@@ -387,9 +387,9 @@ def test_dicom_results_lie_on_the_slices_of_their_series(
     for kind, least in (("seg", 1.0), ("rtstruct", 0.995)):
         file = open_label_file(out / f"lungs.{kind}.dcm")
         numbers = {number: LABELS[name] for number, name in file.names.items()}
-        found = read_label_file(file, slices, numbers).array
+        stored = read_label_file(file, slices, numbers).array
         for value in LABELS.values():
-            assert dice(found == value, labels == value) >= least
+            assert dice(stored == value, labels == value) >= least
     assert predict(scans / "a.nii.gz", out / "b.nii.gz", "save=[dicom_seg]") == 2
     assert (
         "save=dicom_seg: expected a DICOM series, to whose slices the result refers, but"

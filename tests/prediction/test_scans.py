@@ -35,7 +35,7 @@ def oracles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [
+    arguments = [
         f"input='{source}'",
         f"output='{output}'",
         "coarse=c",
@@ -44,7 +44,7 @@ def predict(source: Path, output: Path, *overrides: str) -> int:
         *overrides,
     ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = hydra.compose("predict", given)
+        composed = hydra.compose("predict", arguments)
     return app.predict(to_config(composed, PredictConfig))
 
 
@@ -108,8 +108,8 @@ def test_every_bad_scan_of_a_folder_has_its_sentence_and_the_good_ones_their_res
     colours = np.zeros((9, 7, 5), [("R", "u1"), ("G", "u1"), ("B", "u1")])
     nib.Nifti1Image(colours, np.eye(4)).to_filename(scans / "colours.nii")
     assert predict(scans, tmp_path / "out") == 1
-    said = capsys.readouterr().err.replace(f"{scans}/", "").splitlines()
-    assert said == [
+    messages = capsys.readouterr().err.replace(f"{scans}/", "").splitlines()
+    assert messages == [
         "medseg: colours.nii: expected one number per voxel, but the NIfTI header says RGB "
         "(colours, complex or very long "
         "numbers); export the scan as grey values.",
@@ -217,9 +217,9 @@ def test_a_disk_that_fills_up_costs_what_does_not_fit(
 
     monkeypatch.setattr(target, full_at_the_second)
     assert predict(scans, tmp_path / "out", "overwrite=true") == 1
-    said = capsys.readouterr().err.splitlines()
+    messages = capsys.readouterr().err.splitlines()
     suffix = ".nii.gz" if "nifti" in target.split(".") else ".json"
-    assert said == [
+    assert messages == [
         f"medseg: late: {tmp_path}/out/late{suffix}: cannot be written (No space left on "
         "device); check the folder, its permissions "
         "and its space.",
@@ -269,7 +269,7 @@ def test_links_that_lead_nowhere_fail_alone(
     table.write_text("\n".join(["case,image", *rows]), encoding="utf-8")
     for source, output in ((scans, tmp_path / "from folder"), (table, tmp_path / "from table")):
         assert predict(source, output) == 1
-        said = capsys.readouterr().err
+        messages = capsys.readouterr().err
         assert is_right(output / "good.nii.gz")
         for name in ("gone", "loop"):
-            assert f"{name}.nii.gz: this file or folder does not exist" in said
+            assert f"{name}.nii.gz: this file or folder does not exist" in messages

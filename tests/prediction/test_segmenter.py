@@ -127,7 +127,7 @@ def test_an_image_of_simpleitk_is_read_as_from_a_file(
     result = segmenter.segment(image)
     assert "hold no number (NaN or infinity) and count as air" in result.warnings[0]
     assert np.isnan(SimpleITK.GetArrayViewFromImage(image)[0, 0, 0]), "the image is left as it is"
-    for bad, said in (
+    for bad, sentence in (
         (
             SimpleITK.GetImageFromArray(np.zeros((3, 4, 5, 2)), isVector=True),
             "expected one number per voxel, got 2",
@@ -141,7 +141,7 @@ def test_an_image_of_simpleitk_is_read_as_from_a_file(
             "SimpleITK image: expected a scan, but every voxel holds 0",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=sentence):
             segmenter.segment(bad)
 
 
@@ -218,9 +218,9 @@ def test_threads_share_a_segmenter(segmenter: medseg.LungSegmenter) -> None:
     alone = [segmenter.segment(volume) for volume in scans]
     with ThreadPoolExecutor(3) as threads:
         together = list(threads.map(segmenter.segment, scans))
-    for one, other in zip(alone, together, strict=True):
-        assert np.array_equal(one.labels.array, other.labels.array)
-        assert one.volumes_ml == other.volumes_ml
+    for alone_labels, other in zip(alone, together, strict=True):
+        assert np.array_equal(alone_labels.labels.array, other.labels.array)
+        assert alone_labels.volumes_ml == other.volumes_ml
     assert len({result.volumes_ml["left_lung"] for result in together}) == len(scans)
 
 

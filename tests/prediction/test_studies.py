@@ -59,14 +59,16 @@ def series(folder: Path, patient: str, number: int, study: int = 1, **fields: ob
 
 
 def predict(source: Path, output: Path, *overrides: str) -> int:
-    given = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
+    arguments = [f"input='{source}'", f"output='{output}'", "coarse=c", "fine=f", "accelerator=cpu"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return app.predict(to_config(hydra.compose("predict", [*given, *overrides]), PredictConfig))
+        return app.predict(
+            to_config(hydra.compose("predict", [*arguments, *overrides]), PredictConfig)
+        )
 
 
-def cases(source: Path, wanted: str | None = None) -> dict[str, np.ndarray]:
+def cases(source: Path, choice: str | None = None) -> dict[str, np.ndarray]:
     """Read the scan of each case of a folder."""
-    scans = divide_studies(source, find_scans(source, None, wanted)[0], "ct")
+    scans = divide_studies(source, find_scans(source, None, choice)[0], "ct")
     images = {
         scan.name: read_image(scan.path, scan.series, files=scan.files).array for scan in scans
     }
@@ -89,12 +91,12 @@ def test_a_series_is_chosen_inside_each_case(
         series(cohort / patient / "CT" / "thin", patient, 2)
         images[patient] = series(cohort / patient / "CT" / "thick", patient, 3)
     assert predict(cohort, out) == 1
-    said = capsys.readouterr().err
+    messages = capsys.readouterr().err
     for patient in ("anna", "bert"):
         assert (
             f"medseg: {cohort / patient}: expected one CT series, but it holds 2: "
             f"series=2 'B20f' {SIZE}; series=3 'B30f' {SIZE}; choose one with series="
-        ) in said
+        ) in messages
     assert predict(cohort, out, "series=3") == 0
     assert written(out) == ["anna.nii.gz", "bert.nii.gz"]
     for patient, image in cases(cohort, "3").items():
@@ -113,15 +115,15 @@ def test_a_flat_folder_of_several_patients(
         predict(flat, tmp_path / "o.nii.gz")
     capsys.readouterr()
     assert predict(flat, out) == 1
-    said = capsys.readouterr().err
+    messages = capsys.readouterr().err
     assert (
         f"medseg: {flat}: by the patients and studies in their headers the DICOM files are 2 "
         "cases: "
         "anna_20240101, bert_20240101\n"
-    ) in said
+    ) in messages
     assert (
         f"medseg: anna_20240101: {flat}: expected one CT series, but it holds 2: series=2 'B20f'"
-        in said
+        in messages
     )
     assert predict(flat, out, "series=3") == 0
     assert written(out) == ["anna_20240101.nii.gz", "bert_20240101.nii.gz"]
@@ -170,10 +172,10 @@ def test_hidden_files_are_no_slices(tmp_path: Path) -> None:
         file.with_name(f"._{file.name}").write_bytes(b"\0\5\x16\7")
         file.with_name(f"._copy {file.name}").write_bytes(file.read_bytes())
     (flat / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
-    found = cases(flat)
-    assert list(found) == list(images)
+    read_images = cases(flat)
+    assert list(read_images) == list(images)
     for name, image in images.items():
-        assert np.array_equal(found[name], image)
+        assert np.array_equal(read_images[name], image)
 
 
 def test_folders_of_one_study_with_whole_series_stay_apart(tmp_path: Path) -> None:
@@ -301,9 +303,9 @@ def test_anonymised_series_beside_a_patient(tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     series(flat, "anna", 2)
     image = series(flat, "", 3, StudyInstanceUID="", StudyDate="")
-    found = cases(flat)
-    assert list(found) == ["anna_20240101", "study"]
-    assert np.array_equal(found["study"], image)
+    read_images = cases(flat)
+    assert list(read_images) == ["anna_20240101", "study"]
+    assert np.array_equal(read_images["study"], image)
     (array,) = cases(flat, "::3").values()
     assert np.array_equal(array, image)
     assert predict(flat, tmp_path / "out", "series='::3'") == 0
@@ -407,20 +409,20 @@ def test_headers_are_shown_while_many_are_read_and_only_those_of_folders(
 ) -> None:
     flat = tmp_path / "flat"
     series(flat, "anna", 3)
-    shown: list[str] = []
+    descriptions: list[str] = []
 
     def update(self: Progress, task_id: int, **fields: object) -> None:
-        shown.append(str(fields.get("description", "")))
+        descriptions.append(str(fields.get("description", "")))
 
     monkeypatch.setattr("medseg.commands.predict.SLOW_S", 0.0)
     monkeypatch.setattr(Progress, "update", update)
     assert predict(flat, tmp_path / "out") == 0
-    assert [text for text in shown if "headers" in text] == [
+    assert [text for text in descriptions if "headers" in text] == [
         f"{number} headers of DICOM files read" for number in (1, 2, 3, 4)
     ]
-    shown.clear()
+    descriptions.clear()
     assert predict(min(flat.iterdir()), tmp_path / "one") == 0
-    assert not any("headers" in text for text in shown)
+    assert not any("headers" in text for text in descriptions)
 
 
 def test_results_and_refusals_name_patient_and_date(

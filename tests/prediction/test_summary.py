@@ -190,7 +190,9 @@ PARAGRAPH = "{urn:oasis:names:tc:opendocument:xmlns:text:1.0}p"
 
 def read_sheet(document: ElementTree.Element, name: str) -> list[list[tuple[str, str]]]:
     """Read the cells of a sheet of LibreOffice by row: type, and number, date or text."""
-    (table,) = [one for one in document.iter(f"{TABLE}table") if one.get(f"{TABLE}name") == name]
+    (table,) = [
+        sheet for sheet in document.iter(f"{TABLE}table") if sheet.get(f"{TABLE}name") == name
+    ]
     rows = []
     for row in table.iter(f"{TABLE}table-row"):
         cells = []

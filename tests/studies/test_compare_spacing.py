@@ -30,16 +30,16 @@ def compose(*overrides: str) -> CompareSpacingConfig:
     )
 
 
-def stages_of(config: CompareSpacingConfig, row: str, given: list[str]) -> list[app.Stage]:
-    return app.stages_of(row, config, given, Path("runs"))
+def stages_of(config: CompareSpacingConfig, row: str, arguments: list[str]) -> list[app.Stage]:
+    return app.stages_of(row, config, arguments, Path("runs"))
 
 
 @pytest.mark.slow
 def test_every_row_composes_and_rows_share_the_stages_that_are_the_same(tiny_table: Path) -> None:
-    given = [f"data.cases='{tiny_table}'", "model.width=4"]
+    arguments = [f"data.cases='{tiny_table}'", "model.width=4"]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose("seed=7", "steps=5", "stages.coarse=['steps=9']")
-        rows = {row: stages_of(config, row, given) for row in config.rows}
+        rows = {row: stages_of(config, row, arguments) for row in config.rows}
     for coarse, fine in rows.values():
         assert (coarse.config.steps, fine.config.steps) == (9, 5)
         assert {coarse.config.seed, fine.config.seed} == {7}
@@ -167,7 +167,9 @@ class Commands:
 
     def run(self, step: Sequence[str]) -> str:
         folder = Path(
-            next(one for one in step if one.startswith("output=")).removeprefix("output=")
+            next(argument for argument in step if argument.startswith("output=")).removeprefix(
+                "output="
+            )
         )
         folder.mkdir(parents=True, exist_ok=True)
         write = self.predict if step[0] == "predict" else self.evaluate

@@ -78,15 +78,15 @@ def test_a_crop_reaches_half_of_its_own_voxel_beyond_their_centres(
 
 
 def test_tables_are_written_to_be_read_again(tmp_path: Path) -> None:
-    given = [
+    cases = [
         Case("Doe, John", Path("a b/ü.nii.gz"), Path("l.nrrd"), "p", trust={"left_lung": "absent"}),
         Case("b", Path("dicom"), None, "q", series="2", hu=HuScale(1.0, -1024.0)),
     ]
-    first, second = read_case_table(write_case_table(tmp_path / "fold_0" / "held_out.csv", given))
+    first, second = read_case_table(write_case_table(tmp_path / "fold_0" / "held_out.csv", cases))
     assert first == replace(
-        given[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute()
+        cases[0], image=Path("a b/ü.nii.gz").absolute(), labels=Path("l.nrrd").absolute()
     )
-    assert second == replace(given[1], image=Path("dicom").absolute())
+    assert second == replace(cases[1], image=Path("dicom").absolute())
     scores = {
         "dice": 0.5,
         "nsd_1mm": 0.25,
@@ -222,8 +222,8 @@ def without_runs(
 def test_one_stage_is_trained_by_the_arguments_of_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["experiment=mine", "steps=7", "num_folds=3", "data.test_patients=[p3]", "output=x"]
-    commands = without_runs(monkeypatch, tmp_path, given, [])
+    arguments = ["experiment=mine", "steps=7", "num_folds=3", "data.test_patients=[p3]", "output=x"]
+    commands = without_runs(monkeypatch, tmp_path, arguments, [])
     config = make_config(tmp_path, StageName.single)
     config.data.test_patients = ["p3"]
     assert study.cross_validate(config) == 0
@@ -246,7 +246,7 @@ def test_one_stage_is_trained_by_the_arguments_of_train(
     checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
     checkpoint.parent.mkdir(parents=True)
     checkpoint.touch()
-    given[1] = "steps=8"
+    arguments[1] = "steps=8"
     with pytest.raises(UserError, match=r"fold_0: its runs come from .*steps=7.*another folder"):
         study.cross_validate(config)
 
@@ -278,11 +278,11 @@ def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
     """The study itself, the printed command after it and the model card state the same budget."""
     commands = without_runs(monkeypatch, tmp_path, [], [])
     model = tmp_path / "my model"
-    asked: list[Any] = []
+    calls: list[Any] = []
     written: list[Any] = []
 
     def budget_argument(files: list[Path], trusted: list[str]) -> list[str]:
-        asked.append((files, trusted, [command[0] for command in commands]))
+        calls.append((files, trusted, [command[0] for command in commands]))
         return ["inference.budget_gib=2.1"]
 
     monkeypatch.setattr(study, "budget_argument", budget_argument)
@@ -292,7 +292,7 @@ def test_a_prediction_gets_the_memory_that_the_trained_network_needs(
     config = make_config(tmp_path, StageName.single, trusted_targets=["mine."])
     assert study.cross_validate(config) == 0
     checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
-    assert asked == [([checkpoint], ["mine."], ["train"] * 3)], "when the networks are trained"
+    assert calls == [([checkpoint], ["mine."], ["train"] * 3)], "when the networks are trained"
     predictions = [command for command in commands if command[0] == "predict"]
     assert all("inference.budget_gib=2.1" in command for command in predictions)
     assert written[0][-1] == ["inference.budget_gib=2.1"]

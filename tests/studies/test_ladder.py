@@ -121,7 +121,7 @@ def test_a_row_is_counted_and_timed() -> None:
 
 
 def test_a_task_of_one_stage_is_counted() -> None:
-    given = [
+    arguments = [
         "stage=coarse",
         "task.regions=null",
         "model.width=4",
@@ -129,7 +129,7 @@ def test_a_task_of_one_stage_is_counted() -> None:
         "run_dir=none",
     ]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = ladder_app.compose(ladder_app.Row("rows.one", "one", tuple(given)))
+        config = ladder_app.compose(ladder_app.Row("rows.one", "one", tuple(arguments)))
     assert ladder_app.measure_row(config, (16, 32, 32), timed_steps=1)["peak_bytes"] > 0
 
 
@@ -148,8 +148,8 @@ def test_the_table_and_the_picture_show_what_is_known(tmp_path: Path) -> None:
     measured = {"saved_per_voxel": 100.0, "peak_bytes": 2**20, "parameter_bytes": 2**19}
     timed = {**measured, "seconds_per_step": 1.0, "device": "2 CPU threads"}
     widths = []
-    for known, summary in ((measured, {}), (timed, {"val_dice_best": 0.9, "train_s": 7.0})):
-        table = [ladder_app.table_row(row, memory, known, summary) for row in rows]
+    for measurement, summary in ((measured, {}), (timed, {"val_dice_best": 0.9, "train_s": 7.0})):
+        table = [ladder_app.table_row(row, memory, measurement, summary) for row in rows]
         ladder_app.write(table, rows, tmp_path, "noise")
         with Image.open(tmp_path / "ladder.png") as picture:
             widths.append(picture.size[0])
@@ -185,7 +185,7 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "said"),
+    ("exit_code", "message"),
     [
         (
             -signal.SIGKILL,
@@ -198,7 +198,7 @@ def test_a_row_is_measured_in_a_new_process_and_kept_while_its_configuration_is_
     ],
 )
 def test_a_row_whose_process_ends_says_how(
-    exit_code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exit_code: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def call(*_: object) -> None:
         raise WorkerDiedError(exit_code)
@@ -207,7 +207,7 @@ def test_a_row_whose_process_ends_says_how(
     (row, *_) = ladder_app.ladder_rows(ladder_config(), [])
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = ladder_app.compose(row)
-    with pytest.raises(UserError, match=f"{tmp_path.name} could not be measured: {said}"):
+    with pytest.raises(UserError, match=f"{tmp_path.name} could not be measured: {message}"):
         ladder_app.measure(tmp_path, config, (16, 16, 16), 0, None, None)
 
 

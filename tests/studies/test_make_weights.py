@@ -104,10 +104,10 @@ def test_the_printed_command_and_the_card_name_the_memory_that_the_networks_need
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     write_checkpoints(tmp_path)
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def budget_argument(files: list[Path], trusted: list[str]) -> list[str]:
-        asked.append((files, trusted))
+        calls.append((files, trusted))
         return ["inference.budget_gib=2.1"]
 
     monkeypatch.setattr(study, "budget_argument", budget_argument)
@@ -116,7 +116,7 @@ def test_the_printed_command_and_the_card_name_the_memory_that_the_networks_need
     config.output = str(output)
     assert study.make_weights(config) == 0
     runs = tmp_path / "runs" / "all"
-    assert asked == [([last_checkpoint(runs / stage) for stage in ("coarse", "fine")], [])]
+    assert calls == [([last_checkpoint(runs / stage) for stage in ("coarse", "fine")], [])]
     command = (
         f"medseg predict -i <scan> -o labels.nii.gz 'weights={output}' inference.budget_gib=2.1"
     )
@@ -140,8 +140,8 @@ def test_a_fine_stage_sees_the_coarse_stages_of_the_folds_or_that_of_all_cases(
     assert f"data.cases={tmp_path / 'f.csv'}" in first
     assert f"data.cases={tmp_path / 'f.csv'}" in last
     assert not any(argument.startswith("stage.") for argument in (*coarse, *first))
-    (seen,) = (argument for argument in last if argument.startswith("stage."))
-    key, _, value = seen.partition("=")
+    (coarse_argument,) = (argument for argument in last if argument.startswith("stage."))
+    key, _, value = coarse_argument.partition("=")
     if num_folds:
         assert key == "stage.coarse_folds"
         assert all(str(last_checkpoint(fold / "coarse")) in value for fold in folds)
@@ -166,12 +166,14 @@ def test_folds_of_different_recipes_are_not_joined(tmp_path: Path, steps: list[S
     note(2)
     study.make_weights(make_config(tmp_path))
     assert steps
-    for changes, said in (
+    for changes, difference in (
         ({"coarse": ["c"], "fine": ["d"]}, r'coarse is \["a"\] and \["c"\]'),
         ({"arguments": ["seed=1"]}, r'arguments is null and \["seed=1"\]'),
     ):
         note(2, **changes)
-        with pytest.raises(UserError, match=f"fold_0 and .*fold_2 come from .*: {said}; give"):
+        with pytest.raises(
+            UserError, match=f"fold_0 and .*fold_2 come from .*: {difference}; give"
+        ):
             study.make_weights(make_config(tmp_path))
 
 

@@ -101,13 +101,13 @@ def test_what_a_half_shows_of_the_other_organ_has_no_trust_unless_it_is_much(
     labels[:, :, 12 - across : 22], labels[:, :2, 2:11] = 1, 2
     write_image(tmp_path / "i.nii.gz", labels.astype(np.int16), grid)
     write_labels(tmp_path / "l.nii.gz", labels, grid)
-    given = {"left": "reference", "right": "reference"}
-    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust=given)
+    case_trust = {"left": "reference", "right": "reference"}
+    case = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p", trust=case_trust)
     parts = {
         part.name: part.trust
         for part in cut_partial_scans(case, {"left": [1], "right": [2]}, tmp_path / "pieces")
     }
-    assert parts == {"c_right_half": given | {"left": trust}, "c_left_half": given}
+    assert parts == {"c_right_half": case_trust | {"left": trust}, "c_left_half": case_trust}
 
 
 def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path: Path) -> None:

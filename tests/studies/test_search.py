@@ -131,7 +131,7 @@ def test_a_search_goes_on_only_when_asked_for_more(run: Callable[..., int], tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["-m"], "leave out -m"),
         (["+sweep.space.optimizer.lr=1"], "sweep.space"),
@@ -139,13 +139,13 @@ def test_a_search_goes_on_only_when_asked_for_more(run: Callable[..., int], tmp_
 )  # fmt: skip
 def test_a_refused_search_leaves_nothing(
     arguments: list[str],
-    said: str,
+    message: str,
     run: Callable[..., int],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(*arguments) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not list(tmp_path.rglob("study*"))
 
 
@@ -256,13 +256,13 @@ def test_what_ends_a_trial_is_recorded_and_the_search_goes_on(trials: Trials) ->
         **{"model.width": widths, "memory.accumulate": {"type": "int", "low": 1, "high": 2}},
     )
     of_width = {8: "finished", 12: "failed", 24: "out_of_memory"}
-    wanted = [
+    expected = [
         "refused"
         if job["overrides"]["memory.accumulate"] == "2"
         else of_width[int(job["overrides"]["model.width"])]
         for job in jobs
     ]
-    assert [job["status"] for job in jobs] == wanted
+    assert [job["status"] for job in jobs] == expected
     messages = {job["status"]: job["message"] for job in jobs}
     assert messages.keys() == {"refused", "finished", "failed", "out_of_memory"}
     assert "choose a multiple of 2" in messages["refused"]
@@ -274,7 +274,7 @@ def test_what_ends_a_trial_is_recorded_and_the_search_goes_on(trials: Trials) ->
         "out_of_memory": "PRUNED",
     }
     assert trials.states() == [of_status[job["status"]] for job in jobs]
-    assert len(trials.started) == len(set(trials.started)) == 12 - wanted.count("refused")
+    assert len(trials.started) == len(set(trials.started)) == 12 - expected.count("refused")
 
 
 def test_an_interrupted_trial_goes_on_and_no_other_is_repeated(trials: Trials) -> None:
@@ -368,7 +368,7 @@ def test_trials_say_the_searched_keys_and_the_command_line_the_others(
 
 
 @pytest.mark.parametrize(
-    ("key", "parameter", "said"),
+    ("key", "parameter", "message"),
     [
         (
             "optimizer.lrr",
@@ -389,12 +389,12 @@ def test_trials_say_the_searched_keys_and_the_command_line_the_others(
     ],
 )  # fmt: skip
 def test_a_value_that_no_run_could_have_is_refused(
-    key: str, parameter: Any, said: str, trials: Trials, composed: Any
+    key: str, parameter: Any, message: str, trials: Trials, composed: Any
 ) -> None:
     config = trials.config(1, **{key: parameter})
     with pytest.raises(UserError) as caught:
         check_space(config.sweep, composed(config))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("sweep.space: ")
 
 
@@ -454,21 +454,21 @@ run_command("search")
 """
 
 
-def seed_that_draws(wanted: list[str], config: SweepConfig, folder: Path) -> int:
+def seed_that_draws(rates: list[str], config: SweepConfig, folder: Path) -> int:
     """Find a seed with which the trials after the first one draw these learning rates."""
     for seed in range(1000):
         study = SearchJournal(
             Path(tempfile.mkdtemp(dir=folder)),
-            replace(config, seed=seed, num_trials=len(wanted) + 1),
+            replace(config, seed=seed, num_trials=len(rates) + 1),
         )
         study.begin_with({"optimizer.lr": 0.01})
         drawn = [
             (values["optimizer.lr"], study.close(trial.number, [0.0]))[0]
             for trial, values in study.trials()
         ]
-        if drawn[1:] == wanted:
+        if drawn[1:] == rates:
             return seed
-    raise AssertionError(f"no seed draws {wanted}")
+    raise AssertionError(f"no seed draws {rates}")
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_an_interrupted_study_tries_what_an_uninterrupted_one_would(tmp_path: Pa
     (tmp_path / "whole").mkdir()
     (tmp_path / "halved").mkdir()
     whole = go_on(tmp_path / "whole", sweep(8))
-    assert len({str(one) for one in whole}) == 8, "no two trials alike"
+    assert len({str(values) for values in whole}) == 8, "no two trials alike"
     assert go_on(tmp_path / "halved", sweep(3)) == whole[:3]
     for _ in range(2):
         trials = SearchJournal(tmp_path / "halved", sweep(8)).trials()
@@ -77,7 +77,7 @@ def test_the_first_trials_are_random_and_the_later_ones_follow_the_results(tmp_p
         (tmp_path / str(number)).mkdir()
         config = replace(sweep(9), num_random=5)
         tried.append(
-            go_on(tmp_path / str(number), config, lambda one, sign=sign: sign * dice_of(one))
+            go_on(tmp_path / str(number), config, lambda values, sign=sign: sign * dice_of(values))
         )
     first, second = tried
     assert first[:5] == second[:5]
@@ -91,7 +91,7 @@ def test_values_are_arguments_of_the_command_line(tmp_path: Path) -> None:
         assert overrides["memory"] in ("plain", "amp")
     stepped = sweep(6, x=ParameterConfig(ParameterType.float, low=0.0, high=1.0, step=0.2))
     (tmp_path / "stepped").mkdir()
-    assert {one["x"] for one in go_on(tmp_path / "stepped", stepped, lambda _: 0.0)} <= {
+    assert {values["x"] for values in go_on(tmp_path / "stepped", stepped, lambda _: 0.0)} <= {
         "0",
         "0.2",
         "0.4",
@@ -158,9 +158,9 @@ def test_a_trial_behind_the_median_is_not_worth_going_on(tmp_path: Path) -> None
         ([0.1, 0.2], "0.1000, lies below the median"),
     ):
         trial, _ = next(study.trials())
-        told = report(trial, tmp_path / "history.csv", dices[0])
-        assert (why in told) if why else not told
-        if told:
+        reason = report(trial, tmp_path / "history.csv", dices[0])
+        assert (why in reason) if why else not reason
+        if reason:
             study.close(trial.number, None)
             continue
         assert not report(trial, tmp_path / "history.csv", *dices)
@@ -190,7 +190,7 @@ def test_the_summary_names_the_best_and_what_mattered(tmp_path: Path) -> None:
     config = replace(sweep(40), sampler=Sampler.random)
     tried = go_on(tmp_path, config)
     summary = SearchJournal(tmp_path, config).summary()
-    dices = [dice_of(one) for one in tried]
+    dices = [dice_of(values) for values in tried]
     assert summary["best"] == [dices.index(max(dices))]
     assert summary["objectives"] == {"val_dice": "maximize"}
     assert summary["space"]["optimizer.lr"] == "0.001 … 0.1, logarithmic"

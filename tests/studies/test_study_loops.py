@@ -86,21 +86,21 @@ def test_baselines_are_installed_once_in_these_versions(
 
 
 def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: dict[str, Any] = {}
+    arguments_of_network: dict[str, Any] = {}
     module = SimpleNamespace(
-        PlainConvUNet=lambda **arguments: made.update(arguments),
-        UNet=lambda **arguments: made.update(arguments),
+        PlainConvUNet=lambda **arguments: arguments_of_network.update(arguments),
+        UNet=lambda **arguments: arguments_of_network.update(arguments),
     )
     monkeypatch.setitem(sys.modules, "monai.networks.nets", module)
     baselines.make_baseline("monai", 4)
-    assert made == {
+    assert arguments_of_network == {
         "spatial_dims": 3, "in_channels": 1, "out_channels": 4, "channels": (16, 32, 64, 128, 256),
         "strides": (2, 2, 2, 2),
         "num_res_units": 2, "norm": "batch",
     }  # fmt: skip
     with pytest.raises(ValueError, match="expected one of nnunet, monai, got 'lungmask'"):
         baselines.make_baseline("lungmask", 4)
-    made.clear()
+    arguments_of_network.clear()
     for name in ("dynamic_network_architectures", "dynamic_network_architectures.architectures"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "dynamic_network_architectures.architectures.unet", module)
@@ -111,13 +111,17 @@ def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.Mo
         "n_stages": 6,
         "features_per_stage": (32, 64, 128, 256, 320, 320),
     }
-    assert expected.items() <= made.items()
-    assert (made["strides"], made["n_conv_per_stage"], made["n_conv_per_stage_decoder"]) == (
+    assert expected.items() <= arguments_of_network.items()
+    assert (
+        arguments_of_network["strides"],
+        arguments_of_network["n_conv_per_stage"],
+        arguments_of_network["n_conv_per_stage_decoder"],
+    ) == (
         (1, 2, 2, 2, 2, 2),
         2,
         2,
     )
-    assert (made["conv_bias"], made["kernel_sizes"]) == (True, 3)
+    assert (arguments_of_network["conv_bias"], arguments_of_network["kernel_sizes"]) == (True, 3)
 
 
 def test_each_row_of_the_ladder_is_measured_and_trained_in_its_precision(
@@ -249,7 +253,7 @@ def test_a_failed_spacing_does_not_end_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = Path(spacing_study.output)
-    asked: list[Any] = []
+    calls: list[Any] = []
     written: list[Any] = []
     cases = [
         SimpleNamespace(
@@ -264,7 +268,7 @@ def test_a_failed_spacing_does_not_end_the_others(
     monkeypatch.setattr(
         compare_spacing,
         "write_case_table",
-        lambda path, given: (asked.append([case.name for case in given]), path)[1],
+        lambda path, given: (calls.append([case.name for case in given]), path)[1],
     )
     monkeypatch.setattr(
         compare_spacing,
@@ -275,7 +279,7 @@ def test_a_failed_spacing_does_not_end_the_others(
     def run_row(
         name: str, stages: Any, folder: Path, table: Path, grids: Any, **others: Any
     ) -> Strategy:
-        asked.append((name, stages, folder.name, table.name, grids))
+        calls.append((name, stages, folder.name, table.name, grids))
         if name == "thin":
             raise UserError("no room")
         return Strategy(name, {}, [], {"x": "gone"} if is_missing else {})
@@ -289,7 +293,7 @@ def test_a_failed_spacing_does_not_end_the_others(
     monkeypatch.setattr(compare_spacing, "write", write)
     is_missing = False
     assert compare_spacing.compare_spacing(spacing_study) == 1
-    assert asked == [
+    assert calls == [
         ["a"],
         ("thin", "stages of thin, runs", "thin", "held_out.csv", {"a": "grid of a"}),
         ("thick", "stages of thick, runs", "thick", "held_out.csv", {"a": "grid of a"}),
@@ -327,11 +331,11 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
     settings = ["target_dice=0.5", "metric=val_dice", "max_minutes=10", "max_ratio=4"]
     config = compose("time_to_dice", TimeToDiceConfig, f"output='{tmp_path}'", *settings)
     config.rows = {"one": ["seed=1"], "two": ["seed=2"], "three": ["seed=3"]}
-    asked: list[Any] = []
+    calls: list[Any] = []
     answers = iter(outcomes)
 
     def train(row: Any, study: Any, limit_minutes: float) -> Any:
-        asked.append((row.seed, row.steps, limit_minutes))
+        calls.append((row.seed, row.steps, limit_minutes))
         own = [{"step": 10.0, "cpu_minutes": 1.0, "val_dice": 0.4}]
         own += [
             {"step": 20.0 * step, "cpu_minutes": 2.0 * step, "val_dice": 0.5 + step / 100}
@@ -346,9 +350,9 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
         time_to_dice, "make_data_module", lambda _: SimpleNamespace(prepare_data=lambda: None)
     )
     assert time_to_dice.time_to_dice(config) == code
-    assert [seed for seed, *_ in asked] == [1, 2, 3][:num_rows]
-    assert {steps for _, steps, _ in asked} == {config.steps}
-    assert [limit for *_, limit in asked] == limits
+    assert [seed for seed, *_ in calls] == [1, 2, 3][:num_rows]
+    assert {steps for _, steps, _ in calls} == {config.steps}
+    assert [limit for *_, limit in calls] == limits
     table = read_csv(tmp_path / "time_to_dice.csv")
     assert [row["outcome"] for row in table] == outcomes
     first_minutes = 2.0 if outcomes[0] == "reached" else 5.0
@@ -401,7 +405,7 @@ def test_the_demo_is_commands_that_a_user_would_type(
             f"output={tmp_path / 'scores'}",
         ],
     ]
-    said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("Mean")] == [
+    output = capsys.readouterr().out
+    assert [line for line in output.splitlines() if line.startswith("Mean")] == [
         "Mean Dice of left_lung: 0.9100"
     ]

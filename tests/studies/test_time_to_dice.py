@@ -148,10 +148,10 @@ def test_a_row_has_the_smaller_of_the_two_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The multiple of the first row's minutes counts only if that row has reached the target."""
-    asked: list[float] = []
+    used_limits: list[float] = []
 
     def train_row(_: Any, __: Any, limit_minutes: float) -> Any:
-        asked.append(limit_minutes)
+        used_limits.append(limit_minutes)
         points = [{"step": 10.0, "val_dice": 0.9, "cpu_minutes": first_minutes}]
         return points, outcome
 
@@ -165,7 +165,7 @@ def test_a_row_has_the_smaller_of_the_two_limits(
     app.time_to_dice(
         replace(study, output=str(tmp_path), rows=rows, max_minutes=10.0, max_ratio=3.0)
     )
-    assert asked == limits
+    assert used_limits == limits
 
 
 def test_processes_that_have_ended_count() -> None:
