@@ -104,7 +104,11 @@ def create_text(path: Path, text: str) -> bool:
         UserError: If the file cannot be written.
     """
     part = path.with_name(f"{PART_PREFIX}{uuid.uuid4().hex}.part")
-    replace_text(part, text)
+    try:
+        replace_text(part, text)
+    except UserError as error:
+        # The user knows the path, not the temporary file.
+        raise UserError(str(error).replace(str(part), str(path), 1)) from error
     try:
         _link_or_claim(part, path)
     except FileExistsError:
@@ -118,11 +122,11 @@ def create_text(path: Path, text: str) -> bool:
 
 
 def _link_or_claim(part: Path, path: Path) -> None:
-    """Give a written file a second name or, where there are no hard links, another name.
+    """Give a temporary file its final name: by a hard link, else by renaming it.
 
     Raises:
-        FileExistsError: If the other name exists.
-        OSError: If the file cannot get it.
+        FileExistsError: If a file has the name already.
+        OSError: If the file cannot get the name.
     """
     try:
         # Unlike a rename, a hard link fails where the path exists.

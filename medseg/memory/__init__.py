@@ -1,1 +1,1 @@
-"""Switches that save memory or time in any network, and the count of what a training step holds."""
+"""Switches that save memory or time in any network, and the memory count of a training step."""

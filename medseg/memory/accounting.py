@@ -33,7 +33,7 @@ INPUT = "input"
 TARGET = "target"
 # All other tensors belong to the phase that makes them.
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-# Parts of owners, beside those of `named_parts`.
+# Further parts of owners (`Owner.part`), beside the names that `named_parts` gives.
 LOSS = "loss"
 BETWEEN = "between parts"  # operations of the network outside of all parts, such as sums with skips
 aten = torch.ops.aten
@@ -174,7 +174,7 @@ def count_step(
         tracker.assign(target, TARGET)
         saved: dict[str, int] = {}
         offloaded = 0
-        tracker.restart_peak()  # what was live while the state was made does not count
+        tracker.restart_peak()  # tensors that served to make the state do not count
         # The second micro-batch is the first one that finds gradients of an earlier one; all later
         # ones are like it.
         for _ in range(min(accumulate, 2)):
@@ -247,7 +247,7 @@ def count_pass(
     *,
     precision: str = "fp32",
 ) -> int:
-    """Count what a network's evaluation takes on a CPU, by the shapes of its tensors alone.
+    """Count the memory of a network's evaluation on a CPU, by the shapes of its tensors alone.
 
     Counted are the live tensors, the workspaces of convolutions (see `medseg.models.convolution`)
     and the pages of files that are in memory.
@@ -365,7 +365,7 @@ def _forward(
     tracker: MemoryTracker,
     timeline: Timeline | None,
 ) -> Tensor:
-    """Run the forward pass of a micro-batch; a timeline gets what it leaves for the backward pass.
+    """Run the forward pass of a micro-batch; a timeline gets the storages that it keeps alive.
 
     Returns:
         The loss, with the graph.
@@ -383,7 +383,7 @@ def _forward(
         logits = network(image)
         with _RealRanges():
             loss_value = mean_of_samples(sample_losses(loss, logits, target))
-    # Only what the graph saves counts from here on.
+    # From here on only the tensors that the graph saves count.
     del logits
     if timeline is not None:
         timeline.held_storages = tracker.held_storages(FORWARD)
@@ -400,7 +400,7 @@ def _with_slabs_of_gpu(loss: nn.Module) -> nn.Module:
 
 
 def _peak_by_kind(tracker: MemoryTracker) -> dict[str, int]:
-    """Sum the bytes at the peak by kind, without what waits in host memory."""
+    """Sum the bytes at the peak by kind, without offloaded tensors."""
     peak_live: Counter[str] = Counter()
     for owner, num_bytes in tracker.peak_live.items():
         if owner.kind != HOST:
@@ -438,7 +438,7 @@ def _in_fp32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class _RealRanges(TorchFunctionMode):
     """Lets `torch.arange` make real tensors.
 
-    MONAI's losses make such a range of the axes that they sum over and read its values, which a
+    MONAI's losses list the axes that they sum over in such a range, and read its values, which a
     fake tensor does not have.
     """
 
@@ -467,8 +467,8 @@ def _no_loss() -> float:
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
     """Make the optimiser's state for all trained parameters by a step on gradients of zero.
 
-    What this step leaves behind, in the optimiser's `state` or elsewhere, is what the optimiser
-    keeps. Frozen parameters get no gradient, so the optimiser makes no state for them.
+    All tensors that are left after this step, in the optimiser's `state` or elsewhere, are state.
+    Frozen parameters get no gradient, so the optimiser makes no state for them.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

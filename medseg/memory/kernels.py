@@ -112,7 +112,7 @@ class Run(NamedTuple):
 class KernelCosts:
     """Costs of operations on this machine, with its libraries and number of threads.
 
-    The key of an operation is that of `Timeline.calls`.
+    Operations have the same keys as in `Timeline.calls`.
 
     Attributes:
         device: Device on which operations are measured.
@@ -123,7 +123,7 @@ class KernelCosts:
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Read what was measured before.
+        """Read earlier measurements.
 
         Args:
             folder: Folder of the file.
@@ -300,7 +300,7 @@ class KernelCosts:
 
     def _write(self, measured: Mapping[str, Cost]) -> None:
         """Add costs to the file."""
-        # The file is read anew, because another process may have added costs in the meantime.
+        # The file is read again, because another process may have added costs in the meantime.
         stored = KernelCosts(self.path.parent, self.device)
         stored.costs |= measured
         stored._circumstances |= {key: self._circumstances[key] for key in measured}
@@ -360,7 +360,7 @@ class KernelCosts:
     def _watched_run(self, call: Call, mark: str) -> tuple[int | None, float]:
         """Run an operation under a name for the profiler.
 
-        It must have run before, so that what the libraries make once is there.
+        It must have run before, because the first run also creates what the libraries then keep.
 
         Returns:
             Bytes that it writes beside its result, None where that is not known; and its seconds.
@@ -381,7 +381,7 @@ class KernelCosts:
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 result_bytes += leaf.untyped_storage().nbytes()
-        # Two lower bounds of what was written beside the result. The first is too low where a part
+        # Two lower bounds of the bytes written beside the result. The first is too low where a part
         # of the workspace stays in the heap, the second where the result was resident before.
         freed_bytes = peak_bytes - bytes_after
         added_bytes = peak_bytes - bytes_before - result_bytes

@@ -145,7 +145,7 @@ def _product_precision() -> str:
     """Precision of matrix products: `highest`, `high` or `medium`."""
     try:
         return torch.get_float32_matmul_precision()
-    # Torch fails if a program has set the precision of single backends; that of CUDA counts then.
+    # Torch fails if a program has set the precision of single backends: CUDA's setting counts then.
     except RuntimeError:
         return "high" if torch.backends.cuda.matmul.allow_tf32 else "highest"
 
@@ -157,7 +157,7 @@ def _set_precision(of_products: str, in_convolutions: bool) -> None:
         of_products: `highest`, `high` or `medium`, see `torch.set_float32_matmul_precision`.
         in_convolutions: Whether cuDNN may use TF32.
     """
-    # Not `matmul.allow_tf32`, which is that of one backend: Lightning's GPU accelerator calls
+    # Not `matmul.allow_tf32`, which sets a single backend: Lightning's GPU accelerator calls
     # `torch.get_float32_matmul_precision`, which fails where the backends differ.
     torch.set_float32_matmul_precision(of_products)
     torch.backends.cudnn.allow_tf32 = in_convolutions

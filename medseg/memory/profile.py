@@ -90,7 +90,7 @@ class ControlGroup(NamedTuple):
 
 
 def memory_limit_bytes() -> int:
-    """Memory that this process may use: that of the machine, or less in a container.
+    """Memory that this process may use: all of the machine, or less in a container.
 
     Each control group limits the groups inside it, so the smallest limit from the process's group
     upwards counts.
@@ -104,7 +104,7 @@ def memory_limit_bytes() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that processes of this container could take in addition to what they hold now."""
+    """Memory that the processes of this container could take beyond their present memory."""
     free = int(psutil.virtual_memory().available)
     for group in control_groups():
         limit = group.limit_bytes()

@@ -74,8 +74,8 @@ def apply_switches(
         offload_activations(network, device_type)
     if compile:
         # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
-        # Without `dynamic` torch would treat sizes as variables from the second shape on, such as
-        # that of a validation case, and it cannot do so for every network.
+        # Without `dynamic` torch would treat sizes as variables from the second shape on, e.g. in
+        # the first validation, and torch cannot do that for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
 
@@ -243,7 +243,7 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
     keeps_random_state = any(map(_may_draw, block.modules()))
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Make the context of the first run and that of the recomputation."""
+        """Make two contexts: one for the first run, one for the recomputation."""
         return contextlib.nullcontext(), _paused_statistics(norms)
 
     # Torch cannot compile a call with a function of ours as `context_fn`, so it is left out where
@@ -312,7 +312,7 @@ HOST_BLOCK_BYTES = 2**24
 
 
 def offload_activations(network: nn.Module, device_type: str) -> None:
-    """Keep what the network's forward pass saves in pinned host memory.
+    """Keep the tensors that the network's forward pass saves in pinned host memory.
 
     Parameters and their names stay. With checkpointing, the inputs of the recomputed blocks are
     moved.

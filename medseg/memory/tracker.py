@@ -146,7 +146,7 @@ class HeldStorage(NamedTuple):
 
 @dataclass
 class Timeline:
-    """Operations of a step in their order, and what forward leaves for backward.
+    """Operations of a step in their order, and the storages that forward leaves for backward.
 
     Attributes:
         segments: The operations, divided wherever the owner changes.
@@ -188,7 +188,7 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         now: Owner of what the following operations make.
         live: Bytes of the live storages by owner.
-        peak_bytes: Largest total of live bytes so far, without what waits in host memory.
+        peak_bytes: Largest total of live bytes so far, without offloaded tensors.
         peak_live: `live` at that moment.
         peak_now: `now` at that moment.
     """
@@ -219,7 +219,7 @@ class MemoryTracker(TorchDispatchMode):
         self._entries: dict[int, _Entry] = {}
         self._savers: defaultdict[int, set[str]] = defaultdict(set)
         self._takers: defaultdict[int, set[str]] = defaultdict(set)
-        self._live_bytes = 0  # without what waits in host memory
+        self._live_bytes = 0  # without offloaded tensors
         self._live_heap_bytes = 0  # in storages that are too small to be mapped
         self.restart_peak()
 

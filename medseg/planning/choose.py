@@ -67,7 +67,7 @@ class Candidate:
         # If so, a phase other than the step, such as the validation, does not fit.
         if self.beside.peak_resident > budget:
             return None
-        # The model knows the tensors of the step alone, not what lies beside them.
+        # The model only knows the tensors of the step, not the other memory of the run.
         blocks = self.model.fastest(self.beside.room_for_step(budget))
         if blocks is None:
             return None
@@ -299,7 +299,7 @@ def reasons(
         for key, value in option.switches.items():
             if alternative.switches[key] != value:
                 differing_keys.append(key)
-        # Only a candidate that differs in one switch shows what this switch does.
+        # Only a candidate that differs in a single switch shows the effect of this switch.
         if len(differing_keys) != 1:
             continue
         (key,) = differing_keys
@@ -338,7 +338,7 @@ def smaller_runs(
     runs = itertools.product(widths, _smaller_batches(config), patches)
 
     def width_and_voxels(run: tuple[int | None, int, Shape]) -> tuple[int, int]:
-        """Return what the runs are sorted by: width first, then voxels per step."""
+        """Return the sort key of a run: width first, then voxels per step."""
         width, batch_size, patch = run
         return width or 0, batch_size * math.prod(patch)
 
@@ -356,7 +356,7 @@ def smaller_runs(
             stage = replace(stage, patch_size=patch)
         if not changes:
             continue
-        # `combinations` chooses the micro-batches anew, which must divide the new batch size.
+        # `combinations` chooses numbers of micro-batches that divide the new batch size.
         memory = replace(config.memory, accumulate=1)
         # The key `shape` holds the size of the configured sample, which this run does not have, so
         # it is unset.

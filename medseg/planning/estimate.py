@@ -100,7 +100,7 @@ class Estimate:
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
         """Add the peaks and the seconds of a training step to the estimate of everything else.
 
-        The bytes are added to those of STEP; the seconds replace the 0 that stands for them.
+        The bytes are added to the entries STEP; the seconds replace `compute_seconds`.
 
         Args:
             allocated: Peak bytes of torch's allocator.
@@ -155,7 +155,7 @@ class Machine:
     def __init__(self, config: PlanConfig) -> None:
         """Prepare to measure for a configuration.
 
-        Sets the number of torch's threads in this process to that of the configuration.
+        Sets torch's number of threads in this process as configured.
         """
         self.folder = machine_folder()
         self.device = pick_device(config.trainer.accelerator)
@@ -340,9 +340,9 @@ def estimate_beside(
     memory: StepMemory,
     timeline: Timeline,
 ) -> Estimate:
-    """Estimate what a run holds and does beside its training step.
+    """Estimate memory and time of a run without the operations of its training step.
 
-    That is its validation, checkpoints, loader and processes. `Estimate.with_step` adds the step.
+    These are validation, checkpoints, loader and processes. `Estimate.with_step` adds the step.
 
     Args:
         config: Checked configuration.
@@ -372,7 +372,7 @@ def estimate_beside(
     }
     fragments = 0.0
     if is_gpu:
-        # `card_bytes` adds the fragments of what is not the step; `with_step` those of the step.
+        # `card_bytes` adds the fragments of all other memory; `with_step` adds those of the step.
         resident = card_bytes(allocator)
         fragments = FRAGMENTS
         busy_processors = 1
@@ -407,7 +407,7 @@ def estimate_beside(
 
 
 def card_bytes(allocator: dict[str, int]) -> dict[str, int]:
-    """Bytes of the card by phase, from those of torch's allocator."""
+    """Convert bytes of torch's allocator, by phase, to bytes of the card."""
     other_bytes = _context_bytes() + SEGMENT_BYTES
     card = {}
     for phase, num_bytes in allocator.items():

@@ -38,8 +38,8 @@ from medseg.training.options import micro_batches_per_step, samples_per_micro_ba
 
 MIB = 2**20
 GIB = 2**30
-# The printed front leaves out rows whose peak is not below that of the row before by at least this
-# share. The file has all rows.
+# A row of the front is printed only if its peak is lower than that of the last printed row by at
+# least this share. The file has all rows.
 STEP_DOWN = 0.05
 # Times that the search is repeated for a lower budget, because the count of the chosen set exceeds
 # the model's.
@@ -112,7 +112,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
 def _search(config: PlanConfig, shape: Shape, budget: int) -> Search:
     """Search the switches of the configured run, then of others where `allow` permits them.
 
-    If no run fits, the result is that of the configured run.
+    If no run fits, returns the search of the configured run.
     """
     machine = Machine(config)
     max_seconds = config.max_seconds or math.inf
@@ -302,7 +302,7 @@ def print_front(
 
 
 def print_reasons(chosen: Candidate, option: Option, candidates: Sequence[Candidate]) -> None:
-    """Print what each switch saves and costs: the difference to the same set without it."""
+    """Print how each switch changes peak and seconds: the difference to the set without it."""
     print(f"\n{'what each switch changes':52s}{'MiB':>10s}{'s/step':>10s}")
     for name, undone in reasons(chosen, option, candidates):
         saved_mib = (option.peak - undone.peak) / MIB

@@ -115,7 +115,7 @@ def plan(config: PlanConfig) -> int:
 
 
 def _cure(peak_phase: str, *, is_case_too_large: bool) -> str:
-    """Say what makes a run fit.
+    """Advise how to make a run fit.
 
     Args:
         peak_phase: Phase with the largest peak, STEP or VALIDATION.
@@ -140,7 +140,7 @@ def _check_keys(config: PlanConfig) -> None:
         raise UserError(
             "largest_batch=true: memory.budget_gib is missing; give the GiB that a step may use"
         )
-    # A search counts and measures the steps of many configurations; these keys concern that of one.
+    # A search counts and measures steps of many configurations; these keys concern a single one.
     is_for_one_configuration = budget_gib is not None or not config.measure or config.compute
     if config.fit_gib is not None and is_for_one_configuration:
         raise UserError(
@@ -244,7 +244,7 @@ def describe_estimate(config: PlanConfig, run_estimate: Estimate) -> list[str]:
     """
 
     def peak_rows(name: str, bytes_by_phase: dict[str, int]) -> list[str]:
-        """Format the largest peak, and that of each phase indented below it."""
+        """Format the largest peak, and below it, indented, the peak of each phase."""
         lines = [f"{_columns(name, max(bytes_by_phase.values()) / MIB)} MiB"]
         for phase, num_bytes in bytes_by_phase.items():
             if num_bytes > 0:

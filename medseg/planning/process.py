@@ -44,8 +44,8 @@ SMALL_MONAI = [
 # The tiny training is repeated until two in a row agree, that is, differ by no more than these
 # shares of the larger value.
 MEMORY_TOLERANCE, SECONDS_TOLERANCE = 0.02, 0.2
-# After so many trainings without agreement the last two count, until a plan on a quiet machine
-# measures anew.
+# After this number of trainings without agreement the last two count, until a plan on a quiet
+# machine measures again.
 MOST_TRAININGS = 5
 
 

@@ -209,7 +209,8 @@ class StepModel:
             )
         if result.x is None:
             return None
-        # The variables of the blocks are 0 or 1 but for rounding; those of the sets follow them.
+        # The variables of the blocks are 0 or 1 but for rounding; the variables of the sets follow
+        # from them.
         block_values = result.x[: len(self.blocks)]
         blocks = []
         for block, value in zip(self.blocks, block_values, strict=True):
@@ -292,8 +293,7 @@ class StepModel:
                 # are done, and hold nothing more.
                 savers = frozenset(part for part in storage.savers if order.get(part, -1) <= place)
                 takers = frozenset(part for part in storage.takers if order.get(part, -1) <= place)
-            # What is outside of all blocks cannot be recomputed: it holds what it saves, whatever
-            # the blocks do.
+            # A part outside of all blocks cannot be recomputed, so it always holds what it saves.
             if not savers.issubset(self.blocks):
                 continue
             # A block holds what it saves if it is not recomputed, and its inputs if it is.
@@ -329,7 +329,7 @@ def without_output() -> Iterator[None]:
     HiGHS, the solver of scipy, prints some lines whatever its options say. It writes to the file
     descriptor itself, 1, which is replaced here: `contextlib.redirect_stdout` would not catch it.
     """
-    sys.stdout.flush()  # what Python has not written yet is not to be discarded
+    sys.stdout.flush()  # text that Python has buffered must not be discarded
     try:
         saved_stdout = os.dup(1)
     except OSError:  # the process has no standard output
@@ -341,8 +341,8 @@ def without_output() -> Iterator[None]:
     try:
         yield
     finally:
-        # Write the buffer of the C library now: later it would go to the restored output. A C
-        # library other than that of Unix may have no fflush.
+        # Write the buffer of the C library now: later it would go to the restored output. The C
+        # library of another system may lack fflush.
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).fflush(None)
         os.dup2(saved_stdout, 1)

@@ -21,7 +21,7 @@ from medseg.memory.profile import bytes_beside, peak_resident_bytes, private_byt
 
 
 class RehearsalWatch(pl.Callback):
-    """Write what a training takes beside its tensors and operations, as JSON.
+    """Write the memory and time of a training beside its tensors and operations, as JSON.
 
     The keys of the file:
 
@@ -58,7 +58,7 @@ class RehearsalWatch(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count the forward and the backward pass.
 
-        After the last micro-batch, what follows up to the end of the optimiser's step is added.
+        After the last micro-batch the optimiser's hook adds the time up to the end of its step.
         """
         self._count_computing()
 
@@ -99,8 +99,8 @@ class RehearsalWatch(pl.Callback):
         self.path.write_text(json.dumps(numbers), encoding="utf-8")
 
     def _start_network(self, network: nn.Module, *_: Any) -> None:
-        # Before an evaluation there are neither gradients nor activations: what is resident is the
-        # process itself.
+        # Before an evaluation there are neither gradients nor activations, so the resident memory
+        # is that of the process itself.
         if not network.training:
             self.main = max(self.main, resident_bytes())
             return

@@ -90,7 +90,7 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
             None = never.
 
     Raises:
-        UserError: If the spacing is that of each scan.
+        UserError: If each scan keeps its own spacing.
     """
     spacing_mm = config.spacing.target_spacing_mm
     if config.spacing.range_mm is not None:
@@ -142,8 +142,8 @@ def count_memory(
     """
     memory = config.memory
     samples = samples or samples_per_micro_batch(config)
-    # Compiled code chooses what it saves, which cannot be counted: the network is counted before
-    # compilation.
+    # Compiled code chooses which tensors it saves, and these cannot be counted: the network is
+    # counted without compilation.
     uncompiled = replace(memory, compile=False)
     # Only GPUs offload, or train in fp16.
     needs_gpu = memory.offload or memory.precision is Precision.fp16

@@ -25,12 +25,12 @@ from medseg.training.assemble import make_data_module
 # that measures a loader worker (`REHEARSAL`), it loads the libraries and fills the heap, so that
 # what that training has counted is not counted here again.
 WARM_UP_LENGTH = 16
-# Samples are made and timed until there are so many, or have taken so many seconds. They are many
-# because the draws of the augmentation differ: with patches of 64×64×64 voxels the peak of the
-# memory after the first samples is half of that after thirty.
+# Samples are made and timed until there are MOST_SAMPLES, or have taken MOST_S seconds. Many are
+# needed because the draws of the augmentation differ: with patches of 64×64×64 voxels the peak of
+# the memory after the first samples is half of the peak after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
-# Spacing of the probabilities that a sample with a coarse channel is given. The cost of the channel
-# is that of the voxels of the sample, whatever the spacing.
+# Spacing of the synthetic probabilities for samples with a coarse channel. It does not change the
+# cost of the channel, which depends on the voxels of the sample.
 COARSE_MM = 4.0
 # Voxels by which the volume is longer than a sample that is cut out of it.
 BORDER = 16
@@ -83,7 +83,7 @@ def _samples_of(config: PlanConfig, shape: Shape, folder: Path, is_training: boo
 
 
 def _warm_up_shape(config: PlanConfig, shape: Shape) -> Shape:
-    """Voxels of the warm-up's sample, (D, H, W), not more than those of the others."""
+    """Voxels of the warm-up's sample, (D, H, W): along no axis more than the other samples have."""
     lengths = []
     for length, margin in zip(shape, _margins(config), strict=True):
         lengths.append(min(length, WARM_UP_LENGTH + 2 * margin))

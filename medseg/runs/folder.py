@@ -143,7 +143,7 @@ def _take_over(run_dir: Path) -> bool:
 
 
 def note_abandoned(run_dir: Path) -> None:
-    """Write the `summary.json` of a start that ended before its run began; a run writes its own."""
+    """Write the `summary.json` of a start that ended before its run could write one itself."""
     # Where the folder is locked, another process trains the run.
     if (run_dir / SUMMARY_FILE).exists() or is_locked(run_dir / LOCK_FILE):
         return

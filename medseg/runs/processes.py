@@ -72,7 +72,8 @@ def start_ranks(config: TrainConfig) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    for number in SIGNALS:  # until the agent has its own handlers
+    # Until the agent has its own handlers, a stop signal ends this process.
+    for number in SIGNALS:
         signal.signal(number, lambda *_: sys.exit(EXIT_RESUME))
     exit_if_asked()
     run_dir = Path(config.run_dir)

@@ -33,6 +33,7 @@ def loaded_modules(statement: str) -> set[str]:
     )
 
 
+@pytest.mark.slow
 def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None:
     """Torch would import its compiler by itself, with sympy: a second and a tenth of a gigabyte."""
     load = "load_stage(shipped_weights('lungs', 'coarse'), 'coarse', torch.device('cpu'))"
@@ -59,6 +60,7 @@ def test_prediction_loads_neither_lightning_nor_monai_nor_the_compiler() -> None
     }
 
 
+@pytest.mark.slow
 def test_a_model_of_nnunet_is_loaded_and_forecast_without_the_compiler() -> None:
     pytest.importorskip("dynamic_network_architectures")
     folder = ROOT / "tests" / "nnunet" / "recorded" / "folds.zip"

@@ -166,6 +166,7 @@ while time.process_time() - begin_s < 0.3: pass
 """
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "SAMPLED_S", 0.02)
     command = [sys.executable, "-c", BUSY]
@@ -241,6 +242,7 @@ def fake_nnunet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_parts_are_not_repeated_and_points_of_all_commands_are_in_the_table(
     tmp_path: Path, fake_nnunet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def test_the_training_cases_of_the_fold_are_painted(
         painted.main()
 
 
+@pytest.mark.slow
 def test_the_table_has_the_cases_then_copies_then_phantoms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,7 +209,11 @@ def test_a_mistake_ends_with_code_2_and_no_traceback(
         ["train", "hydra.run.dir=file/run"],
         ["prepare", "data.cases=t.csv", "output=file/out"],
         ["find_lr", "stage=coarse", "output=file/out"],
-        ["ladder", "stage=coarse", "shape=[32,32,32]", "output=file/out"],
+        # It loads torch.
+        pytest.param(
+            ["ladder", "stage=coarse", "shape=[32,32,32]", "output=file/out"],
+            marks=pytest.mark.slow,
+        ),
         ["cross_validate", "cases=t.csv", "output=file/out"],
         ["make_weights", "cases=t.csv", "runs=runs", "output=file/out"],
         ["phantom", "output=file/out"],

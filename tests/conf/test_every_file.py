@@ -33,10 +33,8 @@ ALSO = {
     ("task", "heart"): ["+data.label_values={heart: 1, other: 2}"],
     ("data", "phantom_organs"): ["data.labels_column=labels"],
     ("inference", "tiles"): ["stage=fine", "inference.tile_size=[32,32,32]"],
-    ("trainer", "ddp"): [
-        "trainer.devices=1",
-        "trainer.strategy=auto",
-    ],  # two ranks: tests/integration
+    # tests/integration has two ranks.
+    ("trainer", "ddp"): ["trainer.devices=1", "trainer.strategy=auto"],
     ("trainer", "gpu"): ["trainer.accelerator=cpu"],
     ("loss", "batch_dice_ce"): ["stage.batch_size=2"],
     ("loss", "sum"): ["loss.terms=[{_target_: torch.nn.CrossEntropyLoss, factor: 0.5}]"],
@@ -72,13 +70,8 @@ EXPERIMENT = [
 def test_takes_two_steps(
     group: str, name: str, tiny_table: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if group not in (
-        "data",
-        "logger",
-        "spacing",
-        "stage",
-        "task",
-    ):  # those change or read the pictures
+    # Files of these groups change or read the pictures.
+    if group not in ("data", "logger", "spacing", "stage", "task"):
         request.getfixturevalue("without_pictures")
     overrides = [
         f"data.cases='{tiny_table}'", f"data.cache='{tiny_table.parent / 'cache'}'",
@@ -90,12 +83,10 @@ def test_takes_two_steps(
     overrides += [] if group == "logger" else ["logger=none"]
     if name in ("mlflow", "wandb"):
         pytest.importorskip(name, reason="pip install 'medseg[loggers]'")
-    if group in ("model", "spacing"):
-        overrides = [
-            o
-            for o in overrides
-            if not o.startswith({"model": "model.width", "spacing": "spacing."}[group])
-        ]
+    # The file itself decides these keys.
+    prefix = {"model": "model.width", "spacing": "spacing."}.get(group)
+    if prefix is not None:
+        overrides = [override for override in overrides if not override.startswith(prefix)]
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = hydra.compose("train", [*overrides, f"run_dir='{tmp_path / 'run'}'"])
     config = to_config(composed, TrainConfig)

@@ -138,11 +138,13 @@ def _identity(number: int, study: int, series: int) -> dict[str, Any]:
 def real_volume(folder: Path) -> Volume:
     """Read the slices of a series in files of their own, in HU."""
     slices = [dcmread(path) for path in sorted(folder.iterdir())]
-    slices.sort(key=lambda one: float(one.ImagePositionPatient[2]))
-    image = np.stack(
-        [one.pixel_array * float(one.RescaleSlope) + float(one.RescaleIntercept) for one in slices]
-    )
-    heights_mm = [float(one.ImagePositionPatient[2]) for one in slices]
+    slices.sort(key=lambda dataset: float(dataset.ImagePositionPatient[2]))
+    images_hu = []
+    for dataset in slices:
+        slope, intercept = float(dataset.RescaleSlope), float(dataset.RescaleIntercept)
+        images_hu.append(dataset.pixel_array * slope + intercept)
+    image = np.stack(images_hu)
+    heights_mm = [float(dataset.ImagePositionPatient[2]) for dataset in slices]
     step_mm = float(np.diff(heights_mm).mean())
     return image.clip(-1024, 3071).astype(np.int16), (step_mm, *map(float, slices[0].PixelSpacing))
 

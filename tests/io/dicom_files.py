@@ -225,7 +225,7 @@ def pack_frames(source: Path, target: Path, syntax: str) -> Path:
         packed.append(dcmread(save_by_gdcm(flat, target.with_suffix(".one"), syntax)))
         flat.unlink()
         target.with_suffix(".one").unlink()
-    codes = [next(generate_frames(one.PixelData, number_of_frames=1)) for one in packed]
+    codes = [next(generate_frames(file.PixelData, number_of_frames=1)) for file in packed]
     return save_packed(dataset, target, codes, packed[0].file_meta.TransferSyntaxUID)
 
 

@@ -51,7 +51,7 @@ def _of(places: list[Dataset], keyword: str) -> Any:
 
 def _groups(dataset: Dataset, index: int) -> list[Dataset]:
     """The macros of a frame that can be understood, its own ones first, then the file itself."""
-    found = []
+    macros = []
     for sequence, item in (
         ("PerFrameFunctionalGroupsSequence", index),
         ("SharedFunctionalGroupsSequence", 0),
@@ -60,8 +60,8 @@ def _groups(dataset: Dataset, index: int) -> list[Dataset]:
             group = dataset[sequence].value[item]
             for tag in group.keys():  # noqa: SIM118 - values would be converted, all or none
                 with contextlib.suppress(Exception):
-                    found += group[tag].value[:1] if group[tag].VR == "SQ" else []
-    return [*found, dataset]
+                    macros += group[tag].value[:1] if group[tag].VR == "SQ" else []
+    return [*macros, dataset]
 
 
 def _stored(path: Path, dataset: FileDataset) -> np.ndarray:
@@ -75,7 +75,7 @@ def _stored(path: Path, dataset: FileDataset) -> np.ndarray:
         # Codes of the JPEG family have this start nowhere else, however the items around them are
         # damaged.
         starts = [
-            found.start() for found in re.finditer(b"\xff\xd8\xff", data) if found.start() >= start
+            match.start() for match in re.finditer(b"\xff\xd8\xff", data) if match.start() >= start
         ]
         decode = imagecodecs.jpegls_decode if "JPEG-LS" in syntax.name else imagecodecs.jpeg_decode
         values = np.stack(

@@ -64,10 +64,10 @@ def test_every_voxel_keeps_its_place(tmp_path: Path, number: int, name: str) -> 
     assert volume.array.dtype == np.int16
     assert finding_texts(volume) == ()
     indices = np.indices(shape).reshape(3, -1).T
-    found = volume.grid.world_to_index_zyx(grid.index_to_world_xyz_mm(indices))
-    assert np.abs(found - np.rint(found)).max() < 1e-4
+    stored_indices = volume.grid.world_to_index_zyx(grid.index_to_world_xyz_mm(indices))
+    assert np.abs(stored_indices - np.rint(stored_indices)).max() < 1e-4
     assert np.array_equal(
-        volume.array[tuple(np.rint(found).astype(int).T)], make_hu(shape)[tuple(indices.T)]
+        volume.array[tuple(np.rint(stored_indices).astype(int).T)], make_hu(shape)[tuple(indices.T)]
     )
 
 

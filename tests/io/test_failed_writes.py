@@ -301,6 +301,14 @@ def test_a_text_is_made_once_where_there_are_no_hard_links(
     assert contents(tmp_path / "new") == {"a.yaml": b"first\n"}
 
 
+def test_a_text_that_cannot_be_made_is_named_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "a.yaml"
+    with pytest.raises(UserError) as caught:
+        create_text(path, "x")
+    assert str(caught.value).startswith(f"{path}: cannot be written (a part of its path is a file)")
+
+
 def test_a_text_that_cannot_be_made_leaves_no_empty_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

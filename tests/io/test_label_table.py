@@ -49,14 +49,14 @@ def test_nifti_carries_the_table_and_the_same_voxels(
     entries = ElementTree.fromstring(
         (content if isinstance(content, bytes) else content.encode()).rstrip(b"\0")
     ).iter("Label")
-    found = {
-        int(one.get("Key", "")): (
-            one.text,
-            [round(255 * float(one.get(channel, ""))) for channel in ("Red", "Green", "Blue")],
+    structures = {
+        int(label.get("Key", "")): (
+            label.text,
+            [round(255 * float(label.get(channel, ""))) for channel in ("Red", "Green", "Blue")],
         )
-        for one in entries
+        for label in entries
     }
-    assert found == {entry.value: (entry.name, list(entry.rgb)) for entry in TABLE}
+    assert structures == {entry.value: (entry.name, list(entry.rgb)) for entry in TABLE}
     assert (labels == np.asarray(image.dataobj).T).all()
     again = read_labels(path)
     assert (again.array == labels).all()

@@ -37,10 +37,10 @@ def test_labels_are_narrowed_to_a_format_that_holds_all_of_them(
     labels = np.zeros(GRID.shape, dtype)
     labels[0, 0, :2] = values
     write_labels(tmp_path / "labels.nrrd", labels, GRID)
-    found = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(tmp_path / "labels.nrrd")))
-    assert np.array_equal(found, labels)
+    stored = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(tmp_path / "labels.nrrd")))
+    assert np.array_equal(stored, labels)
     formats = expected if isinstance(expected, tuple) else (expected,)
-    assert found.dtype in [np.dtype(one) for one in formats]
+    assert stored.dtype in [np.dtype(dtype_of_format) for dtype_of_format in formats]
 
 
 def test_labels_that_fit_no_format_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -19,16 +20,18 @@ def naive(logits: Tensor, target: Tensor, loss: DiceCrossEntropyLoss) -> float:
     """The formula, voxel by voxel and class by class, in fp64."""
     logits = logits.detach().double()
     probs = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
-    groups = [list(range(len(logits)))] if loss.batch_dice else [[n] for n in range(len(logits))]
+    # Samples whose Dice is computed together.
+    samples = list(range(len(logits)))
+    groups = [samples] if loss.batch_dice else [[n] for n in samples]
+    first_class = 0 if loss.include_background else 1
     scores = []
-    for group, k in itertools.product(
-        groups, range(0 if loss.include_background else 1, logits.shape[1])
-    ):
-        p, t = probs[group, k], (target[group] == k).double()
+    for group, k in itertools.product(groups, range(first_class, logits.shape[1])):
+        p = probs[group, k]
+        t = (target[group] == k).double()
         scores.append((2 * (p * t).sum() + loss.smooth) / (p.sum() + t.sum() + loss.smooth))
-    entropy = [-torch.log(probs[n, target[n, z, y, x], z, y, x])
-               for n in range(len(logits)) for z, y,
-               x in itertools.product(*map(range, target.shape[1:]))]  # fmt: skip
+    entropy = []
+    for n, z, y, x in itertools.product(*map(range, target.shape)):
+        entropy.append(-torch.log(probs[n, target[n, z, y, x], z, y, x]))
     return float(
         loss.dice_weight * (1 - torch.stack(scores).mean())
         + loss.ce_weight * torch.stack(entropy).mean()
@@ -164,8 +167,10 @@ def test_hard_voxels_count_more_and_the_gradient_follows(
     loss = DiceCrossEntropyLoss(0.7, 1.3, hard_weight=4.0)
     plain = DiceCrossEntropyLoss(0.7, 1.3)
     logits, target = problem()
-    target[0, 0] = target[0, 0] if ignore_value is None else ignore_value
-    is_counted = target != (-1 if ignore_value is None else ignore_value)
+    is_counted = torch.ones_like(target, dtype=torch.bool)
+    if ignore_value is not None:
+        target[0, 0] = ignore_value
+        is_counted = target != ignore_value
     indices = (target * is_counted)[:, None]
     log_p = torch.log_softmax(logits, 1).gather(1, indices)[:, 0][is_counted]
     added = -(4.0 * (1 - log_p.exp()) ** 2 * log_p).mean() * 1.3
@@ -201,7 +206,7 @@ def test_slabs_hold_as_many_slices_as_fit_one_at_least_and_each_slice_once(
     slices = [(sample, z) for sample, part in slabs for z in range(part.start, part.stop)]
     assert slices == list(itertools.product(range(2), range(4)))
     sizes = [part.stop - part.start for _, part in slabs]
-    assert len(slabs) == 2 * -(-4 // step)
+    assert len(slabs) == 2 * math.ceil(4 / step)  # two samples of four slices
     assert max(sizes) == step
 
 

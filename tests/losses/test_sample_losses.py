@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -28,15 +29,12 @@ def sample(num_classes: int = 3, shape: tuple[int, ...] = (2, 8, 10, 6)) -> tupl
     logits = torch.randn(
         shape[0], num_classes, *shape[1:], generator=generator, dtype=torch.float64
     )
-    return logits.requires_grad_(), torch.randint(
-        0, num_classes, shape, generator=generator, dtype=torch.uint8
-    )
+    target = torch.randint(0, num_classes, shape, generator=generator, dtype=torch.uint8)
+    return logits.requires_grad_(), target
 
 
 def adapted(target: type, ignore_value: int | None = None, **stated: Any) -> TrainingLoss:
     """A loss as a configuration makes it."""
-    import inspect
-
     parameters = inspect.signature(target).parameters
     arguments = stated | default_arguments(target, parameters, stated)
     return TrainingLoss(
@@ -93,11 +91,13 @@ def test_ignored_voxels_count_nowhere(target: type, arguments: dict[str, Any]) -
     """As if the volume ended before them; what the network says there has no gradient."""
     logits, labels = sample()
     cut = logits.detach()[:, :, :5].clone().requires_grad_()
-    expected, its_gradient = loss_and_gradient(adapted(target, **arguments), cut, labels[:, :5])
+    expected, expected_gradient = loss_and_gradient(
+        adapted(target, **arguments), cut, labels[:, :5]
+    )
     labels[:, 5:] = 255
     value, gradient = loss_and_gradient(adapted(target, 255, **arguments), logits, labels)
     assert float(value) == pytest.approx(float(expected), rel=1e-6)
-    assert torch.allclose(gradient[:, :, :5], its_gradient, atol=1e-7)
+    assert torch.allclose(gradient[:, :, :5], expected_gradient, atol=1e-7)
     assert not gradient[:, :, 5:].any()
     labels[:] = 255
     nothing, no_gradient = loss_and_gradient(adapted(target, 255, **arguments), logits, labels)

@@ -43,7 +43,7 @@ def count(make_network: Any, **arguments: Any) -> StepMemory:
 
 def test_one_convolution_by_hand() -> None:
     weights, voxels = (4 + 4) * 4, 2 * 4**3
-    one, two = (
+    one_sample, two_samples = (
         count(
             lambda: nn.Sequential(nn.Conv3d(1, 4, 1)),
             image_shape=shape,
@@ -52,7 +52,7 @@ def test_one_convolution_by_hand() -> None:
         )
         for shape in ((1, 1, 8, 4, 4), (2, 1, 4, 4, 4))
     )
-    for memory in (one, two):
+    for memory in (one_sample, two_samples):
         assert (memory.parameters, memory.gradients, memory.optimizer_state) == (
             weights,
             weights,
@@ -65,12 +65,12 @@ def test_one_convolution_by_hand() -> None:
         assert sum(memory.peak_live.values()) == memory.peak
     # Just after the loss: its argument (4 channels) is still there, and no gradient yet. Two
     # numbers: the sum, and its share of the mean.
-    assert one.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4 + 4
-    assert one.peak_at == "forward loss"
+    assert one_sample.peak == weights * 2 + voxels * (4 + 1 + 4 * 4) + 4 + 4
+    assert one_sample.peak_at == "forward loss"
     # Two samples have a loss each. In the backward pass their gradients are joined to one of 4
     # channels, which is still there when the gradients of the weights are made; the loss and its
     # own gradient are numbers.
-    assert two.peak == weights * 3 + voxels * (4 + 1 + 4 * 4) + 4 + 4
+    assert two_samples.peak == weights * 3 + voxels * (4 + 1 + 4 * 4) + 4 + 4
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -127,8 +127,8 @@ def test_nothing_needs_to_be_computed(
     network: dict[str, Any], switches: dict[str, Any], step: dict[str, Any]
 ) -> None:
     fake, real = (
-        count(lambda: apply_switches(make(**network), **switches), **step, compute=c)
-        for c in (False, True)
+        count(lambda: apply_switches(make(**network), **switches), **step, compute=is_computed)
+        for is_computed in (False, True)
     )
     assert fake == real
 
@@ -193,7 +193,7 @@ def test_the_network_of_a_stage_is_counted() -> None:
     def stage_network() -> nn.Module:
         return StageNetwork(lambda channels: UNet(channels, 2, width=4, depth=2))
 
-    fake, real = (count(stage_network, compute=c) for c in (False, True))
+    fake, real = (count(stage_network, compute=is_computed) for is_computed in (False, True))
     assert fake == real
     weights = [weight.nbytes for weight in stage_network().parameters()]
     assert fake.gradients == sum(weights)
@@ -254,6 +254,7 @@ def test_each_switch_moves_what_it_claims_to_move() -> None:
     assert plain.peak < count(make, accumulate=5).peak <= plain.peak + plain.gradients
 
 
+# Optimiser, its options, and the copies of the weights that its state consists of.
 STATEFUL = [
     (torch.optim.SGD, {}, 0),
     (torch.optim.SGD, {"momentum": 0.9}, 1),

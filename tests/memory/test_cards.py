@@ -1,4 +1,4 @@
-"""Pretended GPUs with and without bf16: in what runs, plans and predictions compute there."""
+"""Precision of runs, plans and predictions on pretended GPUs with and without bf16."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_run_computes_in_what_its_device_has(
 
 
 class ReachedError(Exception):
-    """Ends a command at the call that a test looks at."""
+    """Ends a command at the call that a test observes."""
 
 
 def reached(*_: object, **__: object) -> None:
@@ -224,7 +224,7 @@ def test_a_stage_trained_in_bf16_runs_in_fp16_on_a_gpu_without_it_and_says_so(
     assert "the fine stage computes in fp16: " in capsys.readouterr().err
     pretend(A100)
     assert stage_precision("fine", asked, "bf16", "cuda") == "bf16"
-    # Who asks for fp16 or trained in it is told nothing; a CPU asks no GPU.
+    # No message where fp16 was asked for or trained with, or where the device is a CPU.
     assert stage_precision("fine", None, "fp16", "cuda") == "fp16"
     assert stage_precision("fine", "bf16", "fp32", "cpu") == "bf16"
     assert not capsys.readouterr().err

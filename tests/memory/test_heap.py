@@ -106,11 +106,11 @@ def test_variables_of_the_user_leave_the_heap_as_it_is(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"}
-    for one in names:
-        monkeypatch.delenv(one, raising=False)
+    for variable in names:
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(name, "1")
     heap.map_large_blocks()
-    assert {one: os.environ[one] for one in names & set(os.environ)} == {name: "1"}
+    assert {variable: os.environ[variable] for variable in names & set(os.environ)} == {name: "1"}
 
 
 def test_every_command_maps_large_blocks_first(monkeypatch: pytest.MonkeyPatch) -> None:

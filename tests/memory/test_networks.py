@@ -78,9 +78,9 @@ def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
     A hook hands out what autograd saves; the inputs of recomputed blocks are held by closures.
     """
     image = torch.rand(1, 1, *size)
-    known = {
-        one.untyped_storage().data_ptr()
-        for one in (*network.parameters(), *network.buffers(), image)
+    given_addresses = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*network.parameters(), *network.buffers(), image)
     }
     saved: list[Tensor] = []
 
@@ -89,25 +89,27 @@ def kept_bytes(network: nn.Module, size: tuple[int, ...]) -> int:
         return tensor
 
     gc.collect()
-    # What lives now is no longer among the objects: millions, in a process of many tests. They
-    # stay frozen, as after the collection of the tests; each later garbage collection would visit
-    # them otherwise.
+    # Leaves the objects that exist now out of `gc.get_objects`: millions, in a process of many
+    # tests. They stay frozen, or else each later garbage collection would visit them.
     gc.freeze()
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = loss_of(network(image))
     after = storages()
     assert loss.requires_grad
-    return sum(size for key, size in after.items() if key not in known)
+    return sum(size for key, size in after.items() if key not in given_addresses)
 
 
 def storages() -> dict[int, int]:
     """Bytes of every storage of a living tensor, by its address."""
     gc.collect()
-    tensors = [one for one in gc.get_objects() if isinstance(one, Tensor) and not is_fake(one)]
-    tensors = [one for one in tensors if one.device.type == "cpu" and one.layout is torch.strided]
-    return {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
+    sizes = {}
+    for tensor in gc.get_objects():
+        if not isinstance(tensor, Tensor) or is_fake(tensor):
+            continue
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sizes
 
 
 class SumLoss(nn.Module):
@@ -170,14 +172,14 @@ def test_the_plan_counts_what_autograd_keeps_within_one_percent(
     planned = count(name, size, checkpointing=checkpointing)
     network = apply_switches(make(name), checkpointing=checkpointing)
     weights = sum(weight.nbytes for weight in network.parameters())
-    live = (
+    kept = (
         weights
         + sum(buffer.nbytes for buffer in network.buffers())
         + 2 * weights
         + kept_bytes(network, size)
     )
-    found = planned.parameters + planned.optimizer_state + planned.saved_bytes
-    assert found == pytest.approx(live, rel=0.01)
+    planned_bytes = planned.parameters + planned.optimizer_state + planned.saved_bytes
+    assert planned_bytes == pytest.approx(kept, rel=0.01)
     assert planned.gradients == weights
 
 
@@ -193,7 +195,7 @@ def test_blocks_are_chosen_by_name_and_by_pattern() -> None:
 
 @pytest.mark.parametrize("name", ["segresnet", "dynunet"])
 def test_parts_on_several_devices_meet_on_one(name: str) -> None:
-    """With tensors of a device but no memory: no operation mixes devices; logits come home."""
+    """On fake tensors: no operation mixes devices, and the logits return to the first one."""
     network = build_on_meta(lambda: make(name)).requires_grad_(False)
     device_map = dict.fromkeys(list(network.blocks())[1::2], "cuda:1")
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -203,9 +205,9 @@ def test_parts_on_several_devices_meet_on_one(name: str) -> None:
         ]:
             for part in module.modules():
                 for table in (part._parameters, part._buffers):
-                    for key, one in table.items():
-                        if one is not None:
-                            fake = torch.empty(one.shape, dtype=one.dtype, device=device)
+                    for key, weight in table.items():
+                        if weight is not None:
+                            fake = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                             table[key] = (
                                 nn.Parameter(fake, False) if table is part._parameters else fake
                             )
@@ -230,8 +232,8 @@ def test_two_devices_compute_what_one_does(name: str) -> None:
     ours, theirs = (
         out if isinstance(out, list) else [out] for out in (plain(image), placed(image.cuda()))
     )
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other.cpu(), rtol=1e-3, atol=1e-3)
+    for output, other_output in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(output, other_output.cpu(), rtol=1e-3, atol=1e-3)
 
 
 def test_a_gpu_keeps_fp32_copies_of_the_inputs_of_group_norms() -> None:

@@ -173,7 +173,7 @@ def test_the_peak_is_that_of_the_process_alone() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_forked_processes_take_what_they_write_and_old_copies_of_what_their_parent_writes() -> None:
-    """Of 64 MiB that two children share, each writes 8; the parent rewrites 32, whose old stay."""
+    """Two children share 64 MiB and write 8 each; the parent rewrites 32, whose old pages stay."""
     script = """
 import mmap, os, sys
 from medseg.memory.profile import bytes_beside, private_bytes

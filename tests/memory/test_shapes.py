@@ -56,19 +56,19 @@ def compare(call: Callable[[Tensor], Tensor], make: Callable[[str], Tensor]) -> 
     """Compare the results on both devices."""
     image, real_image = make("meta"), make("cpu")
     with meta_layers():
-        found = call(image)
+        result = call(image)
     expected = call(real_image)
-    assert found.is_meta
-    assert (found.shape, found.stride(), found.dtype) == (
+    assert result.is_meta
+    assert (result.shape, result.stride(), result.dtype) == (
         expected.shape,
         expected.stride(),
         expected.dtype,
     )
-    assert has_storage_of(found, image) == has_storage_of(expected, real_image)
+    assert has_storage_of(result, image) == has_storage_of(expected, real_image)
 
 
 def has_storage_of(tensor: Tensor, other: Tensor) -> bool:
-    """Whether no memory was taken for a tensor."""
+    """Whether two tensors share their memory."""
     return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 

@@ -1,4 +1,4 @@
-"""Every switch proves its claim: counted operations, counted bytes, refusals."""
+"""Memory switches: counted operations, counted bytes, and combinations that are refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_checkpointing_repeats_random_numbers(random: nn.Module) -> None:
 
 
 def test_checkpointing_repeats_the_dropout_of_attention() -> None:
-    """It is no module of its own: `nn.MultiheadAttention` passes its rate to a function."""
+    """This dropout is not a module: `nn.MultiheadAttention` passes the rate to a function."""
     torch.manual_seed(0)
     plain = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
     lean = copy.deepcopy(plain)
@@ -146,7 +146,7 @@ def test_checkpointing_repeats_the_dropout_of_attention() -> None:
 
 
 def test_checkpointing_repeats_the_dropped_samples_of_efficientnet() -> None:
-    """Its blocks pass their rate to a function."""
+    """EfficientNet's blocks pass their rate to a function."""
     plain = MBConvBlock(3, 4, 4, 3, 1, [4, 4, 4], 1, 0.25, drop_connect_rate=0.5)
     lean = copy.deepcopy(plain)
     checkpoint_blocks({"block": lean}, "all")
@@ -236,9 +236,9 @@ def test_channels_last_reaches_every_convolution() -> None:
                     out.is_contiguous(memory_format=torch.channels_last_3d)
                 )
             )
-    # Half precision takes the kernels that know layouts where the processor has it; fp32 does not
-    # on a single thread, so the volume is large enough that no convolution leaves bf16 (axes of two
-    # voxels do, on CPU).
+    # In bf16 a CPU with such instructions has kernels that keep the layout; the fp32 kernels of a
+    # single thread do not. A convolution over axes of two voxels would run in fp32, so the volume
+    # is larger.
     with autocast("bf16", "cpu"):
         last(torch.randn(1, 1, 32, 32, 32))
     assert layouts
@@ -301,7 +301,7 @@ def test_a_trained_network_runs_as_the_device_can(
 
 @pytest.mark.parametrize("before", ["highest", "high", "medium"])
 def test_the_precision_of_products_is_put_back(before: str) -> None:
-    """That of a program around this one, whose `medium` means bf16 on a CPU."""
+    """The calling program may have set `medium`, which means bf16 on a CPU."""
     own = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(before)
@@ -340,7 +340,7 @@ def test_offload_is_refused_on_cpu() -> None:
 
 
 class PretendedGpu(TorchFunctionMode):
-    """Lets every tensor say that it is on a GPU, and notes how copies to and from it are made."""
+    """Makes every tensor appear to be on a GPU, and records how it is copied to and from there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class PretendedGpu(TorchFunctionMode):
 def test_offload_copies_to_pinned_memory_and_back_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From memory that is not pinned, or blocking, the GPU would stand still during each copy."""
+    """With unpinned memory or a blocking copy the GPU would be idle during each copy."""
     hooks: list[tuple[Any, Any]] = []
 
     def keep_hooks(pack: Any, unpack: Any) -> Any:
@@ -387,7 +387,7 @@ def test_offload_copies_to_pinned_memory_and_back_without_a_wait(
 def test_offloaded_tensors_fill_the_blocks_of_pinned_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A block for each tensor would be rounded up to a power of two, to up to twice its bytes."""
+    """Torch rounds allocations up to powers of two, so one per tensor could double the bytes."""
     monkeypatch.setattr(switches, "HOST_BLOCK_BYTES", 64)
     last = torch.randn(1, 3, 2, 3, 5).to(memory_format=torch.channels_last_3d)
     tensors = [
@@ -459,17 +459,18 @@ def test_switches_that_exclude_each_other_are_refused() -> None:
 def test_the_compiler_treats_sizes_as_variables_where_crops_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: asked.append(options))
+    compile_options: list[dict[str, object]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: compile_options.append(options))
     apply_switches(make(), compile=True, compile_mode="reduce_overhead", has_many_shapes=True)
     apply_switches(make(), compile=True, compile_mode="max_autotune")
     apply_switches(make(), compile=True)
-    assert asked == [
+    assert compile_options == [
         {"mode": "reduce-overhead", "dynamic": True},
         {"mode": "max-autotune", "dynamic": False},
         {"mode": "default", "dynamic": False},
     ]
-    assert {str(one["mode"]) for one in asked} <= {"default", *torch._inductor.list_mode_options()}
+    modes = {str(options["mode"]) for options in compile_options}
+    assert modes <= {"default", *torch._inductor.list_mode_options()}
 
 
 @pytest.mark.slow

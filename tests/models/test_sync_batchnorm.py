@@ -93,10 +93,8 @@ def test_two_ranks_see_what_one_sees(tmp_path: Path) -> None:
         torch.testing.assert_close(
             torch.cat([first[name], second[name]]), expected[name], rtol=1e-9, atol=1e-9, msg=name
         )
-    for name in (
-        "gradient of 0.weight",
-        "gradient of 0.bias",
-    ):  # those of a rank's own samples: DDP averages them
+    # A rank has the gradients of its own samples, which DDP would average.
+    for name in ("gradient of 0.weight", "gradient of 0.bias"):
         torch.testing.assert_close(
             first[name] + second[name], expected[name], rtol=1e-9, atol=1e-9, msg=name
         )

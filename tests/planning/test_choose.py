@@ -43,7 +43,7 @@ def compose(*overrides: str) -> PlanConfig:
 
 
 def varied(config: PlanConfig, key: str) -> set[Any]:
-    return {getattr(one.memory, key) for one in combinations(config)}
+    return {getattr(combination.memory, key) for combination in combinations(config)}
 
 
 def test_the_same_result_keeps_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,8 +184,12 @@ def candidates() -> list[Candidate]:
     return [candidate(plain), candidate(half, "memory.precision=bf16")]
 
 
-def all_options(candidate_sets: list[Candidate]) -> list[Option]:
-    return [one.option(chosen) for one in candidate_sets for chosen in one.model.sets()]
+def all_options(all_candidates: list[Candidate]) -> list[Option]:
+    return [
+        one_candidate.option(chosen)
+        for one_candidate in all_candidates
+        for chosen in one_candidate.model.sets()
+    ]
 
 
 def test_the_bytes_and_seconds_beside_the_step_count() -> None:
@@ -249,13 +253,13 @@ def test_rows_of_the_front_differ_by_a_hundredth_of_the_peak() -> None:
 def test_each_switch_of_a_choice_is_undone_by_itself() -> None:
     plain, half = models()
     half.saved, half.blocks, half.added_s = plain.saved, plain.blocks, plain.added_s
-    found = [
+    all_candidates = [
         candidate(plain),
         candidate(half, "memory.precision=bf16"),
         candidate(plain, "memory.precision=bf16", "memory.channels_last=true"),
     ]
-    option = found[1].option(["a", "c"])
-    undone = dict(reasons(found[1], option, found))
+    option = all_candidates[1].option(["a", "c"])
+    undone = dict(reasons(all_candidates[1], option, all_candidates))
     assert {name: other.peak for name, other in undone.items()} == {
         "recompute a": BASE + 700 - 100,
         "recompute c": BASE + 700 - 300,
@@ -293,24 +297,24 @@ def test_steps_are_counted_plain_and_with_all_blocks_and_measured_together(
         measure=lambda *timelines: measured.append((len(prepared), *timelines)),
         costs={},
     )
-    made = choose.make_candidates(config, (32, 32, 48), machine)
+    made_candidates = choose.make_candidates(config, (32, 32, 48), machine)
     assert prepared == [config]
-    assert len(made) == 4  # two layouts, one and two micro-batches
+    assert len(made_candidates) == 4  # two layouts, one and two micro-batches
     assert [memory.checkpointing for memory, _ in counted] == ["none", "all"] * 4
     assert [1, *(timeline for _, timeline in counted)] == list(measured[0])
     assert len(measured) == 1
-    for one, (memory, timeline) in zip(made, counted[::2], strict=True):
-        evaluated = choose.evaluated_shape(one.config)
+    for made_candidate, (memory, timeline) in zip(made_candidates, counted[::2], strict=True):
+        evaluated = choose.evaluated_shape(made_candidate.config)
         expected = (
-            one.config,
+            made_candidate.config,
             (32, 32, 48),
             evaluated,
             machine,
             f"memory of {memory.accumulate}",
             timeline,
         )
-        assert one.beside == expected
-        assert one.config.memory == memory
+        assert made_candidate.beside == expected
+        assert made_candidate.config.memory == memory
 
 
 def test_only_the_width_of_our_network_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:

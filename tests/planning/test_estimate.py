@@ -1,4 +1,4 @@
-"""Estimate: free memory that the heap keeps."""
+"""Estimate of a run: free memory of the heap, memory of a card and of workers, seconds."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_the_largest_batch_and_patch_fit_and_larger_ones_do_not(
 
 
 class ChosenForError(Exception):
-    """Ends `fit` once it has said what its switches are chosen for."""
+    """Ends `fit` once the budget of the search is known."""
 
 
 def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(
@@ -82,7 +82,7 @@ def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(
 ) -> None:
     budgets: list[int] = []
 
-    def note(found: Any, budget: int, *_: Any) -> None:
+    def note(candidates: Any, budget: int, *_: Any) -> None:
         budgets.append(budget)
         raise ChosenForError
 
@@ -96,11 +96,11 @@ def test_the_margin_of_the_estimate_is_kept_free_of_the_memory(
 def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By as much as the count lies above the model."""
-    config, within = compose("fit_gib=8"), []
+    """The budget falls by the difference between count and model."""
+    config, budgets = compose("fit_gib=8"), []
 
-    def fastest(found: Any, budget: int, max_seconds: float) -> tuple[Any, Option]:
-        within.append(budget)
+    def fastest(candidates: Any, budget: int, max_seconds: float) -> tuple[Any, Option]:
+        budgets.append(budget)
         return SimpleNamespace(config=config), Option({"memory.checkpointing": "none"}, budget, 1.0)
 
     counts = iter([1300, 990])
@@ -109,7 +109,7 @@ def test_switches_whose_count_exceeds_the_budget_are_chosen_again_for_less(
     chosen = fit.choose_verified([], 1000, math.inf, SHAPE, None)
     assert chosen is not None
     assert chosen[1].peak == 990, "the count, not the model"
-    assert within == [1000, 1000 - 300 - 1]
+    assert budgets == [1000, 1000 - 300 - 1]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_front_is_thinned_out_but_for_its_ends_and_the_choice() -> None:
 
 
 class Search:
-    """Stands for what `fit` calls, and notes the calls."""
+    """Replaces the functions that `fit` calls, and records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.verified: list[tuple[Any, ...]] = []
@@ -336,15 +336,15 @@ def test_what_each_switch_saves_is_the_difference_to_the_set_without_it(
 
 
 def test_after_three_tries_no_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, within = compose("fit_gib=8"), []
+    config, budgets = compose("fit_gib=8"), []
 
-    def fastest(found: Any, budget: int, max_seconds: float) -> tuple[Any, Option]:
-        within.append(budget)
+    def fastest(candidates: Any, budget: int, max_seconds: float) -> tuple[Any, Option]:
+        budgets.append(budget)
         return SimpleNamespace(config=config), Option({"memory.checkpointing": "none"}, budget, 1.0)
 
     monkeypatch.setattr(fit, "fastest_option", fastest)
     monkeypatch.setattr(fit, "estimate", lambda *_: SimpleNamespace(peak_resident=2000))
     assert fit.choose_verified([], 1000, math.inf, SHAPE, None) is None
-    assert len(within) == 3
+    assert len(budgets) == 3
     monkeypatch.setattr(fit, "fastest_option", lambda *_: None)
     assert fit.choose_verified([], 1000, math.inf, SHAPE, None) is None

@@ -169,37 +169,41 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(
         f"output='{output}'",
     ]
     assert plan_app.plan(compose(*arguments, "data.num_workers=0")) == 0
-    alone = json.loads(output.read_text())
-    assert alone["peak_live_mib"] == pytest.approx(alone["peak"] / 2**20, abs=0.01)
-    # A convolution of the image alone writes its 27 neighbours of each voxel.
-    assert alone["peak_allocator_mib"] > alone["peak_live_mib"]
-    assert alone["peak_resident_mib"] == pytest.approx(
-        500 + max(alone["allocator_mib"].values()) + 10, abs=3
+    without_workers = json.loads(output.read_text())
+    assert without_workers["peak_live_mib"] == pytest.approx(
+        without_workers["peak"] / 2**20, abs=0.01
     )
-    assert alone["seconds_per_step"] == pytest.approx(
-        alone["compute_seconds"] + 0.02 + 0.5, abs=0.001
+    # A convolution of the image alone writes its 27 neighbours of each voxel.
+    assert without_workers["peak_allocator_mib"] > without_workers["peak_live_mib"]
+    assert without_workers["peak_resident_mib"] == pytest.approx(
+        500 + max(without_workers["allocator_mib"].values()) + 10, abs=3
+    )
+    assert without_workers["seconds_per_step"] == pytest.approx(
+        without_workers["compute_seconds"] + 0.02 + 0.5, abs=0.001
     )
     assert "peak of torch's allocator" in capsys.readouterr().out
     assert plan_app.plan(compose(*arguments, "data.num_workers=2")) == 0
-    helped = json.loads(output.read_text())
-    assert helped["seconds_per_step"] == pytest.approx(
-        max(0.25, helped["compute_seconds"]), rel=0.3
+    with_workers = json.loads(output.read_text())
+    assert with_workers["seconds_per_step"] == pytest.approx(
+        max(0.25, with_workers["compute_seconds"]), rel=0.3
     )
-    batch_mib = (helped["input"] + helped["target"]) / 2**20
+    batch_mib = (with_workers["input"] + with_workers["target"]) / 2**20
     # Two workers of 50 MiB, each with a sample and two batches. Together they hold 20 MiB of old
     # pages and the weights that they were forked with.
-    loader_mib = 2 * 60 + 4 * batch_mib + 20 + helped["parameters"] / 2**20
+    loader_mib = 2 * 60 + 4 * batch_mib + 20 + with_workers["parameters"] / 2**20
     # Without workers the heap that a sample leaves is kept in this process.
-    own_bytes = [kept_between_steps(helped["peak"], size) for size in (10 * 2**20, None)]
+    heap_bytes = [kept_between_steps(with_workers["peak"], size) for size in (10 * 2**20, None)]
     expected = (
-        alone["resident_mib"]["training step"] + loader_mib - (own_bytes[0] - own_bytes[1]) / 2**20
+        without_workers["resident_mib"]["training step"]
+        + loader_mib
+        - (heap_bytes[0] - heap_bytes[1]) / 2**20
     )
-    assert helped["resident_mib"]["training step"] == pytest.approx(expected, abs=0.1)
-    kept = estimate.Machine.lasting
-    monkeypatch.setattr(estimate.Machine, "lasting", lambda *given: kept(*given) + 7 * 2**20)
+    assert with_workers["resident_mib"]["training step"] == pytest.approx(expected, abs=0.1)
+    lasting = estimate.Machine.lasting
+    monkeypatch.setattr(estimate.Machine, "lasting", lambda *given: lasting(*given) + 7 * 2**20)
     assert plan_app.plan(compose(*arguments, "data.num_workers=2")) == 0
     larger = json.loads(output.read_text())["resident_mib"]
-    for phase, size_mib in helped["resident_mib"].items():
+    for phase, size_mib in with_workers["resident_mib"].items():
         assert larger[phase] == pytest.approx(size_mib + 7, abs=0.1), phase
 
 
@@ -354,8 +358,8 @@ def test_the_largest_batch_is_found_whatever_the_first_samples_cost(budget: int)
     def peak(samples: int) -> int:
         return [0, 9, 11, 20, 22][samples] if samples < 5 else 22 + 3 * (samples - 4)
 
-    found = step.largest_batch(peak, budget)
-    assert peak(found) <= budget < peak(found + 1)
+    num_samples = step.largest_batch(peak, budget)
+    assert peak(num_samples) <= budget < peak(num_samples + 1)
 
 
 @pytest.mark.parametrize(("budget", "samples"), [(99, 0), (100, 10), (109, 10), (200, 20)])
@@ -477,12 +481,12 @@ def test_a_loss_that_leaves_torch_asks_for_computing() -> None:
 
 def test_the_state_that_a_schedule_brings_about_is_counted() -> None:
     """A schedule that cycles the momentum makes buffers although the optimiser is given none."""
-    given, shape = (
+    settings, shape = (
         [*SMALL, "optimizer=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"],
         (16, 16, 24),
     )
-    assert step.count_memory(compose(*given), shape).optimizer_state == 0
-    cycled = step.count_memory(compose(*given, "schedule=one_cycle_momentum"), shape)
+    assert step.count_memory(compose(*settings), shape).optimizer_state == 0
+    cycled = step.count_memory(compose(*settings, "schedule=one_cycle_momentum"), shape)
     assert cycled.optimizer_state == cycled.parameters
 
 
@@ -499,7 +503,7 @@ def test_a_budget_to_fit_is_left_to_the_search(monkeypatch: pytest.MonkeyPatch) 
 def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(
     steps: int, interval: int, shown: int
 ) -> None:
-    found: Any = SimpleNamespace(
+    run_estimate: Any = SimpleNamespace(
         allocator={"training step": 3 * 2**20, "validation": 0},
         resident={"training step": 7 * 2**20, "checkpoint": 9 * 2**20},
         peak_resident=2e9,
@@ -510,7 +514,7 @@ def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(
         num_workers=1,
     )
     config = compose(*SMALL, f"steps={steps}", f"stage.validate_every={interval}")
-    lines = plan_app.describe_estimate(config, found)
+    lines = plan_app.describe_estimate(config, run_estimate)
     cells = [" ".join(line.split()) for line in lines]
     assert cells == [
         "peak of torch's allocator, with workspaces 3.0 MiB",
@@ -523,9 +527,9 @@ def test_an_estimate_says_the_seconds_of_an_interval_and_of_the_run(
         f"seconds per {shown} steps, without validation {shown / 2:.1f} s",
         f"seconds until the end ({steps} steps) {steps / 2:.1f} s {steps * 0.5 * 2:.0f} GB·s",
     ]
-    del found.resident["checkpoint"]
+    del run_estimate.resident["checkpoint"]
     assert "peak of the GPU memory 7.0 MiB" in [
-        " ".join(line.split()) for line in plan_app.describe_estimate(config, found)
+        " ".join(line.split()) for line in plan_app.describe_estimate(config, run_estimate)
     ]
 
 

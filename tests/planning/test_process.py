@@ -72,7 +72,8 @@ def test_samples_of_a_stage_are_made_and_measured_once(
     monkeypatch.setattr(samples, "MOST_SAMPLES", 2)
     config, shape = compose(*overrides), (48, 48, 32)
     training, validation = (
-        sample_cost(config, shape, tmp_path, is_training=one) for one in (True, False)
+        sample_cost(config, shape, tmp_path, is_training=is_training)
+        for is_training in (True, False)
     )
     assert 0 < training.seconds < 60
     assert 0 < validation.seconds < 60
@@ -142,11 +143,11 @@ def test_a_calibration_that_does_not_repeat_itself_is_made_again(
 ) -> None:
     set_load(monkeypatch, 0.0)
     trainings += [QUIET[0], cost(480, 325, 0.05), *QUIET[1:]]
-    found = calibrate(tmp_path)
-    assert found.worker == 15 * MIB
-    assert found.main == 481 * MIB
-    assert found.seconds == 0.03, "other programs only lengthen a step"
-    assert calibrate(tmp_path) == found, "read from the file"
+    calibrated = calibrate(tmp_path)
+    assert calibrated.worker == 15 * MIB
+    assert calibrated.main == 481 * MIB
+    assert calibrated.seconds == 0.03, "other programs only lengthen a step"
+    assert calibrate(tmp_path) == calibrated, "read from the file"
     assert not trainings
 
 

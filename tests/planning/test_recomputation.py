@@ -60,7 +60,7 @@ def count(name: str, checkpointing: Any, accumulate: int = 1) -> tuple[int, Time
 def make_model(name: str, tmp_path: Path, accumulate: int = 1) -> StepModel:
     (_, plain), (_, recomputed) = count(name, "none", accumulate), count(name, "all", accumulate)
     costs = KernelCosts(tmp_path, torch.device("cpu"))
-    # Seconds by the number of arguments' letters: any numbers that differ.
+    # Made-up seconds that differ between operations: by the length of the key.
     costs.costs = {key: Cost(0, 0, 0, 1e-6 * len(key)) for key in (*plain.calls, *recomputed.calls)}
     return StepModel(
         plain, recomputed, list(build_on_meta(lambda: make(name)).blocks()), costs, accumulate

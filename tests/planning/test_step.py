@@ -53,9 +53,9 @@ def test_the_largest_batch_is_exact_where_the_bytes_are_no_line(budget: int) -> 
     def peak(samples: int) -> int:
         return 90 + 10 * samples + samples**2 // 3 * 7
 
-    found = largest_batch(peak, budget)
-    assert found == 0 or peak(found) <= budget
-    assert peak(found + 1) > budget
+    num_samples = largest_batch(peak, budget)
+    assert num_samples == 0 or peak(num_samples) <= budget
+    assert peak(num_samples + 1) > budget
 
 
 def test_the_samples_of_a_step_are_shared_by_ranks_machines_and_micro_batches() -> None:

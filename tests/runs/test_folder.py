@@ -386,18 +386,17 @@ def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | Us
 def test_runs_that_start_at_the_same_moment_never_share_a_folder(tmp_path: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose(f"run_dir={tmp_path / 'now'}")
-    opened = [one for one in race(config, is_named=False) if isinstance(one, Path)]
+    opened = [result for result in race(config, is_named=False) if isinstance(result, Path)]
     assert {path.name for path in opened} == {"now", *(f"now_{number}" for number in range(2, 9))}
     assert [load_config(path).seed for path in opened] == list(range(8)), (
         "each has its own configuration"
     )
     config.run_dir = str(tmp_path / "named")
     results = race(config, is_named=True)
-    (seed,) = [seed for seed, one in enumerate(results) if isinstance(one, Path)]
+    (seed,) = [seed for seed, result in enumerate(results) if isinstance(result, Path)]
     assert load_config(tmp_path / "named").seed == seed
-    assert all(
-        "already contains a run" in str(one) for one in results if isinstance(one, UserError)
-    )
+    errors = [result for result in results if isinstance(result, UserError)]
+    assert all("already contains a run" in str(error) for error in errors)
     assert sorted(path.name for path in (tmp_path / "named").iterdir()) == [
         "checkpoints",
         "config.yaml",

@@ -151,9 +151,9 @@ def test_importances_of_a_damaged_study_are_left_out(tmp_path: Path) -> None:
     importances = {"a": "x", "b": None, "c": [1], "d": 0.5, "e": float("nan"), "f": 10**400}
     study = {"objectives": {"val_dice": "maximize"}, "space": {}, "importances": importances}
     (tmp_path / "study.json").write_text(json.dumps(study), encoding="utf-8")
-    found = read_study(tmp_path)
-    assert found is not None
-    assert found["importances"] == {"d": 0.5}
+    study = read_study(tmp_path)
+    assert study is not None
+    assert study["importances"] == {"d": 0.5}
 
 
 def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:

@@ -173,7 +173,9 @@ def test_a_run_goes_on_from_its_last_checkpoint_and_ends_with_its_best(
     (_, callbacks, start_step), _ = parts.made["trainer"]
     assert start_step == 120
     assert callbacks[0].history_every == 9
-    (distortions,) = [one for one in callbacks if type(one).__name__ == "Distortions"]
+    (distortions,) = [
+        callback for callback in callbacks if type(callback).__name__ == "Distortions"
+    ]
     assert distortions.names == ["left_lung", "right_lung"]
     assert parts.made["fit"][1]["ckpt_path"] == str(last)
     assert summary["checkpoint"] == str(tmp_path / "checkpoints" / "best.ckpt")

@@ -31,7 +31,8 @@ SMALL = [
 
 def make_batch(numbers: range) -> dict[str, Any]:
     """Samples by number, in fp64."""
-    images, targets = [], []
+    images = []
+    targets = []
     for number in numbers:
         generator = torch.Generator().manual_seed(number)
         images.append(torch.randn(1, 12, 16, 20, generator=generator, dtype=torch.float64))
@@ -59,7 +60,8 @@ def train(
     fit: Callable[..., Any], accumulate: int, *overrides: str
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Weights after two steps, and the rate of each micro-batch."""
-    size, rates = 4 // accumulate, Rates()
+    size = 4 // accumulate  # samples of a micro-batch
+    rates = Rates()
     batches = [make_batch(range(start, start + size)) for start in range(0, 8, size)]
     module = fit(
         [*SMALL, f"memory.accumulate={accumulate}", *overrides],
@@ -95,11 +97,11 @@ def test_micro_batches_make_the_step_of_the_whole_batch(
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "key"),
     [("model.norm=batch", "model.norm=batch"), ("loss=batch_dice_ce", "loss.batch_dice=true")],
 )
 def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
-    override: str, said: str, fit: Callable[..., Any]
+    override: str, key: str, fit: Callable[..., Any]
 ) -> None:
     whole, _ = train(fit, 1, override)
     parts, _ = train(fit, 2, override)
@@ -107,7 +109,7 @@ def test_what_looks_at_the_whole_batch_becomes_another_run_and_is_noted(
     assert not notes(compose(override))
     (note,) = notes(compose(override, "memory.accumulate=2"))
     assert note == (
-        f"{said} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 "
+        f"{key} computes over 2 samples, not over the batch of 4 (memory.accumulate=2, 1 "
         "rank), so the result differs from that of the whole batch"
     )
     assert not notes(compose("memory.accumulate=2"))
@@ -159,7 +161,8 @@ def test_a_step_leaves_nothing_behind_but_momentum_and_losses(fit: Callable[...,
             [live],
             lambda module: module.double(),
         )
-    momentum_bytes = sum(weight.nbytes for weight in module.parameters())  # momentum
+    # SGD keeps one number for each weight.
+    momentum_bytes = sum(weight.nbytes for weight in module.parameters())
     deepest = 8 * 3 * 4 * 5 * 8  # bytes of the smallest features of the network
     assert len(live.bytes) == 6
     assert momentum_bytes <= live.bytes[-1] < momentum_bytes + deepest

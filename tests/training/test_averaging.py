@@ -17,7 +17,9 @@ from medseg.training.checkpoints import Checkpoints
 from medseg.training.module import RAW_WEIGHTS, SegmentationModule
 from medseg.training.preemption import StopRequest
 
-STEPS, EVERY, DECAY = 9, 4, 0.75
+STEPS = 9  # of the run
+EVERY = 4  # steps between two validations
+DECAY = 0.75
 
 
 def formula(weights: list[Tensor], decay: float = DECAY) -> Tensor:
@@ -173,7 +175,8 @@ def loaded(path: Path) -> dict[str, Any]:
 def test_the_average_is_validated_and_saved_while_training_goes_on_from_the_weights(
     tmp_path: Path,
 ) -> None:
-    plain, averaged = fit(tmp_path / "plain", None), fit(tmp_path / "averaged", DECAY)
+    plain = fit(tmp_path / "plain", None)
+    averaged = fit(tmp_path / "averaged", DECAY)
     assert len(plain.steps) == STEPS
     assert torch.equal(torch.stack(plain.steps), torch.stack(averaged.steps)), "no step is another"
     expected = {step: formula(plain.steps[:step]).float() for step in (4, 8, 9)}

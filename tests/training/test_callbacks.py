@@ -155,24 +155,23 @@ def test_scores_name_the_patient_and_rows_of_older_versions_stay(tmp_path: Path)
 
 
 def test_the_distortion_of_each_case_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    said = Distortions(["left_lung", "right_lung"])
+    distortions = Distortions(["left_lung", "right_lung"])
     batch = {
         "case": ["a", "b"],
         "region": torch.tensor([0, 1]),
         "spacing_mm": [(3.0, 1.5, 2.0), (1.0, 1.0, 1.0)],
     }
-    said.on_train_batch_end(None, None, None, [batch], 0)
-    said.on_validation_batch_end(None, None, None, [batch], 0)
+    distortions.on_train_batch_end(None, None, None, [batch], 0)
+    distortions.on_validation_batch_end(None, None, None, [batch], 0)
     assert capsys.readouterr().out.splitlines() == [
         "a, left_lung: distortion 2.00, voxels of 3×1.5×2 mm",
         "b, right_lung: distortion 1.00, voxels of 1×1×1 mm",
     ]
-    said.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)
+    distortions.on_train_batch_end(None, None, None, [batch | {"region": torch.tensor([1, 0])}], 0)
     assert capsys.readouterr().out.count("distortion") == 2
-    known: Any = [
-        batch | {"region": None}
-    ]  # reading this would fail: printed regions are not read again
-    said.on_train_batch_end(None, None, None, known, 0)
+    # Reading `None` would fail, but regions that are printed are not read again.
+    printed_batch: Any = [batch | {"region": None}]
+    distortions.on_train_batch_end(None, None, None, printed_batch, 0)
 
 
 def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(
@@ -183,10 +182,8 @@ def test_the_snapshot_of_a_rank_is_written_also_where_the_run_fails(
         torch.cuda.memory, "_record_memory_history", lambda: called.append("record")
     )
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", called.append)
-    snapshot, trainer = (
-        MemorySnapshot(tmp_path / "memory_snapshot.pickle"),
-        SimpleNamespace(global_rank=2),
-    )
+    snapshot = MemorySnapshot(tmp_path / "memory_snapshot.pickle")
+    trainer: Any = SimpleNamespace(global_rank=2)
     snapshot.on_train_start(trainer, None)
     snapshot.on_exception(trainer, None, MemoryError())
     assert called == ["record", str(tmp_path / "memory_snapshot_2.pickle")]
@@ -225,7 +222,7 @@ def test_a_picture_gets_the_arrays_of_the_case_and_its_names(
     batch = case_batch("b", region=1)
     pictures.on_validation_batch_end(trainer, None, labels, batch, 1)
     ((image, pred, target, spacing_mm, path), options) = drawn[0]
-    way = -1 if is_mirrored else 1
+    way = -1 if is_mirrored else 1  # step of the slices along x
     assert (image == batch[0]["image"][0, 0].numpy()[..., ::way]).all()
     assert (pred == labels.numpy()[..., ::way]).all()
     assert (target == batch[0]["target"][0].numpy()[..., ::way]).all()

@@ -43,8 +43,10 @@ class Line(pl.LightningModule):
     def __init__(self, steps: int, accumulate: int, num_val: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.steps, self.accumulate, self.num_val = steps, accumulate, num_val
-        self.seen: list[int] = []
+        self.steps = steps
+        self.accumulate = accumulate
+        self.num_val = num_val
+        self.seen: list[int] = []  # numbers of the training samples so far
         self.validated: list[int] = []
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -95,8 +97,11 @@ def fit(
     if ask is not None:
         request.install()  # as a rank does before anything else
         request.end_at_once()
-    hooks: dict[str, Any] = {kill[0]: die} if kill is not None else {}
-    hooks |= {ask[0]: stop} if ask is not None else {}
+    hooks: dict[str, Any] = {}
+    if kill is not None:
+        hooks[kill[0]] = die
+    if ask is not None:
+        hooks[ask[0]] = stop
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1,
         accumulate_grad_batches=accumulate,
@@ -121,6 +126,7 @@ def fit(
 
 
 def weight(checkpoint: Path) -> tuple[int, float]:
+    """Step and weight of a checkpoint."""
     loaded = torch.load(checkpoint, weights_only=True)
     return loaded["global_step"], float(loaded["state_dict"]["weight"])
 
@@ -300,7 +306,7 @@ def test_a_kill_while_writing_leaves_the_file_before(
 def test_all_ranks_leave_at_the_step_at_which_one_is_asked(
     is_asked: bool, other: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or those that go on would wait for ever for the one that left."""
+    """Otherwise the other ranks would wait for ever for the one that left."""
 
     def join(asked: Tensor, operation: Any) -> None:
         assert operation == torch.distributed.ReduceOp.MAX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -92,14 +93,8 @@ def test_one_scan_is_not_trained_on_and_validated_under_two_names(
     )
     with pytest.raises(UserError, match=message):
         set_up(first, twin, tmp_path)
-    assert (
-        len(
-            set_up(
-                first, replace(twin, ignore_findings=frozenset({"duplicate_image"})), tmp_path
-            ).val_cases
-        )
-        == 1
-    )
+    accepted_twin = replace(twin, ignore_findings=frozenset({"duplicate_image"}))
+    assert len(set_up(first, accepted_twin, tmp_path).val_cases) == 1
     assert len(set_up(first, second, tmp_path).val_cases) == 1
     assert len(set_up(first, first, tmp_path).val_cases) == 1, (
         "a case may be watched while it is learnt"
@@ -131,9 +126,10 @@ def test_boxes_and_probabilities_of_a_case_are_of_its_own_coarse_stage(
     )
     data.prepare_data()
     data.setup("fit")
-    seen = {"case 0": ("case 0", "usual"), "case 1": ("case 1", "own")}
-    assert data.crops.coarse_boxes == (seen if has_boxes else {})
-    assert data.crops.coarse_probs == (seen if has_channel else {})
+    # The replaced functions return the names of the case and of its coarse stage.
+    calls = {"case 0": ("case 0", "usual"), "case 1": ("case 1", "own")}
+    assert data.crops.coarse_boxes == (calls if has_boxes else {})
+    assert data.crops.coarse_probs == (calls if has_channel else {})
 
 
 @pytest.mark.parametrize(
@@ -178,7 +174,7 @@ def test_the_ranks_share_the_validation_cases_and_take_equally_many(
     )
     # Ranks wait for each other at the end of a validation, so each takes as many; only the rest is
     # taken twice.
-    assert {len(share) for share in shares} == {-(-num_cases // num_ranks)}
+    assert {len(share) for share in shares} == {math.ceil(num_cases / num_ranks)}
     assert all(len(set(share)) == len(share) for share in shares)
 
 
@@ -193,8 +189,8 @@ def test_a_resumed_rank_takes_its_own_samples_from_the_step_of_the_trainer(
         data.trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=1)
         batches = list(data.train_dataloader())  # a stack for each of the two samples
         numbers[rank] = [first["number"] + second["number"] for first, second in batches]
-    together = [sorted(own + other) for own, other in zip(numbers[0], numbers[1], strict=True)]
-    assert together == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    by_step = [sorted(first + second) for first, second in zip(numbers[0], numbers[1], strict=True)]
+    assert by_step == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 def test_a_class_that_no_training_case_has_is_named_before_the_first_step(
@@ -248,8 +244,8 @@ def test_the_spacings_of_the_scans_are_drawn_as_often_as_the_scans(
     tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sources of one and two cases with shares that do not add up to 1."""
-    made: list[Any] = []
-    monkeypatch.setattr(data_module, "ScanSpacings", lambda *given: made.append(given))
+    calls: list[Any] = []
+    monkeypatch.setattr(data_module, "ScanSpacings", lambda *arguments: calls.append(arguments))
     first, second, third, _ = read_case_table(tiny_table)
     config = config_of()
     config = replace(
@@ -264,7 +260,7 @@ def test_the_spacings_of_the_scans_are_drawn_as_often_as_the_scans(
     data = CasesDataModule(config, sources, TASK, divisor=(8, 8, 8))
     data.prepare_data()
     data.setup("fit")
-    ((spacings_mm, probabilities),) = made
+    ((spacings_mm, probabilities),) = calls
     assert spacings_mm == [case.audit.grid.spacing_mm for case in data.train_cases]
     assert np.allclose(probabilities, [0.6, 0.2, 0.2])
 
@@ -443,17 +439,17 @@ def test_the_coarse_stage_gets_the_intensity_of_its_own_task(
 ) -> None:
     """A fine stage with `zscore` caches that map; the coarse stage may be trained on a window."""
     image = np.linspace(-1000, 400, 64, dtype=np.float32).reshape(4, 4, 4)
-    own = zscore(image, "ct")
+    fine_intensity = zscore(image, "ct")
     case: Any = SimpleNamespace(
-        intensities=(own,),
+        intensities=(fine_intensity,),
         images=[image],
         grid=None,
         audit=SimpleNamespace(grid=SimpleNamespace(spacing_mm=None)),
     )
-    given: list[list[Intensity]] = []
+    calls: list[list[Intensity]] = []
 
     def localise(*_: Any, intensities: list[Intensity], **__: Any) -> Any:
-        given.append(intensities)
+        calls.append(intensities)
         return SimpleNamespace(boxes={})
 
     monkeypatch.setattr(data_module, "localise", localise)
@@ -461,7 +457,7 @@ def test_the_coarse_stage_gets_the_intensity_of_its_own_task(
     for task in (TASK, fine):
         coarse: Any = SimpleNamespace(task=task)
         data_module.coarse_boxes(case, coarse, fine)
-    assert given == [[window((-1000.0, 400.0))], [own]]
+    assert calls == [[window((-1000.0, 400.0))], [fine_intensity]]
 
 
 # A surviving worker offers a batch to a training that ends: the training connects, and goes.

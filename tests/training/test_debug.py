@@ -94,21 +94,23 @@ def test_overfitting_sees_the_first_batch_again_and_again(name: str, tiny_table:
     data.setup("fit")
     first, *others = [[stack["image"] for stack in batch] for batch in data.train_batches()]
     assert len(others) == 2
-    is_same = [
-        all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, first, strict=True))
-        for one in others
-    ]
-    assert is_same == [name == "overfit"] * 2
+    for images in others:
+        pairs = zip(images, first, strict=True)
+        is_same = all(image.shape == other.shape and image.equal(other) for image, other in pairs)
+        assert is_same == (name == "overfit")
 
 
 def test_a_fast_run_goes_through_everything_in_two_steps_and_says_so(
     tiny_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = tmp_path / "table.csv"  # two cases to validate on
-    header, *rows = csv.reader(tiny_table.read_text().splitlines())
-    rows = [[case, *(str(tiny_table.parent / file) for file in files), patient,
-        "train" if n < 2 else "val"]
-            for n, (case, *files, patient, _) in enumerate(rows)]  # fmt: skip
+    table = tmp_path / "table.csv"
+    header, *tiny_rows = csv.reader(tiny_table.read_text().splitlines())
+    rows = []
+    for number, (case, *files, patient, _) in enumerate(tiny_rows):
+        paths = [str(tiny_table.parent / file) for file in files]
+        # The first two cases are for training, the other two for validation.
+        split = "train" if number < 2 else "val"
+        rows.append([case, *paths, patient, split])
     with table.open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])
     run_dir = tmp_path / "run"

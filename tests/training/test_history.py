@@ -44,14 +44,12 @@ def test_lines_of_the_history_are_as_far_apart_as_asked_for(
         config = to_config(hydra.compose("train", overrides), TrainConfig)
     open_run(config)
     train_run(config)
-    assert [row["step"] for row in read_csv(tmp_path / "run" / "history.csv") if row["loss"]] == [
-        "3",
-        "6",
-    ]
+    rows = read_csv(tmp_path / "run" / "history.csv")
+    assert [row["step"] for row in rows if row["loss"]] == ["3", "6"]
 
 
-# Operations that read a value from the device, for which the host would wait: below autograd, and
-# methods that leave no trace there.
+# Operations and methods that read a value from the device, for which the host would wait. The
+# methods call no operation that a dispatch mode sees.
 WAITING = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.nonzero.default,
@@ -65,10 +63,12 @@ class Operations(TorchDispatchMode):
 
     def __init__(self, trainer: pl.Trainer, steps: list[int]) -> None:
         super().__init__()
-        self.trainer, self.steps = trainer, steps
+        self.trainer = trainer
+        self.steps = steps
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.steps += [self.trainer.global_step] * (func in WAITING)
+        if func in WAITING:
+            self.steps.append(self.trainer.global_step)
         return func(*args, **(kwargs or {}))
 
 
@@ -76,10 +76,12 @@ class Methods(TorchFunctionMode):
     """Collects the steps of methods that wait."""
 
     def __init__(self, trainer: pl.Trainer, steps: list[int]) -> None:
-        self.trainer, self.steps = trainer, steps
+        self.trainer = trainer
+        self.steps = steps
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.steps += [self.trainer.global_step] * (func in WAITING_METHODS)
+        if func in WAITING_METHODS:
+            self.steps.append(self.trainer.global_step)
         return func(*args, **(kwargs or {}))
 
 
@@ -124,7 +126,7 @@ def test_no_step_waits_for_a_value(
 def test_ignored_voxels_cost_a_wait_with_losses_of_others_alone(
     loss: str, waits: int, fit: Callable[..., Any]
 ) -> None:
-    """One wait a sample and step: MONAI's losses make lists on the host, so none is watched."""
+    """One wait per sample and step. MONAI makes lists on the host, so methods are not watched."""
     watch, batches = Watch(Operations), [make_batch(n) for n in range(2)]
     for batch in batches:
         batch["target"][:, :2] = 9
@@ -183,7 +185,8 @@ class Steps:
     """A trainer of two micro-batches, losses of a module, and a clock that is set by hand."""
 
     def __init__(self, history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.history, self.now_s = history, 100.0
+        self.history = history
+        self.now_s = 100.0
         self.logged: list[Any] = []
         logger = SimpleNamespace(
             log_metrics=lambda values, step: self.logged.append((values, step))
@@ -200,7 +203,9 @@ class Steps:
         monkeypatch.setattr(history_module.time, "perf_counter", lambda: self.now_s)
         monkeypatch.setattr(history_module, "peak_bytes", lambda _: 3 * 2**29)
         history.load = SimpleNamespace(read=dict, uses_gpu=False)
-        history.last_time_s, history.last_step, history.lr = 100.0, 0, 0.25
+        history.last_time_s = 100.0
+        history.last_step = 0
+        history.lr = 0.25
 
     def step(self, *losses: float) -> None:
         for index, loss in enumerate(losses):

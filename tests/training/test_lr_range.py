@@ -68,19 +68,21 @@ class Climb:
     """What the callback sees of a trainer that accumulates over two micro-batches."""
 
     def __init__(self, callback: LrRange) -> None:
-        self.callback, self.groups = callback, [{"lr": 0.0}, {"lr": 0.0}]
+        self.callback = callback
+        self.groups = [{"lr": 0.0}, {"lr": 0.0}]
         self.trainer: Any = SimpleNamespace(
             global_step=0, should_stop=False, accumulate_grad_batches=2,
             optimizers=[SimpleNamespace(param_groups=self.groups)],
         )  # fmt: skip
 
     def step(self, *losses: float) -> list[float]:
-        for n, loss in enumerate(losses):
-            self.callback.on_train_batch_start(self.trainer, None, None, n)
+        for index, loss in enumerate(losses):
+            self.callback.on_train_batch_start(self.trainer, None, None, index)
             rates = [group["lr"] for group in self.groups]
             module = SimpleNamespace(train_loss=torch.tensor(loss))
-            self.trainer.global_step += n == 1
-            self.callback.on_train_batch_end(self.trainer, module, None, None, n)
+            if index == 1:
+                self.trainer.global_step += 1
+            self.callback.on_train_batch_end(self.trainer, module, None, None, index)
         return rates
 
 
@@ -124,9 +126,8 @@ def test_the_command_finds_a_rate(tiny_table: Path, tmp_path: Path) -> None:
     assert rows[0][0] == pytest.approx(1e-6)
     suggested_lr = suggest_lr([rate for rate, _ in rows], [loss for _, loss in rows])
     assert suggested_lr is not None
-    assert printed_lr == pytest.approx(
-        suggested_lr / 2, rel=0.05
-    )  # two digits of what lr_scaling doubles again
+    # Two digits are printed. `lr_scaling=sqrt` doubles the rate for the batch of four.
+    assert printed_lr == pytest.approx(suggested_lr / 2, rel=0.05)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["f", "find_lr.csv", "find_lr.png"]
 
 
@@ -135,13 +136,10 @@ def test_the_ends_of_a_smoothed_loss_are_continued_by_their_last_value() -> None
     curve = smoothed(losses)
     assert curve[:20] == pytest.approx([5.0] * 20)
     assert curve[-20:] == pytest.approx([1.0] * 20)
+    # For ten steps the Gaussian has a standard deviation of one step, and ends at four of them. The
+    # values before the ramp 0, 1, 2, … are its first one.
     ramp = smoothed(np.arange(10.0).tolist())
-    assert ramp[0] == pytest.approx(0.0 + ramp[0])
-    kernel = np.exp(-0.5 * np.arange(-4, 5) ** 2)
-    expected = (
-        sum(weight * max(0, step) for weight, step in zip(kernel, range(-4, 5), strict=True))
-        / kernel.sum()
-    )
-    assert ramp[0] == pytest.approx(expected), (
-        "a standard deviation of one, and the first value beyond the end"
-    )
+    steps = np.arange(-4, 5)
+    kernel = np.exp(-0.5 * steps**2)
+    expected = (kernel * np.maximum(0, steps)).sum() / kernel.sum()
+    assert ramp[0] == pytest.approx(expected)

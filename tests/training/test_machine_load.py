@@ -118,9 +118,8 @@ def test_a_gpu_that_cannot_be_asked_costs_only_its_column(
 def test_peaks_are_those_of_all_gpus_that_the_process_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     gib = 2**30
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(
-        torch.cuda, "memory_reserved", lambda _: 0
-    )  # as after a training, which gives its memory back
+    # As after a training, which gives its memory back.
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda index: (3 * gib, gib, 0)[index])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: (2 * gib, gib, 0)[index])
     # Of 16 GiB each, the contexts take one and two; a process of somebody else has the third GPU.

@@ -58,10 +58,9 @@ def test_validation_ignores_what_lies_beyond_the_scan() -> None:
     assert score(module, batch) == 1
     image[..., 4:, :, :] = 1  # beyond: prediction drops it when it pastes the crop back
     assert score(module, batch) == 1
-    image[..., 4:, :, :], target[:, 4:] = (
-        -1,
-        1,
-    )  # where a crop repeats the last slice of a scan that ends in the lung, so does its reference
+    # Where a crop repeats the last slice of a scan that ends in the lung, so does its reference.
+    image[..., 4:, :, :] = -1
+    target[:, 4:] = 1
     assert score(module, batch) == 1
     image[..., 3, :, :] = 1  # inside: it counts
     assert score(module, batch) < 1
@@ -115,7 +114,8 @@ def test_a_step_neither_empties_the_cache_of_the_gpu_nor_waits_for_it(
 
 def test_whole_cases_of_a_validation_are_not_compiled() -> None:
     torch.compiler.reset()
-    module, graphs = make_module(Threshold()), []
+    module = make_module(Threshold())
+    graphs: list[Any] = []
     module.network.compile(
         backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False
     )
@@ -142,7 +142,8 @@ def test_a_validation_skips_tiles_of_air_only_where_all_channels_have_a_window(
 ) -> None:
     """Of other channels the lowest value may lie in the body."""
     module = make_module(Always())
-    module.tile_size, module.overlap = (4, 4, 4), 0.0
+    module.tile_size = (4, 4, 4)
+    module.overlap = 0.0
     module.metadata["task"] = {
         "channels": [{"window_hu": [-1000, 400]}, {"window_hu": second_window}]
     }
@@ -155,10 +156,8 @@ def test_a_case_that_is_scored_twice_counts_once() -> None:
     module = make_module(Threshold())
     image = torch.ones(1, 1, 2, 2, 2)
     batch = {"image": image, "region": torch.tensor([0]), "inside": torch.tensor([[[0, 2]] * 3])}
-    empty, full = (
-        torch.zeros(1, 2, 2, 2, dtype=torch.uint8),
-        torch.ones(1, 2, 2, 2, dtype=torch.uint8),
-    )
+    empty = torch.zeros(1, 2, 2, 2, dtype=torch.uint8)
+    full = torch.ones(1, 2, 2, 2, dtype=torch.uint8)
     for case, target in (("a", full), ("b", empty), ("a", full)):
         module.validation_step([{**batch, "case": [case], "target": target}], 0)
     module.validation_step(
@@ -179,8 +178,8 @@ def test_the_scores_of_all_ranks_are_averaged_together(monkeypatch: pytest.Monke
     module.val_scores = {("a", 0, 1): 0.2, ("b", 0, 1): 0.6}
     others = {("b", 0, 1): 0.6, ("c", 0, 1): 1.0}
 
-    def gather(parts: list[Any], own: Any) -> None:
-        parts[:] = [own, others]
+    def gather(scores_of_ranks: list[Any], scores: Any) -> None:
+        scores_of_ranks[:] = [scores, others]
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     logged: dict[str, float] = {}
@@ -332,7 +331,8 @@ def test_the_seconds_of_a_step_are_without_those_of_validations(
     clock = Clock()
     monkeypatch.setattr("medseg.training.history.time", clock)
     run = Run(tmp_path / "history.csv", every=4, steps=8)
-    run.trainer.sanity_checking, run.trainer.callback_metrics = False, {}
+    run.trainer.sanity_checking = False
+    run.trainer.callback_metrics = {}
     begin = run.history.on_train_batch_start
 
     def begin_and_compute(*arguments: Any) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,14 +136,25 @@ def list_series(
             by_series.setdefault(key, []).append(image)
     _join_cut_files(by_series)
     doubtful = _doubtful_files(loose, slice_folders(images))
+    return [*_list_all(by_series, doubtful), *map(_loose_entry, loose)]
+
+
+def _list_all(
+    by_series: ImagesBySeries, doubtful: Mapping[str | None, Sequence[NoSlice]]
+) -> list[ListedSeries]:
+    """List series in the order of `_order`.
+
+    Args:
+        by_series: Their images.
+        doubtful: See `_doubtful_files`.
+    """
     # Number of patients and studies that have a series, by its UID.
     num_scopes = Counter(uid for _, uid in by_series)
     listed: list[ListedSeries] = []
     for (_, uid), series_images in by_series.items():
         is_unique = num_scopes[uid] == 1
         listed += _list_one(series_images, doubtful.get(uid, []), is_unique=is_unique)
-    listed.sort(key=_order)
-    return [*listed, *map(_loose_entry, loose)]
+    return sorted(listed, key=_order)
 
 
 def _doubtful_files(

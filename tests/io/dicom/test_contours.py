@@ -44,14 +44,14 @@ def test_filled_outlines_restore_the_mask(name: str) -> None:
 @pytest.mark.parametrize("name", ["two parts and holes", "an island in a hole"])
 def test_pillow_fills_the_outlines_to_the_same_mask(name: str) -> None:
     mask, scale = masks()[name], 16
-    found = np.zeros(mask.shape, bool)
+    filled = np.zeros(mask.shape, bool)
     for polygon in outlines(mask):
         canvas = Image.new("1", (mask.shape[1] * scale, mask.shape[0] * scale))
         ImageDraw.Draw(canvas).polygon(
             [((x + 0.5) * scale, (y + 0.5) * scale) for y, x in polygon], fill=1
         )
-        found ^= np.array(canvas)[scale // 2 :: scale, scale // 2 :: scale]
-    assert np.array_equal(found, mask)
+        filled ^= np.array(canvas)[scale // 2 :: scale, scale // 2 :: scale]
+    assert np.array_equal(filled, mask)
 
 
 def test_parts_of_a_mask_are_polygons_and_straight_lines_have_two_points() -> None:

@@ -95,8 +95,8 @@ def test_without_structures_no_pixel_is_labelled(slices: SourceSlices) -> None:
 def test_a_fraction_counts_from_a_half(tmp_path: Path, slices: SourceSlices) -> None:
     shares = np.random.default_rng(0).random(slices.grid.shape).astype(np.float32)
     file = open_label_file(save_seg(tmp_path / "a.dcm", slices, shares, "FRACTIONAL"))
-    found = read_label_file(file, slices, {1: 1}).array
-    assert np.array_equal(found, np.rint(shares * 255) >= 0.5 * 255)
+    labels_read = read_label_file(file, slices, {1: 1}).array
+    assert np.array_equal(labels_read, np.rint(shares * 255) >= 0.5 * 255)
 
 
 def test_of_segments_that_overlap_the_last_one_is_kept(
@@ -135,7 +135,7 @@ def test_a_seg_on_another_grid(name: str, tmp_path: Path, slices: SourceSlices) 
         "flipped": lambda one: one.flip_spatial([0, 2]),
     }
     path = save_seg(tmp_path / "a.dcm", slices, changed.get(name, lambda one: one)(volume))
-    found = read_label_file(open_label_file(path), slices, {1: 1}).array
+    labels_read = read_label_file(open_label_file(path), slices, {1: 1}).array
     index = np.floor(np.indices(grid.shape) / scale + 0.5).astype(int)
     inside = np.all([one < size for one, size in zip(index, shape, strict=True)], axis=0)
     expected = np.where(
@@ -143,7 +143,7 @@ def test_a_seg_on_another_grid(name: str, tmp_path: Path, slices: SourceSlices) 
         array[tuple(one.clip(max=size - 1) for one, size in zip(index, shape, strict=True))],
         0,
     )
-    assert np.array_equal(found, expected)
+    assert np.array_equal(labels_read, expected)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_holes(polygons: list[tuple[float, Any]], tmp_path: Path, slices: Source
 
 def test_planes_nearer_than_slices_are_not_mixed(tmp_path: Path, slices: SourceSlices) -> None:
     polygons = [(index, np.array(SQUARE) + index) for index in (1.6, 2.0, 2.4)]
-    found = read_label_file(
+    labels_read = read_label_file(
         open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons)), slices, {1: 1}
     ).array
-    assert np.array_equal(np.argwhere(found[2])[0], [4, 5])
-    assert not found[[1, 3]].any()
+    assert np.array_equal(np.argwhere(labels_read[2])[0], [4, 5])
+    assert not labels_read[[1, 3]].any()
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, slices: SourceSlices) -> None:

@@ -53,7 +53,7 @@ def test_contours_of_lungs(tmp_path: Path) -> None:
             read_label_file(open_label_file(tmp_path / name), slices, {1: 1, 2: 2}).array, labels
         )
     for item in dcmread(tmp_path / "rtstruct").ROIContourSequence:
-        found = np.zeros(labels.shape, bool)
+        filled = np.zeros(labels.shape, bool)
         for contour in item.ContourSequence:
             points = slices.grid.world_to_index_zyx(
                 np.array(contour.ContourData, float).reshape(-1, 3)
@@ -62,11 +62,10 @@ def test_contours_of_lungs(tmp_path: Path) -> None:
             ImageDraw.Draw(canvas).polygon(
                 [((x + 0.5) * SCALE, (y + 0.5) * SCALE) for _, y, x in points], fill=1
             )
-            found[round(points[:, 0].mean())] ^= np.array(canvas)[
+            filled[round(points[:, 0].mean())] ^= np.array(canvas)[
                 SCALE // 2 :: SCALE, SCALE // 2 :: SCALE
             ]
         mask = labels == item.ReferencedROINumber
-        assert (
-            2 * np.count_nonzero(found & mask) / (np.count_nonzero(found) + np.count_nonzero(mask))
-            > 0.999
-        )
+        num_common = np.count_nonzero(filled & mask)
+        dice = 2 * num_common / (np.count_nonzero(filled) + np.count_nonzero(mask))
+        assert dice > 0.999

@@ -43,14 +43,15 @@ def test_references_and_regions_of_interest(kind: str, tmp_path: Path) -> None:
     assert study.ReferencedSOPInstanceUID == source.StudyInstanceUID
     assert series.SeriesInstanceUID == source.SeriesInstanceUID
     assert len(series.ContourImageSequence) == len(slices.frames)
-    assert [one.ROIName for one in dataset.StructureSetROISequence] == [
+    assert [item.ROIName for item in dataset.StructureSetROISequence] == [
         "left_lung",
         "Gefäß",
         "absent",
     ]
-    assert [len(one.get("ContourSequence", [])) for one in dataset.ROIContourSequence] == [4, 1, 0]
+    contours = [item.get("ContourSequence", []) for item in dataset.ROIContourSequence]
+    assert list(map(len, contours)) == [4, 1, 0]
     assert list(dataset.ROIContourSequence[0].ROIDisplayColor) == [56, 189, 248]
-    assert [one.ReferencedROINumber for one in dataset.RTROIObservationsSequence] == [1, 2, 3]
+    assert [item.ReferencedROINumber for item in dataset.RTROIObservationsSequence] == [1, 2, 3]
     code = dataset.RTROIObservationsSequence[0].RTROIIdentificationCodeSequence[0]
     assert (code.CodeValue, code.CodeMeaning) == ("39607008", "Lung")
     for contour in dataset.ROIContourSequence[0].ContourSequence:
