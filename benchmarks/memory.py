@@ -167,8 +167,8 @@ def predict(arguments: list[str]) -> dict[str, float]:
     config = compose(arguments)
     machine = Machine(config)
     machine.prepare_for(config)
-    # Operations are timed again for each row: the processor of a virtual machine may be half as fast
-    # some minutes later.
+    # Operations are timed again for each row: the processor of a virtual machine may be half as
+    # fast some minutes later.
     machine.costs.costs.clear()
     cost = estimate(config, input_shape(config), validated_shape(config), machine)
     return {
