@@ -98,7 +98,7 @@ FINAL_ROUNDS = 4
 STEPS = 5
 # The last steps count: in those before, the heap still takes its shape.
 NUM_COUNTED = 3
-# A set that takes at most so many times as long as the fastest one is measured again.
+# A set is measured again if its seconds are at most this multiple of those of the fastest one.
 NEARLY_BEST = 1.06
 # Sets whose peaks and seconds are predicted.
 NUM_PREDICTED = 2000
@@ -168,7 +168,7 @@ def main() -> None:
     trained: dict[str, int] = {}
     for index, (budget, choice) in enumerate(zip(budgets, choices, strict=True)):
         line = line_of(choice)
-        # `budget` is what the estimate may take; the user's budget has the margin on top.
+        # `budget` limits the estimate; the user's budget is larger by the margin.
         limit_bytes = int(budget * (1 + MARGIN))
         peak = trained.get(line)
         if peak is None:
@@ -199,7 +199,7 @@ def compose(folder_arguments: Sequence[str]) -> PlanConfig:
 def sample_sets(candidates: Sequence[Candidate], number: int) -> list[SwitchSet]:
     """Draw different sets.
 
-    The first are those of each candidate with none and with all blocks recomputed. For the others
+    The first sets are each candidate with none and with all blocks recomputed. For the others
     every number of recomputed blocks is equally likely, not every subset: of all subsets, most
     have about half of the blocks.
     """
@@ -379,7 +379,7 @@ def measure(
 
 
 def config_of(switches: SwitchSet) -> PlanConfig:
-    """Configuration of a set: that of its candidate, with its recomputed blocks."""
+    """Configuration of a set: its candidate's configuration with the recomputed blocks."""
     candidate, option = switches
     checkpointing = option.switches["memory.checkpointing"]
     memory = replace(candidate.config.memory, checkpointing=checkpointing)
@@ -407,7 +407,7 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
     peaks = []
     gc.collect()  # frees the network of the set before
     for _ in range(STEPS):
-        peak_since_last_call()  # what came before the step does not count
+        peak_since_last_call()  # allocations before the step do not count
         start_s = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             mean_loss = mean_of_samples(sample_losses(loss, network(image), target))

@@ -135,7 +135,7 @@ def journal(output: Path) -> Journal:
 def per_minute(output: Path) -> float:
     """Count the results per minute, without the first tenth of them.
 
-    The time of a result is that of its `<case>.json`, which is written last.
+    A result is finished when its `<case>.json` is written, the last of its files.
     """
     ends_s = sorted(time_ns / 1e9 for _, time_ns in journal(output).values())
     counted_s = ends_s[len(ends_s) // 10 :]

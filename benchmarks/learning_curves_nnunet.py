@@ -19,7 +19,7 @@ import torch
 Job = dict[str, Any]
 Facts = dict[str, Any]
 
-DATASET_ID = 1  # that of `learning_curves_data.DATASET`
+DATASET_ID = 1  # the number in `learning_curves_data.DATASET`
 PLANS = "nnUNetPlans"
 FOLD = 0
 # Iterations are timed until they have taken `TIMED_S` CPU seconds; at least `LEAST_TIMED` of them.
@@ -75,7 +75,7 @@ def time_training(job: Job) -> Facts:
     trainer.on_train_start()
     # All CPU seconds of this process so far: imports, data and network.
     start_s = time.process_time()
-    # The order of calls is that of the loop in nnUNetTrainer.run_training.
+    # The calls have the same order as in the loop of nnUNetTrainer.run_training.
     trainer.on_epoch_start()
     trainer.on_train_epoch_start()
     # The first iteration allocates memory, and is not timed.

@@ -36,7 +36,7 @@ from medseg.phantom.spec import PhantomSpec
 
 MAX_SLICES = 3000
 LIMIT_GIB = 1.0
-BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # labels are compared with those of the largest
+BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # the largest gives the reference labels
 # Labels with a lower Dice in a region count as different.
 EQUAL_DICE = 0.9995
 # Pixels per side of the model from which a phantom is drawn, and their size. A scan repeats them: a
@@ -157,7 +157,7 @@ def limited_scans(folder: Path, number: int) -> list[dict[str, Any]]:
 
 
 def make_scan(folder: Path, index: int, num_slices: int) -> Path:
-    """Make a phantom unless it exists; its small voxels repeat those of a coarser phantom.
+    """Make a phantom unless it exists: a coarser phantom with each voxel repeated.
 
     Args:
         folder: Folder of the scans.

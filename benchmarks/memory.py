@@ -167,8 +167,8 @@ def predict(arguments: list[str]) -> dict[str, float]:
     config = compose(arguments)
     machine = Machine(config)
     machine.prepare_for(config)
-    # Timed anew for each row: the processor of a virtual machine may be half as fast some minutes
-    # later.
+    # Operations are timed again for each row: the processor of a virtual machine may be half as
+    # fast some minutes later.
     machine.costs.costs.clear()
     cost = estimate(config, input_shape(config), validated_shape(config), machine)
     return {
@@ -226,7 +226,7 @@ def main() -> None:
         folder = output / f"{number:03d}"
         row_file = folder / "row.json"
         if not row_file.is_file():
-            shutil.rmtree(folder, ignore_errors=True)  # a row that was interrupted begins anew
+            shutil.rmtree(folder, ignore_errors=True)  # an interrupted row starts again
             folder.mkdir()
             try:
                 # Not a `Worker`, which is a daemonic process: a plan starts processes of its own,

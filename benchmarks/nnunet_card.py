@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def start(python: str, *arguments: str) -> Row:
-    """Run a command of the jobs in a process of its own, and return what it cost.
+    """Run a command of the jobs in a process of its own, and return its cost.
 
     Args:
         python: Python that runs it.
@@ -134,7 +134,7 @@ def start(python: str, *arguments: str) -> Row:
 
 
 def measured_job(python: str, job: Row, output: Path) -> Row:
-    """Predict, and return what the job measured with its largest resident memory, `peak_gb`."""
+    """Predict; return the measurements of the job, and its peak of resident memory as `peak_gb`."""
     job_file = output / "job.json"
     measured_file = output / "measured.json"
     job_file.write_text(json.dumps({**job, "measured": str(measured_file)}), encoding="utf-8")
@@ -144,7 +144,7 @@ def measured_job(python: str, job: Row, output: Path) -> Row:
 
 
 def limit_gib(cost: Row) -> float:
-    """Choose `inference.max_ram_gib`: libraries and weights, and half of what a run added to them.
+    """Choose `inference.max_ram_gib`: libraries and weights, and half of a run's other memory.
 
     Args:
         cost: Cost of the run without a limit.

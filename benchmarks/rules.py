@@ -209,7 +209,7 @@ def region_row(
         return row
     reference_mask = np.isin(reference, values)
     if not reference_mask.any():
-        # Without a region in the reference there is no Dice: what is left is wrong volume.
+        # If the reference lacks the region, there is no Dice, and all predicted volume is wrong.
         row["false_ml"] = row["without_ml"] - row["volume_ml"]
         return row
     row["dice"] = dice(mask, reference_mask)
@@ -232,9 +232,9 @@ def switched_off(names: Sequence[str]) -> Iterator[None]:
 def kept_outputs() -> Iterator[None]:
     """Within the block, which is for one scan, run the coarse network and each crop only once.
 
-    No rule changes what the coarse network sees, so its first output serves every call. A rule that
-    is switched off may change the crop of a region: the fine network runs on each new crop. The
-    network of a task of one stage runs every time; such a task has no regions to compare.
+    No rule changes the input of the coarse network, so its first output serves every call. Without
+    a rule the crop of a region may differ: the fine network runs on each new crop. The network of a
+    task of one stage runs every time; such a task has no regions to compare.
     """
     # The originals, before their names are replaced.
     predict_body, refine = localise.predict_body, cascade_module.refine

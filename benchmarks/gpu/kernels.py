@@ -115,7 +115,7 @@ def check_large_input(report: Report, precision: str, dtype: torch.dtype, sessio
     channels, shape = SMALL_LARGE if session.is_rehearsal else LARGE
     shape_text = "×".join(map(str, shape))
     name = f"{precision}, {channels} channels, {shape_text}: planes of the output"
-    # Image and output, and as much again for what the library needs.
+    # Image and output, and as much again for the library's workspace.
     image_bytes = channels * shape[0] * shape[1] * shape[2] * dtype.itemsize
     needed_bytes = 4 * image_bytes
     if not session.is_rehearsal:

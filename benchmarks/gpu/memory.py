@@ -103,7 +103,7 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
     planned_bytes, _ = peaks(timeline, machine.costs)
     planned_card_bytes = card_bytes({STEP: planned_bytes})[STEP]
     if not session.is_rehearsal:
-        # The tensors with which the planner timed kernels must not count as those of the step.
+        # The tensors with which the planner timed kernels must not count in the step.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -134,7 +134,7 @@ def taken_of_card() -> int:
 
 
 def compare(report: Report, row: dict[str, Any]) -> None:
-    """Check what was planned against what was allocated and taken."""
+    """Check the planned bytes against those allocated by torch and those in use on the card."""
     pairs = (
         ("planned / allocated", "planned MiB", "allocated MiB", ALLOCATOR_BOUND),
         ("planned / taken of the card", "planned of the card", "taken of the card", CARD_BOUND),
@@ -153,6 +153,6 @@ def add_saving(report: Report, rows: dict[str, dict[str, Any]], name: str, base:
     if name not in rows or base not in rows:
         report.not_run(title, "one of both was not measured")
         return
-    # A CPU has no allocated bytes: the rehearsal compares what was planned.
+    # A CPU has no allocated bytes: the rehearsal compares planned bytes.
     key = "planned MiB" if rows[name]["allocated MiB"] is None else "allocated MiB"
     report.at_most(title, rows[name][key] / rows[base][key], 1.0)
