@@ -39,6 +39,7 @@ PATH_KEYS = frozenset(
         "resume",
         "single",
         "stage.coarse",
+        "weights",
     }
 )
 # Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
@@ -48,7 +49,7 @@ TEXT_KEYS = PATH_KEYS | {"series_pick"}
 MAX_LENGTH = 20_000
 MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
-LIST_KEYS = frozenset({"coarse", "fine", "input"})
+LIST_KEYS = frozenset({"coarse", "fine", "input", "weights"})
 # Command to the key of an argument that stands alone.
 POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
 # Each option for the input or the output, with the key that it is short for.
@@ -283,6 +284,8 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
         ["input='Doe, John/a=b.nii'", 'seed=1,2', "fine=['a=b','(1)']"]
         >>> quote_paths(["series_pick=b[67]0", "experiment=my plan/experiment.yaml"])
         ["series_pick='b[67]0'", "experiment='my plan/experiment.yaml'"]
+        >>> quote_paths(["weights=models (1)/lungs", "weights=[liver/a,b (2)]"])
+        ["weights='models (1)/lungs'", "weights=['liver/a','b (2)']"]
     """
     return list(map(_quote_path, arguments))
 
