@@ -284,8 +284,8 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
         ["input='Doe, John/a=b.nii'", 'seed=1,2', "fine=['a=b','(1)']"]
         >>> quote_paths(["series_pick=b[67]0", "experiment=my plan/experiment.yaml"])
         ["series_pick='b[67]0'", "experiment='my plan/experiment.yaml'"]
-        >>> quote_paths(["weights=models (1)/lungs", "weights=[liver/a,b (2)]"])
-        ["weights='models (1)/lungs'", "weights=['liver/a','b (2)']"]
+        >>> quote_paths(["weights=models (1)/liver", "weights=[liver/a,b (2)]"])
+        ["weights='models (1)/liver'", "weights=['liver/a','b (2)']"]
     """
     return list(map(_quote_path, arguments))
 

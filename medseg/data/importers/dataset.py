@@ -701,7 +701,7 @@ def _display_name(member: int | str, label: str) -> str:
 
 
 def _origin(members: Sequence[int | str]) -> str:
-    """Describe the members of a label, such as `values 1, 2` or `structure Lung_L`."""
+    """Describe the members of a label, such as `values 1, 2` or `structure Liver_L`."""
     kind = "value" if all(isinstance(member, int) for member in members) else "structure"
     ending = "s" if len(members) > 1 else ""
     return f"{kind}{ending} {', '.join(map(str, members))}"
