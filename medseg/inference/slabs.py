@@ -72,7 +72,7 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
     """
     area = height * width
     # The input of the stem's convolution: cells with the stem `space_to_depth`, else voxels.
-    _, cell_height, cell_width = network.stem.cell
+    _, cell_height, cell_width = network.stem.channel_cell
     stem_area = area // (cell_height * cell_width)
     least_bytes = [_largest_layer_bytes(network.stem, stem_area)]
     # The features of the first level: `network.cell` holds the stride of the stem `strided` too.
@@ -217,7 +217,7 @@ class _UnetPass(SlabPass):
     def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
         whole = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
-        cell = network.stem.cell
+        cell = network.stem.channel_cell
         stem_input = whole if cell == POINT else _Cells(whole, cell)
         features = self._unit(network.stem.unit, stem_input)
         skips: list[Features] = []
