@@ -98,7 +98,8 @@ FINAL_ROUNDS = 4
 STEPS = 5
 # The last steps count: in those before, the heap still takes its shape.
 NUM_COUNTED = 3
-# A set is measured again if its seconds are at most this multiple of those of the fastest one.
+# A set is measured again if its seconds are at most this multiple of those of the fastest set: the
+# noise of the first measurement may exchange sets so close to each other.
 NEARLY_BEST = 1.06
 # Sets whose peaks and seconds are predicted.
 NUM_PREDICTED = 2000
@@ -326,7 +327,7 @@ def nearly_fastest(
 
 
 def train_with(line: str, settings: Sequence[str], run_dir: Path, limit_bytes: int) -> int:
-    """Train with the switches of a line; return the peak of resident memory, see `train`."""
+    """Train with the switches of a line; return the peak of resident bytes, see `train`."""
     shutil.rmtree(run_dir, ignore_errors=True)
     # The counter of allocations would cost time and memory.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -408,13 +409,13 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
     gc.collect()  # frees the network of the set before
     for _ in range(STEPS):
         peak_since_last_call()  # allocations before the step do not count
-        start_s = time.process_time()
+        start = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             mean_loss = mean_of_samples(sample_losses(loss, network(image), target))
         mean_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        durations_s.append(time.process_time() - start_s)
+        durations_s.append(time.process_time() - start)
         peaks.append(peak_since_last_call())
     return max(peaks[-NUM_COUNTED:]), durations_s[-NUM_COUNTED:]
 
