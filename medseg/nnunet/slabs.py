@@ -231,11 +231,11 @@ class _CountedPass(_NnunetPass):
         super().__init__(budget_bytes, device=META, storage=META)
         self._tracker = tracker
 
-    def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def new_file(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Make a tensor in place of a file; it counts as `HOST`, not as memory of the pass."""
         owner = self._tracker.now
         self._tracker.now = Owner(HOST)
-        values = torch.empty(sizes, dtype=dtype, device=META)
+        values = torch.empty(shape, dtype=dtype, device=META)
         self._tracker.now = owner
         return values
 
