@@ -67,7 +67,7 @@ class Airway:
     """Airway of a scan.
 
     Attributes:
-        lumen: Its voxels (D, H, W), bool, on the grid of the scan; none if no trachea was found.
+        lumen: Mask (D, H, W), bool, on the grid of the scan; all False if no trachea was found.
         remark: Why there is no lumen; empty if there is one.
         threshold_hu: Voxels below this value are air; None without a lumen.
     """
@@ -239,6 +239,7 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
     shells[connected] = distance_mm[connected] // SHELL_MM
     areas_mm2 = []  # for each shell, the cross-sections of its pieces
     for number in range(int(shells.max()) + 1):
+        # Voxels that share a face, an edge or a corner are one piece, as in `_distance_mm`.
         pieces, _ = ndimage.label(shells == number, np.ones((3, 3, 3)))
         volumes_mm3 = np.bincount(pieces.ravel())[1:] * GRID_MM**3
         areas_mm2.append(volumes_mm3 / SHELL_MM)

@@ -105,6 +105,7 @@ NEARLY_BEST = 1.06
 NUM_PREDICTED = 2000
 # How many of them are measured as rivals of a choice.
 NUM_RIVALS = 3
+# Heading in `budgets.md` of each column of `budgets.csv`.
 COLUMNS = {
     "budget_mib": "budget MiB",
     "chosen": "chosen",
@@ -256,9 +257,9 @@ def compared_sets(
     # Keyed by the arguments, which are equal where two sets are.
     compared = {line_of(choice): choice for choice in choices}
     for budget in budgets:
-        fitting = [switches for switches in sets if switches[1].peak <= budget]
-        rivals = sorted(fitting, key=lambda switches: switches[1].seconds)[:NUM_RIVALS]
-        compared |= {line_of(rival): rival for rival in rivals}
+        fitting = [(candidate, option) for candidate, option in sets if option.peak <= budget]
+        fitting.sort(key=lambda switches: switches[1].seconds)  # of the option
+        compared |= {line_of(rival): rival for rival in fitting[:NUM_RIVALS]}
     compared |= {line_of(switches): switches for switches in sets[:number]}
     return list(compared.values())
 
@@ -429,8 +430,9 @@ def predicted_seconds(candidate: Candidate, option: Option) -> float:
 
 
 def line_of(switches: SwitchSet) -> str:
-    """Arguments of `train` that make the switches of a set; they also identify it."""
-    return choose_line(switches[1], {})
+    """Arguments of `train` that make the switches of a set; they also identify the set."""
+    _, option = switches
+    return choose_line(option, changes={})
 
 
 def does_fit(switches: SwitchSet, budget: int, measured: Mapping[str, Measured]) -> bool:
@@ -461,7 +463,7 @@ def compare(
     Returns:
         The columns of `budgets.csv` that need no training.
     """
-    option = choice[1]
+    _, option = choice
     fitting = [(other.seconds, other.peak) for _, other in sets if other.peak <= budget]
     # The fastest, and of equally fast sets the smallest, as `plan` prefers them.
     shortest_s, smallest_peak = min(fitting)
@@ -476,7 +478,7 @@ def compare(
     best_s = min(fitting_s, default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
-        "chosen": choose_line(option, {}),
+        "chosen": line_of(choice),
         "is_optimum": is_optimum,
         "predicted_s": predicted_seconds(*choice),
         "measured_s": measured_s,

@@ -96,6 +96,7 @@ STAGES = {
     "coarse": ["stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0"],
     "fine": ["stage=fine", "spacing=isotropic_3mm", "stage.elsewhere_share=0"],
 }
+# Heading in `memory.md` of each column of `memory.csv`.
 COLUMNS = {
     "row": "",
     "allocator_mib": "allocator: predicted MiB",

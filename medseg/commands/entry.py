@@ -296,9 +296,9 @@ def run(
 class JobDefectError(Exception):
     """An exception of a job that is no mistake of the user.
 
-    `_explained_errors` reports errors of Hydra and OmegaConf as mistakes of the user. This wrapper
-    hides such an error of a job from it. A launcher may run the job in another process, so the
-    wrapper can be pickled.
+    `_explained_errors` reports errors of Hydra and OmegaConf as mistakes of the user. In this
+    wrapper, such an error of a job passes that function unchanged. A launcher may run the job in
+    another process, so the wrapper can be pickled.
 
     Args:
         error: The exception of the job.

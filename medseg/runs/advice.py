@@ -94,7 +94,8 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     words = ["medseg"]
     for argument in arguments:
         # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
-        is_placeholder = "<" in argument
+        # The paths here are absolute, so a path with `<` is no placeholder.
+        is_placeholder = "=<" in argument
         words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
 

@@ -20,6 +20,7 @@ MAX_VALUES = 100_000
 MAX_DEPTH = 20
 # Characters of a text.
 MAX_TEXT = 1_000_000
+# Integers beyond 64 bits have no use in metadata.
 MAX_INTEGER = 2**63
 # Axes of a tensor of weights; the tensor of a 3D convolution has five.
 MAX_AXES = 8
