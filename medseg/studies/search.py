@@ -183,6 +183,7 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
     saved_config = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
+    # `decisive` drops keys that cannot change a result, such as the names of folders.
     saved = decisive(cast(dict[str, Any], saved_config))
     current = decisive(plain(config))
     changes = []
