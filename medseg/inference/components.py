@@ -18,9 +18,9 @@ from medseg.geometry.grid import VoxelBox
 SLAB_VOXELS = 2**21
 
 # Function that reads a mask (D, H, W): returns its planes (d, H, W) in a range of z.
-Planes = Callable[[slice], np.ndarray]
+ReadPlanes = Callable[[slice], np.ndarray]
 # Function that reads a mask (D, H, W): returns its voxels (d, h, w) in ranges of z, y and x.
-Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
+ReadPart = Callable[[tuple[slice, slice, slice]], np.ndarray]
 
 
 class Rejection(NamedTuple):
@@ -31,7 +31,7 @@ class Rejection(NamedTuple):
         share: Largest share of a component's voxels that may lie in the mask, in [0, 1].
     """
 
-    mask: Part
+    mask: ReadPart
     share: float
 
 
@@ -142,7 +142,7 @@ class Components:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()
+        self, shape: tuple[int, ...], mask: ReadPlanes, counted: Sequence[ReadPlanes | None] = ()
     ) -> None:
         """Number the components slab by slab, then join those that touch across a border of slabs.
 
@@ -152,9 +152,11 @@ class Components:
             counted: Masks whose voxels are counted in each component; None = all voxels.
         """
         depth, height, width = shape
-        step = max(1, SLAB_VOXELS // (height * width))
+        slab_depth = max(1, SLAB_VOXELS // (height * width))
         self._mask = mask
-        self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
+        self._slabs = []  # range of planes of each slab
+        for start in range(0, depth, slab_depth):
+            self._slabs.append(slice(start, min(start + slab_depth, depth)))
         # A piece is a component of one slab. Pieces are numbered through all slabs: offset of the
         # slab plus number in the slab.
         self._offsets = [0]  # of each slab; the last entry becomes the number of all pieces
@@ -237,7 +239,7 @@ def remove_components(
     z, y, x = box.slices()
     inner = labels[z, y, x]  # a view: writing to it changes the label map
 
-    def planes_of(mask: Part) -> Planes:
+    def planes_of(mask: ReadPart) -> ReadPlanes:
         """Make a function that reads a mask of the whole volume by planes of the box."""
 
         def read(planes: slice) -> np.ndarray:

@@ -271,7 +271,7 @@ class SlabPass:
         planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         padding = (0, padding_y, padding_x)
-        # Torch chooses the kernel by the depth. With the kernel for the whole depth, a slab gets the
+        # Torch chooses the kernel by the depth. With the kernel of the whole depth, a slab has the
         # same bits as in one pass.
         return convolve_as_whole(
             planes,
