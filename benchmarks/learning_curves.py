@@ -6,9 +6,9 @@
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Programs: `medseg`, an
 experiment that `medseg configure fit_gib=…` writes; `nnunet_fit`, planned with
-`-gpu_memory_target <fit_gib>`; `nnunet`, planned with the planner's defaults. Both have nnU-Net's
-own trainer and augmentation. All programs see the same files, and hold out the cases that the table
-marks as `val`, or else the first of `num_folds` folds by patient.
+`-gpu_memory_target <fit_gib>`; `nnunet`, planned with the planner's defaults. The last two have
+nnU-Net's own trainer and augmentation. All programs see the same files, and hold out the cases that
+the table marks as `val`, or else the first of `num_folds` folds by patient.
 
 Each point is a training of its own, whose schedule ends with its CPU minutes: the number of steps,
 or of epochs and iterations, follows from a few timed ones. CPU minutes are user and system time of
@@ -152,15 +152,15 @@ def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
         lambda: write_data(output / "data", train_arguments, int(arguments["num_folds"])),
     )
     return Study(
-        output,
-        data["task"],
-        data["held_out"],
-        int(arguments["threads"]),
-        float(arguments["fit_gib"]),
-        # Not resolved: the python of a virtual environment is a link, and known by its own path.
-        os.path.abspath(arguments.get("nnunet", "")),
-        arguments["trainer"],
-        arguments["configuration"],
+        output=output,
+        task=data["task"],
+        held_out=data["held_out"],
+        threads=int(arguments["threads"]),
+        fit_gib=float(arguments["fit_gib"]),
+        # Links are not resolved: Python finds its virtual environment by the path of the link.
+        nnunet=os.path.abspath(arguments.get("nnunet", "")),
+        trainer=arguments["trainer"],
+        configuration=arguments["configuration"],
     )
 
 

@@ -212,11 +212,11 @@ def predict_job(job: Row) -> Row:
         sys.exit(f"{job['own_labels']}: {case.messages}")
     # The case lasts from the first forecast, before the scan is read, to the one in the report. A
     # pass while the model is loaded is no part of it.
-    start_s, passes_start_s = times_s[0]
-    end_s, passes_end_s = times_s[-1]
+    start, passes_start_s = times_s[0]
+    end, passes_end_s = times_s[-1]
     return {
         "network_cpu_s": clock.seconds,
-        "case_cpu_s": end_s - start_s,
+        "case_cpu_s": end - start,
         "case_network_cpu_s": passes_end_s - passes_start_s,
         "expected_gb": forecasts[0].peak_bytes / 1e9,
         "expected_voxels": forecasts[0].time_units,

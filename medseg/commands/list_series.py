@@ -153,7 +153,7 @@ def _refuse_other_table(output: Path, text: str) -> None:
 
 @contextmanager
 def _file_counter() -> Iterator[Callable[[], None]]:
-    """Show a count of files in a terminal; yields the function that counts one file more."""
+    """Show a count of files in a terminal; yields the function that adds one file to it."""
     console = Console(stderr=True)
     with Progress(
         "{task.completed:.0f} files read", console=console, disable=not console.is_terminal
@@ -164,11 +164,11 @@ def _file_counter() -> Iterator[Callable[[], None]]:
 
 def _row(listed: ListedSeries) -> dict[str, Any]:
     """Describe a series by the printed columns."""
-    # A `ListedSeries` holds the `Series` of its headers.
+    # Patient, study and series, as the headers of the slices name them.
     identity = listed.series.identity
     voxels = ""
     if listed.shape:
-        rows, columns = listed.shape
+        rows, columns = listed.shape  # pixels of a slice
         voxels = f"{columns} x {rows} x {listed.num_slices}"
     number = identity.series_number
     if listed.part:

@@ -1,4 +1,4 @@
-"""Matching of predictions and references by the name of their case, with the task's label values.
+"""Find and read the prediction and the reference of each case, with the task's label values.
 
 The key of a case is its name in a form that does not depend on the file system; see `_key`.
 """
@@ -30,8 +30,8 @@ class Reference(NamedTuple):
 
     Attributes:
         name: Name of the case.
-        labels: Its label map; None where the case table names none.
-        case: Its row of the case table; None where the references are a folder.
+        labels: Path of its label map; None if the case table names none.
+        case: Row of the case in the case table; None if the references are a folder.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Prediction(NamedTuple):
     """Files of the prediction of a case.
 
     Attributes:
-        paths: Its label maps; `read_pair` refuses more than one. Where only masks were saved, the
-            path that the label map would have.
-        masks: Where only masks were saved, label to its mask in the order of their values; else
-            empty.
+        paths: Label maps of the case; `read_pair` refuses more than one. If `predict` saved masks
+            only, the path that the label map would have.
+        masks: If `predict` saved masks only, label to the file of its mask, in the order of the
+            label values; else empty.
     """
 
     paths: Sequence[Path]
@@ -61,17 +61,17 @@ class Prediction(NamedTuple):
 def find_predictions(pred_dir: Path) -> dict[str, Prediction]:
     """Find the predictions in a folder, by the key of their case.
 
-    They are label maps, or masks where `predict` saved only these.
+    Predictions are label maps, or masks if `predict` saved masks only.
 
     Raises:
-        UserError: If there is none.
+        UserError: If `pred_dir` is no folder or holds no prediction.
     """
     if not pred_dir.is_dir():
         raise UserError(f"pred={pred_dir} is not a folder; give the folder that predict wrote.")
     predictions = {key: Prediction(paths) for key, paths in _label_maps(pred_dir).items()}
     for report, masks in _masks_by_report(pred_dir).items():
         key = _key(report.stem)
-        # A label map has the same labels as the masks beside it.
+        # Masks beside a label map are ignored: the label map holds the same labels.
         if key not in predictions:
             label_map = report.with_name(f"{report.stem}.nii.gz")
             predictions[key] = Prediction([label_map], masks)
@@ -90,15 +90,16 @@ def find_references(
     Args:
         ref: Case table, or folder of label maps.
         labels_column: Column of the case table with the label maps.
-        split: Part of the case table; None = all of it.
+        split: Value of the column `split` whose cases are taken; None = all cases.
 
     Returns:
-        The references, and the keys of cases that belong to another split.
+        Key of each case to its reference, and the keys of the cases of other splits.
 
     Raises:
-        UserError: If there is none, or two files of a folder belong to one case.
+        UserError: If there is no reference, two files of a folder or two rows of the table have the
+            same key, or a split is given for a folder.
     """
-    # A folder without label maps is taken for the folder of a data set, which has a case table.
+    # A folder without label maps is taken for a data set folder, which holds a case table.
     if ref.is_dir() and not volume_files(ref):
         ref = table_at(ref)
     if ref.is_dir():
@@ -130,7 +131,11 @@ def find_references(
 
 
 def _references_in_folder(folder: Path) -> dict[str, Reference]:
-    """List the label maps of a folder as references, by the key of their case."""
+    """List the label maps of a folder as references, by the key of their case.
+
+    Raises:
+        UserError: If there is no label map, or one case has two.
+    """
     references = {}
     for key, paths in _label_maps(folder).items():
         if len(paths) > 1:
@@ -152,16 +157,17 @@ def read_pair(
 
     Args:
         prediction: Files of the prediction.
-        reference: The reference.
+        reference: Reference of the same case.
         task: Values of the labels, and the ignore label.
-        label_values: Value in the reference file to name of the label.
+        label_values: Value in the reference file to label name.
 
     Returns:
-        Label maps of the prediction and the reference, oriented, (D, H, W), where voxels that the
-        reference ignores are 0; and their grid.
+        Label map of the prediction and label map of the reference, both (D, H, W), oriented to LPS
+        and 0 where the reference has the ignore label; and their grid.
 
     Raises:
-        UserError: If a file cannot be read, the grids differ, or a value has no meaning.
+        UserError: If a label map is missing or cannot be read, there are two predictions, the grids
+            differ, or a value has no meaning.
     """
     if len(prediction.paths) > 1:
         names = " and ".join(path.name for path in prediction.paths[:2])
@@ -178,7 +184,7 @@ def read_pair(
     if reference.case is not None:
         image = reference.case.image
         series = reference.case.series
-    # `kept`: structures of other labels must not take voxels from the labels of the task.
+    # `kept` leaves out structures of other labels, which would take voxels from the task's labels.
     target_volume, names_by_value = read_reference(
         reference.labels,
         label_values,
@@ -187,7 +193,7 @@ def read_pair(
         modality=task.channels[0].modality,
         kept=task.values,
     )
-    # Oriented before the grids are compared: the same voxels may be stored in another order.
+    # Orient before the grids are compared: the same voxels may be stored in another axis order.
     pred, grid, _ = orient(pred_volume.array, pred_volume.grid)
     target, target_grid, _ = orient(target_volume.array, target_volume.grid)
     check_grid(
@@ -218,11 +224,11 @@ def check_grid(
     """Refuse two grids that differ by more than the tolerance of the audit.
 
     Args:
-        owner: Owner of the grid in the genitive, such as `prediction's`, for the message.
-        grid: A grid.
-        other_owner: Owner of the other grid, likewise.
-        other: The other grid.
-        cure: End of the message: what to do.
+        owner: Owner of `grid` in the genitive, such as `prediction's`, for the message.
+        grid: The first grid.
+        other_owner: Owner of `other` in the genitive.
+        other: The second grid.
+        cure: End of the message, which tells the user what to do.
 
     Raises:
         UserError: If they differ.
@@ -243,12 +249,12 @@ def _describe(grid: VoxelGrid) -> str:
 
 
 def _key(name: str) -> str:
-    """Normalise a name to NFC: some file systems store ü as two characters, u and dots (NFD)."""
+    """Normalise a case name to NFC: some file systems store ü as two characters (NFD)."""
     return unicodedata.normalize("NFC", name)
 
 
 def _merge_masks(masks: Mapping[str, Path]) -> Volume:
-    """Merge the masks of a prediction to its label map; the mask number n has the value n.
+    """Merge the masks of a prediction into a label map; the n-th mask has the value n, from 1.
 
     Raises:
         UserError: If a mask cannot be read, or their grids differ.
@@ -266,9 +272,11 @@ def _merge_masks(masks: Mapping[str, Path]) -> Volume:
 
 
 def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
-    """Find the masks that `predict` saved: report to label to mask.
+    """Find the masks that `predict` saved beside its reports.
 
-    A report is included if any of its masks exists; a missing mask is noticed on reading.
+    Returns:
+        Report to a mapping of label to mask file. A report is included if any of its masks exists;
+        reading the masks raises an error if one is missing.
     """
     masks_by_report = {}
     for report in sorted(folder.glob("*.json")):
@@ -282,7 +290,7 @@ def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
 
 
 def _files_of_labels(folder: Path) -> set[Path]:
-    """Name the files of single labels, such as masks, that `predict` may have saved in a folder."""
+    """List the paths of files of single labels, such as masks, that `predict` may have saved."""
     files = set()
     for report in folder.glob("*.json"):
         stem = report.with_suffix("")
@@ -304,7 +312,7 @@ def _is_case(file: Path) -> bool:
 
 
 def _label_maps(folder: Path) -> dict[str, list[Path]]:
-    """Find the label maps of a folder, by the key of their case; without masks of `predict`."""
+    """List the label maps of a folder by the key of their case, without the masks of `predict`."""
     paths_by_key: dict[str, list[Path]] = {}
     files_of_labels = _files_of_labels(folder)
     for path in volume_files(folder):
@@ -321,22 +329,22 @@ def task_values(
     Labels that the task does not have become 0.
 
     Args:
-        labels: Values of the file, integers, (D, H, W).
+        labels: Label map in the values of the file, integers, (D, H, W).
         path: The file, for the message.
-        task: Values of the labels.
-        label_values: Value in the file to the name of the label.
+        task: Has the values of its labels.
+        label_values: Value in the file to label name.
 
     Raises:
         UserError: If the file holds a value without a name.
     """
-    # Lookup tables, indexed by the value in the file: the value of the task, and whether the file
-    # value has a meaning. 0 is background.
+    # Lookup tables indexed by the value in the file: `table` holds the value of the task,
+    # `is_known` whether the file value has a name or is 0 (background).
     size = max([0, *label_values]) + 1
     table = np.zeros(size, dtype=np.uint8)
     table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]
     is_known = np.zeros(size, dtype=bool)
     is_known[[0, *label_values]] = True
-    # The range is checked first: a value outside is no index of a table.
+    # The range is checked first, because other values are no index of the tables.
     is_in_range = labels.min() >= 0 and labels.max() < size
     if is_in_range and is_known[labels].all():
         return table[labels]

@@ -30,8 +30,8 @@ def draw_overlay(
     Args:
         scan: Case with the file of the scan.
         pred: Label map of the prediction, oriented, (D, H, W).
-        target: Label map of the reference, likewise.
-        grid: Grid of both.
+        target: Label map of the reference, oriented, (D, H, W).
+        grid: Grid of both label maps.
         task: Labels and channels.
         folder: Folder of the overlays.
 
@@ -56,13 +56,16 @@ def draw_overlay(
 
 
 def _read_image(scan: Case, grid: VoxelGrid, task: Task) -> tuple[np.ndarray, list[str]]:
-    """Read the first channel of a scan, oriented, (D, H, W), and the warnings about it.
+    """Read the first channel of a scan.
+
+    Returns:
+        Image, oriented, (D, H, W); and the warnings about the scan.
 
     Raises:
-        UserError: If it cannot be read or has another grid.
+        UserError: If the scan cannot be read or has another grid.
     """
-    # `images` names the file of each channel. A 4D file with several channels is named several
-    # times, and the reader has to know how many channels to expect.
+    # `images` lists the file of each channel. A 4D file is listed once for each of its channels,
+    # and `read_image` must know their number.
     num_channels = scan.images(len(task.channels)).count(scan.image)
     volume = read_image(
         scan.image, scan.series, task.channels[0].modality, channel=0, num_channels=num_channels
@@ -83,15 +86,15 @@ def write_viewers(
 ) -> dict[str, Path]:
     """Write the viewers of the worst cases.
 
-    Their files are read again: only after all cases have been scored it is known which they are.
+    The files of these cases are read again: the worst cases are known only after all are scored.
 
     Args:
-        rows: Scores.
+        rows: Scores of all cases and regions.
         pairs: Case to its prediction and reference.
         task: Labels and channels.
-        label_values: Value in the reference files to name of the label.
-        overlays: Folder of the overlays; a case without an overlay gets no viewer, since its scan
-            is not known or cannot be read.
+        label_values: Value in the reference files to label name.
+        overlays: Folder of the overlays. A case without an overlay gets no viewer: its scan is
+            unknown or unreadable.
         folder: Folder of the viewers.
         num_viewers: Largest number of viewers.
 
@@ -106,7 +109,7 @@ def write_viewers(
         assert scan is not None, "its overlay was drawn"
         pred, target, grid = read_pair(prediction, reference, task, label_values)
         image, _ = _read_image(scan, grid, task)
-        # Values of other modalities are no HU.
+        # Only CT has values in HU.
         image_hu = image if task.is_ct else None
         statistics = scan_statistics(image_hu, pred, grid, task.labels)
         volumes = pack_case(image, pred, grid, target, task)

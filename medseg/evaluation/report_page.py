@@ -22,14 +22,15 @@ from medseg.report.differences import (
 )
 from medseg.wording import first_few
 
-# Metric to 1 where more is better, or -1 where less is better.
+# Metric to 1 if a larger score is better, or -1 if a smaller score is better.
 DIRECTION_OF_METRIC = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
-# Stands in place of a region or trust in the rows that count all regions or all trusts.
+# Name in place of a region or trust in rows over all regions or over all trusts.
 ALL = "all"
-# Decimals of the scores in `metrics.csv`. Rounding errors, by which equal results may differ, lie
-# below them.
+# Decimals of the scores in `metrics.csv`. Rounding errors are smaller, so equal results have equal
+# rows.
 TABLE_DIGITS = 6
 
+# Row of a table: column to value.
 Row = Mapping[str, Any]
 
 
@@ -43,7 +44,7 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
         Rows with `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
 
     Raises:
-        UserError: If there is no `metrics.csv`, or `evaluate` did not write it.
+        UserError: If there is no `metrics.csv`, or it is not the table of an evaluation.
     """
     path = folder / "metrics.csv"
     if not path.is_file():
@@ -71,23 +72,25 @@ def compare_rows(
 ) -> list[tuple[str, str, Difference]]:
     """Compute the paired differences of each region and metric.
 
-    With several regions the last entries, of the region `ALL`, compare the mean of each case over
-    its regions. A score that is not finite on one side, as the distance of a missed region, is left
-    out on both. Example: this evaluation has a distance of inf for the left and 2 mm for the right
-    region, the baseline has 5 mm and 3 mm. Only the right region counts: 2 mm against 3 mm.
+    With several regions the last entries have the region `ALL` and compare the mean of each case
+    over its regions. If a score is not finite in one evaluation, as the distance of a missed
+    region, it is left out in both. Example: this evaluation has a distance of inf for the left and
+    2 mm for the right region, the baseline has 5 mm and 3 mm. Only the right region counts: 2 mm
+    against 3 mm.
 
     Args:
-        rows: `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
-        baseline: Rows of the baseline, likewise; a case and region that only one side has is left
-            out.
-        patients: Case to its patient, whose cases count together.
+        rows: Rows with `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
+        baseline: Rows of the baseline with the same keys. Cases and regions that only one of the
+            evaluations has are left out.
+        patients: Case to its patient; the cases of a patient count as one.
 
     Returns:
-        Region, metric and difference; combinations without a pair of finite scores are left out.
+        Tuples of region, metric and difference. Combinations without a pair of finite scores are
+        left out.
     """
     baseline_rows = {(row["case"], row["region"]): row for row in baseline}
     scored_rows = {(row["case"], row["region"]): row for row in rows}
-    # A row of this evaluation, and that of the baseline.
+    # Pairs of a row of this evaluation and the row of the baseline for the same case and region.
     pairs: list[tuple[Row, Row]] = []
     pairs_by_region: dict[str, list[tuple[Row, Row]]] = {}
     for key, row in scored_rows.items():
@@ -96,7 +99,7 @@ def compare_rows(
             pairs.append(pair)
             pairs_by_region.setdefault(row["region"], []).append(pair)
     groups = list(pairs_by_region.items())
-    # Appended to a list, as a region may have the name `ALL` itself.
+    # A list, not a dictionary: a region may also have the name `ALL`.
     if len(groups) > 1:
         groups.append((ALL, pairs))
     compared = []
@@ -112,7 +115,15 @@ def compare_rows(
 def _finite_means(
     pairs: Sequence[tuple[Row, Row]], metric: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Compute the mean score of each case on both sides, over the pairs of two finite scores."""
+    """Compute the mean score of each case over the pairs in which both scores are finite.
+
+    Args:
+        pairs: Rows of this evaluation and of the baseline for the same case and region.
+        metric: Key of the score.
+
+    Returns:
+        Case to mean in this evaluation, and case to mean in the baseline.
+    """
     rows = []
     baseline_rows = []
     for row, baseline_row in pairs:
@@ -123,7 +134,7 @@ def _finite_means(
 
 
 def _case_means(rows: Sequence[Row], metric: str) -> dict[str, float]:
-    """Compute the mean score of each case over its rows, which are of different regions."""
+    """Compute the mean score of each case over its rows, one per region."""
     scores: dict[str, list[float]] = {}
     for row in rows:
         scores.setdefault(row["case"], []).append(row[metric])
@@ -135,18 +146,18 @@ def _describe_pairs(
     baseline: Sequence[Row],
     patients: Mapping[str, str],
 ) -> list[str]:
-    """Say how the patients of the differences count, and which cases only one side has.
+    """Describe how patients count in the differences, and which cases are in one evaluation only.
 
     Args:
         rows: Scores of this evaluation.
         baseline: Scores of the baseline.
-        patients: Case to its patient; empty where the references name none.
+        patients: Case to its patient; empty if the references name no patients.
     """
     scored_cases = _cases_of(rows)
     baseline_cases = _cases_of(baseline)
     common_cases = [case for case in scored_cases if case in baseline_cases]
     sentences = [describe_patients(common_cases, patients)]
-    # A case table names the patient of every case, so the references are a folder.
+    # A case table names the patient of every case: without patients the references are a folder.
     if not patients:
         sentences.append(
             "a folder of references names no patients; ref=<case table> does, by its column patient"
@@ -188,24 +199,24 @@ def write_page(
 
     Args:
         rows: Scores, at least one row.
-        statistics: Rows of `summarise` over all trusts.
+        statistics: Rows of `summarise` whose trust is `ALL`.
         viewers: Case to its viewer with the reference.
         prediction_viewers: Case to the viewer that `predict` wrote beside the label map.
-        bounds: Case to the bound on Dice that its prediction states for each region.
+        bounds: Case to its bounds on Dice, by region, as the report of its prediction states them.
         output: Folder to write to.
         num_pictures: Largest number of overlays inside the page.
         progress: Takes each line for the console.
         overlays: Folder of the pictures `<case>.png`, or None.
         notes: Heading to the lines below it.
-        costs: Name and formatted value of each mean cost.
+        costs: Title and formatted value of each mean cost.
         baseline: Output folder of the evaluation to compare with, or None.
-        baseline_rows: Its scores, from `read_baseline`; empty without one.
-        patients: Case to its patient, where the references name patients.
+        baseline_rows: Scores of the baseline, from `read_baseline`; empty without a baseline.
+        patients: Case to its patient; empty if the references name no patients.
 
     Raises:
-        UserError: If the baseline has no finite score of a case and region that is scored here.
+        UserError: If there is a baseline, but no case and region with finite scores in both.
     """
-    # Rounded like the scores of the baseline, which come from a table.
+    # Rounded like the scores of the baseline, which are read from `metrics.csv`.
     rows = [{**row, **_rounded_scores(row)} for row in rows]
     compared = compare_rows(rows, baseline_rows, patients)
     pairing_sentences: list[str] = []
@@ -251,7 +262,7 @@ def write_page(
 
 
 def _why_not_compared(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> str:
-    """Say why no score can be compared with the baseline, and what helps."""
+    """Describe why no score can be compared with the baseline, and what to do."""
     if set(_cases_of(rows)).isdisjoint(_cases_of(baseline_rows)):
         return "it has none of the scored cases; give scores of the same cases."
     return (
@@ -269,7 +280,7 @@ def _picture_of(case: str, overlays: Path | None) -> Path | None:
 
 
 def _rounded_scores(row: Row) -> dict[str, float]:
-    """Scores as `metrics.csv` has them, so that equal results are compared as equal."""
+    """Round scores as in `metrics.csv`, so that equal results have equal scores."""
     return {metric: round(row[metric], TABLE_DIGITS) for metric in DIRECTION_OF_METRIC}
 
 
@@ -278,7 +289,13 @@ def _write_differences(
     output: Path,
     progress: Callable[[str], None],
 ) -> None:
-    """Write `differences.csv`, and report the difference of the Dice of each region."""
+    """Write `differences.csv`, and print the Dice difference of each region.
+
+    Args:
+        compared: Tuples of region, metric and difference, from `compare_rows`.
+        output: Folder to write to.
+        progress: Takes each line for the console.
+    """
     table = []
     for region, metric, difference in compared:
         table.append({"region": region, "metric": metric, **difference._asdict()})
@@ -295,8 +312,8 @@ def _write_differences(
 
 
 def _link(path: Path | None, folder: Path) -> str:
-    """Address of a file relative to a page in a folder; empty without a file."""
+    """Make the URL of a file relative to a page in `folder`; empty without a file."""
     if path is None:
         return ""
-    # The bytes of the path, because a name need not be UTF-8.
+    # Quote the bytes of the path, because a file name need not be valid UTF-8.
     return quote(os.fsencode(os.path.relpath(path, folder)))

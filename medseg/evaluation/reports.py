@@ -1,4 +1,4 @@
-"""Reports of predictions, read from `<case>.json` beside a label map."""
+"""Readers of prediction reports, `<case>.json` beside a label map."""
 
 import math
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from medseg.preprocess.scale import HuScale
 from medseg.report.case_viewer import CaseReport
 from medseg.task import Task
 
-# Costs of a prediction: seconds from reading the scan to the written files, the integral of its
-# memory over this time in GB·s, and the largest memory of its process in GB.
+# Costs of a prediction: seconds from reading the scan to the written files, the integral of the
+# process memory over this time in GB·s, and the largest process memory in GB.
 COSTS = ("total_s", "memory_gb_s", "peak_gb")
-# Exceptions of reading a report that is missing, damaged, or of another program.
+# Errors on reading a report that is missing, damaged, or not written by `predict`.
 _NO_REPORT = (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
 
 
 def read_cost(prediction: Path) -> dict[str, float]:
-    """Read the `COSTS` of a prediction from its report; empty where there is no such report."""
+    """Read the `COSTS` of a prediction from its report, by name; empty if the report lacks any."""
     try:
         report = read_json(beside(prediction, ".json"))
         costs = [
@@ -35,8 +35,8 @@ def read_cost(prediction: Path) -> dict[str, float]:
         ]
     except _NO_REPORT:
         return {}
-    # `summary.json` cannot hold a number that is not finite: the evaluation would end after all
-    # cases have been scored.
+    # `summary.json` cannot hold infinity or NaN: the evaluation would fail after all cases have
+    # been scored.
     if not all(map(math.isfinite, costs)):
         return {}
     return dict(zip(COSTS, costs, strict=True))
@@ -45,9 +45,11 @@ def read_cost(prediction: Path) -> dict[str, float]:
 def check_labels(prediction: Path, task: Task) -> None:
     """Refuse a prediction of another task, whose values would be scored as other labels.
 
+    A prediction without a report is accepted.
+
     Raises:
-        UserError: If the report beside the label map gives a label of the task another value, or
-            has none of its labels and another number of labels.
+        UserError: If the report gives a label of the task another value, or if it has no label of
+            the task and another number of labels.
     """
     try:
         report = read_json(beside(prediction, ".json"))
@@ -58,7 +60,8 @@ def check_labels(prediction: Path, task: Task) -> None:
     common_names = set(names) & set(task_names)
     # Label values follow the order of the names, from 1.
     have_same_values = all(names.index(name) == task_names.index(name) for name in common_names)
-    # Without a common name, the same labels may have other names, as in another language.
+    # Without a common name, the labels may still be the same under other names, as in another
+    # language, if their number is the same.
     may_be_same_labels = bool(common_names) or len(names) == len(task_names)
     if not have_same_values or not may_be_same_labels:
         raise UserError(
@@ -69,7 +72,7 @@ def check_labels(prediction: Path, task: Task) -> None:
 
 
 def read_case_report(prediction: Path) -> CaseReport:
-    """Read what a viewer shows of the report of a prediction; empty without such a report.
+    """Read the parts of a prediction's report that a viewer shows; empty without a valid report.
 
     Args:
         prediction: Label map of the prediction.
@@ -93,7 +96,7 @@ def read_case_report(prediction: Path) -> CaseReport:
 
 
 def information_in_report(report: Mapping[str, Any]) -> list[str]:
-    """List the findings of a report that ask for no action.
+    """List the sentences of a report's findings of the severity `information`.
 
     Reports of older versions have no findings.
     """
@@ -105,10 +108,10 @@ def information_in_report(report: Mapping[str, Any]) -> list[str]:
 
 
 def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
-    """Read the lower bounds on Dice of a report, by region; empty where there are none.
+    """Read the lower bounds on Dice of a report, by region; empty if there are none.
 
-    A report with a damaged entry states no bound, nor does one of an older version, which has bare
-    numbers without level and patients.
+    The result is also empty if an entry is damaged or, as in older versions, a bare number without
+    level and patients.
     """
     try:
         entries = report["dice_at_least"].items()
@@ -118,16 +121,17 @@ def read_bounds(report: Mapping[str, Any]) -> dict[str, StatedBound]:
 
 
 def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
-    """Find the scan of a case: its row of the table, or else what the prediction's report names.
+    """Find the scan of a case in the case table, or else in the prediction's report.
 
     Args:
         reference: Reference of the case.
-        prediction: Label map of the case.
+        prediction: Label map of the prediction.
         task: Task with the channels. A report names one file, so scans of several channels come
-            from a table only.
+            from a case table only.
 
     Returns:
-        A case with the file of the scan; None where it is not known, or is gone.
+        A case with the file of the scan; None if the scan is unknown, or the file that the report
+        names no longer exists.
     """
     if reference.case is not None or len(task.channels) > 1:
         return reference.case
@@ -143,7 +147,7 @@ def scan_of(reference: Reference, prediction: Path, task: Task) -> Case | None:
         )
     except _NO_REPORT:
         return None
-    # The scan may have been moved since its prediction.
+    # The scan may have been moved after the prediction.
     return scan if scan.image.exists() else None
 
 

@@ -45,14 +45,12 @@ from medseg.report.plots import score_plot
 from medseg.task import LabelValues, Region, Task
 from medseg.wording import first_few
 
-# The scores of `score_region`, in the order of the tables.
+# Names of the scores of `score_region`, in the order of the tables.
 METRICS = (*DIRECTION_OF_METRIC, "volume_pred_ml", "volume_ref_ml")
+# Function of the masks of prediction and reference, both uint8 tensors (D, H, W) of 0 and 1, and of
+# the voxel spacing (z, y, x) in mm, such as a `CaseMetric`.
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
-"""Function of prediction, reference and voxel spacing in mm, such as a `CaseMetric`.
-
-Both masks are tensors (D, H, W) of 0 and 1.
-"""
-# Column of `summary.csv` to the function that computes it from the finite scores.
+# Column of `summary.csv` to the function that computes its value from the finite scores.
 FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,
     "std": np.std,
@@ -62,7 +60,8 @@ FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
 }
 # Columns of `summary.csv`.
 COLUMNS = ("region", "trust", "metric", "number", "infinite", *FIGURES, "worst_case")
-# Columns of the table on the console: key of a row to heading.
+# Columns of the console table: key of a row to heading. The columns of metrics hold means; `std`,
+# `min` and `worst_case` are those of Dice, see `console_table`.
 _HEADINGS = {
     "region": "region",
     "trust": "trust",
@@ -78,6 +77,7 @@ _HEADINGS = {
 }
 # Largest value of a label map with 16 bits.
 MAX_FILE_VALUE = 65535
+# Row of a table: column to value.
 Row = Mapping[str, Any]
 
 
@@ -86,15 +86,15 @@ class EvaluationSummary:
     """Result of an evaluation.
 
     Attributes:
-        rows: One per scored case and region: `case`, `region`, `trust`, `METRICS` and further
-            metrics by their name.
-        failed: Case to the reason why it could not be scored. The caller exits with 1 if there is
-            any.
+        rows: One per scored case and region, with the keys `case`, `region`, `trust`, `METRICS` and
+            the names of further metrics.
+        failed: Case to the reason why it could not be scored. The caller exits with 1 if any case
+            failed.
         without_prediction: Cases that have a reference only.
         without_reference: Cases that have a prediction only.
         warnings: Further messages to the user.
-        statistics: Per region and over all, per trust and over all; see `summarise`.
-        costs: Scored case to its `COSTS` by name, where the report beside the prediction has them.
+        statistics: Rows of `summarise`: for each region and all together, for each trust and all.
+        costs: Scored case to its `COSTS` by name, if the report beside its prediction states them.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -123,35 +123,36 @@ def evaluate_folder(
 ) -> EvaluationSummary:
     """Score the label maps of a folder, and write tables, pictures, viewers and a page.
 
-    Written are `report.html`, `metrics.csv`, `summary.csv`, `costs.csv` and `summary.json`. A
-    failing case is reported and does not affect the others. A region whose labels the references do
-    not name (`label_values`) is left out.
+    The files are `report.html`, `metrics.csv`, `summary.csv`, `costs.csv` and `summary.json`. A
+    failing case is reported and does not affect the others. A region is left out unless
+    `label_values` names all its labels.
 
     Args:
         pred_dir: Folder of predictions `<case>.nii.gz` (or another format of label maps), values as
             in `task`.
-        ref: Case table, or folder of label maps whose file names are those of the predictions.
+        ref: Case table, or folder of label maps with the same file names as the predictions.
         output: Folder to write to.
         task: Labels and regions.
-        label_values: Value in the reference files to name of the label; names unknown to the task
-            are background.
+        label_values: Value in the reference files to label name; a name that the task does not have
+            counts as background.
         labels_column: Column of the case table with the label maps.
-        split: Part of the case table to score; None scores every case.
+        split: Value of the column `split` whose cases are scored; None scores every case.
         pictures: Whether to draw `scores.png` and, where the image is known, `overlays/<case>.png`
             and `viewers/<case>.html`. The case table names the image, or else the report of the
             prediction.
         progress: Takes each line for the console.
-        metrics: Further metrics by name.
+        metrics: Name of each further metric to its function.
         num_pictures: Largest number of overlays inside `report.html`, the worst cases first.
         num_viewers: Largest number of viewers, the worst cases first.
-        baseline: Output folder of another evaluation; `differences.csv` gets the differences on the
-            same cases.
+        baseline: Output folder of another evaluation; the differences on the same cases are written
+            to `differences.csv`.
 
     Returns:
         All scores, statistics and failures.
 
     Raises:
-        UserError: If an input is missing or no case has both a prediction and a reference.
+        UserError: If an input is missing, no case has both a prediction and a reference, or
+            `output` holds the table of a prediction.
     """
     metrics = metrics or {}
     _check_metric_names(metrics)
@@ -170,9 +171,9 @@ def evaluate_folder(
             f"(predictions: {first_few(predictions)}; references: {first_few(references)}); "
             "name each prediction after its case."
         )
-    # These checks come before results of an earlier evaluation are removed.
+    # These checks come before the results of an earlier evaluation are removed.
     check_writable(output)
-    # `predict` writes a `summary.csv` with these first columns, which must not be replaced.
+    # A `summary.csv` with these first columns is one of `predict`, which must not be replaced.
     refuse_table(
         output / "summary.csv",
         ("case", "status"),
@@ -198,13 +199,13 @@ def evaluate_folder(
         score_plot(summary.rows, output / "scores.png")
     _print_result(summary, progress)
     if summary.rows:
-        # The pairs by the name of the case, which the scores and the files have, not by its key.
+        # By the name of the case, as scores and files name it, not by its key.
         pairs = {}
         for key in common_keys:
             reference = references[key]
             pairs[reference.name] = predictions[key], reference
         viewers = {}
-        # Only after all cases have been scored it is known which are the worst.
+        # Viewers come last: the worst cases are known only after all cases have been scored.
         if overlays is not None:
             viewers = write_viewers(
                 summary.rows,
@@ -253,7 +254,7 @@ def _over_all_trusts(statistics: Sequence[Row]) -> list[Row]:
 
 
 def _say_missing(names: Sequence[str], num_references: int, ref: Path) -> str:
-    """Say which of the references have no prediction."""
+    """Say how many of the references have no prediction, and name the first few."""
     place = "folder" if ref.is_dir() else "table"
     return (
         f"{len(names)} of {num_references} cases of the {place} "
@@ -268,17 +269,18 @@ def _pair_cases(
     regions: Sequence[Region],
     task: Task,
 ) -> tuple[EvaluationSummary, list[str]]:
-    """Find the cases with a prediction and a reference, and note what is left out.
+    """Find the cases with a prediction and a reference; note the other cases and regions.
 
     Args:
-        predictions: Predictions by the key of their case.
-        references: References with labels by the key of their case.
+        predictions: Key of a case to its prediction.
+        references: Key of a case to its reference, which has labels.
         other_split_keys: Keys of the cases of other splits.
         regions: Regions that are scored.
-        task: All regions.
+        task: Task with all regions.
 
     Returns:
-        A summary with what is left out, and the keys of the cases with both.
+        A summary of the cases without a partner and the regions that are not scored; and the keys
+        of the cases with both files.
     """
     summary = EvaluationSummary()
     common_keys = []
@@ -288,7 +290,7 @@ def _pair_cases(
         else:
             summary.without_prediction.append(reference.name)
     for key, prediction in predictions.items():
-        # `predict` may have been run on the cases of all splits.
+        # No note about cases of other splits: `predict` may have been run on all splits.
         if key not in references and key not in other_split_keys:
             summary.without_reference.append(case_name(prediction.path))
     for region in scored_regions(task):
@@ -300,7 +302,7 @@ def _pair_cases(
 
 
 def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:
-    """Refuse further metrics whose name is a column of `metrics.csv` already."""
+    """Refuse further metrics that have the name of another column of `metrics.csv`."""
     taken_names = sorted({"case", "region", "trust", *METRICS} & set(metrics))
     if taken_names:
         raise UserError(
@@ -310,7 +312,7 @@ def _check_metric_names(metrics: Mapping[str, RegionMetric]) -> None:
 
 
 def _check_trusts(references: Iterable[Reference]) -> None:
-    """Refuse a trust with the name of the statistics over every trust."""
+    """Refuse a trust called `ALL`, the name of the statistics over every trust."""
     for reference in references:
         if reference.case is not None and ALL in reference.case.trust.values():
             raise UserError(
@@ -322,9 +324,13 @@ def _check_trusts(references: Iterable[Reference]) -> None:
 def _viewers_and_bounds(
     pairs: Mapping[str, tuple[Prediction, Reference]],
 ) -> tuple[dict[str, Path], dict[str, Mapping[str, StatedBound]]]:
-    """Find the viewers that `predict` wrote, and the bounds on Dice that it states, by case.
+    """Find the viewers and the bounds on Dice that `predict` wrote beside the predictions.
 
-    The bounds of a case are by region.
+    Args:
+        pairs: Case to its prediction and reference.
+
+    Returns:
+        Case to its viewer; and case to its bounds by region.
     """
     viewers = {}
     bounds: dict[str, Mapping[str, StatedBound]] = {}
@@ -337,7 +343,7 @@ def _viewers_and_bounds(
 
 
 def _notes(summary: EvaluationSummary) -> dict[str, list[str]]:
-    """Collect what the page says beside the scores, by heading."""
+    """Map headings of the page to the lines below them: failures, missing files and warnings."""
     return {
         "Failed": [f"{case}: {reason}" for case, reason in summary.failed.items()],
         "Without a prediction": summary.without_prediction,
@@ -347,7 +353,7 @@ def _notes(summary: EvaluationSummary) -> dict[str, list[str]]:
 
 
 def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
-    """Case to its patient, where a case table names it."""
+    """Map each case to its patient; empty if the references do not come from a case table."""
     patients = {}
     for reference in references:
         if reference.case is not None:
@@ -356,11 +362,11 @@ def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
 
 
 def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
-    """Remove what an earlier evaluation wrote and this one perhaps does not replace.
+    """Remove files of an earlier evaluation that this one may not replace.
 
     Without a scored case there is no page, without a baseline no table of differences, without
-    `pictures` no picture: the old ones would stand beside the new scores. In a folder without the
-    table of an evaluation, files of these names come from something else, and stay.
+    `pictures` no picture: the old files would stay beside the new scores. In a folder without the
+    table of an evaluation, files of these names are not from `evaluate` and are kept.
     """
     if not _holds_evaluation(output):
         return
@@ -373,7 +379,7 @@ def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
 
 
 def _holds_evaluation(folder: Path) -> bool:
-    """Whether `metrics.csv` of a folder is the table of an evaluation; loggers write one too."""
+    """Whether `metrics.csv` of a folder is of an evaluation: loggers write a file of this name."""
     try:
         with (folder / "metrics.csv").open(encoding="utf-8", errors="replace") as table:
             return table.readline().startswith("case,region,")
@@ -389,12 +395,12 @@ def scored_regions(task: Task) -> tuple[Region, ...]:
 
 
 def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
-    """Select the regions all of whose labels the reference files name.
+    """Select the regions whose labels are all named by `label_values`.
 
     Raises:
-        UserError: If there is none, or a value cannot be one of a label map.
+        UserError: If there is no such region, or a value is out of the range of label maps.
     """
-    # Where the references lack some labels of a region, every score of it would be too low.
+    # If the references lack labels of a region, all scores of the region would be too low.
     names = set(label_values.values())
     regions = [region for region in scored_regions(task) if names.issuperset(region.labels)]
     if not regions:
@@ -403,7 +409,7 @@ def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
             f"the labels of at least one region of the task {task.name} "
             f"({', '.join(task.labels)}); correct the names."
         )
-    # Keys that are no integers name structures in DICOM files or folders of binary masks.
+    # Other keys are texts: names of structures in DICOM files or folders of binary masks.
     values = [value for value in label_values if isinstance(value, int)]
     are_in_range = all(0 <= value <= MAX_FILE_VALUE for value in values)
     if not are_in_range:
@@ -425,20 +431,20 @@ def _score_case(
     overlays: Path | None,
     metrics: Mapping[str, RegionMetric],
 ) -> str:
-    """Add scores, cost, warnings or the failure of one case to the summary.
+    """Add scores, cost and warnings of one case, or its failure, to the summary.
 
     Args:
-        summary: Gets the results.
+        summary: Receives the results.
         prediction: Prediction of the case.
-        reference: Its reference.
+        reference: Reference of the case.
         regions: Regions to score.
         task: Labels and channels.
-        label_values: Value in the reference files to name of the label.
-        overlays: Folder in which the case is drawn, where its image is known; None = no pictures.
-        metrics: Further metrics by name.
+        label_values: Value in the reference files to label name.
+        overlays: Folder for the picture of the case, if its image is known; None = no pictures.
+        metrics: Name of each further metric to its function.
 
     Returns:
-        The result of the case for the console: its Dice by region, or why it failed.
+        The result of the case for the console: Dice of each region, or the reason of the failure.
     """
     try:
         check_labels(prediction.path, task)
@@ -447,10 +453,10 @@ def _score_case(
         summary.failed[reference.name] = str(error)
         return f"FAILED, {error}"
     trust_by_region: Mapping[str, str] = {}
-    # Only a case table says how far a reference can be trusted.
+    # Only a case table states the trust in a reference, by region.
     if reference.case is not None:
         trust_by_region = reference.case.trust
-    dices = []
+    dice_texts = []
     for region in regions:
         values = task.region_values(region)
         pred_mask = np.isin(pred, values)
@@ -467,7 +473,7 @@ def _score_case(
             **scores,
         }
         summary.rows.append(row)
-        dices.append(f"{region.name} {scores['dice']:.4f}")
+        dice_texts.append(f"{region.name} {scores['dice']:.4f}")
     cost = read_cost(prediction.path)
     if cost:
         summary.costs[reference.name] = cost
@@ -475,16 +481,16 @@ def _score_case(
         scan = scan_of(reference, prediction.path, task)
         if scan is not None:
             summary.warnings += _draw(scan, pred, target, grid, task, overlays)
-    return f"Dice {', '.join(dices)}"
+    return f"Dice {', '.join(dice_texts)}"
 
 
 def _draw(
     scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, overlays: Path
 ) -> list[str]:
-    """Draw the overlay of a case; returns the warnings, with the name of the case."""
+    """Draw the overlay of a case and return the warnings, each with the name of the case."""
     try:
         warnings = draw_overlay(scan, pred, target, grid, task, overlays)
-    # A scan that cannot be read costs the picture only: the scores do not need it.
+    # If the scan cannot be read, only the picture is missing: the scores do not need the scan.
     except (UserError, OSError, ValueError) as error:
         return [f"{scan.name}: no picture, {error}"]
     return [f"{scan.name}: {warning}" for warning in warnings]
@@ -499,13 +505,13 @@ def _further_scores(
     """Compute the further metrics of one region.
 
     Args:
-        metrics: Further metrics by name.
+        metrics: Name of each further metric to its function.
         pred_mask: Voxels of the region in the prediction, (D, H, W), boolean.
-        target_mask: Voxels of the region in the reference, likewise.
+        target_mask: Voxels of the region in the reference, (D, H, W), boolean.
         spacing_mm: Spacing of the voxels, (z, y, x).
 
     Returns:
-        Score by name, NaN where the metric failed; and a sentence for each failure.
+        Metric name to score, NaN if the metric failed; and a sentence for each failure.
     """
     if not metrics:
         return {}, []
@@ -518,7 +524,7 @@ def _further_scores(
     for name, metric in metrics.items():
         try:
             scores[name] = metric(pred, target, spacing_mm)
-        except Exception as error:  # code of others, which may fail on an empty mask
+        except Exception as error:  # user code, which may fail in any way, as on an empty mask
             scores[name] = math.nan
             failures.append(
                 f"metrics.{name} has no score ({type(error).__name__}: {first_line(error)})"
@@ -538,14 +544,14 @@ def _write_tables(summary: EvaluationSummary, output: Path) -> None:
     write_csv(output / "costs.csv", costs, ("case", *COSTS), dict.fromkeys(COSTS, ".3f"))
     scored_cases = {row["case"] for row in summary.rows}
     document = {"cases": len(scored_cases), **asdict(summary)}
-    # `metrics.csv` has the rows, with infinite distances, which JSON cannot hold.
+    # The rows are in `metrics.csv`: JSON cannot hold their infinite distances.
     del document["rows"]
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
     replace_text(output / "summary.json", f"{text}\n")
 
 
 def _mean_costs(summary: EvaluationSummary) -> list[tuple[str, str]]:
-    """Name and format the mean costs of the predictions; none where no report has them."""
+    """List title and formatted mean of each cost; empty if no prediction states its costs."""
     if not summary.costs:
         return []
     titles = {"total_s": "seconds a case", "peak_gb": "GB at the peak"}
@@ -591,14 +597,14 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
             empty list gives no statistics.
 
     Returns:
-        Rows with the keys `COLUMNS`: `number` of scores; `infinite`, how many of them are not
-            finite, which the following figures leave out; `std` is divided by the number, not by
-            one less; the figures are None where no score is finite. `worst_case` has the worst
-            score (an infinite distance counts); it is empty for volumes, which have no better or
-            worse, and for further metrics, whose direction is not known.
+        Rows with the keys `COLUMNS`. `number` counts the scores, `infinite` those that are not
+            finite (also NaN). The `FIGURES` are computed from the finite scores and are None if
+            there are none; `std` is the population standard deviation. `worst_case` has the worst
+            score, which may be an infinite distance; it is empty for volumes, which have no better
+            or worse, and for further metrics, whose direction is not known.
     """
     metrics = _metrics_of(rows)
-    # None stands for every region or trust; not `ALL`, which may be the name of a region.
+    # None stands for every region or every trust. `ALL` cannot: a region may have this name.
     regions = [*dict.fromkeys(row["region"] for row in rows), None]
     trusts = [None, *sorted({row["trust"] for row in rows} - {""})]
     statistics = []
@@ -614,7 +620,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Names of the metrics in rows: `METRICS`, then further ones, which all rows have."""
+    """List the metrics of rows: `METRICS`, then the further metrics, which are in every row."""
     names = list(METRICS)
     if rows:
         for key in rows[0]:
@@ -624,24 +630,24 @@ def _metrics_of(rows: Sequence[Row]) -> list[str]:
 
 
 def console_table(statistics: Sequence[Row]) -> list[str]:
-    """Lay the main figures of each group out in aligned columns; no statistics give no line.
+    """Format the main figures of each group as a table; no line if there are no statistics.
 
     Args:
         statistics: From `summarise`.
 
     Returns:
-        Lines of a table with a row for each group of a region and a trust.
+        Lines of a table: the headings, then a row for each group (a region and a trust).
     """
     # One dictionary for each group: metric to its statistics.
     groups: list[dict[str, Row]] = []
     for row in statistics:
-        # `summarise` lists the metrics of a group one after the other.
+        # `summarise` lists all metrics of a group, then those of the next group.
         if row["metric"] == METRICS[0]:
             groups.append({})
         groups[-1][row["metric"]] = row
     if not groups:
         return []
-    # Where all references have the same trust, its row would repeat the row of every trust.
+    # If all references have the same trust, its row would repeat the row of every trust.
     has_trusts = _differ_in_trust([group["dice"] for group in groups])
     rows = []
     for group in groups:
@@ -662,12 +668,12 @@ def console_table(statistics: Sequence[Row]) -> list[str]:
 def _differ_in_trust(statistics: Sequence[Row]) -> bool:
     """Whether the references of some region differ in their trust.
 
-    A trust then has fewer scores than its region has in all.
+    In that case some trust has fewer scores than its region.
 
     Args:
         statistics: Rows of one metric, from `summarise`.
     """
-    num_scores = 0  # of the region, in all
+    num_scores = 0  # of the region, with any trust
     for row in statistics:
         # In each region the row of every trust comes first.
         if row["trust"] == ALL:
@@ -678,7 +684,7 @@ def _differ_in_trust(statistics: Sequence[Row]) -> bool:
 
 
 def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> dict[str, Any]:
-    """Compute the row of `summary.csv` of one metric over one group of at least one row."""
+    """Compute the row of `summary.csv` for one metric over a group of at least one score row."""
     scores = [float(row[metric]) for row in group]
     finite_scores = np.array([score for score in scores if math.isfinite(score)])
     statistics = {
@@ -692,7 +698,7 @@ def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> d
         statistics[name] = float(function(finite_scores)) if len(finite_scores) else None
     statistics["worst_case"] = ""
     if metric in DIRECTION_OF_METRIC:
-        # A larger distance is worse, and an infinite one is the worst.
+        # A distance is worse the larger it is; an infinite distance is the worst.
         worst_score = max(scores) if metric == "hd95_mm" else min(scores)
         statistics["worst_case"] = group[scores.index(worst_score)]["case"]
     return statistics

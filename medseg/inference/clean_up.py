@@ -1,6 +1,6 @@
-"""Clean-up of a model: small components and holes of a region or label.
+"""Clean-up of label maps: removes components and fills holes of a region or label.
 
-A cross-validation chooses it, see `medseg.studies.clean_up`; the files of a model hold it.
+`medseg.studies.clean_up` chooses the clean-ups of a model; the files of the model name them.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from medseg.task import CleanUp, Task
 
 
 def check_clean_up(clean_up: CleanUp, task: Task) -> None:
-    """Refuse a clean-up that cannot be done to the labels of a task.
+    """Refuse a clean-up that cannot be applied to the labels of a task.
 
     Raises:
-        KeyError: If the task has no such part.
-        ValueError: If holes of a region with several labels shall be filled: it is not defined
-            which of its labels would fill them.
+        KeyError: If the task has no region or label `clean_up.part`.
+        ValueError: If holes of a region with several labels are to be filled: it is not defined
+            with which of the labels.
     """
     num_labels = len(task.part_values(clean_up.part))
     if clean_up.fill_holes and num_labels > 1:
@@ -30,14 +30,14 @@ def clean(labels: np.ndarray, grid: VoxelGrid, task: Task, clean_ups: Sequence[C
 
     Args:
         labels: Label map (D, H, W) in the values of the task.
-        grid: Its grid.
-        task: Has the parts that `clean_ups` name.
-        clean_ups: One for each part at most.
+        grid: Grid of the label map.
+        task: Task with the parts (regions or labels) that the clean-ups name.
+        clean_ups: At most one for each part.
     """
     for clean_up in clean_ups:
         if not clean_up.only_largest and clean_up.min_ml == 0:
             continue
-        # With 1.0 a component must be as large as the largest, so only that one is kept.
+        # With 1.0 a component must be as large as the largest, so only the largest is kept.
         min_fraction = 1.0 if clean_up.only_largest else 0.0
         remove_components(
             labels,
@@ -48,5 +48,5 @@ def clean(labels: np.ndarray, grid: VoxelGrid, task: Task, clean_ups: Sequence[C
     # After all removals: a component that was removed from one label may lie in a hole of another.
     for clean_up in clean_ups:
         if clean_up.fill_holes:
-            (value,) = task.part_values(clean_up.part)  # one, see `check_clean_up`
+            (value,) = task.part_values(clean_up.part)  # one label, see `check_clean_up`
             fill_holes(labels, value)

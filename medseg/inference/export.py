@@ -20,16 +20,17 @@ from medseg.inference.openvino import convert as convert_to_openvino
 from medseg.inference.openvino import core, to_ir
 from medseg.models.stage_network import Logits
 
+# Forward pass of a converted network: maps an image (1, C, D, H, W) to logits (1, K, D, H, W).
 Run = Callable[[Tensor], Tensor]
 # Largest difference of the logits to those of torch, as a share of the largest logit.
 TOLERANCE = 1e-3
-# A network that was converted for any size is also run on a size that the conversion has not seen:
-# these multiples of the divisor, different on each axis.
+# A network that was converted for any size is also compared on a size that the conversion has not
+# seen: these multiples of the divisor (z, y, x), different on each axis.
 OTHER_MULTIPLES = (2, 3, 4)
 # Names of the input and the output of a converted network.
 INPUT = "image"
 OUTPUT = "logits"
-# Entry of the file under which the metadata lies.
+# Key of the metadata in the file.
 METADATA_KEY = "medseg"
 
 
@@ -57,9 +58,9 @@ class Format(NamedTuple):
     Attributes:
         name: Name of the format.
         extra: Extra of medseg that installs its libraries.
-        modules: These libraries.
+        modules: Modules of these libraries.
         convert: Makes a converted network from a network, an example image (1, C, D, H, W), and
-            whether the result takes any size, or that of the example alone.
+            whether the result takes any size (True) or only that of the example.
         load: Makes a function that runs a converted network.
         describe: Names format and version of a converted network.
         write: Makes the suffix and the content of each file from a converted network and its
@@ -108,21 +109,22 @@ def export_network(
         divisor: Required multiple of its input size, (z, y, x).
         small_size: A small input size, (z, y, x).
         fixed_size: Input size, (z, y, x), to which the converted network may be limited; None = it
-            may not.
-        suffix: Key of `FORMATS`.
-        describe: Makes the metadata from the only input size of the converted network; from None
-            for one that takes any size.
+            must take any size.
+        suffix: Suffix of the file, a key of `FORMATS`.
+        describe: Makes the metadata from the only input size of the converted network, or from None
+            if the converted network takes any size.
 
     Raises:
-        UserError: If a library is missing, or the network cannot be converted, or the converted
-            network computes something else than in torch.
+        UserError: If a library is missing, if the network cannot be converted, or if the logits of
+            the converted network differ from those of torch.
     """
     target = FORMATS[suffix]
     _check_libraries(target)
     depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
     other_size = (depth, height, width)
     # The first trial is for any size. It fails for a network that reads its input size in Python,
-    # and is left out where the small size is the fixed one. The second is for the fixed size.
+    # and is left out for a network that takes the fixed size alone. The second trial is for the
+    # fixed size.
     trials: list[_Trial] = []
     if small_size != fixed_size:
         trials.append(_Trial(small_size, only_size=None, compared_sizes=[small_size, other_size]))
@@ -139,7 +141,7 @@ def export_network(
                 _difference(network, run, in_channels, size) for size in trial.compared_sizes
             ]
         except Exception as error:  # converters and runtimes raise errors of many classes
-            # Full memory says nothing about the network: another size or format would not help.
+            # Full memory is no failure of the conversion: the user must know that it ran out.
             if is_out_of_memory(error):
                 raise
             reasons.append(first_line(error) or type(error).__name__)
@@ -151,8 +153,8 @@ def export_network(
         reasons.append(
             f"its logits differ from those of torch by {difference:.2g} of the largest logit"
         )
-    # The message has the first reason only, since the second one is mostly the same. A reason may
-    # be very long, so it is cut.
+    # The message has the first reason only, since the second is mostly the same, and at most 300
+    # characters of it, since converters write pages.
     name = type(network.network).__name__
     tiles = f", nor for tiles of {fixed_size} voxels" if fixed_size else ""
     raise UserError(
@@ -165,7 +167,7 @@ def _check_libraries(target: Format) -> None:
     """Check that the libraries of a format can be imported.
 
     Raises:
-        UserError: If one cannot; names the command that installs it.
+        UserError: If a library cannot be imported; names the command that installs it.
     """
     for module in target.modules:
         try:
@@ -194,7 +196,7 @@ def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> flo
     if not is_finite:
         return math.inf
     difference = (logits - expected).abs().max()
-    largest = expected.abs().max().clamp_min(1e-6)  # not 0, also if all logits are
+    largest = expected.abs().max().clamp_min(1e-6)  # no division by 0 if all logits are 0
     return float(difference / largest)
 
 
@@ -223,7 +225,7 @@ def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
 
 
 def _load_onnx(model: Any) -> Run:
-    # Imported here, as in all functions below: the extra that installs it may be missing.
+    # Imported here, like the libraries below: the extras that install them may be missing.
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -268,7 +270,7 @@ def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
 
 
 def _load_openvino(model: Any) -> Run:
-    # Without the hint OpenVINO computes in bf16 where the processor can.
+    # Without the hint OpenVINO computes in bf16 on processors that support it.
     compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def run(image: Tensor) -> Tensor:
@@ -287,11 +289,11 @@ def _write_openvino(model: Any, metadata: str) -> dict[str, bytes]:
 def _describe_openvino(_: Any) -> str:
     import openvino
 
-    release = openvino.__version__.split("-")[0]  # without the number of the build
+    release = openvino.__version__.split("-")[0]  # `2026.4.0-…`: without the build number
     return f"OpenVINO IR of {release}"
 
 
-# Suffix of the file that a user names to the format that writes it.
+# Suffix of the output file to the format that writes it.
 FORMATS = {
     ".onnx": Format(
         name="ONNX",

@@ -36,20 +36,20 @@ from medseg.io.calibration import Circumstances, measure_until, read_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
-# Only networks of these packages are kept when they are converted: the versions and files of these
-# packages tell whether the code of a network has changed.
+# A converted network is cached only if all its layers are from these packages, since only their
+# versions and files are compared to find out whether the code of the network has changed.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
 # Instruction sets without bf16 to which oneDNN can be limited. OpenVINO does not know these limits:
 # it still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
 # (openvinotoolkit/openvino#36980).
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
-# Memory of the libraries and kernels of a compiled network, measured.
+# Memory in bytes of the libraries and kernels of a compiled network, measured.
 KERNELS_BYTES = 25 * 2**20
 # OpenVINO holds the weights of a network twice, as a model and in the layout of its kernels.
 WEIGHT_COPIES = 2
-# Two measurements agree if they differ by at most this fraction of the longer one.
+# Two measurements agree if they differ by at most this fraction of the longer duration.
 SECONDS_BOUND = 0.2
-# After so many measurements the last two count, whether they agree or not.
+# After this number of measurements the last two are used, whether they agree or not.
 MOST_MEASUREMENTS = 5
 
 # OpenVINO 2026.4 sends statistics of its use to Google at its import and at each conversion, in
@@ -67,8 +67,8 @@ def has_openvino() -> bool:
 def openvino_bytes(network: nn.Module) -> int:
     """Estimate the bytes that OpenVINO holds for a network from its first pass on.
 
-    The feature maps of a pass are not counted. If less memory than this is left, OpenVINO is not
-    chosen. If it is chosen, these bytes are reserved.
+    The feature maps of a pass are not counted. OpenVINO is chosen only if this much memory is left,
+    which is then reserved.
     """
     weight_bytes = sum(parameter.nbytes for parameter in network.parameters())
     return KERNELS_BYTES + WEIGHT_COPIES * weight_bytes
@@ -90,17 +90,17 @@ def core() -> Any:
 def use_openvino(
     network: StageNetwork, precision: str, checksum: str = "", *, is_required: bool = True
 ) -> None:
-    """Let the forward passes of a network run in OpenVINO, in place.
+    """Replace the forward pass of a network, in place, by one that runs in OpenVINO.
 
-    Its weights and their names stay those of torch, and passes in slabs run in torch.
+    The weights stay in torch under their names, and passes in slabs run in torch.
 
     Args:
         network: Network on the CPU, in evaluation mode, with weights in fp32.
         precision: `fp32` or `bf16`.
-        checksum: SHA-256 of its checkpoint, under which the converted network is kept on this
-            machine; empty = it is not kept.
+        checksum: SHA-256 of its checkpoint, by which the converted network is cached on this
+            machine; empty = not cached.
         is_required: Whether a network that cannot be converted is refused, at its first pass.
-            Otherwise it runs in torch.
+            Otherwise the network runs in torch.
 
     Raises:
         UserError: If OpenVINO is not installed, or would crash.
@@ -114,7 +114,7 @@ def use_openvino(
         _check_bf16()
     cached_path = _cache_path(network.network, checksum) if checksum else None
     precision_hint = "bf16" if precision == "bf16" else "f32"  # in OpenVINO's words
-    # An attribute of the object hides the method of its class.
+    # An instance attribute takes precedence over the method of the class.
     network.network.forward = _Compiled(
         network.network,
         network.in_channels,
@@ -126,7 +126,7 @@ def use_openvino(
 
 
 def _check_bf16() -> None:
-    """Refuse bf16 where the environment limits the instructions of the processor.
+    """Refuse bf16 where an environment variable limits oneDNN to instructions without bf16.
 
     Raises:
         UserError: Names the variable that limits them.
@@ -156,17 +156,17 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
     import openvino
 
     with (
-        # A conversion happens in the first pass of a prediction, which is in inference mode. There
-        # the head of our UNet cuts the image into parts, whose number would become a constant of
-        # the trace.
+        # The first pass of a prediction, which converts, is in inference mode. In that mode the
+        # head of our UNet cuts the image into parts, whose number would become a constant of the
+        # trace.
         torch.inference_mode(False),
         torch.no_grad(),
-        # Autocast would write conversions into the trace that OpenVINO does not know.
+        # Autocast would add casts to the trace that OpenVINO does not support.
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
     ):
-        # The tracer warns that Python's checks of the input size and choices of the layout become
-        # constants. These change no value.
+        # The tracer warns that Python conditions on the input size and layout become constants.
+        # These conditions only check the size or choose a layout: they change no logit.
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         # OpenVINO calls `torch.jit.trace`, which is deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -174,10 +174,10 @@ def convert(network: Logits, in_channels: int, size: Shape) -> Any:
 
 
 def to_ir(model: Any) -> tuple[bytes, bytes]:
-    """Write the intermediate representation of a model, with weights in fp32.
+    """Convert an `openvino.Model` to OpenVINO's intermediate representation, weights in fp32.
 
     Returns:
-        The contents of its `.xml` and its `.bin` file.
+        Contents of the `.xml` file and of the `.bin` file.
     """
     import openvino
 
@@ -188,15 +188,15 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
 
 
 def _cache_path(network: nn.Module, checksum: str) -> Path | None:
-    """Name the file in which a converted network is kept on this machine.
+    """Name the file in which a converted network is cached on this machine.
 
     Args:
         network: The network.
         checksum: SHA-256 of its checkpoint.
 
     Returns:
-        Path of the file, existing or not; None for a network with code of other packages, which may
-        change unnoticed.
+        Path of the file, existing or not; None for a network with layers from packages other than
+        `KNOWN_PACKAGES`, whose code may change unnoticed.
     """
     code_modules = {type(layer).__module__ for layer in network.modules()}
     for code_module in code_modules:
@@ -214,33 +214,33 @@ def _cache_path(network: nn.Module, checksum: str) -> Path | None:
 
 
 def _read_cached(path: Path) -> Any:
-    """Read a converted network; None if there is none, or its file is damaged."""
+    """Read a cached network, an `openvino.Model`; None if the file is missing or damaged."""
     try:
         # Zip files hold a checksum of each part, which is compared when the part is read.
         with zipfile.ZipFile(path) as archive:
             return core().read_model(archive.read("model.xml"), archive.read("model.bin"))
-    # These are what zipfile and OpenVINO raise for damaged bytes.
+    # The errors of zipfile and OpenVINO for a missing or damaged file.
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile, RuntimeError):
         return None
 
 
 def _write_cached(path: Path, model: Any) -> None:
-    """Keep a converted network in a file, if the folder can be written.
+    """Write an `openvino.Model` to the cache, if the folder is writable.
 
-    It is one file, so that no process reads the two parts of different networks.
+    Both parts are in one file, so that no process reads parts of different networks.
     """
     xml, weights = to_ir(model)
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         archive.writestr("model.xml", xml)
         archive.writestr("model.bin", weights)
-    # The file only saves time: a prediction goes on without it.
+    # The cache only saves time: a prediction goes on without the file.
     with suppress(OSError, UserError):
         replace_bytes(path, content.getvalue())
 
 
 class _Compiled:
-    """Forward pass in OpenVINO: converted at the first call, compiled for one input size."""
+    """Forward pass in OpenVINO: converts at the first call, compiles whenever the size changes."""
 
     def __init__(
         self,
@@ -252,14 +252,14 @@ class _Compiled:
         *,
         is_required: bool = True,
     ) -> None:
-        """Convert nothing yet.
+        """Store the arguments; the first call converts.
 
         Args:
             network: See `use_openvino`.
             in_channels: Channels of its input.
             example_size: An input size that it accepts, for the conversion.
             precision_hint: `f32` or `bf16`.
-            cached_path: File that keeps the converted network; None = it is not kept.
+            cached_path: File of the converted network in the cache; None = not cached.
             is_required: See `use_openvino`.
         """
         self._network = network
@@ -292,8 +292,8 @@ class _Compiled:
 
         if self._compiled_shape == shape:
             return
-        # The memory of the last size is freed before that of the next one is taken. The shape is
-        # cleared too: if the memory is not enough and this fails, the next pass compiles again.
+        # Free the memory of the last size before the next size is compiled. The shape is cleared
+        # too: if memory runs out below, the next pass compiles again.
         self._compiled = None
         self._compiled_shape = ()
         self._model.reshape(openvino.PartialShape(list(shape)))
@@ -305,7 +305,7 @@ class _Compiled:
         self._compiled_shape = shape
 
     def _run(self, image: Tensor) -> Tensor:
-        """Make one forward pass of the compiled network."""
+        """Compute logits (N, K, D, H, W), float32, of an image with the compiled shape."""
         import openvino
 
         request = self._compiled.create_infer_request()
@@ -320,10 +320,10 @@ class _Compiled:
         return torch.from_numpy(logits)
 
     def _load(self) -> Any:
-        """Read the converted network that is kept, or convert the network and keep the result.
+        """Read the converted network from the cache, or convert the network and cache the result.
 
         Raises:
-            UserError: If it cannot be converted.
+            UserError: If the network cannot be converted.
         """
         if self._cached_path is not None:
             cached_model = _read_cached(self._cached_path)
@@ -352,8 +352,8 @@ class PassSeconds(NamedTuple):
 def quickest_backend(network: StageNetwork) -> str:
     """Choose the backend in which a forward pass takes less time, both in fp32.
 
-    The measurement is repeated until two agree, at most `MOST_MEASUREMENTS` times. It is kept for
-    this machine and these versions, see `medseg.io.calibration`, and used for all networks.
+    Measures until two consecutive measurements agree, at most `MOST_MEASUREMENTS` times. The result
+    is stored for this machine and these versions, see `medseg.io.calibration`, for all networks.
 
     Args:
         network: Network on the CPU, in evaluation mode.
@@ -361,8 +361,8 @@ def quickest_backend(network: StageNetwork) -> str:
     Returns:
         `torch` or `openvino`.
     """
-    # The name of the file says what decides which backend is quicker. The network hardly does, so
-    # one measurement serves all.
+    # The file name lists all that decides which backend is quicker. The network has little
+    # influence, so one measurement is used for all networks.
     capability = torch.backends.cpu.get_cpu_capability()
     num_threads = torch.get_num_threads()
     machine = (
@@ -393,8 +393,8 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     traits = network.traits
     small_size = traits.small_size
     size = small_size
-    # Eight times the voxels, if the network takes them: in a pass of a few voxels the fixed cost
-    # of its calls would decide.
+    # Eight times the voxels of the small size, if the network takes any size: in a short pass the
+    # fixed overhead of each call would decide.
     if traits.fixed_size is None:
         depth, height, width = small_size
         size = (2 * depth, 2 * height, 2 * width)
@@ -407,7 +407,7 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
         return PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image))
 
     previous, latest, circumstances = measure_until(measure, _agree, MOST_MEASUREMENTS)
-    # Of each backend the shorter duration counts: other programs can only lengthen it.
+    # The shorter duration of each backend counts: other programs can only lengthen a pass.
     shorter_s = [min(durations) for durations in zip(previous, latest, strict=True)]
     return shorter_s, circumstances
 

@@ -7,9 +7,12 @@ from typing import Annotated
 from medseg.geometry.sizes import Shape
 from medseg.knob import Knob
 
-Backend = StrEnum("Backend", ["torch", "openvino"])  # see `medseg.inference.openvino`
-Sums = StrEnum("Sums", ["half", "float"])  # see `medseg.nnunet.tiles`
-Around = StrEnum("Around", ["totalsegmentator"])  # see `medseg.prediction.totalsegmentator`
+# Library that runs the networks, see `medseg.inference.openvino`.
+Backend = StrEnum("Backend", ["torch", "openvino"])
+# Precision in which the logits of tiles and folds are added, see `medseg.nnunet.tiles`.
+Sums = StrEnum("Sums", ["half", "float"])
+# Program whose steps around the networks are repeated, see `medseg.prediction.totalsegmentator`.
+Around = StrEnum("Around", ["totalsegmentator"])
 
 
 class Seen(StrEnum):
@@ -62,8 +65,9 @@ class InferenceOptions(TilingOptions):
     tta: Annotated[
         bool | None,
         Knob(
-            "Average over flipped inputs, without left-right flips where the task has sides; four "
-            "times the time. null: as the model folder of nnU-Net allows, none for other networks."
+            "Average over flipped inputs: eight passes, or four where the task has sides, without "
+            "left-right flips. null: as the model folder of nnU-Net allows, none for other "
+            "networks."
         ),
     ] = None
     sums: Annotated[

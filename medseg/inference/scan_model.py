@@ -27,7 +27,7 @@ class ScanModel(Protocol):
 
     @property
     def options(self) -> InferenceOptions:
-        """Keys of the group `inference`."""
+        """Values of the configuration group `inference`."""
 
     @property
     def task(self) -> Task:
@@ -39,7 +39,7 @@ class ScanModel(Protocol):
 
     @property
     def checkpoints(self) -> dict[str, dict[str, str]]:
-        """Name of each stage to its files: path to SHA-256."""
+        """Name of each stage to its checkpoint files, a mapping of path to SHA-256."""
 
     @property
     def device(self) -> torch.device:
@@ -51,24 +51,27 @@ class ScanModel(Protocol):
 
     @property
     def backend_bytes(self) -> int:
-        """Memory that the backends take with the first pass of a network and keep."""
+        """Memory that the backends allocate in the first pass of each network and then keep."""
 
     @property
     def waiting_bytes(self) -> float:
-        """Size in bytes above which arrays that wait for their next use are temporary files.
+        """Size in bytes above which an array is kept in a temporary file until its next use.
 
         See `medseg.io.scratch.scratch_above`.
         """
 
     @property
     def has_views(self) -> bool:
-        """Whether several checkpoints or flips are averaged, with a map of their disagreement."""
+        """Whether results of several checkpoints or flips are averaged.
+
+        `segment` then also maps their disagreement.
+        """
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the model takes voxels as stored.
+        """Whether the model takes voxel values as stored.
 
-        Otherwise the values with which scanners pad an image must be replaced by that of air.
+        Otherwise the caller replaces a scanner's padding values by the value of air.
         """
 
     def segment(
@@ -82,13 +85,13 @@ class ScanModel(Protocol):
         """Segment one scan; see `Cascade.segment`."""
 
     def within(self, budget_gib: float) -> ScanModel:
-        """Return the same model with a bound on the memory of a network pass."""
+        """Return the same model with this bound on the memory of a network pass."""
 
     def check_budget(self, grid: VoxelGrid) -> None:
-        """Refuse a scan that cannot be segmented within the bound, by its header alone.
+        """Refuse a scan that cannot be segmented within the bound, known from its grid alone.
 
         Raises:
-            UserError: If it cannot.
+            UserError: If the bound is too small.
         """
 
 
@@ -96,21 +99,23 @@ class ScanModel(Protocol):
 class CombinedModel:
     """Base of models that combine others; the name of a step ends with the number of its part.
 
+    Subclasses add `task` and `segment`.
+
     Attributes:
         parts: The models, in the order given.
     """
 
     parts: tuple[ScanModel, ...]
 
-    # Only some parts may need air instead of padding: `segment` of the subclass replaces it for
-    # these, so the voxels come as stored.
+    # The combined model takes values as stored, because some parts may need the padding. For the
+    # others `segment` of the subclass replaces the padding by air.
     keeps_values = True
-    # No map of disagreement is made, not even from parts that have views.
+    # No map of disagreement is made, not even if a part makes one.
     has_views = False
 
     @property
     def options(self) -> InferenceOptions:
-        """Keys of `inference`, which are the same for all parts."""
+        """Values of `inference`, which are the same for all parts."""
         return self.parts[0].options
 
     @property
@@ -131,7 +136,7 @@ class CombinedModel:
 
     @property
     def waiting_bytes(self) -> float:
-        """Largest `waiting_bytes` of the parts: a part may need arrays up to its own in memory."""
+        """Largest threshold of the parts: each part gets the arrays in memory that it asks for."""
         return max(part.waiting_bytes for part in self.parts)
 
     @property
@@ -158,25 +163,25 @@ class CombinedModel:
         return f"{step}_{number}"
 
     def within(self, budget_gib: float) -> Self:
-        """Return the same models with a bound on the memory of a network pass."""
+        """Return the same models with this bound on the memory of a network pass."""
         bounded_parts = [part.within(budget_gib) for part in self.parts]
         return replace(self, parts=tuple(bounded_parts))
 
     def check_budget(self, grid: VoxelGrid) -> None:
-        """Refuse a scan that a part cannot segment within the bound."""
+        """Refuse a scan that any part cannot segment within the bound."""
         for part in self.parts:
             part.check_budget(grid)
 
-    def announced(
+    def on_step_of_part(
         self, number: int, on_step: Callable[[str], None] | None
     ) -> Callable[[str], None] | None:
-        """Make the `on_step` of a part, which adds the number of the part to its steps."""
+        """Make the `on_step` of a part: it calls `on_step` with the numbered name of the step."""
         if on_step is None:
             return None
         return lambda step: on_step(self.step_name(number, step))
 
     def note_part(self, number: int, part_result: Segmentation, result: Segmentation) -> None:
-        """Add to `result` how long the steps of a part took, and how they ran."""
+        """Add the durations, tiling plans and distortions of a part's steps to `result`."""
         for step, duration_s in part_result.durations_s.items():
             result.durations_s[self.step_name(number, step)] = duration_s
         for step, tiling_plan in part_result.tiling_plans.items():

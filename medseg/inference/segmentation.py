@@ -26,9 +26,9 @@ class StatedBound:
     """Lower bound on the Dice coefficient of one region of one scan, as `<case>.json` holds it.
 
     Attributes:
-        value: Dice coefficient that the region reaches, in [0, 1].
+        value: Dice coefficient that the region reaches at least, in [0, 1].
         level: Share of patients whose regions all reach their bounds, in (0, 1).
-        patients: Patients of the calibration.
+        patients: Number of patients in the calibration.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -47,7 +47,7 @@ class StatedBound:
             )
 
     def __str__(self) -> str:
-        """Say the bound to a reader.
+        """Describe the bound for reports.
 
         Example:
             >>> print(StatedBound(0.9871, 0.9, 26))
@@ -86,8 +86,8 @@ def describe_bounds(bounds: Mapping[str, StatedBound]) -> str:
         >>> print(describe_bounds({"liver": high, "left_kidney": high}))
         Dice at least 0.98 (liver and left kidney) in 9 of 10 patients (26 patients)
     """
-    # For each calibration the regions of each value. The keys are the texts that are shown: bounds
-    # that differ only in digits that are not shown are one.
+    # For each calibration the regions of each value. The keys are the texts that are shown, so
+    # bounds whose texts are equal are listed together.
     calibrations: dict[str, dict[str, list[str]]] = {}
     for region, bound in bounds.items():
         regions_by_value = calibrations.setdefault(bound.calibration_text, {})
@@ -107,9 +107,8 @@ class RegionBox:
     """Crop in which a region was refined.
 
     Attributes:
-        voxels: Box with the shape of the crop, in voxels of the fine grid of the oriented scan; it
-            may reach outside of the scan. The box of a crop of fixed size instead begins at zero
-            and is in voxels of the crop.
+        voxels: The crop, in voxels of the fine grid of the oriented scan; may reach outside of the
+            scan. For a crop of fixed size the box starts at zero, in voxels of the crop itself.
         grid: Grid of the crop in the world, which says where the crop lies.
     """
 
@@ -133,11 +132,11 @@ class Segmentation:
     """Result of a model on one scan.
 
     Attributes:
-        labels: Label map in the storage order of the scan, (D, H, W), uint8; the Python API returns
-            it on its grid.
+        labels: Label map in the storage order of the scan, (D, H, W), uint8. The Python API
+            replaces it by an image with its grid.
         boxes: Region name to the crop in which it was refined; absent regions are missing.
         volumes_ml: Volume of each label by its name.
-        findings: What was found about the scan and the result.
+        findings: Warnings and information about the scan and the result.
         durations_s: Seconds by step: `localise`, `refine_<region>`, `join`.
         tiling_plans: How the volume and each crop went through the networks, `whole` or in tiles,
             by step.
@@ -148,20 +147,20 @@ class Segmentation:
             `medseg.cascade.agreement`.
         dice_at_least: Region to a lower bound on its Dice coefficient, see `medseg.cascade.bound`;
             empty where the stages were not calibrated together.
-        status: `ok`; `warnings`, where there are any; `not_hu`, where the values of the scan are
-            not HU and the labels are doubtful.
-        most_disputed_xyz_mm: Where the two stages differ most, see `medseg.cascade.agreement`; None
-            if they differ nowhere.
+        status: `ok`; `warnings` if there are any; `not_hu` if the values of the scan are not HU, so
+            the labels are doubtful.
+        most_disputed_xyz_mm: Point where the two stages differ most (LPS), see
+            `medseg.cascade.agreement`; None if they differ nowhere.
         statistics: Label name to volume and figures in HU, see `medseg.metrics.hu_statistics`.
             `medseg.prediction.case.segment_scan` adds them; a model itself leaves them empty.
         total_statistics: The same figures of all labels together.
-        probabilities: Label name to probabilities (D, H, W) and the grids of their crops, before
-            the clean-up; only if asked for.
+        probabilities: Label name to the probabilities (D, H, W) in each crop and the grid of the
+            crop, before the clean-up; empty unless `keep_probabilities`.
         disagreement: With several fine checkpoints or flips, the standard deviation of the
             probabilities in percent, uint8, in the order of `labels`; else None.
     """
 
-    # Any: the Python API replaces the array by an object of the caller's kind.
+    # Any: the Python API replaces the array by an image of the type that the caller passed.
     labels: Any
     boxes: dict[str, RegionBox] = field(default_factory=dict)
     volumes_ml: dict[str, float] = field(default_factory=dict)
@@ -201,23 +200,23 @@ class Segmentation:
         return information_in(self.findings)
 
 
-# Largest number of labels that are counted by one comparison each. For more, `bincount` is faster,
+# Largest number of labels that are counted by a comparison each. For more, `bincount` is faster,
 # though it converts each voxel to eight bytes.
 MAX_COMPARED = 8
 
 
 def label_volumes_ml(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str, float]:
-    """Measure the volume of each label by its name.
+    """Measure the volume of each label.
 
     Args:
         labels: Label map (D, H, W), uint8.
-        grid: Its grid.
+        grid: Grid of the label map.
         task: Has the names and values of the labels.
 
     Returns:
         Name of each label to its volume in ml.
     """
-    num_voxels = np.zeros(256, dtype=np.int64)  # by label value, one of 256
+    num_voxels = np.zeros(256, dtype=np.int64)  # indexed by label value, which is uint8
     # Plane by plane, so that temporary arrays stay small.
     for plane in labels:
         if len(task.labels) <= MAX_COMPARED:

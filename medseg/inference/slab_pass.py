@@ -20,10 +20,10 @@ from medseg.io.scratch import release_pages, scratch_array
 from medseg.models.blocks import ScaledConv3d
 from medseg.models.convolution import convolve_as_whole
 
-# Memory of a layer as a multiple of its input and output: beside them it holds copies in the layout
-# of the kernels, and sums in fp32.
+# Memory of a layer as a multiple of the size of its input and output: a layer also holds copies in
+# the layout of the kernels, and sums in fp32.
 WORKSPACE = 3.0
-# Bytes of a feature in fp32. The slabs are planned with this number in half precision too.
+# Bytes of a value in fp32. Slabs are planned for fp32 even if the network runs in half precision.
 ITEMSIZE = 4
 # Norm and activation that are applied to planes (1, C, d, H, W) when they are read.
 Finish = Callable[[Tensor], Tensor]
@@ -39,11 +39,11 @@ class Planes(Protocol):
     depth: int
 
     @property
-    def plane_size(self) -> tuple[int, int]:
-        """Number of channels, and number of voxels of a plane."""
+    def channels_and_area(self) -> tuple[int, int]:
+        """Number of channels, and number of voxels of a plane (its area)."""
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return planes start … stop - 1, (1, C, d, H, W); beyond the ends they are zero."""
+        """Return planes start … stop - 1, (1, C, d, H, W); outside 0 … depth - 1 they are zero."""
 
 
 def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
@@ -54,8 +54,8 @@ def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
         area: Voxels of a plane of its input.
 
     Returns:
-        Bytes for each plane of its output, and bytes for the planes of its input that the kernel
-        reaches beside them, once a slab.
+        Bytes for each plane of output with the input planes of its stride; and bytes, once a slab,
+        for the further input planes that the kernel reaches.
     """
     kernel, stride = conv.kernel_size[0], conv.stride[0]
     input_bytes = ITEMSIZE * conv.in_channels * area
@@ -103,25 +103,25 @@ class Features:
         self._is_file = False
 
     @property
-    def plane_size(self) -> tuple[int, int]:
-        """Number of channels, and number of voxels of a plane."""
+    def channels_and_area(self) -> tuple[int, int]:
+        """Number of channels, and number of voxels of a plane (its area)."""
         assert self._values is not None
         return self._values.shape[1], math.prod(self._values.shape[2:])
 
     @property
     def plane_bytes(self) -> float:
-        """Memory of an operation on a plane, voxel by voxel."""
-        channels, area = self.plane_size
+        """Estimated memory of a voxelwise operation on one plane."""
+        channels, area = self.channels_and_area
         return WORKSPACE * ITEMSIZE * channels * area
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return planes start … stop - 1, (1, C, d, H, W), on the device of the network.
 
-        Beyond the ends they are zero.
+        Planes outside 0 … depth - 1 are zero.
         """
         assert self._values is not None, "planes are written before they are read"
         if self._is_file:
-            release_pages()  # pages that the slab before read
+            release_pages()  # free the memory of the pages that the previous slab read
         low, high = max(start, 0), min(stop, self.depth)
         planes = self._values[low:high].transpose(0, 1)[None].to(self._owner.device)
         if self.finish is not None:
@@ -142,41 +142,43 @@ class Features:
             release_pages()
 
     def replace_channels(self, size: int, function: Callable[[Tensor, slice], Tensor]) -> None:
-        """Replace the values in place, a group of channels after the other.
+        """Replace the values in place, one group of channels after the other.
 
         Args:
-            size: Channels of a group, at most.
-            function: Maps all planes of a group (1, c, D, H, W) and the place of the group among
-                all channels to new values of the same shape.
+            size: Largest number of channels of a group.
+            function: Maps all planes of a group (1, c, D, H, W) and the range of its channels to
+                new values of the same shape.
         """
         assert self._values is not None, "planes are written before they are replaced"
         for start in range(0, self._values.shape[1], size):
             channels = slice(start, start + size)
             group = self._values[:, channels].transpose(0, 1)[None].to(self._owner.device)
-            # The new values get no name: it would keep them while the next group is read.
+            # Contiguous, as in one pass: the kernel of a norm, and its rounding, depend on the
+            # layout. No variable for the new values: it would keep them while the next group is
+            # read.
             self._values[:, channels] = function(group.contiguous(), channels)[0].transpose(0, 1)
             if self._is_file:
                 release_pages()
 
     def _allocate(self, first_planes: Tensor) -> Tensor:
-        """Make room for all planes, with the type and layout of the first ones (d, C, H, W).
+        """Make room for all planes, with the type and layout of the first planes (d, C, H, W).
 
         Returns:
             Values (D, C, H, W), not yet set; a view of (D, H, W, C) for channels-last planes.
         """
         channels, height, width = first_planes.shape[1:]
         is_channels_last = first_planes.is_contiguous(memory_format=torch.channels_last)
-        sizes = (self.depth, channels, height, width)
+        stored_shape = (self.depth, channels, height, width)
         if is_channels_last:
-            sizes = (self.depth, height, width, channels)
+            stored_shape = (self.depth, height, width, channels)
         num_bytes = self.depth * first_planes[0].nbytes
         if self._owner.has_room(num_bytes):
             self.num_bytes = num_bytes
             self._owner.in_memory.add(self)
-            values = torch.empty(sizes, dtype=first_planes.dtype, device=self._owner.storage)
+            values = torch.empty(stored_shape, dtype=first_planes.dtype, device=self._owner.storage)
         else:
             self._is_file = True
-            values = self._owner.new_file(sizes, first_planes.dtype)
+            values = self._owner.new_file(stored_shape, first_planes.dtype)
         if is_channels_last:
             return values.permute(0, 3, 1, 2)
         return values
@@ -188,7 +190,7 @@ class SlabPass:
     Attributes:
         device: Device of the network.
         storage: Device of the feature maps that are held in memory.
-        in_memory: These feature maps.
+        in_memory: Feature maps that are held in memory.
         least_bytes: Smallest budget with which the layers so far would have run.
     """
 
@@ -196,7 +198,8 @@ class SlabPass:
         """Begin a pass.
 
         Args:
-            budget_bytes: Memory of feature maps and layers, half for each of the two.
+            budget_bytes: Memory of feature maps and layers: one half for feature maps, one half
+                for the slab of the present layer.
             device: See the class.
             storage: See the class.
         """
@@ -212,19 +215,19 @@ class SlabPass:
         used_bytes = sum(features.num_bytes for features in self.in_memory)
         return used_bytes + num_bytes <= self._half_budget_bytes
 
-    def new_file(self, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def new_file(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Make room for a feature map in a scratch file."""
-        # The file is made as bytes and seen as the type, because numpy has no bfloat16.
-        num_bytes = math.prod(sizes) * dtype.itemsize
+        # The file is made of bytes that are viewed as `dtype`, because numpy has no bfloat16.
+        num_bytes = math.prod(shape) * dtype.itemsize
         content = torch.from_numpy(scratch_array((num_bytes,), np.uint8))
-        return content.view(dtype).view(sizes)
+        return content.view(dtype).view(shape)
 
     def slabs(self, source: Planes, conv: nn.Conv3d) -> Iterator[tuple[int, int]]:
         """Split the output of a convolution into as few slabs as half of the budget allows.
 
         See `split` for what it yields and raises.
         """
-        _, area = source.plane_size
+        _, area = source.channels_and_area
         bytes_per_plane, extra_bytes = layer_bytes(conv, area)
         output_depth = source.depth // conv.stride[0]
         return self.split(output_depth, bytes_per_plane, extra_bytes)
@@ -236,9 +239,9 @@ class SlabPass:
 
         Args:
             depth: Number of planes.
-            bytes_per_plane: Memory of each.
+            bytes_per_plane: Memory of each plane.
             extra_bytes: Memory of a slab beside its planes.
-            step: The number of planes of each slab but the last is a multiple of it.
+            step: Each slab but the last has a multiple of this number of planes.
 
         Yields:
             First plane of each slab, and the plane after its last one.
@@ -268,6 +271,8 @@ class SlabPass:
         planes = source.read(first, first + num_planes)
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         padding = (0, padding_y, padding_x)
+        # Torch chooses the kernel by the depth. With the kernel of the whole depth, a slab has the
+        # same bits as in one pass.
         return convolve_as_whole(
             planes,
             weight,
@@ -281,9 +286,9 @@ class SlabPass:
         """Count the channels that half of the budget holds in full depth, for `replace_channels`.
 
         Raises:
-            ValueError: If the budget is too small for one.
+            ValueError: If the budget is too small for one channel.
         """
-        channels, area = features.plane_size
+        channels, area = features.channels_and_area
         bytes_per_channel = WORKSPACE * ITEMSIZE * area * features.depth
         return self._num_fitting(channels, bytes_per_channel, extra_bytes=0, step=1)
 
@@ -292,8 +297,8 @@ class SlabPass:
 
         Args:
             count: Number of all planes or channels.
-            bytes_each: Memory of one.
-            extra_bytes: Memory that any number of them needs once more.
+            bytes_each: Memory of one plane or channel.
+            extra_bytes: Memory that is needed once, for any number of planes or channels.
             step: Required divisor of the result.
 
         Returns:

@@ -47,8 +47,8 @@ def logits_in_slabs(
 
     Args:
         network: In evaluation mode.
-        image: Normalised image (1, C, D, H, W), each size a multiple of the divisor; may lie on
-            another device than the network.
+        image: Normalised image (1, C, D, H, W), each size a multiple of the divisor. It may be on
+            another device than the network; feature maps are held on its device.
         budget_bytes: Memory of feature maps and layers, beside the image and the weights.
         take: Receives the logits (1, K, d, H, W) of the next planes, from z = 0 on, on the device
             of the network.
@@ -63,48 +63,48 @@ def logits_in_slabs(
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
     """Estimate the smallest budget with which `logits_in_slabs` runs an image of any depth.
 
-    It is enough for one plane at a time, in fp32 or half precision.
+    This budget holds one plane at a time, in fp32 or half precision.
 
     Args:
         network: The network.
         height: Voxels of the image along y, a multiple of the divisor.
-        width: Voxels along x, likewise.
+        width: Voxels of the image along x, a multiple of the divisor.
     """
     area = height * width
     # The input of the stem's convolution: cells with the stem `space_to_depth`, else voxels.
     _, cell_height, cell_width = network.stem.channel_cell
     stem_area = area // (cell_height * cell_width)
-    least_bytes = [_largest_layer_bytes(network.stem, stem_area)]
+    part_bytes = [_largest_layer_bytes(network.stem, stem_area)]
     # The features of the first level: `network.cell` holds the stride of the stem `strided` too.
     _, cell_height, cell_width = network.cell
     first_area = area // (cell_height * cell_width)
     if isinstance(network.head, Head):
-        least_bytes.append(_largest_layer_bytes(network.head, first_area))
+        part_bytes.append(_largest_layer_bytes(network.head, first_area))
     else:
-        # One plane of cells and its neighbours on both sides.
-        least_bytes.append(3 * _refining_bytes(network.head, area))
+        # One plane of cells and its neighbour on each side.
+        part_bytes.append(3 * _refining_bytes(network.head, area))
     # Any level may need the most: the channels double from one to the next, but the voxels of a
     # plane stay as many where the stride along y and x is 1.
     level_area = first_area
     for level, encoder in enumerate(network.encoder):
         for name, part in encoder.named_children():
-            # Of this level, except for `down`, whose input is the level before.
-            least_bytes.append(_largest_layer_bytes(part, level_area))
+            # `down` comes first: its input still has the size of the previous level.
+            part_bytes.append(_largest_layer_bytes(part, level_area))
             if name == "down":
                 down_conv = cast(nn.Conv3d, cast(ConvNormAct, part)[0])
                 level_area //= math.prod(down_conv.stride[1:])
         # The deepest level has no decoder.
         if level < len(network.decoder):
-            # Too much for the convolution of `up`, which runs at the deeper level.
-            least_bytes.append(_largest_layer_bytes(network.decoder[level], level_area))
-    # Twice, since layers have half of the budget; feature maps have the other half.
-    return 2 * max(least_bytes)
+            # An overestimate for the convolution of `up`, which runs at the deeper level.
+            part_bytes.append(_largest_layer_bytes(network.decoder[level], level_area))
+    # Layers have half of the budget; feature maps have the other half.
+    return 2 * max(part_bytes)
 
 
 def _largest_layer_bytes(part: nn.Module, area: int) -> float:
-    """Estimate the memory of the convolution of a part that needs the most for its smallest slab.
+    """Estimate the most memory that a convolution of a part needs for its smallest slab.
 
-    That slab is one plane of output, with the planes of input that the kernel reaches.
+    The smallest slab is one plane of output, with the planes of input that the kernel reaches.
 
     Args:
         part: Part of a network.
@@ -133,20 +133,20 @@ def _refining_bytes(head: RefiningHead, area: int) -> float:
 
 
 class _Cells:
-    """Image as the stem of the kind `space_to_depth` sees it: a cell of voxels is one voxel.
+    """Image as input of the stem `space_to_depth`: each cell of voxels becomes one voxel.
 
-    The voxels of a cell are the channels of that one voxel.
+    The values of a cell become the channels of that voxel.
 
     Attributes:
         depth: Number of planes of cells.
-        plane_size: Number of channels, and number of cells of a plane.
+        channels_and_area: Number of channels, and number of cells of a plane.
     """
 
     def __init__(self, image: Features, cell: Shape) -> None:
         cell_depth, cell_height, cell_width = cell
-        channels, area = image.plane_size
+        channels, area = image.channels_and_area
         self.depth = image.depth // cell_depth
-        self.plane_size = channels * math.prod(cell), area // (cell_height * cell_width)
+        self.channels_and_area = channels * math.prod(cell), area // (cell_height * cell_width)
         self._image = image
         self._cell = cell
 
@@ -172,6 +172,7 @@ class _Statistics:
 
     def add(self, planes: Tensor) -> None:
         """Include planes (1, C, d, H, W)."""
+        # Half precision would be too coarse for the variance.
         values = planes if planes.dtype == torch.float64 else planes.float()
         variance, mean = torch.var_mean(values, dim=(0, 2, 3, 4), correction=0)
         variance, mean = variance.double(), mean.double()
@@ -188,7 +189,7 @@ class _Statistics:
         self._mean = mean_before + shift * count / self._count
 
     def norm(self, module: InstanceNorm | nn.GroupNorm) -> Finish:
-        """Make the function that normalises planes as `module` does with all planes at once."""
+        """Make the function that normalises planes like `module` in one pass over all planes."""
         mean, variance = self._mean, self._squares / self._count
         if isinstance(module, nn.GroupNorm):
             channels_per_group = len(mean) // module.num_groups
@@ -202,7 +203,7 @@ class _Statistics:
         weight, bias = module.weight, module.bias
         mean, variance = mean.to(weight.dtype), variance.to(weight.dtype)
 
-        # With `training=False` `batch_norm` takes the statistics that it is given.
+        # With `training=False` `batch_norm` uses the given mean and variance.
         def normalise(planes: Tensor) -> Tensor:
             return F.batch_norm(
                 planes, mean, variance, weight, bias, training=False, eps=module.eps
@@ -216,9 +217,9 @@ class _UnetPass(SlabPass):
 
     def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
-        whole = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
+        image_features = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
         cell = network.stem.channel_cell
-        stem_input = whole if cell == POINT else _Cells(whole, cell)
+        stem_input = image_features if cell == POINT else _Cells(image_features, cell)
         features = self._unit(network.stem.unit, stem_input)
         skips: list[Features] = []
         for level in network.encoder:
@@ -233,14 +234,14 @@ class _UnetPass(SlabPass):
             features = self._block(level["block0"], features)  # type: ignore[index]
         head = network.head
         if isinstance(head, RefiningHead):
-            self._refine(head, features, whole, take)
+            self._refine(head, features, image_features, take)
             return
         for start, stop in self.slabs(features, head.conv):
             planes = features.read(start, stop)
             take(head(planes, planes))  # a head without refinement ignores its second input
 
     def _unit(self, unit: ConvNormAct, source: Planes) -> Features:
-        """Run a convolution with what follows it: a norm, or none, and an activation."""
+        """Run a convolution and the functions after it: a norm (or none) and an activation."""
         conv, *functions = unit
         assert isinstance(conv, nn.Conv3d)
         result = Features(source.depth // conv.stride[0], owner=self)
@@ -257,25 +258,25 @@ class _UnetPass(SlabPass):
             planes = self.convolve(conv, source, start, stop)
             statistics.add(planes)
             result.write(start, planes)
-        # Only now are the statistics complete: the next layer applies the norm as it reads.
+        # The statistics are complete only now, so the norm is applied when the next layer reads.
         pending: list[Finish] = [statistics.norm(norm), *functions[1:]]
         result.finish = functools.partial(_apply, pending)
         return result
 
     def _block(self, block: ConvNormAct | ResidualBlock, features: Features) -> Features:
-        """Run a unit, or a residual block, whose input is added in place to its branch."""
+        """Run a unit, or a residual block: its input is added in place to its branch."""
         if isinstance(block, ConvNormAct):
             return self._unit(block, features)
         branch = features
         for unit in block.branch:
             branch = self._unit(cast(ConvNormAct, unit), branch)
         for start, stop in self.split(branch.depth, branch.plane_bytes, extra_bytes=0):
-            # The planes get no name: it would keep those of this slab while the next one is read.
+            # No variable: it would keep the planes of this slab while the next slab is read.
             branch.write(
                 start, block.activation(branch.read(start, stop).add_(features.read(start, stop)))
             )
-        # `read` has applied the norm of the branch before its sum was written, so the next reader
-        # must not apply it again.
+        # `read` has applied the norm of the branch before the sum was written, so the next layer
+        # must not apply the norm again.
         branch.finish = None
         return branch
 
@@ -283,7 +284,7 @@ class _UnetPass(SlabPass):
         self, deeper: Features, skip: Features, factors: tuple[float, ...]
     ) -> Features:
         """Upsample the deeper features by factors (z, y, x) and add them to the skip, in place."""
-        step = int(factors[0])  # planes of the skip for each one of the deeper features
+        step = int(factors[0])  # planes of the skip for each plane of the deeper features
         for start, stop in self.split(skip.depth, skip.plane_bytes, extra_bytes=0, step=step):
             planes = deeper.read(start // step, stop // step)
             planes = F.interpolate(planes, scale_factor=factors, mode="nearest")
@@ -301,19 +302,19 @@ class _UnetPass(SlabPass):
     ) -> None:
         """Run the refining head, slab by slab.
 
-        Its last convolution reaches voxels beyond a slab. Their cells are computed twice, once with
-        each of the two slabs.
+        The last convolution of the head reaches voxels beyond a slab. The cells of these voxels are
+        computed twice, once for each of the two neighbouring slabs.
         """
         cell_depth = head.cell[0]
         # Planes that the kernel of the last convolution reaches on each side.
         reach, padding_y, padding_x = map(int, head.conv.padding)
-        _, area = image.plane_size
+        _, area = image.channels_and_area
         bytes_per_plane = _refining_bytes(head, area)
-        # Beside its own planes of cells, a slab has one more on each side.
+        # A slab has up to one more plane of cells on each side, see below.
         extra_bytes = 2 * bytes_per_plane
         for start, stop in self.split(features.depth, bytes_per_plane, extra_bytes):
             # The last convolution needs `reach` more planes of voxels on each side: 0 or 1, since
-            # its kernel has 1 or 3. `reach` planes of cells hold at least as many.
+            # its kernel has 1 or 3 planes. `reach` planes of cells hold at least as many voxels.
             low, high = max(start - reach, 0), min(stop + reach, features.depth)
             voxels = depth_to_space(head.cells(features.read(low, high)), head.cell)
             voxels.add_(self.convolve(head.detail, image, low * cell_depth, high * cell_depth))

@@ -2,9 +2,9 @@
 
 Rank 0 reads, cuts, blends and writes. Every other rank is a tile worker. Each call of
 `TileWorkers.run` is one scatter, which sends a task to each rank, followed by one gather, which
-returns the logits of each rank, or the exception that it met. A task is a job with a batch of
-tiles. An empty task means "no batch this time": all ranks take part in each scatter and gather,
-since these wait for all. The task None means "all work is done", and no gather follows.
+returns the logits of each rank, or the exception that the rank raised. A task is a job with a batch
+of tiles. An empty task means "no batch this time": scatter and gather wait for all ranks, so each
+rank needs a task. The task None means "all work is done", and no gather follows.
 """
 
 import os
@@ -23,12 +23,12 @@ IDLE_LIMIT = timedelta(days=7)
 
 
 class Job(NamedTuple):
-    """What the tile workers run.
+    """Network that the tile workers run, and how.
 
     Attributes:
         stage: Name of the stage; each process has loaded its networks.
-        network_index: Place of the network in `TrainedStage.networks`.
-        slab_bytes: As in `medseg.inference.tiles.TilingPlan`.
+        network_index: Index of the network in `TrainedStage.networks`.
+        slab_bytes: See `medseg.inference.tiles.TilingPlan`.
     """
 
     stage: str
@@ -42,7 +42,7 @@ def process_group() -> Iterator[None]:
 
     Torch finds them by the environment variables that torchrun sets.
     """
-    # `rendezvous` is a generator, which yields once for each start of the group.
+    # `rendezvous` is a generator, which yields once for each start of a process group.
     store, rank, size = next(dist.rendezvous("env://", timeout=IDLE_LIMIT))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         # Torchrun on one machine restarts the processes with the same store, which still holds the
@@ -52,16 +52,16 @@ def process_group() -> Iterator[None]:
     try:
         yield
     finally:
-        # A process that exits while the threads of its group still run may abort with a failure
-        # code.
+        # If a process exits while the threads of its group still run, it can abort with a non-zero
+        # exit status.
         dist.destroy_process_group()
 
 
 class TileWorkers:
-    """All processes of the group, as rank 0 uses them.
+    """Access of rank 0 to all processes of the group.
 
-    Each takes one batch of tiles at a time. An exception in another process is raised in rank 0,
-    which alone decides how to go on.
+    Each process takes one batch of tiles at a time. An exception in another process is raised in
+    rank 0, which alone decides how to go on.
 
     Attributes:
         size: Number of processes, rank 0 included.
@@ -73,10 +73,10 @@ class TileWorkers:
     def run(
         self, job: Job, run_here: Callable[[Tensor], Tensor], batches: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Run a network on at most `size` batches at once.
+        """Run a network on at most `size` batches at once, one in each process.
 
         Args:
-            job: What the tile workers run.
+            job: Network that the tile workers run.
             run_here: Runs the same network in rank 0.
             batches: Images (N, C, d, h, w), the first for rank 0.
 
@@ -88,19 +88,19 @@ class TileWorkers:
         # The last batches of a volume may be fewer than the processes.
         num_idle = self.size - len(tasks)
         tasks += [()] * num_idle
-        # The first argument receives the task of rank 0, which `run_here` does instead.
+        # The first argument receives the task of rank 0. It is not used: `run_here` does that task.
         dist.scatter_object_list([None], tasks, src=0)
         answers: list[Any] = [None] * self.size
         try:
             logits_here = run_here(batches[0])
         finally:
-            # Also after an error here: the workers wait in the gather.
+            # Also after an error of `run_here`: the workers wait in the gather.
             dist.gather_object(None, answers, dst=0)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         device = logits_here.device
-        # The answer of rank 0 and those to empty tasks are None.
+        # Rank 0 and the ranks with an empty task answer None.
         logits_of_others = [answer.to(device) for answer in answers[1 : len(batches)]]
         return [logits_here, *logits_of_others]
 
@@ -120,7 +120,7 @@ def serve_tiles(run: Callable[[Job, Tensor], Tensor]) -> None:
         dist.scatter_object_list(received, None, src=0)
         if received[0] is None:
             return
-        # The answer gets no name: it would keep the logits while this process waits.
+        # No variable for the answer: it would keep the logits while this process waits.
         dist.gather_object(_answer(run, received[0]), dst=0)
 
 
@@ -128,7 +128,7 @@ def _answer(run: Callable[[Job, Tensor], Tensor], task: Any) -> Tensor | Excepti
     """Do one task.
 
     Returns:
-        Logits on the CPU; the exception that came instead; None for an empty task.
+        Logits on the CPU, or the exception that `run` raised; None for an empty task.
     """
     if not task:
         return None
@@ -136,6 +136,6 @@ def _answer(run: Callable[[Job, Tensor], Tensor], task: Any) -> Tensor | Excepti
     try:
         with torch.inference_mode():
             return run(job, images).cpu()
-    # Rank 0 raises it, and decides how to go on.
+    # Rank 0 raises the error, and decides how to go on.
     except Exception as error:
         return error

@@ -1,8 +1,4 @@
-"""Tiles of a sliding window.
-
-The tiling plan that fits the memory budget, positions and weights of the tiles, and the blended
-class probabilities.
-"""
+"""Sliding window: tiling plan within a memory budget, tile positions and weights, blending."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -19,8 +15,8 @@ from medseg.io.scratch import new_tensor
 from medseg.preprocess.crop import pad_at_end
 from medseg.preprocess.intensity import AIR
 
-# Number format of stored probabilities. Below one its values lie 1/2048 apart at most, so rounding
-# changes a probability by 0.00025 at most.
+# Number format of stored probabilities. Values in [0, 1] are at most 1/2048 apart, so rounding
+# changes a probability by at most 0.00025.
 PROBS_DTYPE = torch.float16
 # Number of voxels whose logits are converted to float32 probabilities at a time: few enough for the
 # processor's cache.
@@ -44,10 +40,10 @@ def predict_probs(
 ) -> Tensor:
     """Predict class probabilities of one crop.
 
-    An axis that is shorter than a tile, or no multiple of the divisor, is padded at its end, as in
-    training, and cut back. Tiles are blended with Gaussian weights that sum to one. Beside the
-    image and the result, memory holds the float32 sums of one layer of tiles and the tiles of one
-    batch. A tile of pure air may count as background without going through the network.
+    With tiles, an axis that is shorter than a tile is padded at its end, as in training; without
+    tiles, an axis that is no multiple of the divisor. The padding is cut off the result. Tiles are
+    blended with Gaussian weights that sum to one. Beside the image and the result, memory holds the
+    float32 sums of one layer of tiles and the tiles of one batch.
 
     Args:
         network: Maps images (N, C, d, h, w) to logits (N, K, d, h, w).
@@ -58,13 +54,14 @@ def predict_probs(
         divisor: Required multiple of the network's input size, (z, y, x).
         batch_size: Number of tiles that go through the network together.
         run_batches: Runs the network on several batches at once, in several processes; None runs
-            them here, one by one.
+            the batches one by one in this process.
         num_parallel: Largest number of batches that `run_batches` takes.
-        skips_air: Whether a tile of nothing but `AIR`, the value of air after normalisation, is
-            background; False for images in whose body that value occurs.
-        run_in_slabs: Runs the network on a whole crop and gives the logits (1, K, d, H, W) of one
-            slab of planes after the other to a function; None runs it in one pass. Tiles do not
-            use it: the logits of a tile are small, so `network` itself may run a tile in slabs.
+        skips_air: Whether a tile of nothing but `AIR`, the value of air after normalisation, counts
+            as background without a pass; False for images in whose body that value occurs.
+        run_in_slabs: Runs the network on a whole crop (first argument) and passes the logits
+            (1, K, d, H, W) of one slab after the other to a function (second argument); None runs
+            `network` in one pass. Not used for tiles: their logits are small, so `network` itself
+            may run a tile in slabs.
 
     Returns:
         Probabilities (K, D, H, W), float16, on the device of the logits.
@@ -86,7 +83,7 @@ def predict_probs(
         if run_batches is None:
             run_batches = run_one_by_one
         tile_size = network_size(tile_size, divisor)
-        # An axis that is shorter than a tile is filled up to one.
+        # An axis that is shorter than a tile is padded to the length of a tile.
         padded_shape = [max(size, tile) for size, tile in zip(shape, tile_size, strict=True)]
         padded = pad_at_end(image, tuple(padded_shape), AIR)
         probs = _blend_tiles(
@@ -105,7 +102,7 @@ def most_probable(probs: Tensor) -> Tensor:
     Returns:
         Labels (D, H, W), uint8.
     """
-    # `argmax` would do the same, but its result has eight bytes a voxel.
+    # The result is that of `argmax`, which would take eight bytes a voxel.
     highest = probs[0].clone()
     labels = torch.zeros(highest.shape, dtype=torch.uint8, device=probs.device)
     for label, class_probs in enumerate(probs[1:], start=1):
@@ -125,12 +122,12 @@ def _blend_tiles(
 ) -> Tensor:
     """Sum weighted tiles in a fixed order, so that the number of processes changes no bit.
 
-    The tiles come in the order of their z. Float32 sums are held only for the planes z … z + d - 1
-    of the present tile, d being its depth. No later tile reaches a plane below z: these planes are
-    final and are stored as float16.
+    Tiles are sorted by z. For a tile at z with depth d, float32 sums are held only for the planes
+    z … z + d - 1. No later tile reaches a plane below z, so those planes are final and are stored
+    as float16.
 
     Args:
-        run_batches: Runs the network on several batches.
+        run_batches: Maps several batches of images to their logits, see `predict_probs`.
         image: Padded crop (1, C, D, H, W), no axis shorter than the tile.
         tile_size: See `predict_probs`, a multiple of the divisor.
         overlap: See `predict_probs`.
@@ -143,8 +140,8 @@ def _blend_tiles(
     """
     _, _, depth, height, width = image.shape
     shape = (depth, height, width)
-    # The weight of a voxel is the product of three axis weights, which sum to one over the tiles of
-    # their axis. Each table maps the start of a tile to the weights of its voxels on that axis.
+    # The weight of a voxel is the product of its weights along the three axes. Each table maps the
+    # start of a tile on an axis to the weights of its voxels along that axis.
     axis_tables = []
     for size, tile in zip(shape, tile_size, strict=True):
         axis_tables.append(_axis_weights_on(image.device, size, tile, overlap))
@@ -157,23 +154,23 @@ def _blend_tiles(
         # classes.
         if all(is_skipped):
             is_skipped[0] = False
-    run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
+    run_boxes = [box for box, skipped in zip(boxes, is_skipped, strict=True) if not skipped]
     tiles = _tile_probs(run_batches, image, run_boxes, batch_size, num_parallel)
-    # The first tile tells the number of classes, and is put back for the loop below.
-    first = next(tiles)
-    num_classes = len(first)
-    tiles = chain([first], tiles)
+    # The first tile tells the number of classes; then it is put back for the loop below.
+    first_tile = next(tiles)
+    num_classes = len(first_tile)
+    tiles = chain([first_tile], tiles)
     probs = new_tensor((num_classes, *shape), PROBS_DTYPE, image.device)
     sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
     sums.zero_()
     sums_start = 0  # z in the crop of the first plane of `sums`
-    for box, skips in zip(boxes, is_skipped, strict=True):
+    for box, skipped in zip(boxes, is_skipped, strict=True):
         z, y, x = box.start
         num_final = z - sums_start
         if num_final > 0:
             probs[:, sums_start:z] = sums[:, :num_final]
-            # The other planes of `sums`, which this tile may add to, move to its start; if z is a
-            # whole tile further, there are none. They are cloned, since source and target overlap.
+            # Move the planes that are not final to the start of `sums`. If this tile begins where
+            # the last one ended, there are none. Cloned, since source and target overlap.
             sums[:, :-num_final] = sums[:, num_final:].clone()
             sums[:, -num_final:] = 0
             sums_start = z
@@ -181,14 +178,13 @@ def _blend_tiles(
         row_weights = weights_y[y][:, None]
         weight = plane_weights * row_weights * weights_x[x]  # (d, h, w)
         _, rows, columns = box.slices()
-        tile_sums = sums[..., rows, columns]  # a view (K, d, h, w): what is added goes into `sums`
-        if skips:
+        tile_sums = sums[..., rows, columns]  # a view of `sums`, (K, d, h, w)
+        if skipped:
             # The background has probability one, all other classes zero.
             tile_sums[0].add_(weight)
         else:
             tile_sums.addcmul_(next(tiles), weight)
-    # Now the planes of the last layer of tiles are final; if the crop is one tile deep, these are
-    # all planes.
+    # The planes of the last layer of tiles.
     probs[:, sums_start:] = sums[:, : depth - sums_start]
     return probs
 
@@ -211,7 +207,7 @@ def _has_air_only(image: Tensor, boxes: list[VoxelBox]) -> list[bool]:
         z, y, x = box.slices()
         tile = image[..., z, y, x]
         has_body.append((tile > AIR).any())
-    # All answers leave the GPU in one transfer: a transfer for each would wait for the GPU.
+    # One transfer for all boxes: with a transfer for each box, each would wait for the GPU.
     return torch.stack(has_body).logical_not().tolist()
 
 
@@ -222,16 +218,15 @@ def _tile_probs(
     batch_size: int,
     num_parallel: int,
 ) -> Iterator[Tensor]:
-    """Run the network on tiles, as they are asked for.
+    """Run the network on tiles, lazily: `num_parallel` batches at a time.
 
     Yields:
         The probabilities (K, d, h, w) of each tile, float32, in the order of the boxes.
     """
     batches = [boxes[start : start + batch_size] for start in range(0, len(boxes), batch_size)]
-    # As many batches at a time as there are processes to take them.
     for start in range(0, len(batches), num_parallel):
         group = batches[start : start + num_parallel]
-        # The images get no name: it would keep them while the results are blended.
+        # No variable for the images: it would keep them while the results are blended.
         for logits in run_batches([_cut_batch(image, batch_boxes) for batch_boxes in group]):
             yield from torch.softmax(logits, dim=1, dtype=torch.float32)
 
@@ -249,23 +244,23 @@ def _cut_batch(image: Tensor, boxes: list[VoxelBox]) -> Tensor:
 
 
 class _ProbsCollector:
-    """Turns the logits of a crop into probabilities as its planes arrive, in the order of their z.
+    """Converts the logits of a crop into probabilities, slab by slab in ascending z.
 
     Attributes:
-        probs: Probabilities (K, D, H, W), float16; exist from the first planes on.
+        probs: Probabilities (K, D, H, W), float16; set by the first call of `add`.
     """
 
     probs: Tensor
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        """Expect the planes of a crop of a shape (D, H, W)."""
+        """Prepare for a crop of the shape (D, H, W)."""
         self._shape = shape
         self._num_filled = 0  # planes of `probs` that have their values
 
     def add(self, logits: Tensor) -> None:
-        """Take the logits (1, K, d, H', W') of the next planes, of any precision.
+        """Add the logits (1, K, d, H', W') of the next d planes, in any precision.
 
-        Voxels beyond the crop are left out.
+        H' >= H and W' >= W: voxels of the padding are left out.
         """
         depth, height, width = self._shape
         if self._num_filled == 0:
@@ -281,7 +276,7 @@ class _ProbsCollector:
 
 
 class TilingPlan(NamedTuple):
-    """Tiling plan of one crop: whole or in tiles, each in one pass or in slabs.
+    """How one crop goes through a network: whole or in tiles, each in one pass or in slabs.
 
     Attributes:
         tile_size: Tile in voxels (z, y, x), a multiple of the divisor; None runs the crop as a
@@ -324,7 +319,7 @@ def plan_tiling(
     Args:
         shape: Size of the crop, (z, y, x).
         divisor: Required multiple of the input size, (z, y, x).
-        bytes_per_voxel: Memory of the network per voxel of its input; 0 = not known, fits always.
+        bytes_per_voxel: Memory of the network per voxel of its input; 0 = unknown, taken to fit.
         budget_bytes: Memory that the network may use.
         tile_size: Tile in voxels, (z, y, x); None runs the crop as a whole.
         max_batch: Largest number of tiles that go through the network together.
@@ -332,7 +327,7 @@ def plan_tiling(
             slabs.
 
     Raises:
-        ValueError: If the budget allows neither; the message names the smallest one that does.
+        ValueError: If the budget allows neither; the message names the smallest sufficient budget.
     """
     is_tiled = tile_size is not None
     # Input size of one pass: a tile, or the whole crop.
@@ -354,7 +349,7 @@ def plan_tiling(
 
 
 def least_budget_gib(size: Shape, bytes_per_voxel: float, least_slab_bytes: float) -> float:
-    """Return the smallest budget with which an input runs, in one pass or in slabs.
+    """Compute the smallest budget with which an input runs, in one pass or in slabs.
 
     Args:
         size: Size of the network's input, (z, y, x).
@@ -362,7 +357,7 @@ def least_budget_gib(size: Shape, bytes_per_voxel: float, least_slab_bytes: floa
         least_slab_bytes: See `plan_tiling`.
 
     Returns:
-        Budget in GiB, rounded up to two decimals, so that a user who types it has enough.
+        Budget in GiB, rounded up to two decimals: the rounded number is enough too.
     """
     pass_bytes = math.prod(size) * bytes_per_voxel
     least_gib = min(pass_bytes, least_slab_bytes) / 2**30
@@ -377,7 +372,7 @@ def _tile_starts(size: int, tile: int, overlap: float) -> list[int]:
     last_start = size - tile
     if last_start <= 0:
         return [0]
-    # At least one voxel: otherwise two tiles would have the same start with an overlap near one.
+    # At least one voxel: with an overlap near 1, two tiles could otherwise have the same start.
     largest_step = max(1.0, tile * (1.0 - overlap))
     num_steps = math.ceil(last_start / largest_step)
     return [round(step * last_start / num_steps) for step in range(num_steps + 1)]
@@ -393,8 +388,8 @@ def tile_boxes(
     Args:
         shape: Volume size in voxels, (D, H, W).
         tile_shape: Tile size in voxels, (D, H, W).
-        overlap: Smallest fraction of a tile's length that neighbours share per axis, in [0, 1). It
-            may be missed by one voxel, since starts are rounded.
+        overlap: Smallest fraction of a tile's length that neighbours share per axis, in [0, 1).
+            Starts are rounded, so neighbours may share one voxel less.
 
     Returns:
         Boxes in C order (x fastest) that cover every voxel.
@@ -423,11 +418,11 @@ def tile_boxes(
 
 
 def axis_weights(size: int, tile: int, overlap: float) -> dict[int, np.ndarray]:
-    """Weigh the tiles of `tile_boxes` along one axis.
+    """Compute the blending weights of the tiles of `tile_boxes` along one axis.
 
-    The middle of a tile weighs most, and at each voxel the weights of all tiles over it sum to one.
-    The tiles form a regular lattice, so the products of the weights of three axes sum to one too:
-    the blended probabilities need no division by a sum of weights.
+    The weight is largest in the middle of a tile. At each voxel the weights of all tiles that cover
+    it sum to one. Tiles are all combinations of the starts of three axes, so the products of three
+    weights sum to one too: blended probabilities need no division by a sum of weights.
 
     Args:
         size: Voxels of the volume along the axis.
@@ -445,7 +440,7 @@ def axis_weights(size: int, tile: int, overlap: float) -> dict[int, np.ndarray]:
     distance_sigmas = distance_voxels / (SIGMA_SHARE * length)
     gaussian = np.exp(-0.5 * distance_sigmas**2)
     starts = _tile_starts(size, length, overlap)
-    # Sum of the weights of all tiles over a voxel, by which each of them is divided.
+    # For each voxel, the sum over its tiles, by which each weight is divided.
     totals = np.zeros(size)
     for start in starts:
         totals[start : start + length] += gaussian

@@ -10,6 +10,7 @@ stay in the files.
 from __future__ import annotations
 
 import _thread
+import errno
 import math
 import mmap
 import os
@@ -163,6 +164,7 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
     Raises:
         UserError: If the disk has no room for it, or no folder can be written.
+        MemoryError: If the system refuses to map the file into memory.
         RuntimeError: If the thread that releases pages cannot be started.
     """
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
@@ -175,6 +177,11 @@ def scratch_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
             _reserve(file.fileno(), num_mapped)
             pages = mmap.mmap(file.fileno(), num_mapped)
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            # The disk has the room, but the addresses of this process are limited.
+            raise MemoryError(
+                f"Unable to map a temporary file of {num_mapped / 2**30:.2f} GiB"
+            ) from error
         raise UserError(
             f"{folder}: expected room for a temporary file of {num_mapped / 2**30:.2f} GiB, but "
             f"found none ({error.strerror}); free some, or set TMPDIR to a folder on a larger disk"

@@ -193,11 +193,11 @@ class NnunetEnsemble(CombinedModel):
         member = self.parts[number - 1]
         # This result never gets labels, only durations and tiling plans.
         member_result = Segmentation(np.empty(0))
-        announce = self.announced(number, on_step)
-        prepared = member.prepare_scan(volume, more_channels, member_result, announce)
+        on_part_step = self.on_step_of_part(number, on_step)
+        prepared = member.prepare_scan(volume, more_channels, member_result, on_part_step)
         planes = member.planes_of(prepared)
         seconds_before = member.watch.seconds
-        with timed_step(member_result.durations_s, announce, SEGMENT):
+        with timed_step(member_result.durations_s, on_part_step, SEGMENT):
             logits = member.store_logits(prepared)
         member_result.pass_s += member.watch.seconds - seconds_before
         member_result.tiling_plans[SEGMENT] = member.described_passes()

@@ -87,8 +87,8 @@ class JoinedModels(CombinedModel):
         result = Segmentation(np.empty(0))  # the labels of the first part replace this empty map
         for number, (name, part) in enumerate(zip(self.names, self.parts, strict=True), start=1):
             part_volume, part_channels = _as_seen_by(part, volume, more_channels)
-            announce = self.announced(number, on_step)
-            part_result = part.segment(part_volume, part_channels, on_step=announce)
+            on_part_step = self.on_step_of_part(number, on_step)
+            part_result = part.segment(part_volume, part_channels, on_step=on_part_step)
             # A label map of a whole scan is large. Values are replaced in place, and the map of the
             # first part becomes the result, into which the others are painted.
             _replace_values(part_result.labels, part.task.labels, self.task.labels)

@@ -34,9 +34,10 @@ from medseg.runs.sweeps import JOB_FILE
 
 T = TypeVar("T")
 
-# Files of a run folder with losses and with scores of cases; file of a search with its result.
+# Files of a run folder: losses of steps, and scores of validation cases.
 HISTORY_FILE = "history.csv"
 VALIDATION_FILE = "validation.csv"
+# File of a search with its result.
 STUDY_FILE = "study.json"
 # A configuration has some 200 keys; more are a damaged file.
 MAX_KEYS = 1000
@@ -177,7 +178,7 @@ def read_run(run_dir: Path, folder: Path) -> Run:
 
 
 def _overrides_of(job: Mapping[str, Any]) -> dict[str, str]:
-    """Read the arguments of a job from its record; none where they are damaged."""
+    """Read the arguments of a job from its record, by key; empty where they are damaged."""
     overrides = job.get("overrides")
     if not isinstance(overrides, dict) or len(overrides) > MAX_KEYS:
         return {}

@@ -14,7 +14,7 @@ from medseg.io.machine_cache import machine_folder
 from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 
-# Groups and keys that decide memory and seconds of a run, and keys of the group `data` that do.
+# Groups and keys that decide memory and seconds of a run; then those of the group `data`.
 DECISIVE = (
     "stage",
     "task",
@@ -38,7 +38,7 @@ RUNS_FILE = "runs.json"
 MAX_RUNS = 50
 # Number of planned runs below which the errors of the plans are not reported.
 LEAST_RUNS = 3
-# Relative error of the median run above which the user is told of it.
+# The user is told of the errors where the median of predicted / measured is further from 1.
 TOLD_ERROR = 0.1
 
 T = TypeVar("T")

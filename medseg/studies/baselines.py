@@ -13,9 +13,8 @@ from torch import nn
 from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 
-# Installed without their dependencies: the networks need torch and numpy only, and all networks
-# must run on the same torch. `lungmask` is no baseline here; `benchmarks/` takes it from the same
-# folder.
+# Installed without dependencies: the networks need torch and numpy only, and all networks must run
+# on the same torch. `lungmask` is no baseline here, but `benchmarks/` uses this folder too.
 PACKAGES = ("dynamic-network-architectures==0.4.4", "monai==1.6.1", "lungmask==0.2.22")
 
 
@@ -24,7 +23,7 @@ class Baseline(NamedTuple):
 
     Attributes:
         title: Name in tables.
-        trained_in: Precision in which its own program trains it, as `memory.precision` names it.
+        trained_in: Precision in which nnU-Net or MONAI trains it, a value of `memory.precision`.
     """
 
     title: str
@@ -42,16 +41,18 @@ BASELINES = {
 def install_baselines(folder: Path) -> Path:
     """Install the packages of the baselines, unless the folder already has these versions.
 
+    Args:
+        folder: Prefix of the installation, like a virtual environment.
+
     Returns:
-        The folder of the packages, to be put first in `sys.path` or `PYTHONPATH`.
+        Folder of the installed packages, to be put first in `sys.path` or `PYTHONPATH`.
 
     Raises:
         UserError: If the packages cannot be installed.
     """
     python_folder = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages_folder = folder / "lib" / python_folder / "site-packages"
-    # File that lists what is installed; "peers" is the name of the baselines in keys (`peers`,
-    # `peers_env`).
+    # File that lists the installed packages. The keys `peers` and `peers_env` call baselines peers.
     marker = folder / "medseg-peers"
     installed_packages = []
     if marker.is_file():
@@ -61,11 +62,11 @@ def install_baselines(folder: Path) -> Path:
     print(f"making {folder} with {', '.join(PACKAGES)}", flush=True)
     pip_command = [
         sys.executable,
-        # `-P`: nothing is imported from the working folder.
+        # `-P` keeps Python from importing modules of the working folder.
         "-Pm",
         "pip",
         "install",
-        # The notice of a newer pip would be the last line, which is taken for the error below.
+        # A notice of a newer pip would be the last line of stderr, which is read as the error.
         "--disable-pip-version-check",
         "--quiet",
         "--no-deps",
@@ -82,7 +83,7 @@ def install_baselines(folder: Path) -> Path:
             f"peers=true: {' and '.join(PACKAGES)} cannot be installed ({reason}); choose "
             "peers=false"
         )
-    # Written last, so that an installation that was interrupted is repeated.
+    # Written last, so that an interrupted installation is repeated.
     replace_text(marker, "\n".join(PACKAGES))
     return packages_folder
 
@@ -108,7 +109,7 @@ def _make_nnunet(num_classes: int) -> nn.Module:
     """Build nnU-Net's default network."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
-    # What nnU-Net's planner chooses for a patch of 96 to 128 voxels per side, but without deep
+    # The choice of nnU-Net's planner for a patch of 96 to 128 voxels per side, without deep
     # supervision.
     network: nn.Module = PlainConvUNet(
         input_channels=1,
@@ -133,7 +134,7 @@ def _make_monai(num_classes: int) -> nn.Module:
     """Build MONAI's UNet."""
     from monai.networks.nets import UNet
 
-    # Channels and strides of MONAI's 3D tutorial of the spleen.
+    # Channels and strides of MONAI's tutorial of spleen segmentation in 3D.
     network: nn.Module = UNet(
         spatial_dims=3,
         in_channels=1,

@@ -1,9 +1,8 @@
 """Choice of a clean-up on held-out predictions, by a paired test over patients.
 
 A clean-up has up to two steps for a part (a region or label): remove components, then fill holes. A
-step is taken if it raises the mean Dice coefficient of its part over the patients and Wilcoxon's
-signed-rank test finds the rise significant. The choice needs only the stored predictions; no
-network runs.
+step is taken if it raises the part's Dice coefficient, averaged over patients, and Wilcoxon's
+signed-rank test finds the rise significant. The choice reads stored predictions; no network runs.
 """
 
 import math
@@ -26,12 +25,13 @@ from medseg.studies.held_out import HeldOut
 from medseg.studies.reference_volumes import ReferenceVolume
 from medseg.task import CleanUp, Task
 
-# Significance level of all tests together. The level of each test is this divided by the number of
-# tests (Bonferroni).
+# Significance level of all tests together. The level of a single test is `LEVEL` divided by the
+# number of tests (Bonferroni).
 LEVEL = 0.05
 # Candidates for the volume below which a component is removed, as shares of the median volume of
 # the part in the references.
 SHARES = (0.01, 0.1)
+# Files of the choice: the tests, and the choice with the tests for readers.
 CLEAN_UP_CSV = "clean_up.csv"
 CLEAN_UP_MD = "clean_up.md"
 # Column of clean_up.csv to its heading in clean_up.md.
@@ -60,13 +60,13 @@ class Choice:
     """Chosen clean-up, and the tests that led to it.
 
     Attributes:
-        clean_ups: Clean-up of each part; a part that stays as it is has no entry.
+        clean_ups: Clean-up of each part; a part that is not cleaned up has no entry.
         rows: One row for each test, with the keys of `COLUMNS`.
         num_tests: Number of tests, over all parts.
         num_patients: Number of patients of the held-out scans.
-        dices: Dice coefficients after the whole clean-up; empty if nothing was chosen.
+        dices: Dice coefficients after all chosen steps; empty if no step was taken.
         lowered: Parts whose mean Dice would fall if all chosen steps were applied together. If
-            there are any, no step was taken.
+            there is such a part, no step was taken.
     """
 
     clean_ups: tuple[CleanUp, ...]
@@ -111,14 +111,14 @@ def write_choice(choice: Choice, folder: Path) -> None:
 
 
 def least_patients(level: float) -> int:
-    """Count the patients that the two-sided test needs to reach a level, if all get better.
+    """Compute the fewest patients with which the two-sided test can reach a level.
 
     Example:
         >>> [least_patients(level) for level in (0.05, 0.0125)]
         [6, 8]
     """
-    # The smallest p of n patients is the probability that all n signs are equal by chance, which is
-    # 2 * 0.5 ** n. It is at most the level if n >= 1 + log2(1 / level).
+    # p is smallest if the Dice of all n patients rises. It then is the probability of n equal signs
+    # by chance, 2 * 0.5 ** n, which is at most the level if n >= 1 + log2(1 / level).
     return 1 + math.ceil(math.log2(1 / level))
 
 
@@ -126,7 +126,7 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     """Choose the clean-up of a model on its held-out predictions.
 
     Args:
-        held_out: The predictions.
+        held_out: The predictions and their references.
         volumes: From `measure_references`.
     """
     # Parts that a trusted reference shows, in the order of their first scan.
@@ -137,7 +137,7 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     clean_ups: list[CleanUp] = []
     rows: list[dict[str, Any]] = []
     for part, scores_by_clean_up in scores.items():
-        # Not before the loop: without parts, `num_tests` is 0.
+        # Inside the loop, since without parts `num_tests` is 0.
         level = LEVEL / num_tests
         chosen, part_rows = _choose_for_part(part, scores_by_clean_up, held_out.patients, level)
         rows += part_rows
@@ -149,7 +149,7 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
     if clean_ups:
         dices, lowered = _check_together(held_out, clean_ups)
     if lowered:
-        # Nothing is taken.
+        # No step is taken.
         clean_ups = []
         dices = {}
         rows = [{**row, "taken": ""} for row in rows]
@@ -166,17 +166,17 @@ def choose_clean_up(held_out: HeldOut, volumes: Sequence[ReferenceVolume]) -> Ch
 def candidates_of(part: str, task: Task, volumes: Sequence[ReferenceVolume]) -> list[CleanUp]:
     """List the candidates of a part: no change, then removals of components, the strongest last.
 
-    If the part is a single label, the same candidates follow again, and then also fill holes.
+    If the part is a single label, the same candidates follow once more, with holes filled.
 
     Args:
         part: Region or label.
-        task: The task of the part.
+        task: Task with this part.
         volumes: Volumes of all parts in the references.
     """
     median_ml = median(volume.volume_ml for volume in volumes if volume.part == part)
     removals = [CleanUp(part)]
     for share in SHARES:
-        # Two digits: people read the number, and the median of few scans is no more exact.
+        # Rounded to two digits: the median of few scans is no more exact, and readers see it.
         min_ml = float(f"{share * median_ml:.2g}")
         removals.append(CleanUp(part, min_ml=min_ml))
     removals.append(CleanUp(part, only_largest=True))
@@ -194,7 +194,7 @@ def _count_tests(clean_ups: Sequence[CleanUp]) -> int:
     num_tests = len(removals) - 1
     has_fillings = len(removals) < len(clean_ups)
     if has_fillings:
-        # Only the filling after the chosen removal is tested.
+        # Holes are filled after the chosen removal only, so this is one more test.
         num_tests += 1
     return num_tests
 
@@ -205,11 +205,11 @@ def score_candidates(
     """Score each candidate alone on the cases whose trusted reference shows its part.
 
     Args:
-        held_out: The predictions.
+        held_out: The predictions and their references.
         candidates: Part to its candidates.
 
     Returns:
-        Part to candidate to its scores.
+        For each part, a mapping of candidate to its scores.
     """
     scores: dict[str, dict[CleanUp, Scores]] = {}
     for part, clean_ups in candidates.items():
@@ -228,10 +228,10 @@ def score_candidates(
 
 
 def _mask_after(clean_up: CleanUp, pred: np.ndarray, grid: VoxelGrid, task: Task) -> np.ndarray:
-    """Make the mask of a part after its clean-up alone, (D, H, W)."""
+    """Make the mask (D, H, W) of a part after this clean-up of the prediction."""
     values = task.part_values(clean_up.part)
     mask = np.zeros(pred.shape, dtype=bool)
-    # The box only saves time: the clean-up changes nothing outside it.
+    # Cropped to save time: the clean-up changes nothing outside the box of the part.
     box = label_box(pred, values)
     if box is not None:
         labels_in_box = pred[box.slices()].copy()
@@ -246,13 +246,13 @@ def _choose_for_part(
     patients: Mapping[str, str],
     level: float,
 ) -> tuple[CleanUp, list[dict[str, Any]]]:
-    """Choose the removal of components, then whether holes are filled after it.
+    """Choose the removal of components, then whether holes are filled after the removal.
 
     Args:
         part: Region or label.
         scores: Candidate of the part to its scores, in the order of `candidates_of`.
         patients: Case to its patient.
-        level: Largest p of a step that is taken.
+        level: Largest p with which a step is taken.
 
     Returns:
         The chosen candidate, and a row of the table for each test.
@@ -266,14 +266,14 @@ def _choose_for_part(
             continue
         row = _compare(removal, nothing, scores, patients)
         rows.append(row)
-        # Of candidates with equal means the first one stays, which removes least.
+        # Of candidates with equal means the first is kept, which removes least.
         if _is_significant_rise(row, level) and row["dice"] > best_dice:
             chosen = removal
             best_dice = row["dice"]
     for row in rows:
         row["taken"] = "yes" if row["clean_up"] == str(chosen) else ""
     filled = replace(chosen, fill_holes=True)
-    # Only parts of a single label have such a candidate.
+    # Parts of several labels have no candidate that fills holes.
     if filled not in scores:
         return chosen, rows
     row = _compare(filled, chosen, scores, patients)
@@ -286,7 +286,7 @@ def _choose_for_part(
 
 
 def _is_significant_rise(row: Mapping[str, Any], level: float) -> bool:
-    """Whether the mean Dice rises significantly; the two-sided test alone may also find a fall."""
+    """Whether the mean Dice rises significantly: for the two-sided test a fall may be too."""
     return row["p"] <= level and row["dice"] > row["dice_before"]
 
 
@@ -296,9 +296,9 @@ def _compare(
     scores: Mapping[CleanUp, Scores],
     patients: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Compare two candidates of a part, patient by patient, as a row of the table."""
+    """Compare two candidates of a part, paired by patient, and make the row of the table."""
     difference = paired_difference(scores[clean_up], scores[baseline], patients=patients)
-    assert difference is not None, "a reference shows the part"
+    assert difference is not None, "a trusted reference shows the part"
     return {
         "part": clean_up.part,
         "clean_up": str(clean_up),
@@ -316,13 +316,13 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
     """Score all chosen steps together, as the model applies them.
 
     Steps that help by themselves may do harm together, as where a label fills a hole in another
-    one. References of different trust are not averaged together: a part has one mean for each
-    trust.
+    label. References of different trust are not averaged together: a part has one mean over the
+    patients for each trust.
 
     Returns:
-        The Dice coefficients, and the parts of which any of these means over the patients falls.
+        Dice coefficients after all steps, and the parts for which one of these means falls.
     """
-    # Part and trust in its references to the scores.
+    # The keys are part and trust in its reference.
     before: dict[tuple[str, str], Scores] = {}
     after: dict[tuple[str, str], Scores] = {}
     dices: Dices = {}
@@ -340,12 +340,12 @@ def _check_together(held_out: HeldOut, clean_ups: Sequence[CleanUp]) -> tuple[Di
             before.setdefault(group, {})[case.name] = dice_before
             after.setdefault(group, {})[case.name] = dice_after
             dices[case.name, part] = dice_after
-    # A dictionary as an ordered set: a part may have several groups.
+    # A dictionary as an ordered set, since a part has a group for each trust.
     lowered: dict[str, None] = {}
     for group, scores_before in before.items():
         difference = paired_difference(after[group], scores_before, patients=held_out.patients)
-        # The difference is None if no case has a finite Dice. The limit is just below 0, because
-        # rounding may change the last digit of the mean of equal scores.
+        # None if no case has a finite Dice. The limit is just below 0, because rounding may change
+        # the last digit of the mean of equal scores.
         if difference is not None and difference.difference < -1e-9:
             part, _ = group
             lowered[part] = None

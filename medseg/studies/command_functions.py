@@ -1,7 +1,7 @@
 """Python functions that run commands: training, planning and cross-validation.
 
-Each call runs the command in a new process and returns what it wrote. Threads, signal handlers and
-memory of the command thus stay apart from those of the caller, often a notebook.
+Each call runs a command in a new process and returns the results that the command wrote. The
+command thus has threads, signal handlers and memory of its own; the caller is often a notebook.
 """
 
 import json
@@ -19,7 +19,7 @@ from medseg.studies.command_steps import last_checkpoint, run_and_get_failure, t
 from medseg.studies.pooled import POOLED_CSV
 from medseg.studies.recipes import note_recipe
 
-# Arguments of a command: key, as on the command line, to its value in Python.
+# Arguments of a command: key, as on the command line, to the value as a Python object.
 Keys = Mapping[str, Any]
 
 
@@ -29,8 +29,7 @@ class Run:
 
     Attributes:
         folder: The run folder.
-        checkpoint: Checkpoint of the best validation; that of the last step if the training
-            validated nothing.
+        checkpoint: Checkpoint of the best validation; of the last step if there was no validation.
         summary: Content of `summary.json`: steps, best Dice, seconds, peak memory.
     """
 
@@ -60,24 +59,24 @@ class Study:
 
 
 def train(folder: str | Path, keys: Keys) -> Run:
-    """Train one stage, or resume an interrupted training; a finished one is returned as it is.
+    """Train one stage, resume an interrupted training, or return a finished one.
 
     Args:
         folder: The run folder.
         keys: Keys of `medseg train`, such as `{"stage": "single", "data.cases": "spleen"}`.
 
     Raises:
-        UserError: If the command fails, with its message, or if the folder has a training with
+        UserError: If the command fails, with its message, or if the folder holds a training with
             other keys.
     """
     folder = Path(folder)
     arguments = _arguments(keys)
-    # Raises if the folder has a training with other keys, whose result must not be returned here.
+    # Raises if the folder holds a training with other keys: its result is not that of these keys.
     note_recipe(folder, {"arguments": arguments})
     for step in train_steps(folder, *arguments):
         _run(step)
     summary = read_summary(folder)
-    # The summary of a run of an older version may not name a checkpoint.
+    # Summaries of older versions may not name a checkpoint.
     checkpoint = Path(summary.get("checkpoint") or last_checkpoint(folder))
     return Run(folder, checkpoint, summary)
 
@@ -90,11 +89,11 @@ def plan(keys: Keys) -> dict[str, Any]:
             which the training fits into this memory.
 
     Returns:
-        What `medseg plan output=<file>` writes, such as `peak_resident_mib` and
-        `seconds_per_step`.
+        Content of the file that `medseg plan output=<file>` writes, with keys such as
+        `peak_resident_mib` and `seconds_per_step`.
 
     Raises:
-        UserError: If the command fails, with its message, also if nothing fits.
+        UserError: If the command fails, with its message, also if no memory switches make it fit.
     """
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "plan.json"
@@ -119,7 +118,7 @@ def cross_validate(folder: str | Path, keys: Keys) -> Study:
 
 
 def _arguments(keys: Keys) -> list[str]:
-    """Write keys and values as arguments of a command line."""
+    """Format keys and values as command-line arguments `key=value`."""
     return [f"{key}={text_of(value)}" for key, value in keys.items()]
 
 

@@ -16,12 +16,12 @@ from medseg.runs.status import Status, status_of
 from medseg.studies.train_arguments import label_values_argument, search_path_overrides
 from medseg.wording import shell_line
 
-# Arguments of `medseg`, the command first.
+# Arguments of `medseg`, of which the first is the name of the command.
 Step = Sequence[str]
-# `-P`: otherwise Python would first look for modules in the working folder, and take a `json.py` of
-# the user for the library.
+# Without `-P` Python would search the working folder first, and import a user's `json.py` in place
+# of the standard module.
 MEDSEG = (sys.executable, "-Pm", "medseg.commands.cli")
-# Name that Hydra gives to the provider of a folder that `--config-dir` added to its search path.
+# Provider in Hydra's search path of a folder that was added by `--config-dir`.
 COMMAND_LINE = "command-line"
 
 
@@ -46,10 +46,11 @@ def run_until_failure(steps: Sequence[Step]) -> int:
 
 
 def run_and_get_failure(step: Step) -> str:
-    """Print and run one command, pass its error stream on, and say why it failed.
+    """Print and run one command, forward its error stream, and describe its failure.
 
     Returns:
-        Exit code and last message of the command; empty if it did not fail (see `has_failed`).
+        Sentence with exit code and last message; empty if the command did not fail (see
+        `has_failed`).
 
     Raises:
         SystemExit: With the exit code of a command that was interrupted.
@@ -60,10 +61,10 @@ def run_and_get_failure(step: Step) -> str:
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
     ) as process:
-        assert process.stderr is not None, "it is a pipe"
+        assert process.stderr is not None, "stderr is a pipe"
         for line in process.stderr:
             print(line, end="", file=sys.stderr, flush=True)
-            # An empty line is no message.
+            # Empty lines are skipped.
             last_message = line.strip().removeprefix("medseg: ") or last_message
     exit_code = process.returncode
     if status_of(exit_code) is Status.interrupted:
@@ -76,8 +77,8 @@ def run_and_get_failure(step: Step) -> str:
 def has_failed(step: Step, exit_code: int) -> bool:
     """Whether a command failed as a whole.
 
-    With `EXIT_FAILED`, `predict` and `evaluate` say that single cases failed, possibly all. They
-    have named these cases, and the study goes on with the others.
+    `predict` and `evaluate` exit with `EXIT_FAILED` if some cases failed, possibly all. They have
+    printed the names of these cases, and the study goes on with the others.
     """
     if exit_code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
         return False
@@ -99,20 +100,20 @@ def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
         *arguments: Arguments of `train`.
 
     Returns:
-        The command; none if the run has finished.
+        A list of this command; empty if the run has finished.
     """
     if read_summary(run_dir).get("status") == Status.finished.value:
         return []
     step = ["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}"]
-    # The run has begun.
+    # An earlier start has written its configuration: resume it.
     if (run_dir / CONFIG_FILE).is_file():
         step.append(f"resume={run_dir}")
     return [step]
 
 
 def search_paths() -> list[str]:
-    """List the options of this process that name further folders of configuration files."""
-    # Not initialised: the study was called as a function, not as a command.
+    """List the arguments of this process that name further folders of configuration files."""
+    # Hydra is not initialised if the study was called as a function, not as a command.
     if not HydraConfig.initialized():
         return []
     hydra_config = HydraConfig.get()
@@ -133,11 +134,11 @@ def evaluate_step(
 ) -> Step:
     """Make the command that scores the predictions of a study.
 
-    It also writes the task to `task.yaml` in the folder: an experiment, which `evaluate` does not
-    take, may have changed it.
+    The task is also written, to `task.yaml` in the folder: an experiment may have changed the task,
+    and `evaluate` takes no experiment.
 
     Args:
-        folder: Folder of the study; has `predictions`, and gets `scores` when the command runs.
+        folder: Folder of the study with `predictions`; the command writes `scores` into it.
         reference: Case table with the reference labels.
         plain_task: Content of the group `task`.
         label_values: Content of `data.label_values`: label name to its value in the files.

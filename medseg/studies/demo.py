@@ -43,8 +43,8 @@ def demo(config: DemoConfig) -> int:
     )
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
     for statistic in summary["statistics"]:
-        # There is an entry for each region and each trust in the references; `all` pools them. Each
-        # region is printed by itself, over references of any trust.
+        # Region `all` pools all regions, trust `all` all references. Print the Dice of each region
+        # over all references.
         is_dice_of_all_cases = statistic["metric"] == "dice" and statistic["trust"] == "all"
         if is_dice_of_all_cases and statistic["region"] != "all":
             print(f"Mean Dice of {statistic['region']}: {statistic['mean']:.4f}")

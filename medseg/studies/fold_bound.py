@@ -15,12 +15,12 @@ from medseg.studies.fold_tables import Row
 from medseg.studies.held_out import TRUSTED, patients_of
 from medseg.studies.recipes import experiments
 
-# File of `cross_validate` with the bound.
+# File of the bound in the folder of the study.
 BOUND = "bound.json"
-# Share of patients of whom all regions are to reach the bound.
+# Share of patients all of whose regions are to reach the bound.
 LEVEL = 0.9
 
-# Patient to a pair for each region of each scan: agreement of the stages, and Dice.
+# Patient to pairs (agreement of the two stages, Dice), one for each region of each scan.
 Scores = dict[str, list[tuple[float, float]]]
 
 
@@ -36,7 +36,7 @@ def write_bound(
         rows: From `fold_rows`, of whole scans. A row counts only if its region was found and its
             reference is trusted.
         cases: Name to case.
-        config: Names the folder, and the experiments, which are stored with the bound.
+        config: Names the folder of the study, and the experiments, which are stored with the bound.
     """
     output = Path(config.output)
     folds = _scores_by_fold(rows, patients_of(cases.values()))
@@ -44,7 +44,7 @@ def write_bound(
     scores: Scores = {}
     for fold_scores in folds:
         scores |= fold_scores
-    # `make_weights` must not take the bound of an earlier start if there is none now.
+    # Remove the bound of an earlier start, which `make_weights` would take if there is none now.
     (output / BOUND).unlink(missing_ok=True)
     bound = calibrate(scores, LEVEL)
     if bound is None:
@@ -67,10 +67,10 @@ def write_bound(
 
 
 def _scores_by_fold(rows: Sequence[Row], patients: Mapping[str, str]) -> list[Scores]:
-    """Collect the scores that count for the bound, for each fold that has some."""
+    """Collect the scores that count for the bound, one mapping per fold with such scores."""
     folds: dict[int, Scores] = {}
     for row in rows:
-        # Without an agreement, the coarse stage found no region and the fine one refined none.
+        # The agreement is None if the coarse stage did not find the region.
         if row["agreement"] is None or row["trust"] not in TRUSTED:
             continue
         fold_scores = folds.setdefault(row["fold"], {})

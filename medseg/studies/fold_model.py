@@ -1,6 +1,6 @@
 """Writing of the model folder of a cross-validation, with the networks of all folds.
 
-Their metadata get what the study has found: clean-up, bound on Dice and plausible volumes.
+The study's clean-up, bound on Dice and plausible volumes are added to the networks' metadata.
 """
 
 import json
@@ -28,6 +28,7 @@ from medseg.task import LabelValues, Task
 from medseg.weights.files import read_weights
 from medseg.weights.model_folder import StageWeights, write_model_folder
 
+# Name of the model folder in the folder of the study.
 MODEL = "model"
 
 
@@ -45,28 +46,28 @@ def write_model(
     Args:
         config: Names the folder of the study, and the experiments of a cascade.
         task: The task of the study.
-        label_values: Value in the reference files to its label.
+        label_values: Value in the reference files to label name.
         folds: The folds, whose runs have finished.
         rows: From `fold_rows`, of whole scans.
         stages: Stages of the model: `single` alone, or `coarse` and `fine`.
-        budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
+        budget: Argument of `predict` for the memory of a pass; empty if the default is enough.
 
     Returns:
         The model folder.
     """
     output = Path(config.output)
     is_cascade = len(stages) > 1
-    # The model of one stage does not know the regions of its task.
+    # A model of one stage has no regions: its parts are the labels.
     model_task = task if is_cascade else task.as_one_stage()
     scored_names = {row["case"] for row in rows}
     scored_cases = [case for case in folds.cases.values() if case.name in scored_names]
-    # A copy for the type checker: the keys of `LabelValues` may also be names of structures.
+    # A copy for the type checker: `LabelValues` also allows text keys.
     values: LabelValues = dict(label_values.items())
     held_out = HeldOut(scored_cases, output / "predictions", model_task, values)
     volumes = measure_references(held_out)
     choice = choose_clean_up(held_out, volumes)
-    # The bound is calibrated on the Dice after the clean-up, since a prediction states it for
-    # labels that were cleaned up.
+    # The bound is calibrated on the Dice after the clean-up, since a prediction states the bound
+    # for cleaned labels.
     if is_cascade:
         write_bound(_with_clean_up(rows, choice), folds.cases, config)
     study_metadata = {
@@ -89,14 +90,14 @@ def _with_clean_up(rows: Sequence[Row], choice: Choice) -> list[Row]:
     """Replace the Dice of each row by the Dice after the chosen clean-up."""
     cleaned_rows = []
     for row in rows:
-        # `dices` is empty where nothing was chosen: the Dice stays.
+        # Without a clean-up `dices` is empty, and the Dice of the row is kept.
         dice = choice.dices.get((row["case"], row["region"]), row["dice"])
         cleaned_rows.append({**row, "dice": dice})
     return cleaned_rows
 
 
 def _read_bound(path: Path) -> dict[str, Any] | None:
-    """Read what `write_bound` wrote; None where there were too few patients, or one stage."""
+    """Read the bound of `write_bound`; None if there were too few patients or only one stage."""
     if not path.is_file():
         return None
     bound: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["bound"]
@@ -109,13 +110,13 @@ def _read_networks(
     study_metadata: dict[str, Any],
     ranges_ml: dict[str, tuple[float, float]],
 ) -> list[StageWeights]:
-    """Read the trained networks of all folds, and add what the study found to their metadata.
+    """Read the trained networks of all folds, and add the results of the study to their metadata.
 
     Args:
         folders: Folder of each fold.
         stages: Stages of the model.
         study_metadata: Entries that are added to the metadata of each network.
-        ranges_ml: Part to its plausible volumes; a range that the task itself states is kept.
+        ranges_ml: Part to its range of plausible volumes; a range that the task states is kept.
     """
     networks = []
     for fold, folder in enumerate(folders):
@@ -133,7 +134,7 @@ def _read_networks(
 def _describe_data(
     held_out: HeldOut, num_folds: int, ranges_ml: dict[str, tuple[float, float]]
 ) -> str:
-    """Say in Markdown how many scans and patients the networks come from."""
+    """Describe scans, patients, folds and plausible volumes in Markdown."""
     num_patients = len(set(held_out.patients.values()))
     volumes_text = (
         f"There are none: that takes {LEAST_PATIENTS} patients whose scans show all of a part."

@@ -30,6 +30,7 @@ COLUMNS = {
     "volume_ref_ml": "reference ml",
     "share_in_crop": "in the crop",
 }
+# Table of scores that `evaluate` writes.
 METRICS_FILE = "metrics.csv"
 
 
@@ -45,8 +46,8 @@ def fold_rows(
         folds: Folds with the scored cases.
         output: Folder of the study.
         organs: Name of each region to its values in the label files, from `organ_values`.
-        is_cascade: Whether two stages made the predictions. The rows then also have `agreement`, of
-            the stages, and `share_in_crop`.
+        is_cascade: Whether two stages made the predictions. The rows then also have `agreement` (of
+            the two stages) and `share_in_crop`.
     """
     rows = []
     for score in read_csv(output / "scores" / METRICS_FILE):
@@ -62,8 +63,8 @@ def fold_rows(
         }
         if is_cascade:
             box = report["boxes"].get(region)
-            # Without a box no region was found. An agreement on that says nothing about the Dice of
-            # regions that are found, and is left out.
+            # Without a box the coarse stage found no region. Agreement on an absent region says
+            # nothing about the Dice of regions that are found, so it is left out.
             row["agreement"] = None if box is None else report["agreements"].get(region)
             row["share_in_crop"] = share_in_crop(folds.cases[name], organs[region], box)
         rows.append(row)
@@ -80,10 +81,10 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
             stage did not find the region.
 
     Returns:
-        Share in [0, 1]; 1 if the reference has no such voxel.
+        Share in [0, 1]; 1 if the reference has no voxel of the region.
     """
     labels, grid = oriented_labels(case)
-    # (voxels of the region, 3), in (z, y, x) of the reference.
+    # (number of the region's voxels, 3): indices (z, y, x) in the reference.
     indices = np.argwhere(np.isin(labels, values))
     if len(indices) == 0:
         return 1.0
@@ -92,8 +93,8 @@ def share_in_crop(case: Case, values: Sequence[int], box: dict[str, Any] | None)
     corners = grid.world_to_index_zyx(np.array(box["corners_xyz_mm"]))
     low = corners.min(axis=0)
     high = corners.max(axis=0)
-    # The corners are centres of voxels of the crop, which extends half a voxel of its own beyond
-    # them. `half_voxel` is that length in voxels of the reference.
+    # The corners are centres of the crop's corner voxels: the crop extends half of its own voxels
+    # further. `half_voxel` is this half in voxels of the reference.
     half_voxel = np.divide(box["spacing_mm"], grid.spacing_mm) / 2
     is_inside = (indices >= low - half_voxel) & (indices <= high + half_voxel)
     return float(is_inside.all(axis=1).mean())
@@ -124,8 +125,8 @@ def write_rows(rows: Sequence[Row], output: Path, names_by_heading: Mapping[str,
 def _section(rows: Sequence[Row]) -> str:
     """Format a table of `folds.md`, with a summary below it.
 
-    The summary states mean and worst Dice, for each trust in the reference, over the rows whose
-    reference has the region, and the largest predicted volume over the others.
+    For rows whose reference has the region, the summary states mean and worst Dice for each trust;
+    for the other rows, the largest predicted volume.
     """
     formats: Formats = {
         "dice": ".4f",
@@ -138,7 +139,7 @@ def _section(rows: Sequence[Row]) -> str:
     # A study of one stage has no shares in the crop.
     columns = {key: heading for key, heading in COLUMNS.items() if key in rows[0]}
     lines = [markdown_table(rows, columns, formats)]
-    # Rows whose reference has the region, by the trust in it, and rows whose reference lacks it.
+    # Rows whose reference has the region, by trust in the reference; and the other rows.
     present: dict[str, list[Row]] = {}
     absent: list[Row] = []
     for row in rows:

@@ -21,15 +21,14 @@ DISEASED = "These scans with disease painted into their regions:"
 class Folds:
     """Folds of a study.
 
-    A held-out scan is a case of the user's table or a harder scan made of one; all have a name and
-    are cases of the tables below.
+    A held-out scan is a case of the user's table, or a harder scan made from such a case.
 
     Attributes:
         folders: Folder of the runs of each fold.
-        tables: Case table of the held-out scans of each fold.
+        tables: Path of the case table of each fold's held-out scans.
         fold_of: Name of each held-out scan to the number of its fold.
         cases: Name of each held-out scan to its case.
-        names_by_heading: Heading in `folds.md` to the names of the scans of its table.
+        names_by_heading: Heading of a table in `folds.md` to the names of the table's scans.
     """
 
     folders: list[Path]
@@ -47,7 +46,7 @@ def make_folds(
     Args:
         cases: All cases of the table, which `check_folds` has accepted.
         organs: From `organ_values`.
-        config: Names the folder, the number of folds and the harder scans to make.
+        config: States the folder of the study, the number of folds and the harder scans to make.
     """
     folds = Folds([Path(config.output) / f"fold_{fold}" for fold in range(config.num_folds)])
     folds.names_by_heading = {WHOLE: set(), PIECES: set(), DISEASED: set()}
@@ -76,7 +75,7 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
 
     Args:
         task: The task.
-        label_values: Value in the label files to its label.
+        label_values: Value in the label files to label name.
     """
     if task.regions:
         labels_of_organ = {region.name: region.labels for region in task.regions}
@@ -91,15 +90,15 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
 def held_out_scans(
     cases: Sequence[Case], organs: Mapping[str, Sequence[int]], config: CrossValidateConfig
 ) -> dict[str, list[Case]]:
-    """Make the scans that a fold predicts: its held-out cases, and harder scans made of them.
+    """Make the scans that a fold predicts: its held-out cases, and harder scans made from them.
 
     Args:
-        cases: Held-out cases of the fold. No harder scan is made of a case without labels.
+        cases: Held-out cases of the fold. No harder scan is made from a case without labels.
         organs: Name of each organ to its values in the label files.
-        config: Names the folder, and says whether partial and diseased scans are made.
+        config: States the folder of the study, and whether partial and diseased scans are made.
 
     Returns:
-        Heading in `folds.md` to the scans of its table.
+        Heading of a table in `folds.md` to the table's scans.
     """
     output = Path(config.output)
     partial: list[Case] = []
@@ -115,13 +114,13 @@ def held_out_scans(
 
 
 def check_folds(cases: Sequence[Case], num_folds: int) -> None:
-    """Refuse folds of a case table with which a cross-validation would not score each case once.
+    """Check that a cross-validation can validate each case at most once, with no empty fold.
 
     Raises:
-        UserError: If the table has another number of folds, a fold that validates no case, or a
-            case that is validated in two.
+        UserError: If the table has a single fold or another number of folds than `num_folds`, a
+            fold validates no case, or a case is validated in two folds.
     """
-    # None: the table states no folds, so the patients are divided by their names.
+    # None if the table states no folds: patients are then divided by their names.
     num_table_folds = count_folds(cases)
     if num_table_folds == 1:
         raise UserError(
@@ -149,8 +148,8 @@ def _check_validation(cases: Sequence[Case], num_folds: int) -> None:
     Raises:
         UserError: With the number of the fold, and the column to correct.
     """
-    # A table has either a column fold_N for each fold, with the side (train, val) of each case, or
-    # one column fold with the number of the fold that validates each case.
+    # A table has either a column `fold_N` for each fold, with train or val for each case
+    # (`fold_sides`), or one column `fold` with the number of the fold that validates the case.
     cases_with_sides = [case for case in cases if case.fold_sides]
     for fold in range(num_folds):
         if cases_with_sides:

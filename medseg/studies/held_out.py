@@ -1,4 +1,4 @@
-"""Held-out predictions of a study beside their references."""
+"""Held-out predictions of a study with their references."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from medseg.evaluation.matching import Prediction, Reference, read_pair
 from medseg.geometry.grid import VoxelGrid
 from medseg.task import LabelValues, Task
 
-# Values of `Case.trust` of references that may decide something. The empty text means that the
-# table states no trust; references with any other value are known to be doubtful.
+# Values of `Case.trust` of references that are used for clean-up, bound and plausible volumes. The
+# empty text means that the table states no trust; all other values mark doubtful references.
 TRUSTED = ("", "reference")
 
 
@@ -28,8 +28,8 @@ class HeldOut:
     Attributes:
         cases: Scans that have a prediction and a reference.
         predictions: Folder of the predicted label maps, `<case>.nii.gz`.
-        task: Task of the model that made them.
-        label_values: Value in the reference files to its label.
+        task: Task of the model that made the predictions.
+        label_values: Value in the reference files to label name.
     """
 
     cases: Sequence[Case]
@@ -43,13 +43,17 @@ class HeldOut:
         return patients_of(self.cases)
 
     def trusted_parts(self, case: Case) -> list[str]:
-        """List the parts (regions, or labels of a task without them) with a trusted reference."""
+        """List the parts (regions, or labels if there are none) with a trusted reference."""
         return [part for part in self.task.parts if case.trust.get(part, "") in TRUSTED]
 
     def pairs(self) -> Iterator[tuple[Case, np.ndarray, np.ndarray, VoxelGrid]]:
-        """Yield each case with its prediction, its reference, (D, H, W) each, and their grid.
+        """Read the label maps of all cases, case by case.
 
         The files are read anew at each call: all label maps together may not fit into memory.
+
+        Yields:
+            Case, label map of the prediction (D, H, W), label map of the reference (D, H, W), both
+            in the values of the task, and their grid.
         """
         for case in self.cases:
             prediction = Prediction([self.predictions / f"{case.name}.nii.gz"])

@@ -1,4 +1,4 @@
-"""Volumes in the references of a study, and the range of plausible volumes that they give."""
+"""Volumes of parts in a study's references, and the ranges of plausible volumes from them."""
 
 import math
 from collections.abc import Sequence
@@ -12,22 +12,22 @@ from medseg.anatomy.plausibility import touches_border
 from medseg.metrics.scores import volume_ml
 from medseg.studies.held_out import HeldOut
 
-# With fewer patients the interval is so wide that it excludes nothing.
+# Fewest patients of a range. With fewer patients the range is so wide that it excludes nothing.
 LEAST_PATIENTS = 5
-# Share of new patients whose volume is to lie in the range.
+# Level of the prediction interval: share of new patients whose volume is to lie in the range.
 SHARE = 0.99
 
 
 @dataclass(frozen=True)
 class ReferenceVolume:
-    """Volume of one part, a region or label, in the reference of one scan.
+    """Volume of one part (region or label) in the reference of one scan.
 
     Attributes:
         case: Name of the scan.
         patient: Name of the patient.
         part: Name of the region; of the label in a task without regions.
         volume_ml: Volume of the part, above 0.
-        is_cut: Whether the part reaches a face of the scan, so that some of it may be missing.
+        is_cut: Whether the part reaches a face of the scan, so it may continue outside.
     """
 
     case: str
@@ -66,13 +66,13 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
     to hold all volumes of the references.
 
     Args:
-        volumes: Volumes in the references; those of parts that the scan cuts do not count.
+        volumes: Volumes in the references; a volume with `is_cut` does not count.
 
     Returns:
-        Part to its range in ml. A part is left out if fewer than `LEAST_PATIENTS` patients show it
-        whole.
+        Part to its range (low, high) in ml. A part is left out if fewer than `LEAST_PATIENTS`
+        patients show the whole part.
     """
-    # Imported here because it takes half a second.
+    # Imported here because the import takes half a second.
     from scipy.stats import t
 
     # Part to patient to the logarithms of the volumes in the scans.
@@ -85,7 +85,7 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
         logs_of_patient.append(math.log(volume.volume_ml))
     ranges_ml = {}
     for part, logs_by_patient in logs.items():
-        # Scans of one patient are no independent observations.
+        # One mean per patient: scans of one patient are no independent observations.
         means = [fmean(patient_logs) for patient_logs in logs_by_patient.values()]
         num_patients = len(means)
         if num_patients < LEAST_PATIENTS:
@@ -100,16 +100,16 @@ def plausible_ranges(volumes: Sequence[ReferenceVolume]) -> dict[str, tuple[floa
 
 
 def _rounded_outwards(low: float, high: float) -> tuple[float, float]:
-    """Round a range to three digits, so that it becomes no narrower.
+    """Round a range to three significant digits, low down and high up.
 
     Example:
         >>> _rounded_outwards(0.012349, 1234.5)
         (0.0123, 1240.0)
     """
-    # Unit of the third digit.
+    # Value of one unit in the third significant digit.
     step_of_low = 10.0 ** (math.floor(math.log10(low)) - 2)
     step_of_high = 10.0 ** (math.floor(math.log10(high)) - 2)
     rounded_low = math.floor(low / step_of_low) * step_of_low
     rounded_high = math.ceil(high / step_of_high) * step_of_high
-    # By way of text, so that 0.0123 is not 0.012300000000000002.
+    # Six digits as text remove the rounding error of the product: 0.012300000000000002 to 0.0123.
     return float(f"{rounded_low:.6g}"), float(f"{rounded_high:.6g}")

@@ -152,6 +152,15 @@ def test_no_name_is_left_and_a_full_disk_is_one_sentence(
         scratch_array((2**29,), np.uint8)
 
 
+def test_a_file_that_cannot_be_mapped_is_a_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(scratch.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match=r"map a temporary file of 0\.50 GiB"):
+        scratch_array((2**29,), np.uint8)
+
+
 def test_without_tmpdir_the_files_are_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TMPDIR")
     assert scratch.scratch_folder() == Path(

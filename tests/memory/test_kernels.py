@@ -98,8 +98,9 @@ def test_a_matrix_of_columns_is_written_whole(
         lambda reset=kernels.reset_peak_resident: resets.append(reset()),
     )
     resets: list[None] = []
-    cost = measured(tmp_path, large=convolution(64, size=64))["large"]
-    assert cost.workspace > 2**24
+    # Its columns take 40 MB: smaller blocks come from the heap, see `conftest.py`.
+    cost = measured(tmp_path, large=convolution(64, size=72))["large"]
+    assert cost.workspace > 2**25
     assert cost.written == pytest.approx(cost.workspace, rel=0.05)
     assert resets, "it was measured"
 
