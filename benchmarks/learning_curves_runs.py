@@ -255,7 +255,7 @@ class MedsegRuns:
                 step_cpu_s.append(float(line["seconds_per_step"]) * cores)
         # The first line is left out: its steps load and compile.
         step_s = median(step_cpu_s[1:])
-        # The rest of the run: start and validation. Noise may make it negative.
+        # The rest of the run: start and validation. Noise may make the difference negative.
         return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
 
     def predict(self) -> Row:
