@@ -39,8 +39,8 @@ LIMIT_GIB = 1.0
 BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # the largest gives the reference labels
 # Labels with a lower Dice in a region count as different.
 EQUAL_DICE = 0.9995
-# Pixels per side of the coarse phantom, and their size. A scan repeats each of these pixels: to draw
-# a phantom with 3,000 slices of 512² pixels would take too long.
+# Pixels per side of the coarse phantom, and their size. A scan repeats each of these pixels:
+# drawing 3,000 slices of 512² pixels would take too long.
 MODEL_SIZE = 128
 MODEL_MM = 3.2
 # Pixels per side of the scans: multiples of `MODEL_SIZE`.

@@ -564,8 +564,8 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
         )
     length_key = _length_key(saved["schedule._target_"])
     length = saved.get(length_key)
-    # The further steps would pass the end of the schedule. A run whose first steps already passed
-    # that end may go on.
+    # The further steps would pass the end of the schedule. A run whose saved steps already exceed
+    # the length may go on.
     is_end_passed = length is not None and saved_steps <= length < steps
     if is_length_changed or is_end_passed:
         raise UserError(
