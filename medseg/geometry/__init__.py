@@ -1,1 +1,1 @@
-"""Geometry in numpy only: voxel grids, boxes, and the sizes that a network takes."""
+"""Geometry in NumPy only: voxel grids, boxes, input sizes and strides of networks."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-# A direction matrix D counts as orthonormal if no entry of |DᵀD − I| is larger than this. Headers
-# store rounded decimals.
+# A direction matrix D counts as orthonormal if no entry of |DᵀD − I| is larger than this, and two
+# directions count as equal if no entry differs by more: headers store rounded decimals.
 DIRECTION_TOLERANCE = 1e-3
 
 # Differences of indices below this, in voxels, are rounding noise.
@@ -190,8 +190,8 @@ class VoxelBox:
         for start, length, min_length in zip(self.start, self.shape, min_shape, strict=True):
             num_missing = max(0, min_length - length)
             starts.append(start - num_missing // 2)
-        shape = map(max, self.shape, min_shape)
-        return VoxelBox.of(starts, map(operator.add, starts, shape))
+        grown_shape = map(max, self.shape, min_shape)
+        return VoxelBox.of(starts, map(operator.add, starts, grown_shape))
 
 
 def resampled_shape(
@@ -273,7 +273,7 @@ class VoxelGrid:
 
     @property
     def is_axial(self) -> bool:
-        """Whether its planes (y, x) are nearer to axial ones than to sagittal or coronal ones."""
+        """Whether the planes (y, x) are nearer to axial ones than to sagittal or coronal ones."""
         # The last column is the world direction from one plane to the next.
         along_x, along_y, along_z = (abs(row[2]) for row in self.direction)
         return along_z >= max(along_x, along_y)
@@ -353,7 +353,7 @@ class VoxelGrid:
         ratio = np.array(self.shape) / np.array(shape)
         spacing_mm = ratio * np.array(self.spacing_mm)
         # The outer face of the first voxel stays at the old index -0.5; the centre of the new first
-        # voxel lies half a new voxel behind this face.
+        # voxel lies half a new voxel further inside.
         origin_xyz_mm = self.index_to_world_xyz_mm(ratio / 2 - 0.5)
         return _make_grid(shape, spacing_mm.tolist(), origin_xyz_mm, self.direction)
 
@@ -402,8 +402,8 @@ class VoxelGrid:
         Raises:
             ValueError: If the directions differ by more than `DIRECTION_TOLERANCE`.
         """
-        # To save time: a grid made from the other has exactly its direction, and `allclose` takes
-        # 0.1 ms.
+        # `==` comes first to save time: grids made from each other have exactly the same direction,
+        # and `allclose` takes 0.1 ms.
         has_same_axes = self.direction == other.direction or np.allclose(
             self.direction, other.direction, rtol=0, atol=DIRECTION_TOLERANCE
         )
@@ -417,8 +417,8 @@ class VoxelGrid:
     def box_from(self, other: VoxelGrid, box: VoxelBox) -> VoxelBox:
         """Cover a box of another grid with the smallest box of this grid's voxels.
 
-        It covers the voxels whole, from face to face. Rounding noise below `INDEX_TOLERANCE` does
-        not make it grow. An empty box stays empty.
+        The voxels of `box` are covered whole, from face to face. Rounding noise below
+        `INDEX_TOLERANCE` adds no voxel. An empty box stays empty.
 
         Args:
             other: Grid with the same axes.
@@ -449,7 +449,7 @@ class VoxelGrid:
             other: Grid with the same axes.
 
         Returns:
-            Box in voxels of this grid, which may reach outside it; empty where there is none.
+            Box in voxels of this grid; it may reach outside, and is empty if there are none.
         """
         scale, offset = np.transpose(other.axis_map_to(self))
         # The field of view reaches from -0.5 to shape - 0.5 in indices of the other grid. These

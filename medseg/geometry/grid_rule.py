@@ -1,8 +1,9 @@
 """Crops of a stage and their grids: one rule for training, validation and prediction.
 
-A case has a lattice for each stage: the grid of its scan, or that grid at the stage's spacing
-(`VoxelGrid.resampled`). The network's input is a crop: a box on the lattice or, for a stage whose
-crops have a fixed size, the box resampled to a grid of its own with the same axes.
+The network's input is a crop: a box of voxels on a grid, the crop's lattice. The lattice is usually
+a grid over the whole scan: the scan's own grid or that grid at another spacing
+(`VoxelGrid.resampled`). For a stage whose crops have a fixed size, the box is resampled, and the
+crop's lattice is the grid of the resampled box alone.
 """
 
 import math
@@ -17,7 +18,7 @@ class Crop(NamedTuple):
     """Input region of a network.
 
     Attributes:
-        lattice: Grid in whose voxels the boxes are counted.
+        lattice: Grid to whose voxel indices the boxes refer.
         box: The crop, in voxels of the lattice; it may reach outside.
         content: Box in voxels of the lattice; outside it the network sees air in place of the scan.
             None: it sees the whole crop.
@@ -40,11 +41,11 @@ class GridRule:
     Attributes:
         size: Each crop is resampled to this shape, (D, H, W); None keeps the lattice's spacing.
         is_cube: Whether all axes of a crop grow to the length of the longest axis, in voxels; meant
-            for lattices of equal spacing on all axes.
+            for a lattice with the same spacing on all axes.
         is_padded: Whether the voxels by which a crop grows are air; otherwise they show more of the
             scan.
         range_mm: Smallest and largest spacing of an axis that the network was trained with; None:
-            it was trained with the spacing of the stage's lattice alone.
+            it was trained with the stage's spacing alone.
     """
 
     size: tuple[int, int, int] | None = None
@@ -61,7 +62,7 @@ class GridRule:
             scan_spacing_mm: Spacing of the original scan, (z, y, x).
 
         Returns:
-            Spacing of the crop's lattice; None: that of the stage's lattice.
+            Spacing of the crop's lattice; None: the stage's spacing.
         """
         if self.range_mm is None:
             return None
@@ -79,21 +80,22 @@ class GridRule:
 
         Args:
             box: Region with its margin, in voxels of the lattice.
-            lattice: The stage's lattice for this case.
+            lattice: Grid over the whole scan at the spacing of the crop.
             patch_size: Size (z, y, x) of the patches that are cut from the crop, which grows to at
                 least this size; the network never sees the crop whole, so no multiple is needed.
                 None: the crop goes to the network whole, and grows to a size that the network takes
                 (`network_size`).
-            divisor: Required multiple of the size of a whole crop, (z, y, x).
-            least_size: A whole crop grows to at least this size before it grows to multiples.
+            divisor: A whole crop grows to a multiple of this, (z, y, x).
+            least_size: A whole crop grows to at least this size (z, y, x) before it grows to a
+                multiple of the divisor.
 
         Returns:
             Crop that contains the box; a crop of fixed size (`size`) covers exactly the box.
         """
-        # A fixed size: the box does not grow, but is resampled to a lattice of its own.
+        # A fixed size: the box does not grow, but is resampled. Its new grid is the crop's lattice.
         if self.size is not None:
             return Crop(lattice.crop(box).resized(self.size), VoxelBox.full(self.size))
-        # The box before it grows. Beyond it, a padded crop shows air.
+        # A padded crop shows air beyond the box as it is now, before it grows.
         content = box if self.is_padded else None
         if self.is_cube:
             box = box.at_least([max(box.shape)] * 3)
@@ -133,15 +135,14 @@ def region_crop(
 ) -> Crop:
     """Choose the crop of a region, in training and in prediction.
 
-    The crop covers the region and the margin, its centre within half a voxel of the region's
-    centre. Where an axis must grow by an odd number of voxels, the odd voxel goes to the high end.
-    It has whole voxels of the lattice, unless the rule has a fixed size. It may reach outside the
-    volume, so that the region stays in the middle.
+    The crop covers the region and the margin. The region stays in the middle: the crop may reach
+    outside the volume, and each time an axis grows by an odd number of voxels, the odd voxel goes
+    to the high end. The crop has whole voxels of the lattice, unless the rule has a fixed size.
 
     Args:
         tight_box: Tight box of the region in voxels of `from_grid`.
         from_grid: Grid of the coarse result (or of the reference labels in training).
-        lattice: Lattice of the fine stage for this case; same axes.
+        lattice: Grid over the whole scan at the spacing of the crop; same axes as `from_grid`.
         margin_mm: Added on every side, in mm, rounded up to whole voxels.
         patch_size: See `GridRule.crop`.
         divisor: See `GridRule.crop`.

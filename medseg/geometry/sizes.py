@@ -10,13 +10,13 @@ Shape = tuple[int, int, int]
 def network_size(shape: Sequence[int], divisor: Sequence[int]) -> Shape:
     """Raise a size to one that a network takes.
 
-    Each axis is rounded up to a multiple of its divisor. A size that is exactly the divisor is
-    doubled: the deepest level of the network would have a single voxel, over which an instance norm
-    has no variance.
+    Each axis is rounded up to a multiple of its divisor. A size that equals the divisor on all axes
+    is doubled: the deepest level of the network would have a single voxel, over which an instance
+    norm has no variance.
 
     Args:
         shape: Size in voxels, (D, H, W).
-        divisor: Required multiple of the input size, (z, y, x).
+        divisor: The input size must be a multiple of this, (z, y, x).
 
     Raises:
         ValueError: If a divisor is below one.
@@ -52,6 +52,5 @@ def bounded_depth(shape: Shape, max_voxels: int, divisor_z: int) -> int:
     """
     depth, height, width = shape
     num_fitting = max_voxels // (height * width)
-    # Rounded down to a multiple.
-    num_kept = num_fitting // divisor_z * divisor_z
+    num_kept = num_fitting // divisor_z * divisor_z  # rounded down to a multiple
     return min(depth, max(divisor_z, num_kept))

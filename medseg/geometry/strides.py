@@ -9,10 +9,10 @@ def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int
     """Choose the stride of each level per axis, the finest level first.
 
     An axis that is at least twice as coarse as the finest one is not downsampled (nnU-Net's rule).
-    Downsampling makes the other axes coarser, until all are about alike.
+    Downsampling makes the other axes coarser, until all spacings are about equal.
 
     Args:
-        spacing_mm: Spacing of the input, (z, y, x); None: all axes alike.
+        spacing_mm: Spacing of the input, (z, y, x); None: equal on all axes.
         num_levels: Number of times that the input is downsampled.
 
     Returns:
@@ -22,7 +22,7 @@ def level_strides(spacing_mm: tuple[float, float, float] | None, num_levels: int
         >>> level_strides((5.0, 1.0, 1.0), 4)
         ((1, 2, 2), (1, 2, 2), (2, 2, 2), (2, 2, 2))
     """
-    # Only ratios matter: any equal spacings mean that all axes are alike.
+    # Only ratios matter: 1 mm stands for any spacing that is equal on all axes.
     current_mm = list(spacing_mm or (1.0, 1.0, 1.0))
     strides = []
     for _ in range(num_levels):
@@ -42,7 +42,7 @@ def total_strides(strides: Strides) -> tuple[int, int, int]:
         (2, 4, 4)
     """
     totals = [1, 1, 1]
-    for level in strides:
-        totals = list(map(operator.mul, totals, level))
+    for level_stride in strides:
+        totals = list(map(operator.mul, totals, level_stride))
     z, y, x = totals
     return z, y, x

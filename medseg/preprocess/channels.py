@@ -1,9 +1,10 @@
 """Channels of a case: several images, resampled to the grid of the first and stacked.
 
 * `read_channels(paths, outside, series=…, scales=…)` reads `image`, `image_1`, … of a case. It
-  returns an array (C, D, H, W) in the storage order of the first, and the first as a `Volume`
-  (grid, header, findings of all channels).
-* `resample_to(image, source, target, outside)` resamples one image to a grid with any other axes.
+  returns an array (C, D, H, W) in the storage order of the first channel, and the first channel as
+  a `Volume` (grid, header, findings of all channels).
+* `resample_to(image, source, target, outside)` resamples one image to a grid, whose axes may
+  differ from the image's.
 
 `medseg.preprocess.intensity` normalises each channel.
 """
@@ -21,10 +22,11 @@ from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE, VoxelGrid
 from medseg.io.volume import Volume
 from medseg.preprocess.orient import orient, orientation_of
-from medseg.preprocess.resample import resample_image
+from medseg.preprocess.resample import EDGE_TOLERANCE, resample_image
 from medseg.preprocess.scale import AS_STORED, HuScale
 
-# A channel that leaves more than this share of the first channel's voxels uncovered gets a warning.
+# If a channel leaves more than this share of the first channel's voxels uncovered, the user is
+# warned.
 MAX_UNCOVERED_SHARE = 0.01
 
 
@@ -33,8 +35,8 @@ def resample_to(
 ) -> np.ndarray:
     """Resample an image to any grid.
 
-    Where the grids are rotated to each other, the image is first antialiased along its own axes,
-    then interpolated linearly.
+    If the grids are rotated to each other, the image is first antialiased along its own axes, then
+    interpolated linearly.
 
     Args:
         image: Image (D, H, W) on `source`.
@@ -43,36 +45,65 @@ def resample_to(
         outside: Value for voxels whose centre lies outside the source's field of view.
 
     Returns:
-        Image (D', H', W') on `target`; the image itself where the grids agree, else float32.
+        Image (D', H', W') on `target`, float32; the image itself, unchanged, if the grids agree.
     """
     if source.is_close(target):
         return image
     image, source, _ = orient(image, source)
-    # The image is resampled to the target in LPS order; `back.from_lps` restores the target's axes.
-    back = orientation_of(target)
-    oriented_target = target.reoriented(back.order, back.flips)
+    # The image is resampled to the target in LPS order; `from_lps` then restores the target's
+    # order.
+    target_orientation = orientation_of(target)
+    oriented_target = target.reoriented(target_orientation.order, target_orientation.flips)
     if np.allclose(source.direction, oriented_target.direction, rtol=0, atol=DIRECTION_TOLERANCE):
-        return back.from_lps(resample_image(image, source, oriented_target, outside).numpy())
+        resampled = resample_image(image, source, oriented_target, outside).numpy()
+        return target_orientation.from_lps(resampled)
     # Along an axis where the target is coarser, the linear interpolation would skip voxels, so the
     # image first gets the target's spacing there.
     z, y, x = map(max, source.spacing_mm, oriented_target.spacing_mm)
     lattice = source.resampled((z, y, x))
     filtered = resample_image(image, source, lattice, outside).numpy()
-    # Lattice index of target index i is matrix @ i + offset. The offset is where target voxel
-    # (0, 0, 0) lies; column a of the matrix is the step to the next voxel along axis a.
-    corners = oriented_target.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
-    offset, *next_voxels = lattice.world_to_index_zyx(corners)
-    matrix = np.transpose(np.array(next_voxels) - offset)
+    matrix, offset = _index_map(oriented_target, lattice)
+    # `nearest` repeats the outermost voxels of the lattice; what lies outside is filled afterwards.
     resampled = affine_transform(
-        filtered,
-        matrix,
-        offset,
-        oriented_target.shape,
-        order=1,
-        mode="grid-constant",
-        cval=outside,
+        filtered, matrix, offset, oriented_target.shape, order=1, mode="nearest"
     )
-    return back.from_lps(resampled)
+    _fill_outside(resampled, oriented_target, source, outside)
+    return target_orientation.from_lps(resampled)
+
+
+def _index_map(grid: VoxelGrid, other: VoxelGrid) -> tuple[np.ndarray, np.ndarray]:
+    """Find the map from indices of a grid to those of another: `matrix @ index + offset`.
+
+    Returns:
+        The matrix (3, 3) and the offset (3,), both in the order (z, y, x).
+    """
+    # The offset is where voxel (0, 0, 0) lies; column a of the matrix is the step to the next voxel
+    # along axis a.
+    first_and_next = grid.index_to_world_xyz_mm(np.vstack([np.zeros(3), np.eye(3)]))
+    offset, *next_voxels = other.world_to_index_zyx(first_and_next)
+    return np.transpose(np.array(next_voxels) - offset), offset
+
+
+def _fill_outside(image: np.ndarray, grid: VoxelGrid, source: VoxelGrid, outside: float) -> None:
+    """Fill the voxels of an image whose centres lie outside a field of view, in place.
+
+    Args:
+        image: Image (D, H, W) on `grid`.
+        grid: Its grid.
+        source: Grid with the field of view.
+        outside: Value of the voxels outside.
+    """
+    matrix, offset = _index_map(grid, source)
+    rows, columns = np.ogrid[: grid.shape[1], : grid.shape[2]]
+    # Plane by plane, because the source positions of a whole volume would take much memory.
+    for z, plane in enumerate(image):
+        is_outside = np.zeros(plane.shape, dtype=bool)
+        for axis, (step_z, step_y, step_x) in enumerate(matrix):
+            position = offset[axis] + step_z * z + step_y * rows + step_x * columns  # (H, W)
+            # The field of view ends at the outer faces of the outermost voxels.
+            is_outside |= position < -0.5 - EDGE_TOLERANCE
+            is_outside |= position > source.shape[axis] - 0.5 + EDGE_TOLERANCE
+        plane[is_outside] = outside
 
 
 def place_channel(
@@ -92,8 +123,8 @@ def place_channel(
         target: Grid of the first channel.
         fill: Value of voxels outside the channel.
         name: Name of the channel, for messages.
-        message_start: Start of the error message, such as the path of the file.
-        first_name: Name of the first channel in that message.
+        message_start: Start of the error message, such as the path of the file and a colon.
+        first_name: Name of the first channel in the error message.
 
     Returns:
         Image (D', H', W') on `target`, and a warning if more than `MAX_UNCOVERED_SHARE` of the
@@ -102,7 +133,7 @@ def place_channel(
     Raises:
         UserError: If the channel covers no voxel of the target.
     """
-    # NaN marks the voxels outside; the image itself holds none.
+    # NaN marks the voxels outside; the image itself holds no NaN.
     image = resample_to(image, source, target, outside=math.nan)
     is_outside = np.isnan(image)
     outside_share = float(is_outside.mean())
@@ -111,8 +142,7 @@ def place_channel(
             f"{message_start}expected {name} to show the same patient region as {first_name}, but "
             "the two do not overlap; check both."
         )
-    # Where the grids agree, `image` is the caller's array. It has no voxels outside, and is left
-    # unchanged.
+    # Only a resampled copy has voxels outside: the caller's own array is not overwritten here.
     if outside_share > 0.0:
         image[is_outside] = fill
     if outside_share <= MAX_UNCOVERED_SHARE:
@@ -133,8 +163,8 @@ def read_channels(
     """Read the channels of a case on the grid of the first.
 
     Args:
-        paths: `image`, `image_1`, `image_2`, …; None where the case has no such channel. A path
-            that occurs several times is a 4D NIfTI file with one volume for each occurrence.
+        paths: `image`, `image_1`, `image_2`, …; None for a channel that the case lacks. A path that
+            occurs several times is a 4D NIfTI file with one volume for each occurrence.
         outside: Value of each channel beyond its field of view, such as -1024 for CT and 0 for MR.
         series: DICOM series of the first channel, as for `read_image`.
         files: DICOM files of the first channel, as for `read_image`.
@@ -144,13 +174,12 @@ def read_channels(
             modality is refused. If the list is shorter, the other channels are `ct`.
 
     Returns:
-        Channels (C, D, H, W) in the storage order of the first, and the first channel as a volume
-        with the findings about all channels. A single channel keeps its type; several channels are
-        float32.
+        Channels (C, D, H, W) in the storage order of the first channel, and the first channel as a
+        volume with the findings about all channels. A single channel keeps its type; several
+        channels are float32.
 
     Raises:
-        UserError: If a channel is missing, cannot be read, or lies outside the field of view of the
-            first.
+        UserError: If a channel is missing, cannot be read, or does not overlap the first channel.
     """
     from medseg.io.read import read_image
 
@@ -178,8 +207,7 @@ def read_channels(
     for number in range(1, len(paths)):
         name = names[number]
         path = channel_paths[number]
-        # Index of the volume in a 4D file: earlier channels of this path take the volumes before
-        # it.
+        # Index of the volume in a 4D file: earlier channels of this path take the earlier volumes.
         volume_index = channel_paths[:number].count(path)
         num_volumes = channel_paths.count(path)
         volume = read_image(

@@ -1,8 +1,8 @@
 """Crops of a volume; a crop may reach outside the volume.
 
-Along z a scan ends inside the body, so the first and the last slice are repeated beyond it: air
-there would look like the border of an organ. In plane a scan ends beside the body, so there is air
-beyond it.
+Along z a scan ends inside the body, so the first and the last slice are repeated beyond its ends:
+air there would look like the border of an organ. In plane a scan ends beside the body, so the crop
+shows air beyond its edges.
 """
 
 import math
@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medseg.geometry.grid import VoxelBox, VoxelGrid
+from medseg.geometry.grid import INDEX_TOLERANCE, VoxelBox, VoxelGrid
 from medseg.geometry.grid_rule import Crop
 from medseg.io.scratch import new_tensor
 from medseg.preprocess.intensity import BODY_HU
 from medseg.preprocess.resample import ANTIALIASED, resample_image
 
+# Margin of `body_box` on each side of the body.
 BODY_MARGIN_MM = 10.0
 
 
@@ -35,10 +36,10 @@ def body_box(
     Args:
         image: Volume (D, H, W); in HU if it is a CT.
         spacing_mm: Its spacing, (z, y, x).
-        modality: `ct` or another one.
+        modality: `ct`, or any other name.
 
     Returns:
-        Box inside the volume; the whole volume if there is no such voxel.
+        Box inside the volume; the whole volume if no voxel belongs to the body.
     """
     depth, height, width = image.shape
     full = VoxelBox.full((depth, height, width))
@@ -46,9 +47,9 @@ def body_box(
     box = VoxelBox.from_mask(is_body)
     if box is None:
         return full
-    # Minus 1e-6: a margin of exactly n voxels must not become n + 1 by rounding noise.
-    z, y, x = (math.ceil(BODY_MARGIN_MM / mm_per_voxel - 1e-6) for mm_per_voxel in spacing_mm)
-    return box.expanded((z, y, x)).intersect(full)
+    # A margin of exactly n voxels must not become n + 1 by rounding noise.
+    margin = [math.ceil(BODY_MARGIN_MM / axis_mm - INDEX_TOLERANCE) for axis_mm in spacing_mm]
+    return box.expanded(margin).intersect(full)
 
 
 def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
@@ -62,13 +63,13 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         outside: Value beyond the edges of the slices.
 
     Returns:
-        New array of the box' shape and the volume's type.
+        New array with the shape of the box and the type of the volume.
     """
     crop = np.full(box.shape, outside, dtype=array.dtype)
     depth = array.shape[0]
     z, y, x = box.start
     z_stop, y_stop, x_stop = box.stop
-    # Slices of the volume to read: the slices in the box. If the box has none, the nearest slice:
+    # Slices of the volume to read: those in the box. If no slice is in the box, the nearest one:
     # the first for a box that ends before the volume, the last for a box that begins behind it.
     first_read = min(max(z, 0), depth - 1)
     stop_read = max(min(z_stop, depth), first_read + 1)
@@ -77,9 +78,9 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
         return crop
     _, rows, columns = inner.shifted((0, -y, -x)).slices()
     planes = array[inner.slices()]
-    # First index of these planes in the crop. If the box has no slice of the volume, the nearest
-    # slice goes to the end of the crop on its side: to index 0 if the volume ends before the box
-    # (`first_read - z` is negative), to the last index if the volume begins behind the box.
+    # First index of these planes in the crop. If no slice is in the box, the nearest slice goes to
+    # the end of the crop on its side: to index 0 if the volume ends before the box (`first_read -
+    # z` is negative), to the last index if the volume begins behind the box.
     last_in_crop = box.shape[0] - 1
     crop_start = min(max(first_read - z, 0), last_in_crop)
     crop_stop = crop_start + len(planes)
@@ -94,8 +95,8 @@ def view_or_resample(
 ) -> Tensor:
     """Take a crop out of a volume (D, H, W) that lies on `grid`.
 
-    The result is a view if the crop is on the volume's grid and inside it, else a resampled copy,
-    see `resample_image`.
+    The result is a view if the crop's lattice is `grid` and the crop lies inside, else a resampled
+    copy, float32. The other arguments are those of `resample_crop`.
     """
     if crop.lattice == grid and VoxelBox.full(grid.shape).contains(crop.box):
         return image[crop.box.slices()]
@@ -112,21 +113,21 @@ def resample_crop(
     *,
     limits: tuple[float, float] | None = None,
 ) -> Tensor:
-    """Resample a volume to a crop as training does, which caches the volume on the lattice.
+    """Resample a volume to a crop through the same grids as in training.
 
-    A crop on the lattice is resampled from the volume, in one step. A crop on another grid takes
-    two: the volume is resampled to the lattice, and the result to the crop. Where the lattice is
-    the volume's own grid, the first step changes nothing and is left out.
+    Training caches the volume on the stage's lattice. A crop on this lattice is resampled from the
+    volume in one step. A crop on another grid takes two steps: the volume is resampled to the
+    stage's lattice, and the result to the crop. If the stage's lattice is the volume's own grid,
+    the first step changes nothing and is left out.
 
     Args:
         image: Volume (D, H, W).
         source: Its grid.
-        lattice: The stage's lattice of the volume, see `medseg.geometry.grid_rule`.
-        crop: Crop on the lattice, or on another grid with the same axes; at least a part of it lies
-            inside the lattice.
+        lattice: The stage's lattice: the grid of the volume at the spacing of the stage.
+        crop: Crop on that lattice, or on another grid with the same axes; it overlaps the lattice.
         outside: Value beyond the edges of the slices; beyond the ends the first and the last slice
             are repeated.
-        resampling: The filter, see `medseg.preprocess.resample`.
+        resampling: The filter, one of `medseg.preprocess.resample.RESAMPLINGS`.
         limits: See `resample_image`.
 
     Returns:
@@ -161,7 +162,7 @@ def resample_crop(
 def erase_outside(image: Tensor, crop: Crop, outside: float) -> Tensor:
     """Set the voxels of a crop (D, H, W) beyond its content to one value, in a copy.
 
-    An image whose crop has no content box, or nothing beyond it, is returned itself.
+    If the crop has no content box, or lies within it, the image itself is returned.
     """
     if crop.content is None or crop.content.contains(crop.box):
         return image
@@ -212,18 +213,24 @@ def probability_channel(
         Channel (D, H, W), float32: the probability of the region, from -1 (probability 0) to 1. It
         is -1 beyond the grid in plane and beyond the content of the crop.
     """
-    # One expression: the temporary copies are bound to no name, so that their memory is freed
-    # before the resampling.
+    # Index k of the first axis is label value k. One expression: the temporary copies are bound to
+    # no name, so that their memory is freed before the resampling.
     region_probs = torch.as_tensor(probs[list(values)]).to(torch.float32).sum(0)
     crop_probs = resample_image(region_probs, grid, crop.grid, outside=0.0, slices_go_on=True)
+    # From [0, 1] to [-1, 1], the range of the other channels.
     return erase_outside_(crop_probs, crop, outside=0.0).mul_(2.0).sub_(1.0)
 
 
 def pad_at_end(image: Tensor, shape: tuple[int, ...], outside: float) -> Tensor:
-    """Pad (…, D, H, W) at the end of each axis to a shape (D', H', W'), none smaller.
+    """Pad an image (…, D, H, W) at the end of each axis to (…, D', H', W').
 
-    The last slice is repeated along z; rows and columns are filled with one value. An image of that
-    shape is returned itself.
+    The last slice is repeated along z; new rows and columns are filled with one value. An image
+    that has the shape already is returned itself.
+
+    Args:
+        image: The image.
+        shape: Target shape (D', H', W'), on each axis at least as long as the image.
+        outside: Value of new rows and columns.
     """
     depth, height, width = image.shape[-3:]
     if (depth, height, width) == tuple(shape):

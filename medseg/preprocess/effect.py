@@ -11,12 +11,12 @@ Spacing = tuple[float, float, float]
 class Effect:
     """A random change of a sample after it is read.
 
-    An effect takes random numbers only from the generator that it is given, so that a sample is
-    determined by its number.
+    An effect takes random numbers only from the generator of the sample, so that the seed and the
+    sample's number determine the sample.
 
     Attributes:
-        is_spatial: Whether it moves voxels or cuts the field of view, which concerns all channels
-            alike. Otherwise it changes intensities, as a scanner does.
+        is_spatial: True for an effect that moves voxels or cuts the field of view, in all channels
+            alike; False for one that changes intensities, as a scanner does.
     """
 
     is_spatial: ClassVar[bool] = False
@@ -27,11 +27,10 @@ class Effect:
         """Change a sample.
 
         Args:
-            image: (C, D, H, W) float32; may be overwritten.
-            labels: (D, H, W) uint8; may be overwritten.
+            image: Channels (C, D, H, W), normalised, float32; may be overwritten.
+            labels: Label map (D, H, W), uint8; may be overwritten.
             rng: Generator of this sample.
-            spacing_mm: Voxel spacing, (z, y, x), by which an effect turns its lengths in mm into
-                voxels.
+            spacing_mm: Voxel spacing, (z, y, x), to convert lengths in mm to voxels.
 
         Returns:
             New image and labels, same shapes.

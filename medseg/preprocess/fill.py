@@ -1,10 +1,10 @@
-"""Replacement of a constant fill of a CT outside the field of view, such as 0, by air.
+"""Replacement of a constant fill value outside the field of view of a CT, such as 0 HU, by air.
 
 Resampling programs often fill in 0 HU, which to a network is water around the patient; it then
 misses air-filled organs. Fills below air are not handled here: they are clipped wherever an image
-is resampled (`HU_LIMITS`). A scanner's noise never makes an area of one value, so that such an area
-at the border of a slice was not measured, whatever its outline: outside a circle, outside a rotated
-volume, or beyond the last slice.
+is resampled (`HU_LIMITS`). With a scanner's noise no measured area has a single value. An area of a
+single value at the border of a slice is therefore a fill, whatever its outline: outside a circle,
+outside a rotated volume, or beyond the last slice.
 """
 
 from collections import Counter
@@ -13,23 +13,26 @@ import numpy as np
 
 from medseg.preprocess.intensity import AIR_HU, BODY_HU
 
-# Air may be constant too, where a scanner or a program clips it. Only values denser than any air
-# count as fill.
+# Air may be constant too, where a scanner or a program clips it. Only values above this, denser
+# than any air, count as fill.
 DENSEST_AIR_HU = -950
 # Values up to this many HU above the lowest value of an image may be its air, clipped to a narrower
 # range.
 CLIP_REACH_HU = 25
-# A fill makes up at least this share of the pairs of neighbours along the border of a slice.
-# Measured tissue stays below 0.03, and a gap along one of the four sides has 0.25.
+# Minimum share of the pairs of neighbours along the border of a slice that have the value of the
+# fill. For measured tissue the share is below 0.03; for a fill along one of the four sides it is
+# 0.25.
 MIN_BORDER_SHARE = 0.2
-# Largest share of equal neighbours in tissue: in scans it is 0.02 to 0.3, in an image without noise
-# nearly 1. An image without noise may show tissue of one value at its border, which is no fill.
+# Largest share of equal neighbours in the tissue of an image that is searched for a fill. Scans
+# have 0.02 to 0.3, an image without noise nearly 1: its tissue may have a single value at the
+# border too.
 MAX_EQUAL_SHARE = 0.5
-# Number of slices in which the noise is judged, and the minimum number of pairs of neighbours.
+# Noise is judged in at least this many slices, evenly spread; in all if the image has fewer.
 NOISE_SLICES = 16
+# Minimum number of pairs of neighbours in tissue to judge the noise.
 MIN_PAIRS = 1000
-# Pixels of the smallest piece that is replaced. Smaller ones may be tissue that has the value by
-# chance.
+# Pixels of the smallest connected piece that is replaced. Smaller ones may be tissue that has the
+# value by chance.
 MIN_PIECE = 20
 
 
@@ -40,14 +43,14 @@ def find_fill(image_hu: np.ndarray) -> float | None:
         image_hu: CT (D, H, W) in HU, in any order of its axes, without NaN.
 
     Returns:
-        The value; None where there is none, or where the image has too little noise to distinguish
-        a fill from tissue.
+        The value in HU; None if there is no fill, or if the image has too little noise to
+        distinguish a fill from tissue.
     """
     border_values = [_border_value(plane) for plane in image_hu]
-    votes = Counter(value for value in border_values if value is not None)
-    if not votes:
+    slice_counts = Counter(value for value in border_values if value is not None)
+    if not slice_counts:
         return None
-    fill = votes.most_common(1)[0][0]
+    [(fill, _)] = slice_counts.most_common(1)
     # The lowest value of the image, without padding below air.
     lowest = fill
     for plane in image_hu:
@@ -60,23 +63,23 @@ def find_fill(image_hu: np.ndarray) -> float | None:
 
 
 def replace_fill(image_hu: np.ndarray, fill: float) -> float:
-    """Replace a fill by air, in place, where it reaches the border of its slice.
+    """Replace the pieces of a fill that touch the border of their slice by air, in place.
 
     Args:
         image_hu: CT (D, H, W) in HU.
-        fill: Value of its fill, from `find_fill`.
+        fill: Value of its fill in HU, from `find_fill`.
 
     Returns:
         Share of the voxels that were replaced.
     """
-    from scipy import ndimage  # here, so that opening the cache does not load it
+    from scipy import ndimage  # only here: opening the cache need not import SciPy
 
     num_replaced = 0
     for plane in image_hu:
         pieces, num_pieces = ndimage.label(plane == fill)  # piece number of each pixel; 0: none
         if not num_pieces:
             continue
-        # The arrays below are indexed by piece number; number 0 is everything that is not fill.
+        # The next two arrays are indexed by piece number; number 0 is everything that is not fill.
         is_large = np.bincount(pieces.ravel(), minlength=num_pieces + 1) >= MIN_PIECE
         is_at_border = np.zeros(num_pieces + 1, dtype=bool)
         is_at_border[_border(pieces)] = True
@@ -93,10 +96,11 @@ def _border(plane: np.ndarray) -> np.ndarray:
 
 
 def _border_value(plane: np.ndarray) -> float | None:
-    """Find the value denser than air that runs along a part of the border of a plane.
+    """Find the most frequent value of equal neighbours along the border of a plane.
 
     Returns:
-        The value; None where none holds `MIN_BORDER_SHARE` of the pairs of neighbours.
+        The value in HU; None if no value denser than air has `MIN_BORDER_SHARE` of the pairs of
+        neighbours.
     """
     border = _border(plane)
     is_equal = border[1:] == border[:-1]
@@ -114,12 +118,16 @@ def _border_value(plane: np.ndarray) -> float | None:
 
 
 def _is_noisy(image_hu: np.ndarray, fill: float) -> bool:
-    """Whether most neighbours in the tissue of an image differ, in a sample of its slices."""
+    """Whether most neighbours in the tissue of an image differ, in a sample of its slices.
+
+    False also if the sample has fewer than `MIN_PAIRS` pairs of neighbours.
+    """
     num_equal = 0
     num_pairs = 0
     step = max(1, len(image_hu) // NOISE_SLICES)
     for plane in image_hu[::step]:
         is_tissue = (plane > BODY_HU) & (plane != fill)
+        # Neighbours along x.
         is_pair = is_tissue[:, 1:] & is_tissue[:, :-1]
         is_equal = plane[:, 1:] == plane[:, :-1]
         num_pairs += int(np.count_nonzero(is_pair))

@@ -12,7 +12,7 @@ is computed once per case, on the oriented scan before resampling, and applied t
 
 The foreground (`foreground(image, modality)`) is the body for `ct`: all voxels above `BODY_HU`. For
 other modalities it is all voxels that are not 0, as in MONAI and nnU-Net, where 0 is the
-background. Without any such voxel the whole image counts.
+background. If no voxel is foreground, the whole image counts.
 """
 
 import math
@@ -28,19 +28,21 @@ from medseg.task import AIR_HU
 ImageT = TypeVar("ImageT", np.ndarray, Tensor)
 
 MAX_HU = 3071  # largest 12-bit value, counted from -1024 HU; higher values are metal
-# Range to which images are clipped before a filter: scanners pad with -2048 or -3024, which a
+# Range in HU to which a CT is clipped before a filter: scanners pad with -2048 or -3024, which a
 # filter would mix into the skin. Training and prediction clip while they resample, slab by slab,
 # because a clipped copy would take the memory of a second scan.
 HU_LIMITS = (AIR_HU, MAX_HU)
-# Air in an image that `window` has normalised; fills what lies outside a volume.
+# Value of air in an image that is normalised by `window`. Voxels outside a normalised image get it
+# too, whatever the map.
 AIR = -1.0
 
-# Halfway between air and soft tissue. A half is no whole HU, so that an image and its rounded copy
-# have the same body.
+# Voxels above this are body: halfway between air and soft tissue. Not a whole number, so that an
+# image and its rounded copy have the same body.
 BODY_HU = -500.5
 
-PERCENTILES = (0.5, 99.5)
-# Number of values above which the percentiles use only every second, third, … one.
+PERCENTILES = (0.5, 99.5)  # in percent, of the foreground
+# Largest number of values of which percentiles are computed, to save time: of more values, only
+# every second, third, … is used.
 MAX_VALUES = 2**24
 
 
@@ -51,7 +53,7 @@ class Intensity(NamedTuple):
         low: Lower end of the clipped range, as stored (HU for a CT).
         high: Upper end of the clipped range.
         factor: Slope of the map.
-        offset: Result for `low` and below.
+        offset: Result for values up to `low`.
     """
 
     low: float
@@ -90,7 +92,7 @@ def foreground(image: np.ndarray, modality: str) -> np.ndarray:
 def zscore(image: np.ndarray, modality: str) -> Intensity:
     """Map the mean of the foreground to 0 and its standard deviation to 1.
 
-    An image of one value becomes 0.
+    If all values of the foreground are equal, the whole image becomes 0.
 
     Args:
         image: Whole image (D, H, W) of the case.
@@ -108,7 +110,7 @@ def zscore(image: np.ndarray, modality: str) -> Intensity:
 def percentile(image: np.ndarray, modality: str) -> Intensity:
     """Map the `PERCENTILES` of the foreground to -1 and 1, and clip to them.
 
-    An image of one value becomes -1.
+    If the two percentiles are equal, the whole image becomes -1.
 
     Args:
         image: As for `zscore`.
@@ -130,7 +132,7 @@ def intensity_of(
         image: Whole image (D, H, W) of the case.
         modality: As for `foreground`.
         kind: `window`, `zscore` or `percentile`.
-        window_hu: Range of HU; None unless the kind is `window`.
+        window_hu: Range of HU for the kind `window`; None for the other kinds.
     """
     if window_hu is not None:
         return window(window_hu)

@@ -26,8 +26,8 @@ Fill = StrEnum("Fill", ["widen", "pad"])  # how a crop of fixed_resolution becom
 # See `medseg.preprocess.resample`.
 Resampling = StrEnum("Resampling", ["antialiased", "linear", "cubic"])
 
-# Strategies whose target spacing is an average over the training cases, and the name of the
-# average.
+# Strategies whose target spacing is an average over the training cases, to the name of the average
+# (a key of `medseg.data.crops.AVERAGES`).
 FOUND_IN_DATA = {SpacingStrategy.dataset_median: "median", SpacingStrategy.dataset_mean: "mean"}
 # Strategies that require the key `target_spacing_mm`.
 TARGET_NEEDED = (
@@ -37,7 +37,7 @@ TARGET_NEEDED = (
 )
 # Strategies that use one spacing for all axes.
 ONE_SPACING = (SpacingStrategy.isotropic, SpacingStrategy.fixed_resolution)
-# Key that one strategy requires and all others refuse, to that strategy.
+# Keys that exactly one strategy uses, to this strategy: it requires the key, all others refuse it.
 OWN_SPACING_KEYS = {
     "size": SpacingStrategy.fixed_size,
     "range_mm": SpacingStrategy.multi_scale,
@@ -97,7 +97,7 @@ class SpacingOptions:
         """Yield a sentence for each contradiction between the keys of a spacing.
 
         Args:
-            key: Where the user wrote the spacing, such as `spacing`.
+            key: Path of this group in the configuration, such as `spacing`.
         """
         name = self.strategy.value
         target_mm = list(self.target_spacing_mm or ())
@@ -123,7 +123,7 @@ class SpacingOptions:
             yield from self._range_clashes(key, self.range_mm, target_mm)
 
     def _native_clashes(self, key: str, target_mm: list[float]) -> Iterator[str]:
-        """Name the keys that have no effect because `native` resamples nothing."""
+        """Yield a sentence for each key that has no effect because `native` resamples nothing."""
         if target_mm:
             yield (
                 f"{key}.target_spacing_mm={target_mm}: {key}.strategy=native keeps the spacing "
@@ -136,7 +136,7 @@ class SpacingOptions:
             )
 
     def _owner_clashes(self, key: str) -> Iterator[str]:
-        """Name keys that belong to another strategy, and missing keys of this one."""
+        """Yield a sentence for each key of another strategy, and for missing keys of this one."""
         for own_key, owner in OWN_SPACING_KEYS.items():
             has_value = getattr(self, own_key) is not None
             if has_value and self.strategy is not owner:
@@ -148,10 +148,15 @@ class SpacingOptions:
                 yield f"{key}.{own_key}: {key}.strategy={owner.value} needs a value"
 
     def _range_clashes(self, key: str, range_mm: Pair, target_mm: list[float]) -> Iterator[str]:
-        """Check the range of `multi_scale` and the spacing of the cache that it is drawn from."""
+        """Check the range of `multi_scale` against the spacing of the cache.
+
+        Yields:
+            A sentence for each contradiction.
+        """
         low_mm, high_mm = range_mm
         if low_mm >= high_mm:
             yield f"{key}.range_mm: expected two increasing numbers, but got {[low_mm, high_mm]}"
+        # Without a target spacing, the cache keeps the spacing of each scan: nothing to check.
         if max(target_mm, default=0.0) > low_mm:
             yield (
                 f"{key}.target_spacing_mm={target_mm}: samples are resampled from the cache, so it "

@@ -1,4 +1,4 @@
-"""Orientation of volumes: axes towards Superior, Posterior and Left, and back to storage order."""
+"""Orientation of volumes: from storage order to LPS order (z, y, x), and back."""
 
 from dataclasses import dataclass
 from itertools import permutations
@@ -16,8 +16,8 @@ class Orientation:
     """Map from storage order to LPS order: transpose, then flip.
 
     Attributes:
-        order: Stored axis that becomes the new axis z, y and x.
-        flips: Whether the new axis z, y and x is reversed.
+        order: For each new axis (z, y, x), the stored axis that becomes it.
+        flips: For each new axis (z, y, x), whether it is reversed.
     """
 
     order: tuple[int, int, int]
@@ -54,7 +54,7 @@ def orientation_of(grid: VoxelGrid) -> Orientation:
         towards Left.
     """
     # Rows and columns of a direction are ordered x, y, z; reversed, they are ordered as array axes,
-    # z, y, x. Then cosines[a, b] is that of world axis a and stored axis b.
+    # z, y, x. Then cosines[a, b] is the cosine between world axis a and stored axis b.
     cosines = np.asarray(grid.direction)[::-1, ::-1]
 
     def nearness(order: tuple[int, ...]) -> float:
@@ -93,7 +93,8 @@ def orient(array: np.ndarray, grid: VoxelGrid) -> tuple[np.ndarray, VoxelGrid, O
         grid: Its grid.
 
     Returns:
-        View of the array in LPS order, its grid, and the orientation that leads back.
+        View of the array in LPS order, the grid of the view, and the orientation, whose `from_lps`
+        restores the storage order.
     """
     orientation = orientation_of(grid)
     return (

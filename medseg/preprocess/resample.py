@@ -19,8 +19,8 @@ volume.
 
 Each axis is filtered by one weighted gather of rows (`embedding_bag` with `per_sample_weights`:
 gather, multiply and add in one pass). This is not a matrix product, so neither TF32 nor autocast
-can round HU to ten bits. Each slab is computed by one thread, so that no sum depends on the number
-of threads.
+can round HU to ten bits. Each output voxel is summed by one thread in the order of its taps, so the
+result does not depend on the number of threads.
 
 Source of the cubic: Keys, "Cubic convolution interpolation for digital image processing", IEEE ASSP
 29 (1981), a = -1/2.
@@ -45,25 +45,26 @@ from medseg.io.scratch import new_tensor
 RESAMPLINGS = ("antialiased", "linear", "cubic")
 ANTIALIASED, LINEAR, CUBIC = RESAMPLINGS
 
-# Voxels of one slab after its first axis is filtered: 1 MB as float32. They fit into the cache of
-# the processor, and the allocator reuses blocks of this size, so the system does not clear new
-# ones.
+# Voxels of one slab after its first axis is filtered: 1 MiB as float32. They fit into the cache of
+# the processor, and the allocator reuses blocks of this size: the system need not clear new pages.
 SLAB_VOXELS = 2**18
 # Minimum number of target planes in a slab where z gets coarser: neighbouring slabs both read the
 # source planes at their border, which would double the work of thin slabs.
 MIN_COARSE_PLANES = 4
-# Source voxels that are read and filtered along the first axis at a time.
+# Source voxels that are read and filtered along the first axis at a time, 2 MiB as float32, which
+# limits the memory of a slab.
 PART_VOXELS = 2**19
-# Slabs that are computed at a time; four saturate the memory bandwidth. A slab of a scan with 512 x
-# 512 voxels in plane takes 7 to 26 MB with its source voxels and temporary tensors (measured).
+# Most slabs that are computed at a time; four saturate the memory bandwidth. A slab of a scan with
+# 512 x 512 voxels in plane takes 7 to 26 MB with its source voxels and temporary tensors
+# (measured).
 MAX_THREADS = 4
 # Decimals to which source positions, in voxels, are rounded; further decimals are rounding noise.
 POSITION_DECIMALS = 9
-# Distance in source voxels by which rounding may move a voxel out of the field of view. Scales that
-# exceed 1 by no more than this count as 1.
+# Distance in source voxels by which rounding may move a voxel out of the field of view. In the
+# choice of a filter, scales that exceed 1 by no more than this count as 1.
 EDGE_TOLERANCE = 1e-6
-# A label must win by more than the rounding of float32 sums, or ties would depend on the direction
-# of an axis.
+# A label must win by more than this, the rounding of float32 sums: otherwise ties would depend on
+# the direction of an axis. The weights of all labels sum to 1 in a voxel.
 TIE_TOLERANCE = 1e-5
 
 
@@ -74,7 +75,7 @@ class AxisTaps:
     Output voxels are those of the target that lie inside the source's field of view.
 
     Attributes:
-        start: Index in the target of the first output voxel.
+        start: Index of the first output voxel in the target.
         index: Source voxel of each tap, (outputs, taps), clamped to the source.
         weight: Weight of each tap, same shape, float32; each row sums to 1.
         scale: Source voxels per output voxel; above 1 where the axis gets coarser.
@@ -89,8 +90,8 @@ class AxisTaps:
         """Cut out a range of the output voxels, counted from the first output voxel.
 
         Returns:
-            Range of the source that these outputs read; their range in the target; and their taps,
-            whose source voxels count from the start of the source range.
+            Range of the source that these outputs read; range of these outputs in the target; and
+            their taps, whose source voxels count from the start of the source range.
         """
         index = self.index[start:stop]
         first_input = int(index.min())
@@ -114,13 +115,13 @@ def axis_taps(
 
     The field of view reaches half a voxel beyond the outermost centres; taps beyond the outermost
     voxels are clamped to these. The weights of a widened triangle are tilted, see `_tilted`, and
-    stay non-negative. The weights of the cubic filter are negative for its two outer voxels.
+    stay non-negative. The cubic filter has negative weights for the outer two of its four voxels.
 
     Args:
         num_outputs: Voxels of the target along this axis.
         num_inputs: Voxels of the source.
         scale: Source voxels per target voxel.
-        offset: Source position of target voxel 0.
+        offset: Position of target voxel 0 in source voxels; whole numbers are voxel centres.
         resampling: One of `RESAMPLINGS`.
         goes_on: Whether target voxels beyond the field of view repeat the outermost ones inside it.
 
@@ -155,7 +156,8 @@ def axis_taps(
         radius = scale
     else:
         radius = 1.0
-    # All source voxels that the kernel may reach, as many for each output: (outputs inside, taps).
+    # All source voxels that the kernel may reach, equally many for each output: (outputs inside,
+    # taps).
     first_input = np.ceil(position - radius).astype(np.int64)
     num_taps = int(np.floor(2 * radius)) + 1
     index = first_input + np.arange(num_taps)
@@ -177,11 +179,11 @@ def axis_taps(
 
 
 def _tilted(weight: np.ndarray, distance: np.ndarray) -> np.ndarray:
-    """Tilt the weights of each output, (outputs, taps), so that their first moment is 0.
+    """Tilt the weights of each output, (outputs, taps), so that a linear ramp is not shifted.
 
-    Sampled at the source voxels, a widened triangle is not symmetric about its position, and would
-    shift a linear ramp. With w the weights and d the distances, the weights w (1 + t d) with
-    t = -sum(w d) / sum(w d²) have the first moment 0.
+    Sampled at the source voxels, a widened triangle is not symmetric about its position. With w the
+    weights and d the distances, the weights w (1 + t d) with t = -sum(w d) / sum(w d²) have the
+    first moment sum(w d) = 0. Tilted weights below 0 are set to 0, which changes the moment again.
     """
     first_moment = (weight * distance).sum(1, keepdims=True)
     second_moment = (weight * distance**2).sum(1, keepdims=True)
@@ -219,7 +221,7 @@ def plan_slabs(
     resampling: str = ANTIALIASED,
     slices_go_on: bool = False,
 ) -> Iterator[Slab]:
-    """Split the work along z; arguments as for `resample_image`.
+    """Split a resampling along z into slabs; arguments as for `resample_image`.
 
     A slab has about `SLAB_VOXELS` after its first axis is filtered, and reads only the source
     voxels that the target needs. There are no slabs if the target lies outside the source.
@@ -241,7 +243,7 @@ def plan_slabs(
     all_source_z, _, _ = z.part(0, len(z.index))
     source_y, target_y, taps_y = y.part(0, len(y.index))
     source_x, target_x, taps_x = x.part(0, len(x.index))
-    num_planes = all_source_z.stop - all_source_z.start
+    num_source_planes = all_source_z.stop - all_source_z.start
     num_rows = source_y.stop - source_y.start
     num_columns = source_x.stop - source_x.start
     # `step` is the number of target planes in a slab. After its first axis is filtered, a slab has
@@ -251,7 +253,7 @@ def plan_slabs(
     else:
         # `source_step` source planes fit into a slab, and correspond to `step` target planes.
         source_step = SLAB_VOXELS / (len(y.index) * num_columns)
-        step = round(source_step * len(z.index) / num_planes)
+        step = round(source_step * len(z.index) / num_source_planes)
     min_step = MIN_COARSE_PLANES if z.scale > 1.0 else 1
     step = max(step, min_step)
     for start in range(0, len(z.index), step):
@@ -264,7 +266,7 @@ def plan_slabs(
 
 
 def _is_z_first(z: AxisTaps, y: AxisTaps) -> bool:
-    """Whether z is filtered before y: of these two, the axis that shrinks more comes first."""
+    """Whether z is filtered before y: the axis that shrinks more comes first, in a tie y."""
     return z.scale > y.scale
 
 
@@ -281,9 +283,9 @@ def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab
         Target voxels, (D', H', W'), float32; may be a view.
     """
     z, y, x = slab.taps
-    # An axis that shrinks comes first and an axis that grows comes last, so that the intermediate
-    # results are small. The order affects the last bit of the sums; it depends on the scales alone,
-    # so that a resampled crop equals the same part of the resampled volume.
+    # z is filtered first if it shrinks more than y, and last if it grows: intermediate results are
+    # then small. The order affects the last bit of the sums. It depends on the scales alone, so
+    # that a resampled crop equals the same part of the resampled volume.
     if _is_z_first(z, y):
         # Parts of a few rows with all planes, which the filter along z needs.
         parts = [_filter_planes(read(box), z) for box in _split_box(slab.source, axis=1)]
@@ -309,19 +311,21 @@ def _split_box(box: tuple[slice, slice, slice], axis: int) -> Iterator[tuple[sli
 
 
 def _filter_planes(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along D; for `_filter_rows`, planes are the rows of a single batch."""
+    """Filter (D, H, W) along D."""
     _, height, width = slab.shape
+    # For `_filter_rows`, each plane is one row: (1, D, H*W).
     filtered = _filter_rows(slab.flatten(1)[None], taps)
     return filtered.view(-1, height, width)
 
 
 def _filter_columns(slab: Tensor, taps: AxisTaps) -> Tensor:
-    """Filter (D, H, W) along W; for `_filter_rows`, columns are the rows of the transpose."""
+    """Filter (D, H, W) along W."""
     neighbours = _neighbours(taps)
     if neighbours is not None:
         return slab[..., neighbours]
     depth, height, _ = slab.shape
-    columns = slab.flatten(0, 1).t().contiguous()  # (W, D*H)
+    # `_filter_rows` sums whole rows, so the columns become contiguous rows: (W, D*H).
+    columns = slab.flatten(0, 1).t().contiguous()
     filtered = _filter_rows(columns[None], taps)[0]  # (W', D*H)
     return filtered.t().contiguous().view(depth, height, -1)
 
@@ -361,14 +365,15 @@ def _neighbours(taps: AxisTaps) -> slice | None:
 def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.device) -> None:
     """Compute the slabs with as many threads as torch uses, at most `MAX_THREADS`.
 
-    Each slab is computed by one thread. Slabs on a GPU are computed one after the other.
+    Slabs on a GPU are computed one after the other. If there is a single slab on the CPU, torch may
+    share it among its own threads.
     """
     num_threads = torch.get_num_threads()
     if num_threads == 1 or len(slabs) == 1 or device.type != "cpu":
         for slab in slabs:
             work(slab)
         return
-    # The inference mode is set per thread, so the workers have to enter it again.
+    # Inference mode and `no_grad` hold for one thread only: each worker enters them again.
     is_inference = torch.is_inference_mode_enabled()
 
     def work_alone(slab: Slab) -> None:
@@ -389,7 +394,7 @@ def _share_slabs(slabs: list[Slab], work: Callable[[Slab], None], device: torch.
 def _read(
     image: np.ndarray | Tensor, box: tuple[slice, slice, slice], dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Read one box of a volume, contiguous, on the volume's device.
+    """Read one box of a volume as a contiguous tensor on the volume's device.
 
     Of a memory map, only this box is read from the disk.
 
@@ -434,9 +439,9 @@ def resample_image(
         outside: Value for voxels whose centre lies outside the source's field of view.
         resampling: The filter, one of `RESAMPLINGS`.
         slices_go_on: Whether the first and the last slice inside the source are repeated beyond it,
-            as in `crop_padded`.
-        limits: Lowest and highest value, to which values are clipped before the filter; None does
-            not clip.
+            as in `medseg.preprocess.crop.crop_padded`.
+        limits: Lowest and highest value, to which the image is clipped before the filter; None:
+            values are not clipped.
 
     Returns:
         Resampled image (D', H', W'), float32, on the image's device (CPU for an array).
@@ -448,7 +453,7 @@ def resample_image(
     device = image.device if isinstance(image, Tensor) else torch.device("cpu")
     slabs = list(plan_slabs(source, target, resampling=resampling, slices_go_on=slices_go_on))
     result = new_tensor(target.shape, torch.float32, device)
-    # The slabs do not overlap. If they do not cover the whole target, it is filled first.
+    # The slabs do not overlap. If they do not cover the whole target, the target is filled first.
     num_written = sum(result[slab.target].numel() for slab in slabs)
     if num_written < result.numel():
         result.fill_(outside)
@@ -475,8 +480,8 @@ def resample_labels(
 ) -> Tensor:
     """Resample a label map to a grid with the same axes.
 
-    The mask of each class is filtered with the antialiased filter; each voxel gets the class with
-    the largest filtered value.
+    The mask of each class is filtered with the antialiased filter; each voxel gets the class whose
+    filtered mask is largest, see `_heaviest_class` for ties.
 
     Classes are filtered one after the other, slab by slab, without a one-hot volume. Values of
     `num_classes` and above count as background, and so do voxels outside the source.
@@ -503,7 +508,7 @@ def resample_labels(
         dtype = torch.uint8 if labels.itemsize == 1 else torch.float32
         slab_labels = _read(labels, slab.source, dtype)
         present = _present_classes(slab_labels, num_classes)
-        # The result is background already.
+        # Without other classes, the slab stays background (0).
         if present:
             result[slab.target] = _heaviest_class(slab_labels, present, slab)
 
@@ -512,7 +517,7 @@ def resample_labels(
 
 
 def _present_classes(slab_labels: Tensor, num_classes: int) -> list[int]:
-    """List the classes of a slab without the background, in increasing order."""
+    """List the classes that occur in a slab, without the background, in increasing order."""
     if slab_labels.dtype == torch.uint8:
         # Counting bytes is faster than `unique`, which sorts.
         counts = torch.bincount(slab_labels.flatten(), minlength=num_classes).tolist()
@@ -521,12 +526,15 @@ def _present_classes(slab_labels: Tensor, num_classes: int) -> list[int]:
 
 
 def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tensor:
-    """Pick the class with the largest filtered mask; (D', H', W') uint8.
+    """Pick the class with the largest filtered mask; in a tie, the smallest class, 0 included.
 
     Args:
         slab_labels: Labels (D, H, W) of the slab's source box.
-        present: Classes that occur in it, without the background, which competes too.
+        present: Classes that occur in it, without the background; increasing.
         slab: The slab.
+
+    Returns:
+        Class of each target voxel of the slab, (D', H', W'), uint8.
     """
     # `slab_labels` holds the source box alone, so its indices start at 0.
     depth, height, width = slab_labels.shape
@@ -536,7 +544,7 @@ def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tens
         return filter_slab(lambda box: (slab_labels[box] == label).to(torch.float32), slab)
 
     best = weight_of(present[0])
-    # The weights of all classes sum to 1 in each voxel.
+    # The weights of all classes sum to 1 in each voxel: what no other class has is background.
     background = 1.0 - best
     winner = torch.full_like(best, present[0], dtype=torch.uint8)
     for label in present[1:]:
@@ -545,5 +553,4 @@ def _heaviest_class(slab_labels: Tensor, present: list[int], slab: Slab) -> Tens
         is_heavier = weight > best + TIE_TOLERANCE
         winner.masked_fill_(is_heavier, label)
         best = torch.maximum(best, weight)
-    # In a tie the background wins, among other labels the smaller one.
     return winner.masked_fill_(background >= best - TIE_TOLERANCE, 0)

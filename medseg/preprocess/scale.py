@@ -24,25 +24,27 @@ class HuScale:
         """Rescale an image (D, H, W).
 
         Returns:
-            Image in HU: int16 if that is exact and fits, else float32. The input itself if nothing
-            changes.
+            Image in HU: int16 if the values are int16, slope and offset are whole numbers and all
+            HU fit, else float32. The input itself if nothing changes.
         """
         if self == AS_STORED:
             return values
-        has_whole_factors = float(self.slope).is_integer() and float(self.offset).is_integer()
-        is_whole = values.dtype == np.int16 and has_whole_factors
-        first_hu = self.slope * float(values.min()) + self.offset
-        last_hu = self.slope * float(values.max()) + self.offset
+        is_whole_scale = float(self.slope).is_integer() and float(self.offset).is_integer()
+        is_whole = values.dtype == np.int16 and is_whole_scale
+        # With a negative slope the smallest value becomes the highest HU.
+        hu_of_min = self.slope * float(values.min()) + self.offset
+        hu_of_max = self.slope * float(values.max()) + self.offset
+        lowest_hu, highest_hu = sorted((hu_of_min, hu_of_max))
         limits = np.iinfo(np.int16)
-        # With a negative slope the smallest value becomes the largest HU.
-        fits = limits.min <= min(first_hu, last_hu) and max(first_hu, last_hu) <= limits.max
+        fits = limits.min <= lowest_hu and highest_hu <= limits.max
         dtype = np.int16 if is_whole and fits else np.float32
         image_hu = np.empty(values.shape, dtype)
-        # Plane by plane, because a float32 copy of an int16 scan takes twice its memory. Results
-        # that are stored as int16 are exact: float32 holds whole numbers below 2^24 exactly.
+        # Plane by plane, because a float32 copy of an int16 scan takes twice the scan's memory.
+        # Results that are stored as int16 are exact: float32 holds whole numbers below 2^24
+        # exactly.
         slope, offset = np.float32(self.slope), np.float32(self.offset)
-        for scaled, plane in zip(image_hu, values, strict=True):
-            scaled[...] = plane.astype(np.float32) * slope + offset
+        for plane_hu, plane in zip(image_hu, values, strict=True):
+            plane_hu[...] = plane.astype(np.float32) * slope + offset
         return image_hu
 
 

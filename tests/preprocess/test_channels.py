@@ -65,6 +65,21 @@ def test_every_voxel_keeps_its_place(name: str, orientation: Orientation) -> Non
     assert error.max() < 8.0
 
 
+def test_a_rotated_channel_covers_its_whole_field_of_view() -> None:
+    # All centres of the target lie inside: in the first and the last slice of the source, half a
+    # slice beyond its outermost centres, and between.
+    source = VoxelGrid((4, 80, 80), (3.0, 1.0, 1.0), (-40.0, -40.0, 0.0), turned(20))
+    for z_mm in (-1.0, 0.0, 1.0):
+        target = VoxelGrid((4, 10, 10), (3.0, 1.0, 1.0), (-32.0, 0.0, z_mm))
+        image = resample_to(np.full(source.shape, 7.0, np.float32), source, target, np.nan)
+        assert (image == 7.0).all()
+    # Beyond the field of view, `outside` is not mixed into its edge.
+    target = VoxelGrid((8, 10, 10), (3.0, 1.0, 1.0), (-32.0, 0.0, -4.6))
+    image = resample_to(np.full(source.shape, 7.0, np.float32), source, target, -1024.0)
+    values = [set(plane.ravel().tolist()) for plane in image]
+    assert values == [{-1024.0}] * 2 + [{7.0}] * 4 + [{-1024.0}] * 2
+
+
 def test_a_channel_on_the_same_grid_is_not_touched(tmp_path: Path) -> None:
     image = np.arange(np.prod(GRID.shape), dtype=np.int16).reshape(GRID.shape)
     assert resample_to(image, GRID, GRID, 0.0) is image
