@@ -26,11 +26,11 @@ def is_archive(path: Path) -> bool:
 def unpacked(path: Path) -> Iterator[Path]:
     """Unpack a zip archive into a temporary folder of the same name, removed after the block.
 
-    Archives within it stay packed. A member whose name leads out of the folder (`../a`) is put
-    inside it.
+    Archives within the archive stay packed. A member whose name leads out of the folder (`../a`) is
+    put inside the folder.
 
     Raises:
-        UserError: If it is damaged, needs a password, or is larger than the free disk.
+        UserError: If the archive is damaged, needs a password, or does not fit on the disk.
     """
     with tempfile.TemporaryDirectory(prefix="medseg-", dir=scratch_folder()) as scratch:
         folder = Path(scratch) / path.stem
@@ -50,10 +50,10 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 
 def _unpack(path: Path, folder: Path) -> None:
-    """Unpack the files of an archive.
+    """Unpack the files of an archive into a folder, with their times.
 
     Raises:
-        UserError: If it needs a password, or is larger than the free disk.
+        UserError: If the archive needs a password, or does not fit on the disk.
     """
     with zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if not member.is_dir()]
@@ -70,8 +70,8 @@ def _unpack(path: Path, folder: Path) -> None:
             )
         for member in members:
             file = archive.extract(member, folder)
-            # `extract` sets the present time. The time of the member decides whether an earlier
-            # result is up to date; some members have no valid time (ValueError). The time has no
+            # `extract` sets the present time, but the time of the member decides whether an earlier
+            # result is up to date. Some members have no valid time (ValueError). The time has no
             # zone and counts as UTC. Three zeros fill up the tuple: `timegm` does not use them.
             with suppress(ValueError):
                 time_s = calendar.timegm((*member.date_time, 0, 0, 0))

@@ -1,7 +1,7 @@
 """Conversion of scans in memory: nibabel images, and arrays and tensors with an affine.
 
-Their arrays are (X, Y, Z) and their affine maps indices to RAS in mm, as in nibabel and MONAI. Ours
-are (Z, Y, X) with a grid in LPS.
+As in nibabel and MONAI, these arrays are (X, Y, Z), and an affine maps indices to RAS in mm. A
+`Volume` has an array (Z, Y, X) and a grid in LPS.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
         name: Name of the scan in messages.
 
     Returns:
-        HU (Z, Y, X), int16 where that is exact, else float32.
+        Volume of HU (Z, Y, X), int16 where that is exact, else float32.
 
     Raises:
-        UserError: If the array is no volume of numbers, or the affine is none of a regular grid.
+        UserError: If the array is no volume of numbers, or the affine describes no regular grid.
     """
-    # The functions shared with the readers of files take the name of a scan as a path.
+    # `check_shape` and the functions below, which also serve files, take the name as a path.
     path = Path(name)
     voxels = np.asarray(array)
     if voxels.ndim != NUM_SPATIAL_AXES or voxels.dtype.kind not in "iuf":
@@ -84,6 +84,7 @@ def from_nibabel(image: Any, air: int = AIR_HU) -> Volume:
     """
     if image.affine is None:
         raise UserError("nibabel image: expected an affine from indices to RAS in mm; it has none")
+    # `dataobj` applies the slope and the intercept of a file, and keeps integers without them.
     return from_array(np.asanyarray(image.dataobj), image.affine, air, "nibabel image")
 
 

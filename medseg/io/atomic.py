@@ -1,6 +1,6 @@
 """Files that several processes use: atomic writes and locks.
 
-A write that fails leaves the old content, never a part of the new one. A lock is released when its
+A write that fails leaves the old content as it was. A lock is released when its
 holder dies.
 """
 
@@ -40,8 +40,9 @@ def replace_path(path: Path) -> Iterator[Path]:
         UserError: If the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    # A new name, since the target's name with an addition could be too long. The suffix is cut to 8
-    # characters, more than any format has: in other names it is all behind the last dot.
+    # A new name, since the target's name with an addition could be too long. For the same reason
+    # the suffix, which is everything behind the last dot, is cut: no format has more than 8
+    # characters.
     part = target.parent / f"{PART_PREFIX}{uuid.uuid4().hex}.part{target.suffix[:8]}"
     try:
         if target.exists() and not target.is_file():
@@ -187,7 +188,7 @@ def locked(path: Path, wait_s: float | None = None) -> Iterator[bool]:
 
     Args:
         path: Lock file; made if needed, and left in place.
-        wait_s: How long to wait for another holder; None = without limit.
+        wait_s: Longest time to wait for another holder, in s; None: without limit.
 
     Yields:
         True, also where there are no locks; False if another holder kept the lock for `wait_s`.

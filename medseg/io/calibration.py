@@ -1,7 +1,7 @@
 """Calibrations: measured numbers of this machine, such as seconds and bytes, kept in JSON files.
 
-A calibration is valid for 30 days, if other programs left the processors idle while it was
-measured.
+A calibration is valid for 30 days. One that was measured while other programs used the processors
+is valid only until the machine is quiet.
 """
 
 import functools
@@ -21,8 +21,8 @@ from medseg.io.atomic import replace_text
 # 30 days. Drivers, kernels and neighbours of a virtual machine change, so older calibrations are
 # measured again.
 MAX_AGE_S = 30 * 86400.0
-# Largest part of all processors that other programs may use on a machine that counts as quiet. One
-# busy processor among eight is more than that.
+# Largest load by other programs, as a part of all processors, on a machine that counts as quiet.
+# One busy processor among eight is more.
 QUIET_LOAD = 0.1
 # How long `present_load` observes the processors, in s.
 WATCH_S = 0.25
@@ -57,16 +57,15 @@ class Circumstances(NamedTuple):
             return False
         if self.load <= QUIET_LOAD:
             return True
-        # A measurement under load counts as long as the machine is loaded. On a quiet machine it is
-        # made again.
+        # A measurement under load is valid while the machine is loaded. A quiet machine repeats it.
         return measure_load() > QUIET_LOAD
 
 
 class ProcessorTimes(NamedTuple):
-    """Clock and processor times at one moment, in seconds since some fixed moment.
+    """Reading of the clock and of processor times, in seconds; only differences have a meaning.
 
     Attributes:
-        clock_s: Time of the clock.
+        clock_s: Reading of a monotonic clock.
         busy_s: Time that all processors together have been busy.
         own_s: Processor time of this process and of its children that have ended.
     """
@@ -92,8 +91,8 @@ class ProcessorTimes(NamedTuple):
 class LoadMeter:
     """Context manager that measures the load by other programs while its block runs.
 
-    Child processes that the block starts belong to it if they end before the block; those that
-    still run count as other programs.
+    Child processes of the block do not count as other programs if they end before the block; those
+    that still run do.
 
     Attributes:
         load: Part of the machine's processors that other programs used, from 0 to 1; set when the
@@ -134,12 +133,12 @@ def measure_until(
     Args:
         measure: Makes one measurement.
         agree: Whether two measurements are equal within the tolerance of the caller.
-        most_times: Largest number of measurements, at least 2; the last two are then returned as
-            they are.
+        most_times: Largest number of measurements, at least 2; after these, the last two are
+            returned even if they do not agree.
 
     Returns:
-        The last two measurements, and when and under which load they were made. Two that do not
-        agree count as made under load, so that they are made anew on a quiet machine.
+        The last but one measurement, the last one, and when and under which load they were made.
+        Two that do not agree count as made under load: a quiet machine repeats them.
     """
     with LoadMeter() as meter:
         previous = measure()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Identity(NamedTuple):
-    """Patient, study and series of a scan; "" is unknown, as all of it is in other formats.
+    """Patient, study and series of a scan; "" where unknown, as in all formats but DICOM.
 
     Attributes:
         patient: Patient ID.
@@ -22,7 +22,7 @@ class Identity(NamedTuple):
     def __str__(self) -> str:
         """Name patient and date in messages, as `patient P1, 2024-01-31`.
 
-        What is unknown is left out: "" without either.
+        An unknown part is left out; "" if both are unknown.
         """
         texts = []
         if self.patient:
@@ -34,7 +34,7 @@ class Identity(NamedTuple):
     def added_to(self, message: str) -> str:
         """Put patient and date at the end of a message that refuses a scan.
 
-        The message stays as it is where neither is known.
+        If neither is known, the message is returned as it is.
 
         Example:
             >>> Identity("P1", "2024-01-31").added_to("ct: it is empty; export it again.")

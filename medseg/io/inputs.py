@@ -69,10 +69,7 @@ def leads_nowhere(path: Path) -> bool:
 
 
 def _scan_files(folder: Path) -> list[Path]:
-    """List the volume files of a folder without segmentations, which 3D Slicer puts beside scans.
-
-    They are sorted by name.
-    """
+    """List the volume files of a folder, sorted by name, without segmentations of 3D Slicer."""
     return [path for path in volume_files(folder) if volume_suffix(path) != SEGMENTATION_SUFFIX]
 
 
@@ -80,7 +77,7 @@ def image_in(folder: Path) -> Path | None:
     """Find the image of a folder of a case, such as `s0001/ct.nii.gz`.
 
     Returns:
-        Its path; None where there is none, or more than one.
+        Path of the image; None if there is none, or more than one.
     """
     images = [path for path in _scan_files(folder) if case_name(path) in CASE_IMAGES]
     return images[0] if len(images) == 1 else None
@@ -192,9 +189,11 @@ def _has_slices(folder: Path, *, is_deep: bool = True) -> bool:
 
 
 def _scan_of(subfolder: Path) -> Path | None:
-    """Find the scan of a subfolder: its image, or itself where it holds DICOM files.
+    """Find the scan of a subfolder.
 
-    None where there is none. A folder that cannot be searched counts as a scan.
+    Returns:
+        The image in it or, if it holds DICOM files or cannot be searched, the subfolder itself;
+        None if there is no scan.
     """
     try:
         image = image_in(subfolder)
@@ -203,7 +202,7 @@ def _scan_of(subfolder: Path) -> Path | None:
         if _has_slices(subfolder):
             return subfolder
         return None
-    except OSError:  # as in another user's folder
+    except OSError:  # such as another user's folder; reading the scan reports the error
         return subfolder
 
 
@@ -264,7 +263,7 @@ def input_format(path: Path) -> str:
         raise UserError(f"{path}: this file or folder does not exist; check the path.")
     suffix = volume_suffix(path)
     if suffix is not None and path.is_file():
-        # The suffix of a segmentation is not in the table.
+        # `SUFFIXES` lacks `SEGMENTATION_SUFFIX`, which is NRRD.
         return SUFFIXES.get(suffix, "nrrd")
     if path.is_dir():
         # The search ends with the first file.
@@ -321,8 +320,8 @@ def _list_folder(folder: Path, *, is_dicom: bool) -> list[tuple[str, Path]]:
             _refuse_volumes(folder, files)
         return [(case_name(folder), folder)]
     subfolders = [entry for entry in entries if entry.is_dir()]
-    # Scan by the file or the subfolder that gives it its name: the image in a folder of a case is
-    # named after the folder.
+    # File or subfolder after which a scan is named, to the path of the scan: the image in a folder
+    # of a case is named after the folder.
     scans = {file: file for file in files}
     for subfolder in subfolders:
         scan = _scan_of(subfolder)
@@ -335,7 +334,7 @@ def _list_folder(folder: Path, *, is_dicom: bool) -> list[tuple[str, Path]]:
 
 
 def _no_scans(folder: Path, subfolders: Iterable[Path]) -> UserError:
-    """Refuse a folder without a scan; name those of its subfolders that hold volume files."""
+    """Refuse a folder without a scan; name up to five subfolders that hold volume files."""
     with_volumes = [str(subfolder) for subfolder in subfolders if volume_files(subfolder)]
     advice = "check the path."
     if with_volumes:
@@ -349,10 +348,10 @@ def _no_scans(folder: Path, subfolders: Iterable[Path]) -> UserError:
 def _refuse_volumes(folder: Path, files: Iterable[Path]) -> None:
     """Refuse volume files beside a DICOM series.
 
-    A file with the case name of the series is its label map and may be there.
+    A file with the case name of the series is its label map, which is accepted.
 
     Raises:
-        UserError: If there are others; the message names one.
+        UserError: If there are other volume files; the message names one.
     """
     names = [file.name for file in files if case_name(file) != case_name(folder)]
     if names:
@@ -367,7 +366,7 @@ def _by_case_name(folder: Path, entries: Iterable[Path]) -> dict[str, Path]:
     """Map case names to the files and subfolders of a folder, sorted by path.
 
     Raises:
-        UserError: If two would have the same name.
+        UserError: If two of them would have the same name.
     """
     cases: dict[str, Path] = {}
     for entry in sorted(entries):

@@ -30,10 +30,10 @@ def labels_of_report(report: Path) -> list[str]:
         report: Report of a prediction, `<case>.json`.
 
     Returns:
-        The labels; none where the file is missing or is no such report.
+        Names of the labels; an empty list if the file is missing or is no report.
     """
     try:
-        # Volume of each label by name.
+        # Volume of each label in ml, by name.
         volumes_ml = read_json(report)["volume_ml"]
         return [str(label) for label in volumes_ml]
     except (UserError, ValueError, KeyError, TypeError):

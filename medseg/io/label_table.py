@@ -16,7 +16,7 @@ class Structure:
     Attributes:
         name: Its name, such as `left_kidney`.
         value: Value in the label map.
-        colour: Recommended colour, `#rrggbb`; "" for none, which counts as white.
+        colour: Recommended colour, `#rrggbb`; "" for none: then `rgb` is white.
         code: Two or three texts: SNOMED CT code, meaning of the code and, for a structure of one
             side of the body, `left` or `right`; empty where no code is known.
     """
@@ -34,7 +34,7 @@ class Structure:
         return red, green, blue
 
     def rgb_fractions(self) -> list[str]:
-        """Write red, green and blue as numbers from 0 to 1."""
+        """Write red, green and blue as texts of numbers from 0 to 1."""
         return [f"{channel / 255:.6g}" for channel in self.rgb]
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 # Python's own file functions do.
 RAW_NAMES = "surrogateescape"
 
-# All surrogates, for a name may also come from JSON with half of a UTF-16 pair: UTF-8 encodes none.
+# All surrogates, not only those of raw bytes: a name from JSON may hold half of a UTF-16 pair.
+# UTF-8 can encode none of them.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -45,9 +46,9 @@ def joined_name(texts: Iterable[str]) -> str:
 def utf8_path(path: Path) -> Iterator[Path]:
     """Yield a path in UTF-8 to the same file, for libraries in C++ and Rust.
 
-    On another path they fail, or end the process. Such a file gets a symbolic link in a temporary
-    folder that is removed with the block; the library must open the file within the block, and may
-    keep it open longer.
+    On a path that is not UTF-8 they fail, or end the process. A file with such a path gets a
+    symbolic link in a temporary folder, which is removed after the block: the library must open the
+    file within the block, and may keep it open longer.
     """
     if is_utf8(str(path)):
         yield path

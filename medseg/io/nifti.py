@@ -33,7 +33,7 @@ from medseg.io.volume import (
     size_text,
 )
 
-# Change between the world axes of NIfTI (RAS) and ours (LPS); it is its own inverse.
+# Matrix from LPS, the world axes of `VoxelGrid`, to RAS, those of NIfTI; it is its own inverse.
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
 # Millimetres of the spatial units of `xyzt_units` other than the millimetre: 1 is the metre, 3 the
 # micrometre.
@@ -80,7 +80,7 @@ def _parse(path: Path, block: bytes) -> Nifti1Header:
         block: Its first `HEADER_BYTES`, or all of a shorter file.
 
     Raises:
-        UserError: If it is no header, or its voxels are in another file or damaged.
+        UserError: If the block is no header, or the voxels are in another file or damaged.
     """
     header_type, order = _header_kind(path, block)
     header = header_type(block[: header_type.sizeof_hdr], order, check=False)
@@ -274,7 +274,8 @@ def _check_directions(path: Path, affine: np.ndarray, other_affine: np.ndarray) 
     The wrong one would swap the patient's sides.
 
     Raises:
-        UserError: If they do, or if the directions are at a right angle or cannot be compared.
+        UserError: If an axis has opposite directions, directions at a right angle, or directions
+            that cannot be compared.
     """
     # Scalar product of each axis in the first form with the same axis in the second.
     products = (affine[:3, :3] * other_affine[:3, :3]).sum(axis=0)
@@ -316,7 +317,7 @@ def grid_of_header(
         num_volumes: Volumes along the fourth axis, one per channel; each lies on the grid.
 
     Raises:
-        UserError: If it describes no regular 3D volume.
+        UserError: If the header describes no regular 3D volume.
     """
     # The number of axes, then the size of each (nifti1.h).
     num_axes, *all_sizes = (int(size) for size in header["dim"])
@@ -397,7 +398,7 @@ def _read_dtype(path: Path, header: Nifti1Header) -> np.dtype[Any]:
     """Read the type of the voxels.
 
     Raises:
-        UserError: If it is no type, or not an integer or a float of up to 64 bits.
+        UserError: If the header gives no type, or one that is no integer or float of up to 64 bits.
     """
     try:
         dtype = header.get_data_dtype()
@@ -419,7 +420,7 @@ def _read_offset(path: Path, header: Nifti1Header) -> int:
     """Read the position of the first byte of the voxels.
 
     Raises:
-        UserError: If they cannot start there.
+        UserError: If the voxels cannot start at the position that the header gives.
     """
     # nibabel's constant: the first byte after the header and the mark for extensions.
     first_possible = header.single_vox_offset
@@ -427,7 +428,7 @@ def _read_offset(path: Path, header: Nifti1Header) -> int:
     offset = float(header["vox_offset"])
     if offset == 0:  # not given
         offset = float(first_possible)
-    # NaN is outside the range too.
+    # The upper limit is far below the largest file position, 2**63. NaN is outside the range too.
     is_in_range = first_possible <= offset < 2**62
     if not is_in_range or not offset.is_integer():
         raise UserError(

@@ -48,7 +48,12 @@ def _open(
 
 
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
-    """Call a reader, and turn the exceptions that a damaged file causes into a `UserError`."""
+    """Call a reader, and turn the exceptions that a damaged file causes into a `UserError`.
+
+    Args:
+        path: Path of the scan, for messages and for the reader.
+        read: The reader.
+    """
     try:
         # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts
         # as air, so NumPy need not warn.
@@ -116,8 +121,8 @@ def read_image(
         files: DICOM files to read instead of searching the path for them; empty: search it.
 
     Returns:
-        HU or, of another modality, intensities (D, H, W), slope and intercept applied: int16 where
-        that is exact, else float32.
+        Volume of HU or, of another modality, of intensities (D, H, W), slope and intercept applied:
+        int16 where that is exact, else float32.
 
     Raises:
         UserError: If it cannot be read as one regular 3D volume of numbers.
@@ -145,7 +150,7 @@ def read_labels(path: Path) -> Volume:
         path: As for `read_image`.
 
     Returns:
-        Label values (D, H, W), uint8 where they fit.
+        Volume of label values (D, H, W), in the first fitting type of `LABEL_DTYPES`.
 
     Raises:
         UserError: If it cannot be read, or a value is not a whole number.

@@ -38,8 +38,8 @@ RELEASE_INTERVAL_S = 0.02
 # interval.
 TOUCHED_BYTES = 50_000_000
 
-# Sizes above which an array is a file: for any array, and for an array that waits. They are context
-# variables, so that the limit of one thread does not affect the others.
+# Sizes in bytes above which an array is a file: for any array, and for an array that waits. They
+# are context variables, so that the limits of one thread do not affect the others.
 _limit_bytes: ContextVar[float] = ContextVar("scratch_limit_bytes", default=math.inf)
 _waiting_bytes: ContextVar[float] = ContextVar("scratch_waiting_bytes", default=math.inf)
 
@@ -76,7 +76,7 @@ def scratch_above(num_bytes: float, waiting_bytes: float = math.inf) -> Iterator
     This holds in the block and for this thread.
 
     Args:
-        num_bytes: Size above which an array is a file.
+        num_bytes: Size in bytes above which an array is a file.
         waiting_bytes: The same for arrays that wait, see the top of this module; a size above
             `num_bytes` has no effect.
     """
@@ -91,7 +91,7 @@ def scratch_above(num_bytes: float, waiting_bytes: float = math.inf) -> Iterator
 
 @contextmanager
 def scratch_at_most(num_bytes: float) -> Iterator[None]:
-    """Lower the size above which arrays of this thread are temporary files to `num_bytes`.
+    """Lower the size in bytes above which arrays of this thread are files to `num_bytes`.
 
     A size that is lower already stays.
     """

@@ -37,10 +37,10 @@ from medseg.io.volume import (
 )
 from medseg.task import AIR_HU
 
-# Longer headers are not read: no program writes them.
+# Headers beyond 1 MiB are not read: no program writes them.
 MAX_HEADER_BYTES = 2**20
 
-# Largest number of files that a pattern of a header may name.
+# Most files that a pattern in a header, such as `slice%03d.raw 1 120 1`, may name.
 MAX_DATA_FILES = 100_000
 
 
@@ -211,7 +211,7 @@ def read_header(path: Path) -> TextHeader:
         lines_after = b""
         if _announces_list(fields.get(data_key, "")):
             lines_after = file.read(MAX_HEADER_BYTES)
-    # A header beyond the limit was read only in part, and the field may be in the rest.
+    # A header beyond the limit was read only in part, and `data_key` may be in the rest.
     if offset > MAX_HEADER_BYTES or (is_meta and data_key not in fields):
         raise UserError(
             f"{path}: expected a {_format_name(path)} file, but its header does not say where the "
@@ -232,7 +232,7 @@ def _field_lines(file: BinaryIO, *, is_meta: bool) -> Iterator[str]:
 
     Args:
         file: Open at the first field.
-        is_meta: Whether it is MetaImage, otherwise NRRD.
+        is_meta: Whether the file is MetaImage, otherwise NRRD.
     """
     while line := file.readline(MAX_HEADER_BYTES):
         # Bytes that are not UTF-8 may belong to a file name.
@@ -290,9 +290,10 @@ def _read_fields(path: Path, file: BinaryIO, data_key: str) -> dict[str, str]:
 
 
 def _announces_list(value: str) -> bool:
-    """Whether the field of the file with voxels says that a list of files follows the header.
+    """Whether the value of the data field, `LIST`, says that names of files follow the header.
 
-    The word may have a number behind it, the axes of each file. A file may be called `list.raw`.
+    A number may follow the word, the axes of each file. Other values, such as `list.raw`, are
+    names.
     """
     return re.fullmatch(r"LIST(\s+\d+D?)?", value, re.IGNORECASE | re.ASCII) is not None
 
@@ -306,7 +307,7 @@ def _data_files(path: Path, value: str, lines_after: list[str]) -> tuple[Path, .
         lines_after: The lines after the header, which for `LIST` are names.
 
     Raises:
-        UserError: If it names none, or one outside the folder of the header.
+        UserError: If the header names no file, or a file outside its own folder.
     """
     if _announces_list(value):
         names = [line.strip() for line in lines_after if line.strip()]
@@ -333,7 +334,7 @@ def _numbered_names(path: Path, value: str) -> list[str]:
     """List the names for a pattern of C's `printf` with a range, as `slice%03d.raw 1 120 1`.
 
     Raises:
-        UserError: If it is another pattern, or gives too many names.
+        UserError: If the value is no such pattern, or gives more than `MAX_DATA_FILES` names.
     """
     # Name with one `%d`, which may contain blanks; first and last number, step. NRRD allows a
     # fourth number, the axis.
@@ -400,14 +401,14 @@ def _checked(path: Path, fields: dict[str, str]) -> dict[str, str]:
 def _with_single_blanks(value: str) -> str:
     """Write a value with single blanks between its words, and none within parentheses.
 
-    So `str.split` divides it into words, and a vector such as `(1, 2, 3)` is one word.
+    `str.split` then divides the value into words, with a vector such as `(1, 2, 3)` as one word.
 
     Example:
         >>> _with_single_blanks("( 1 , 2 )  3"), _with_single_blanks("(1)(2)")
         ('(1,2) 3', '(1) (2)')
     """
     separated = value.replace(")", ") ")
-    # Blanks after "(" or ",", and before "," or ")".
+    # Matches blanks after "(" or ",", and before "," or ")".
     without_inner = re.sub(r"(?<=[(,])\s+|\s+(?=[,)])", "", separated)
     return " ".join(without_inner.split())
 
@@ -418,13 +419,14 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
     Args:
         path: File, for messages.
         values: The checked fields.
-        num_layers: How many numbers each voxel may have.
+        num_layers: Layers of the file: a voxel has one number, or one for each layer.
 
     Returns:
         The grid, and NumPy's code of the voxel type.
 
     Raises:
-        UserError: If SimpleITK refuses the header, or it describes no 3D volume of grey values.
+        UserError: If SimpleITK refuses the header, or the header describes no 3D volume of grey
+            values.
     """
     copied_name, lines = "header.mha", _meta_lines(values)
     if is_nrrd(path):
@@ -437,9 +439,10 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
         try:
             reader.ReadImageInformation()
         except RuntimeError as error:
-            # The last line of an ITK error has the reason, after its place in the source.
+            # The last line of an ITK error has the reason, after the function of ITK that failed.
             place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
             reason = re.sub(place, "", str(error).strip().splitlines()[-1])
+            # Cut, since the reason may quote the header.
             printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:160])
             raise UserError(
                 f"{path}: the header cannot be read ({printable}); "
@@ -462,6 +465,7 @@ def _nrrd_lines(values: dict[str, str]) -> list[str]:
         values = values | {"kinds": " ".join(kinds)}
     voxel_keys = ("data file", "line skip", "byte skip")
     fields = [f"{key}: {value}" for key, value in values.items() if key not in voxel_keys]
+    # The empty line ends the header.
     return ["NRRD0005", *fields, "\n"]
 
 
@@ -472,10 +476,10 @@ def _meta_lines(values: dict[str, str]) -> list[str]:
 
 
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
-    """Warn of spacing, orientation and origin that a header lacks; says what is assumed.
+    """Warn of spacing, orientation and origin that a header lacks.
 
     Returns:
-        One sentence; none where the header gives all.
+        One sentence, with the values that are assumed instead; none if the header gives all.
     """
     keys = values.keys()
     # In a NRRD, directions are vectors in `space`: without it, left and right are unknown.
@@ -578,7 +582,7 @@ def read_segments(path: Path) -> list[Segment]:
         if match is not None:
             numbers.add(int(match[1]))
     segments: list[Segment] = []
-    # Name of the segment by layer and value.
+    # Name of each segment by (layer, value), which must be unique.
     names: dict[tuple[int, int], str] = {}
     for number in sorted(numbers):
         segment = _read_segment(path, pairs, number, num_layers)
@@ -603,7 +607,7 @@ def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers:
         num_layers: Layers of the file.
 
     Raises:
-        UserError: If it has no value, or no layer of the file.
+        UserError: If the segment has no value, or its layer is not in the file.
     """
     # 3D Slicer shows the ID of a segment without a name.
     name = (
@@ -655,7 +659,7 @@ def _read_pairs(path: Path) -> dict[str, str]:
 def _num_layers(fields: Mapping[str, str]) -> int:
     """Count the layers of a segmentation of 3D Slicer.
 
-    With four axes it is the size of the first one; a segmentation of three axes has one layer.
+    In a file of four axes, the first axis counts the layers; a file of three axes has one layer.
     """
     sizes = fields.get("sizes", "").split()
     if len(sizes) == 4 and sizes[0].isdecimal():
@@ -701,7 +705,7 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
         num_components: Numbers per voxel.
 
     Raises:
-        UserError: If it is not one regular 3D volume of grey values.
+        UserError: If the source is not one regular 3D volume of grey values.
     """
     if num_components != 1:
         raise UserError(
@@ -710,7 +714,7 @@ def grid_of(path: Path, source: Any, num_components: int) -> VoxelGrid:
     shape = check_shape(path, source.GetSize())
     num_axes = source.GetDimension()
     direction = np.reshape(source.GetDirection(), (num_axes, num_axes))
-    # Between space and time all elements must be 0.
+    # All elements between a spatial axis and a further one must be 0.
     if direction[:3, 3:].any() or direction[3:, :3].any():
         raise UserError(
             f"{path}: expected three axes in space and one in time, but the direction "
@@ -728,7 +732,7 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
         air: Value that replaces NaN and infinity, see `load_image`.
 
     Returns:
-        HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
+        Volume of HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
 
     Raises:
         UserError: If it is no image, or not one regular 3D volume of numbers.
@@ -770,7 +774,7 @@ def _save(
         part: The temporary file; its suffix chooses the format.
         array: Voxels (D, H, W).
         grid: Their position.
-        fields: Further pairs `key:=value` of a NRRD header.
+        fields: Further pairs `key:=value` for a NRRD header.
 
     Raises:
         UserError: If the file cannot be written.
@@ -785,7 +789,7 @@ def _save(
         with utf8_path(part) as writable:
             SimpleITK.WriteImage(image, str(writable), useCompression=True)
     except RuntimeError as error:
-        # The last line of an ITK error has the reason, after its place in the source.
+        # The last line of an ITK error has the reason, after the function of ITK that failed.
         reason = re.sub(r".*(Reason:|\[nrrd\]) *", "", str(error).strip().splitlines()[-1])
         raise UserError(
             f"{path}: cannot be written ({reason}); "
@@ -805,7 +809,7 @@ def write_text_volume(
         path: Target; its suffix chooses the format.
         array: Voxels (D, H, W).
         grid: Their position.
-        fields: Further pairs of the header of a .nrrd.
+        fields: Further pairs `key:=value` for the header of a .nrrd.
 
     Raises:
         UserError: If a file cannot be written.
@@ -840,7 +844,7 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
             finally:
                 whole.unlink(missing_ok=True)
         # The header is written after the voxels, so that it never points to a file that does not
-        # exist. It ends with the name of that file in place of LOCAL.
+        # exist. The last line of the header gets the name of that file in place of LOCAL.
         replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
     except BaseException:  # an interrupt as well
         with suppress(OSError):

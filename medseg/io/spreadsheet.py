@@ -1,4 +1,4 @@
-"""Writer of Excel files: tables of dictionaries as sheets, with numbers and dates as such."""
+"""Writer of Excel files: tables of dictionaries as sheets; numbers and dates keep their types."""
 
 import io
 import math
@@ -13,8 +13,8 @@ from medseg.io.atomic import replace_bytes
 # Longest text that Excel takes in a cell.
 MAX_CELL_CHARACTERS = 32_767
 
-# Excel has no dates before 1900, and counts a 29 February 1900 that never was: earlier dates are
-# written as texts.
+# First date that is written as a date; earlier ones are written as texts. Excel has no dates before
+# 1900, and counts a 29 February 1900 that does not exist.
 FIRST_DATE = date(1900, 3, 1)
 # Time of creation in every file, so that equal content gives equal bytes.
 CREATED = datetime(2000, 1, 1)
@@ -149,5 +149,6 @@ def _is_excel_date(value: Any) -> bool:
 
 def _text(text: str) -> str:
     """Prepare a text for a cell: escape surrogates, and cut the text to `MAX_CELL_CHARACTERS`."""
+    # UTF-8 cannot encode surrogates, which stand for bytes of file names that are not UTF-8.
     encodable = text.encode(errors="backslashreplace").decode()
     return encodable[:MAX_CELL_CHARACTERS]

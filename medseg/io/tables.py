@@ -1,4 +1,4 @@
-"""Tables: rows as dictionaries, written as CSV, Markdown, LaTeX or in columns of a terminal."""
+"""Tables: rows as dictionaries, written as CSV, Markdown, LaTeX or aligned text for a terminal."""
 
 import csv
 import io
@@ -27,12 +27,12 @@ LATEX_CHARACTERS = {
 # Value of each cell by the key of its column.
 Rows = Sequence[Mapping[str, Any]]
 
-# Keys of the columns in order, which are then the headings too, or a mapping from key to heading.
-# None takes every key of the rows in the order of first appearance.
+# The columns in order: a mapping from key to heading, or keys that serve as headings too. None:
+# every key of the rows, in the order of first appearance.
 Columns = Sequence[str] | Mapping[str, str] | None
 
-# Column key to a format such as `.4f`, or to a function that writes the value. The values of other
-# columns are written by `str`.
+# Column key to a format such as `.4f`, or to a function that makes the text of a value. `str` makes
+# the texts of all other columns.
 Formats = Mapping[str, str | Callable[[Any], str]] | None
 
 
@@ -151,19 +151,19 @@ def read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def refuse_table(path: Path, columns: Sequence[str], content: str) -> None:
-    """Refuse to overwrite the table of another command, which is known by its first columns.
+    """Refuse to overwrite the table of another command, recognised by its first columns.
 
     Args:
         path: File that is to be written; it may not exist.
         columns: First columns of the other command's table.
-        content: End of the message after `<path> holds`: content of that table, and the cure.
+        content: End of the message after `<path> holds`: what the table is, and the cure.
 
     Raises:
         UserError: If the file begins with these columns.
     """
     # A file that cannot be read is not refused here: the error of writing it is clearer.
     with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-        heading = file.readline(1000)
+        heading = file.readline(1000)  # at most 1000 characters: the file may have no lines
         if heading.startswith(",".join(columns)):
             raise UserError(f"{path} holds {content}")
 
@@ -239,10 +239,13 @@ def _latex_text(cell: str) -> str:
 def table_lines(
     rows: Rows, columns: Columns = None, formats: Formats = None, missing: str = ""
 ) -> list[str]:
-    """Lay rows out for a terminal, with two spaces between columns: a line of text for each.
+    """Align the columns of rows for a terminal, with two spaces between columns.
 
     Columns of numbers are aligned to the right, all others to the left. None and a missing key give
     `missing`.
+
+    Returns:
+        The line of the headings, then a line for each row, without line breaks.
 
     Example:
         >>> rows = [{"row": "plain", "MiB": 1024.0}, {"row": "amp", "MiB": 61}]
@@ -261,8 +264,8 @@ def table_lines(
         table.add_column(heading, justify=side, no_wrap=True)
     for cells in _cells(rows, headings, formats, missing):
         table.add_row(*cells)
-    # So wide that rich wraps no line. Cells are texts of users: brackets and colons in them must
-    # not act as markup of rich.
+    # So wide that rich wraps no line. Cells are texts of users: rich must not interpret brackets
+    # and colons in them.
     console = Console(width=100_000, color_system=None, markup=False, emoji=False, highlight=False)
     with console.capture() as capture:
         console.print(table)

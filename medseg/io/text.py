@@ -13,7 +13,8 @@ import yaml
 
 from medseg.errors import UserError, first_line
 
-# Limit of tables and JSON files, 256 MiB: ten times the history of a million training steps.
+# Limit of tables and JSON files, 256 MiB: ten times the size of the metrics of a million training
+# steps.
 MAX_TEXT_BYTES = 2**28
 
 # Limit of configurations, 1 MiB: they have some 20 kB, and parsing takes about 10 s for each MiB.
@@ -36,7 +37,8 @@ def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES, errors: str = "strict
             `medseg.io.names` keeps them.
 
     Raises:
-        UserError: If it is missing, no regular file, longer than the limit, or in another encoding.
+        UserError: If the file is missing, no regular file, longer than the limit, or in another
+            encoding.
     """
     encoding = "UTF-8"
     try:
@@ -75,7 +77,8 @@ def read_json(path: Path, *, unique_keys: bool = False) -> Any:
 
     Args:
         path: The file.
-        unique_keys: Refuse a key that a mapping holds twice; otherwise the last one counts.
+        unique_keys: Whether a key that a mapping holds twice is refused; otherwise its last value
+            counts.
 
     Raises:
         UserError: If it cannot be read, or is damaged.

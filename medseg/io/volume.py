@@ -25,11 +25,11 @@ from medseg.io.identity import UNKNOWN, Identity
 from medseg.io.scratch import new_array
 from medseg.task import AIR_HU
 
-# No scanner resolves a tenth of a micrometre: below it the spacing is damaged.
+# Smallest spacing, a tenth of a micrometre, which no scanner resolves: a smaller one is damaged.
 MIN_SPACING_MM = 1e-4
 
-# Scanners measure positions from a point in their room. With much larger numbers, rounding would
-# merge neighbouring voxels.
+# Largest coordinate of an origin, 1 km: scanners measure positions from a point in their room. With
+# much larger numbers, rounding would merge neighbouring voxels.
 MAX_ORIGIN_MM = 1e6
 
 # Longest axis of a scan, 4 m. No scanner's table is longer: beyond it the spacing is in another
@@ -39,15 +39,15 @@ MAX_EXTENT_MM = 4e3
 # Largest volume of a scan, 8 m³, for the same reason.
 MAX_FIELD_MM3 = 8e9
 
-# Bytes that one read of a raw, gzip or bzip2 stream returns: large enough for speed, small beside a
-# volume.
+# Most bytes that one read of a raw, gzip or bzip2 stream returns: large enough for speed, small
+# beside a volume.
 SLAB_BYTES = 2**20
 
 # Bytes of a compressed stream or a text that are taken from the file at once, and the most that one
 # step of zlib decoding returns.
 PACKED_BYTES = 2**18
 
-# Longest text of one voxel; a longer word is not a number.
+# Most bytes of a voxel that is stored as text; a longer word is not a number.
 MAX_WORD_BYTES = 100
 
 # Largest factor by which decoding enlarges bytes; a header that promises more is damaged. A digit
@@ -109,8 +109,9 @@ class LazyVolume:
         path: The file, for messages.
         grid: Shape and position.
         dtype: Type of the stored values, with byte order.
-        read_chunks: Opens the file and yields all stored values as flat arrays of any length, in
-            the order of an array (D, H, W). Each call reads from the start.
+        read_chunks: Opens the file and yields all stored values (before slope and intercept) as
+            flat arrays of any length, in the order of an array (D, H, W). Each call reads from the
+            start.
         slope: Factor from stored value to HU or label.
         intercept: Added after the slope.
         findings: See `Volume.findings`.
@@ -213,7 +214,7 @@ def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
         sizes: Voxels along each axis; further axes may have one step.
 
     Raises:
-        UserError: If it is not one 3D volume.
+        UserError: If the sizes are not those of one 3D volume.
     """
     has_further_steps = any(size != 1 for size in sizes[3:])
     if len(sizes) < 3 or has_further_steps or min(sizes) < 1:
@@ -225,9 +226,9 @@ def check_shape(path: Path, sizes: Sequence[int]) -> tuple[int, int, int]:
 
 
 def is_gzip(file: BinaryIO) -> bool:
-    """Whether gzip data begin at the current position, which stays.
+    """Whether gzip data begin at the current position of a file; the position is left unchanged.
 
-    Names and headers are often wrong about it.
+    The bytes decide: suffixes and headers are often wrong about the compression.
     """
     magic = file.read(2)
     file.seek(-len(magic), os.SEEK_CUR)
@@ -402,7 +403,7 @@ class _Layout:
             start: Position of its voxels, see `locate`.
 
         Raises:
-            UserError: If the file holds more or fewer.
+            UserError: If the file holds more or fewer values than the header says.
         """
         # `locate` has skipped the bytes of a raw file already.
         num_to_skip = 0 if self.is_raw else self.num_skipped
@@ -517,7 +518,7 @@ def memory_bytes() -> int:
 
 
 def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
-    """Whether a type holds all values exactly; float32 counts as exact for every image."""
+    """Whether a type holds all values exactly; float32 counts as exact for all values."""
     if dtype is np.float32:
         return True
     if values.dtype.kind in "iu" and np.can_cast(values.dtype, dtype):
@@ -533,12 +534,12 @@ def _is_exact(values: np.ndarray, dtype: type[Any]) -> bool:
 def _load(
     volume: LazyVolume, dtypes: Sequence[type[Any]], air: int = AIR_HU
 ) -> tuple[np.ndarray, int]:
-    """Read all voxels as the first of some types that holds them.
+    """Read all voxels into an array of the first of some types that holds them.
 
     Args:
         volume: The volume.
         dtypes: `IMAGE_DTYPES` or `LABEL_DTYPES`.
-        air: Replaces the voxels of an image that hold no number.
+        air: Value for the voxels of an image that hold no number.
 
     Returns:
         Values (D, H, W), and the number of voxels of an image that became air: NaN, infinity and
@@ -553,8 +554,7 @@ def _load(
     num_bytes = num_voxels * volume.dtype.itemsize
     packed_bytes = volume.packed_bytes
     if packed_bytes is not None and num_bytes > max(SURE_BYTES, SURE_RATIO * packed_bytes):
-        # Decode all once and keep nothing: this raises for a damaged header before the memory that
-        # it asks for is taken.
+        # Decode all once and keep nothing: a damaged header is refused before its memory is taken.
         for _ in volume.read_chunks():
             pass
     # An array that waits, see `medseg.io.scratch`, is read plane by plane. Later steps go through
@@ -609,7 +609,7 @@ def _check_memory(volume: LazyVolume, dtype: type[Any]) -> None:
 
 
 def _without_nan(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
-    """Convert values of an image to float32, with air where the result is NaN or infinite.
+    """Convert values of an image to float32, and replace NaN and infinity by air.
 
     Returns:
         The values, and the number of values that became air.
@@ -625,21 +625,21 @@ def _without_nan(values: np.ndarray, air: int) -> tuple[np.ndarray, int]:
 def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     """Round the labels of a file to the whole numbers that they stand for.
 
-    A label may miss its number by the rounding of the scale in the header: the stored value 255
-    with the slope 1/255 in 32 bits gives 1.00000006. The error grows with the product of stored
-    value and slope and with the intercept, not with the label: where these two nearly cancel, the
-    label is small and its error is not.
+    A label may differ from its whole number because the scale in the header is rounded: the stored
+    value 255 with the slope 1/255 in 32 bits gives 1.00000006. The error grows with the product of
+    stored value and slope, and with the intercept. It does not grow with the label: where product
+    and intercept nearly cancel, the label is small and its error is not.
 
     A program that scales labels to the range of an integer type also rounds what it stores: labels
-    up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label misses its
-    number by at most half a step.
+    up to 2 get the slope 2/255 in uint8, and 1 becomes 128 * 2/255 = 1.004. Such a label differs
+    from its number by at most half a step, the slope.
 
     Args:
         values: Scaled labels, float.
         volume: Their file, for its scale and for the message.
 
     Raises:
-        UserError: If a value misses every whole number by more than rounding.
+        UserError: If a value differs from every whole number by more than rounding.
     """
     whole = np.rint(values)
     products = np.abs(values - volume.intercept)  # stored value times slope
@@ -651,7 +651,7 @@ def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
     # them.
     if volume.dtype.kind in "iu" and step < 1.0:
         half_step = step / 2
-        # The step itself is rounded: a label may miss its number by slightly more than half of it.
+        # The step itself is rounded: the difference may slightly exceed half a step.
         tolerance = np.maximum(tolerance, half_step * (1.0 + ROUNDING))
     is_whole = np.abs(values - whole) <= np.minimum(tolerance, MAX_ROUNDING)
     if not is_whole.all():
@@ -661,7 +661,7 @@ def _whole_labels(values: np.ndarray, volume: LazyVolume) -> np.ndarray:
 
 def _no_label_map(path: Path, value: float) -> UserError:
     """Refuse a file for one of its values."""
-    # 12 digits: more than 32 bits hold, so that an error of rounding is visible.
+    # 12 digits are more than a 32-bit float holds: errors of rounding become visible.
     return UserError(
         f"{path}: expected a label map of whole numbers, but the file holds values such as "
         f"{float(value):.12g}; is it an image or a probability map?"

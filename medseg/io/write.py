@@ -15,7 +15,7 @@ from medseg.io.inputs import SEGMENTATION_SUFFIX, WRITTEN_SUFFIXES, volume_suffi
 from medseg.io.label_table import Structure, slicer_fields
 from medseg.io.volume import Volume
 
-# Integer types that all formats have and other programs read, smallest first.
+# Integer types that all formats have and other programs read, in the order of preference.
 WRITTEN_LABEL_DTYPES = (np.uint8, np.int16, np.uint16, np.int32)
 
 
@@ -80,7 +80,7 @@ def write_labels(
     """
     if labels.dtype.kind not in "biu":
         raise ValueError(f"labels must be whole numbers, got {labels.dtype}")
-    # Not every format has these types, and not every program reads them.
+    # Types that not every format has, or not every program reads.
     is_boolean = labels.dtype.kind == "b"
     if is_boolean or labels.dtype == np.uint32 or labels.dtype.itemsize > 4:
         labels = _narrowed(labels)
