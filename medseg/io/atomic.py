@@ -1,7 +1,6 @@
 """Files that several processes use: atomic writes and locks.
 
-A write that fails leaves the old content as it was. A lock is released when its
-holder dies.
+A write that fails leaves the old content as it was. A lock is released when its holder dies.
 """
 
 import errno

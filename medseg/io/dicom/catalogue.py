@@ -23,7 +23,7 @@ class ImageSeries:
 
     Attributes:
         uid: Series Instance UID.
-        folder: Folder that holds all its files.
+        folder: Deepest folder with all its files, which may lie in folders below.
         modality: Modality as DICOM names it, such as `CT`.
         patient: Patient ID, "" where there is none.
         files: Its files, in the order of `dicom_files`.
@@ -43,9 +43,8 @@ class LabelEntry:
     Attributes:
         path: The file.
         names: Names of its structures, in the order of the file.
-        empty: Names of structures without a closed contour or a frame.
-        series_uids: Series Instance UIDs of the images that it refers to; empty where it names
-            none.
+        empty: Names of structures without a frame (SEG) or a closed contour (RTSTRUCT).
+        series_uids: Series Instance UIDs of the images that the file refers to; may be empty.
         patient: Patient ID, "" where there is none.
         uid: SOP Instance UID, which a copy has too.
     """
@@ -65,8 +64,8 @@ class Catalogue:
     Attributes:
         series: Image series by UID.
         labels: SEG and RTSTRUCT files, in the order of `dicom_files`.
-        unreadable: Reason why a file cannot be read, by path: the end of a sentence, or "" where it
-            is unknown.
+        unreadable: Reason why a file cannot be read, by path: the end of a sentence, or "" if the
+            reason is unknown.
         others: Modality of each file of another kind, by path.
     """
 
@@ -115,7 +114,7 @@ def _label_entry(path: Path, patient: str) -> LabelEntry:
     """Read the structures of a SEG or RTSTRUCT file and the series that it refers to.
 
     Raises:
-        UserError: If it cannot be read.
+        UserError: If the file cannot be read.
     """
     file = open_label_file(path)
     return LabelEntry(
@@ -131,7 +130,7 @@ def _label_entry(path: Path, patient: str) -> LabelEntry:
 def is_copy(file: LabelEntry, other: LabelEntry) -> bool:
     """Whether two label files hold the same object.
 
-    The identity alone is no proof, since corrected labels may keep it: the contents are compared.
+    Equal UIDs are no proof, since corrected labels may keep the UID: the contents are compared.
     Files that cannot be compared are not copies.
     """
     if not file.uid or file.uid != other.uid or file.names != other.names:

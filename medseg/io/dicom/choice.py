@@ -1,4 +1,4 @@
-"""Parser of the argument `series=`, `<patient or study>:<series>`, of which both may be absent."""
+"""Parser of the argument `series=`: `<patient or study>:<series>`, both parts optional."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SeriesChoice(NamedTuple):
     Attributes:
         scope: Patient, study or both, see `Series.is_in`; "" for any.
         name: Series Instance UID or Series Number, with `/<part>` for a part of a series; "" for
-            the only one.
+            the only series.
 
     Example:
         >>> parse_series("P1:20240131:3/2")
@@ -29,7 +29,7 @@ class SeriesChoice(NamedTuple):
         return not self.scope or series.is_in(self.scope)
 
     def selects(self, series: Series, part: int = 0) -> bool:
-        """Whether it chooses a series, or a part of it.
+        """Whether the value selects a series, or a part of a series.
 
         Args:
             series: The series.
@@ -42,7 +42,7 @@ class SeriesChoice(NamedTuple):
         return is_series and self.is_scope_of(series)
 
     def is_uid_of(self, series: Series) -> bool:
-        """Whether it names a series by its UID."""
+        """Whether the value names a series by its UID."""
         uid_or_number = self.name.partition("/")[0]
         return bool(series.uid) and uid_or_number == series.uid
 
@@ -52,7 +52,7 @@ class SeriesChoice(NamedTuple):
 
 
 def parse_series(series: str | None) -> SeriesChoice:
-    """Divide a value of `series=` into its scope and its series; None chooses any."""
+    """Divide a value of `series=` into scope and series; None selects any series."""
     # At the last colon, since a scope of patient and study contains a colon too.
     scope, _, name = (series or "").rpartition(":")
     return SeriesChoice(scope, name)

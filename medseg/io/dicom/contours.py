@@ -1,8 +1,8 @@
 """Polygons around masks, for the writer of RTSTRUCT, and masks of polygons, for its reader.
 
 Outlines are found by marching squares. RTSTRUCT has no holes, so each hole is joined to the outline
-around it by a keyhole: the polygon runs along a line to the hole, around it, and back along the
-same line. Points are (row, column) in pixels; the centre of a pixel has whole numbers.
+around it by a keyhole: the polygon runs along a line to the hole, around the hole, and back along
+the same line. Points are (row, column) in pixels; whole numbers are pixel centres.
 """
 
 import itertools
@@ -18,8 +18,8 @@ from scipy.spatial import cKDTree
 # centres of the outermost pixels.
 EDGE_PX = 1e-3
 
-# Number of points of an outline, nearest to a point of the hole, that are tried as the end of a
-# keyhole. Every outline has at least four points.
+# Number of points of an outline that are tried as the end of a keyhole: the nearest ones to each
+# point of the hole. Every outline has at least four points.
 NUM_NEIGHBOURS = 4
 
 
@@ -37,11 +37,12 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
         its holes joined to it by keyholes.
     """
     pixels = np.argwhere(mask)
-    low = pixels.min(axis=0)
+    first_row, first_column = pixels.min(axis=0)
     last_row, last_column = pixels.max(axis=0)
-    inner = mask[low[0] : last_row + 1, low[1] : last_column + 1]
+    inner = mask[first_row : last_row + 1, first_column : last_column + 1]
     # A border of background closes the outlines at the edge of the slice.
     box = np.pad(inner, 1)
+    box_start = (first_row - 1, first_column - 1)
     generator = contour_generator(
         z=box.astype(np.float32), name="serial", fill_type=FillType.OuterOffset
     )
@@ -54,7 +55,7 @@ def outlines(mask: np.ndarray) -> list[np.ndarray]:
         for start, stop in pairwise(ring_bounds):
             ring_xy = points[start : stop - 1]  # the last point repeats the first
             ring = ring_xy[:, ::-1]
-            rings.append(ring + (low - 1))  # from the padded box to the slice
+            rings.append(ring + box_start)  # from the padded box to the slice
         # The first ring is the outline, the others are its holes. They are joined from left to
         # right, so that a hole may be joined to an earlier one.
         polygon, *holes = rings
@@ -138,18 +139,19 @@ def fill(polygons: Sequence[np.ndarray], shape: tuple[int, int]) -> np.ndarray:
     Returns:
         Mask (H, W) of the pixels whose centre is inside or on an outline.
     """
-    # First and last point of each edge.
+    # First and last point (N, 2) of each edge.
     starts = np.concatenate(polygons)
     stops = np.concatenate([np.roll(polygon, -1, axis=0) for polygon in polygons])
-    # The box of the slice around the polygons; it is empty where they lie outside the slice.
+    # Start and stop (row, column) of the box around the polygons; the box is empty if they lie
+    # outside the slice.
     low = np.floor(starts.min(axis=0)).clip(0, shape).astype(int)
     high = np.ceil(starts.max(axis=0) + 1).clip(low, shape).astype(int)
     mask = np.zeros(shape, bool)
     # A view: pixels that are set in the box are set in the mask.
     box = mask[low[0] : high[0], low[1] : high[1]]
     height, width = box.shape
-    # A pixel centre on an outline is inside once the polygons are moved a little in at least one of
-    # four directions.
+    # The polygons are moved a little in four directions: a pixel centre on an outline is then
+    # inside at least once.
     for shift in itertools.product((EDGE_PX, -EDGE_PX), repeat=2):
         box |= _inside(starts - low + shift, stops - low + shift, (height, width))
     return mask

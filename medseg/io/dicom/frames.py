@@ -1,6 +1,6 @@
 """Reader of DICOM headers: the slices of a file, or the reasons why it contains none.
 
-Messages of errors here lack the path: a `NoSlice` holds it beside its reason.
+Messages of errors here lack the path: a `NoSlice` holds path and reason in two fields.
 """
 
 import math
@@ -26,7 +26,7 @@ from medseg.io.identity import Identity, written_date
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
-# Longer texts are cut in messages; the names that the standard defines are shorter.
+# Longer texts of a header are cut in messages; names that the standard defines are shorter.
 MAX_PLAIN_LETTERS = 100
 
 # A header with more pixels per slice (8192 × 8192) is damaged.
@@ -42,7 +42,7 @@ MAX_RESCALE = 1e6
 # Modalities whose objects are not images of a scanner.
 NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", "REG", "DOC"})
 
-# Reason of a `NoSlice` for an object that is not one of `NO_IMAGES` and has no pixels.
+# `NoSlice.reason` of an object without pixels whose modality is not in `NO_IMAGES`.
 NO_PIXELS = "object without an image"
 
 # Fields of a frame in an enhanced (multi-frame) file, and the sequence of a functional group that
@@ -84,7 +84,7 @@ MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 # Tag of the pixels (7FE0,0010), little endian and big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
-# Length in the header of compressed pixels: unknown, they end at a delimiter (PS3.5, A.4).
+# Length in the header of compressed pixels. It means unknown: they end at a delimiter (PS3.5, A.4).
 UNDEFINED_LENGTH = 2**32 - 1
 
 
@@ -542,7 +542,7 @@ def _other_kind(header: FileDataset, wanted_modality: str) -> str:
         wanted_modality: As DICOM names it; "" takes any.
 
     Returns:
-        The kind, for `NoSlice.reason`; "" for an object that holds such slices.
+        The kind, for `NoSlice.reason`; "" for an object that may hold slices of the modality.
 
     Raises:
         UserError: If the object has no pixels, and its class is an image of the wanted modality or
@@ -595,7 +595,7 @@ def _refuse_lost_image(class_words: list[str], wanted_modality: str) -> None:
 
 
 def _is_colour(header: FileDataset) -> bool:
-    """Whether a pixel has several values, or is the number of a colour in a palette."""
+    """Whether a pixel has several values, or a value that is an index into a palette."""
     if _whole_number(header, "SamplesPerPixel", 1) != 1:
         return True
     return _text(header.get("PhotometricInterpretation")) == "PALETTE COLOR"
@@ -621,7 +621,8 @@ def _make_slice(
         is_hu: Whether its values must be HU.
 
     Raises:
-        UserError: If it has no position, or values that are not HU; without the path.
+        UserError: If the slice has no pixel spacing, axes that are not at right angles, or values
+            that are not HU; without the path.
     """
     header = places[-1]
     if _is_localiser(places):
@@ -695,7 +696,8 @@ def _unit_axes(orientation: tuple[float, ...]) -> np.ndarray:
     """Turn ImageOrientationPatient into LPS unit vectors (2, 3) along a row and along a column.
 
     Raises:
-        UserError: If they have no direction, or are not at right angles; without the path.
+        UserError: If a vector has no direction, or the two are not at right angles; without the
+            path.
     """
     axes = np.reshape(orientation, (2, 3))
     # `hypot` and not a norm of numpy, whose squares overflow for numbers from 1e154.
@@ -719,7 +721,7 @@ def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float |
     """Read slope and intercept from stored values to HU or intensities; None where one is missing.
 
     Raises:
-        UserError: If the stored values become something else; without the path.
+        UserError: If the stored values are converted in another way; without the path.
     """
     slope = _read_number(places, "RescaleSlope")
     intercept = _read_number(places, "RescaleIntercept")
@@ -748,7 +750,7 @@ def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float |
 
 
 def _loss_warnings(header: Dataset, transfer_syntax: uid.UID) -> list[str]:
-    """Warn of compression that has lost detail, or may have."""
+    """Make warnings of a compression that has lost detail, or may have lost some."""
     lossy = _text(header.get("LossyImageCompression"))  # "01": lost, "00": not, "": unknown
     if lossy == "01" or transfer_syntax in LOSSY_SYNTAXES:
         return ["the slices were compressed with loss"]
@@ -799,8 +801,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
         )
-    # Encoded pixels are not decoded here: their tag counts as evidence of them. In a deflated file,
-    # which pydicom has read to its end, no tag follows: missing pixels are found by the decoder.
+    # Encoded pixels are not decoded here: their tag is taken as proof that they exist. A deflated
+    # file has been read to its end, so no tag follows: the decoder finds missing pixels later.
     has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
     if not has_pixels or (is_plain and length < num_bytes):
         raise UserError(
@@ -867,8 +869,8 @@ def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
 def _read_padding(header: FileDataset, *, is_signed: bool) -> tuple[int, ...]:
     """Read the stored values that mean "no pixel", as `PixelFormat.padding`.
 
-    Some headers declare them as unsigned although the pixels are signed, or the reverse. Their raw
-    bytes are therefore read with the sign of the pixels, not with the type that pydicom would use.
+    Some headers declare these values as unsigned although the pixels are signed, or the reverse.
+    The raw bytes are therefore read with the sign of the pixels, not as pydicom would convert them.
     """
     _, is_little_endian = header.original_encoding
     byte_order: Literal["little", "big"] = "little" if is_little_endian else "big"

@@ -1,7 +1,7 @@
 """Reader of labels in DICOM: segments of a SEG and contours of an RTSTRUCT.
 
-Both label the pixels of the slices of a series by their positions; the labels of the slices are
-then moved onto the grid of the series.
+Frames and contours are matched with the slices of a series by position. They label the pixels of
+the slices, and these labels are then moved onto the grid of the series.
 """
 
 import math
@@ -48,9 +48,8 @@ class LabelFile:
         kind: `SEG` or `RTSTRUCT`.
         names: Names of the segments or regions of interest (ROI) by their numbers, in the order of
             the file; names may repeat. A structure without a name is named by its number: `ROI 3`.
-        series_uids: Series Instance UIDs of the images that it refers to; empty where it names
-            none.
-        dataset: Its content.
+        series_uids: Series Instance UIDs of the images that the file refers to; may be empty.
+        dataset: Content of the file.
     """
 
     path: Path
@@ -64,7 +63,7 @@ def open_label_file(path: Path) -> LabelFile:
     """Read which structures a SEG or RTSTRUCT file labels, and of which series.
 
     Raises:
-        UserError: If it is neither, or cannot be read.
+        UserError: If the file is neither, or cannot be read.
     """
     with _explained(path):
         dataset = dcmread(path, force=True)
@@ -115,7 +114,7 @@ def _names(
         filled_numbers: Numbers of the structures with frames or contours.
 
     Raises:
-        UserError: If two structures have one number.
+        UserError: If two structures have the same number.
     """
     unnamed = "segment" if kind == "SEG" else "ROI"
     names: dict[int, str] = {}
@@ -149,7 +148,7 @@ def _filled_numbers(dataset: Dataset, kind: str) -> set[int]:
 
 
 def _frame_places(dataset: Dataset) -> list[Places]:
-    """List for each frame of a SEG where its fields may be."""
+    """List the `Places` of the fields of each frame of a SEG."""
     # The standard allows one item in this sequence: further items are not read.
     shared_groups = list(dataset.get("SharedFunctionalGroupsSequence") or [])[:1]
     frame_groups = dataset.get("PerFrameFunctionalGroupsSequence") or []
@@ -173,7 +172,7 @@ def empty_structures(file: LabelFile) -> list[str]:
 
 
 def _enclosing_numbers(dataset: Dataset) -> set[int]:
-    """Find the regions of an RTSTRUCT that enclose an area; points and lines do not."""
+    """Find the numbers of the regions of an RTSTRUCT that enclose an area: not points and lines."""
     numbers = set()
     for item in dataset.get("ROIContourSequence") or []:
         for contour in item.get("ContourSequence") or []:
@@ -190,8 +189,8 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
     Args:
         file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
         slices: The series.
-        values: Label value, > 0, by the number of a segment or region of interest; several may
-            share a value. Where they overlap, the last one is kept.
+        values: Label value, > 0, by the number of a segment or region of interest; several numbers
+            may have the same value. Where structures overlap, the last one in this order is kept.
 
     Returns:
         Label values (D, H, W) on `slices.grid`, with warnings of contours that were left out and of
@@ -225,7 +224,7 @@ def _label_dtype(values: dict[int, int]) -> np.dtype[Any]:
 def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
     """Check that labels and a series have the same frame of reference.
 
-    The check passes where the labels or the series name none.
+    The check passes if the labels or the series name none.
 
     Raises:
         UserError: If they name different frames of reference, and the labels do not name the
@@ -281,10 +280,13 @@ def _read_segments(
         file: The SEG.
         slices: The series.
         values: As for `read_label_file`.
-        slice_labels: Label values (slices, rows, columns), which are set.
+        slice_labels: Label values (slices, rows, columns), changed in place.
 
     Returns:
         Warnings.
+
+    Raises:
+        UserError: If the frames have no position, or are compressed single bits.
     """
     dataset = file.dataset
     syntax = dataset.file_meta.TransferSyntaxUID
@@ -398,7 +400,7 @@ def _label_planes(
     # Comparisons with None are False: the frame would be left out in silence.
     if None in numbers:
         raise ValueError("a frame names no segment")
-    # Least stored value of a pixel in the segment.
+    # Lowest stored value of a pixel that belongs to the segment.
     threshold = 1
     if dataset.SegmentationType == "FRACTIONAL":
         threshold = LEAST_SHARE * dataset.MaximumFractionalValue
@@ -431,7 +433,7 @@ def _copy_label_map(
         dataset: The SEG.
         planes: Number of the plane of each frame, from 0.
         values: As for `read_label_file`.
-        plane_labels: Label values (planes, rows, columns), which are set.
+        plane_labels: Label values (planes, rows, columns), changed in place.
 
     Raises:
         UserError: If the pixels hold a segment that the file does not describe: it cannot be
@@ -502,7 +504,8 @@ def _at_slice(
         reach_mm: Largest distance of a pixel from its plane.
 
     Returns:
-        Label values (rows, columns) of the slice, 0 beside the planes.
+        Label values (rows, columns) of the slice; 0 beside the planes, and farther from them than
+        `reach_mm`.
     """
 
     def project(direction: np.ndarray) -> np.ndarray:
@@ -513,8 +516,8 @@ def _at_slice(
         arrays stay small.
         """
         rows, columns = (np.arange(size) for size in frame.pixels.shape)
-        # A step along a row leads to the next column, and one along a column to the next row. Its
-        # part in the direction is its length times the cosine of the angle between them.
+        # A step along a row leads to the next column, and one along a column to the next row. The
+        # projection of a step is its length times the cosine between its axis and the direction.
         between_rows_mm, between_columns_mm = frame.spacing_mm
         row_axis_cosine, column_axis_cosine = frame.axes @ direction
         column_step_mm = row_axis_cosine * between_columns_mm
@@ -563,7 +566,7 @@ def _read_contours(
         file: The RTSTRUCT.
         slices: The series.
         values: As for `read_label_file`.
-        slice_labels: Label values (slices, rows, columns), which are set.
+        slice_labels: Label values (slices, rows, columns), changed in place.
 
     Returns:
         Warnings.
@@ -588,10 +591,11 @@ def _read_contours(
             sentences.append(f"{name}: it has no closed contours")
             continue
         ranges_mm = _height_ranges(contours, normal)
-        thickness_mm = np.ptp(ranges_mm, axis=1)
-        # A contour in the plane of a slice has no thickness, but an oblique one that stays within
-        # the distance of slices is accepted. The comparison is negated, so that NaN is refused.
-        if not thickness_mm.max() <= 2 * reach_mm:
+        extents_mm = np.ptp(ranges_mm, axis=1)  # along the normal
+        # A contour in the plane of a slice has the extent 0. An oblique one is accepted if it
+        # extends no farther than the distance of slices. The comparison is negated, so that NaN is
+        # refused.
+        if not extents_mm.max() <= 2 * reach_mm:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
                 f"those of {name} lie across them; export them again on this series."

@@ -33,18 +33,18 @@ class ListedSeries:
     Attributes:
         series: Patient, study and series.
         folder: Folder that holds all its files.
-        files: Its files, with those that cannot be read and can only belong to it.
+        files: Its files, and unreadable files of unknown series that can only belong to this one.
         num_bytes: Size of its files, without files of unknown series, which are entries of their
             own.
-        num_slices: Number of slice positions; where it is no stack of slices, number of images.
-        fault: Why it cannot be read as a scan, the end of a sentence; "" for a scan.
+        num_slices: Number of slice positions; if it is no stack of slices, number of images.
+        fault: Why it cannot be read as a scan, as the end of a sentence; "" for a scan.
         is_unique: Whether no other patient or study has a series of this UID.
-        part: Number of the part, from 1; 0 where the series is one stack.
+        part: Number of the part, from 1; 0 if the series is one stack.
         phase: See `Stack.phase`.
         kernel: Convolution kernel, or "".
         thickness_mm: Slice thickness, or None.
-        spacing_mm: Spacing (z, y, x); empty where it is no stack of slices.
-        shape: Rows and columns; empty where it is no stack of slices.
+        spacing_mm: Spacing (z, y, x); empty if it is no stack of slices.
+        shape: Rows and columns; empty if it is no stack of slices.
     """
 
     series: Series
@@ -63,7 +63,7 @@ class ListedSeries:
 
     @property
     def choice(self) -> str:
-        """Value of `series=` that names it and nothing else."""
+        """Value of `series=` that selects this entry and no other."""
         series = self.series
         choice = series.uid or series.number
         if self.part:
@@ -74,7 +74,7 @@ class ListedSeries:
 
     @property
     def num_voxels(self) -> int:
-        """Voxels of the stack; 0 where it is no stack of slices."""
+        """Voxels of the stack; 0 if it is no stack of slices."""
         if not self.shape:
             return 0
         rows, columns = self.shape
@@ -148,7 +148,7 @@ def _list_all(
         by_series: Their images.
         doubtful: See `_doubtful_files`.
     """
-    # Number of patients and studies that have a series, by its UID.
+    # Number of scopes (patient and study) that have a series, by UID of the series.
     num_scopes = Counter(uid for _, uid in by_series)
     listed: list[ListedSeries] = []
     for (_, uid), series_images in by_series.items():
@@ -163,11 +163,11 @@ def _doubtful_files(
     """Group files by the UID of the only series that they may belong to.
 
     Args:
-        loose: Files and folders that cannot be read. Folders are left out: one may hold anything.
+        loose: Files and folders that cannot be read. Folders are left out: they may hold anything.
         folders: Folders of all slices.
 
     Returns:
-        The files by UID; under None those that several series, or none, may own.
+        The files by UID; under None the files that may belong to several series, or to none.
     """
     doubtful: dict[str | None, list[NoSlice]] = {}
     for image in loose:
@@ -192,7 +192,7 @@ def _join_cut_files(by_series: ImagesBySeries) -> None:
 
 
 def _are_unreadable(images: Sequence[Frame | NoSlice]) -> bool:
-    """Whether none of the files of some images can be read."""
+    """Whether all of some images are unreadable files."""
     return all(isinstance(image, NoSlice) and image.is_unreadable for image in images)
 
 
@@ -242,7 +242,7 @@ def _list_one(
     if not stacks:
         yield whole
         return
-    # A file that cannot be read may be a slice of any of its stacks.
+    # A doubtful file may be a slice of any stack of the series.
     if not damage and doubtful:
         damage = f"it may lack {_damage(doubtful)}"
     for stack in stacks:
@@ -290,9 +290,9 @@ def _loose_entry(image: NoSlice) -> ListedSeries:
 
 
 def _damage(unreadable: Sequence[NoSlice]) -> str:
-    """Name the first file that cannot be read, how many others there are, and the reason.
+    """Name the first of some unreadable files, how many others there are, and the reason.
 
-    "" without such a file.
+    Without files the result is "".
     """
     if not unreadable:
         return ""

@@ -21,7 +21,7 @@ def pick(candidates: Sequence[ListedSeries], rule: str) -> ListedSeries | None:
             decides, then the lower series number.
 
     Returns:
-        The chosen scan; None where there is none.
+        The chosen scan; None if no scan matches.
     """
     matching = candidates
     if rule not in (THINNEST, LARGEST):
@@ -34,7 +34,7 @@ def pick(candidates: Sequence[ListedSeries], rule: str) -> ListedSeries | None:
 
 
 def pick_each_study(scans: Sequence[ListedSeries], rule: str) -> list[ListedSeries]:
-    """Choose a scan of each study by `pick`; studies where none is chosen are left out."""
+    """Choose a scan of each study by `pick`; studies without a match are left out."""
     picked = []
     by_study = group_by(scans, lambda listed: listed.series.scope)
     for candidates in by_study.values():

@@ -1,8 +1,8 @@
-"""Reader of the pixels of one slice: stored values, decoded where they are compressed, to HU.
+"""Reader of the pixels of one slice: decompression, and conversion of stored values to HU.
 
 imagecodecs decodes the JPEG family; `README.md` of this folder compares it with other decoders. The
-sizes that a codestream declares are compared with the header before memory is allocated. For other
-modalities than CT, HU stands for their intensities.
+sizes that a codestream declares are compared with the header before memory is allocated. In this
+module, HU also stands for the intensities of other modalities than CT.
 """
 
 import re
@@ -23,8 +23,8 @@ from medseg.errors import UserError
 from medseg.io.dicom.frames import Frame, PixelFormat, printable
 from medseg.task import AIR_HU
 
-# The largest value of a 12-bit CT. Padding between air and this value stays, since tissue has such
-# values too; padding above it becomes air.
+# The largest value of a 12-bit CT, in HU. Padding between air and this value stays, since tissue
+# has such values too; padding above it becomes air.
 DENSEST_HU = 3071
 
 # A negative padding that was written as an unsigned number is nearer than this to the end of the
@@ -50,13 +50,13 @@ MAX_SURPLUS_BYTES = 16
 # removed: some writers append bytes behind the mark that are not zeros.
 JPEG_TAIL_BYTES = 10
 
-# Function that reads a file whose pixels are compressed. Callers may put a cache around it, since a
-# file may hold several slices.
+# Function that reads a file whose pixels are compressed. Callers may wrap it in a cache, since a
+# file may hold several slices. Forced: pydicom would refuse a file without the DICOM preamble.
 READ_FILE = partial(dcmread, force=True)
 
 
 def read_hu(frame: Frame, read_file: Callable[[Path], FileDataset] = READ_FILE) -> np.ndarray:
-    """Read the HU (H, W) of a slice: int32 where its scale is of whole numbers, else float32.
+    """Read the HU (H, W) of a slice: int32 or float32, as `to_hu` returns them.
 
     Args:
         frame: The slice.
@@ -82,8 +82,8 @@ def _stored_values(frame: Frame, read_file: Callable[[Path], FileDataset]) -> np
     """Read the stored values (H, W) of a slice, and decode them where necessary.
 
     Raises:
-        UserError: If no decoder reads its encoding.
-        Exception: Whatever a decoder raises on damaged data.
+        UserError: If no decoder reads the encoding of the slice.
+        Exception: Any type that a decoder raises for damaged data.
     """
     pixels = frame.pixels
     if pixels.offset is not None:
@@ -111,7 +111,7 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
         index: Number of the frame, from 0.
 
     Raises:
-        Exception: Whatever a decoder raises on damaged data.
+        Exception: Any type that a decoder raises for damaged data.
     """
     syntax = pixels.transfer_syntax
     if syntax not in DECODERS:
@@ -130,8 +130,8 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     if syntax in uid.JPEG2000TransferSyntaxes:
         parameters = get_j2k_parameters(code)
     else:
-        # A code that was cut off is refused here: the JPEG decoder invents missing pixels, and the
-        # JPEG-LS decoder may search for them without end. FFD8 marks the start, FFD9 the end.
+        # A code that was cut off is refused here: the JPEG decoder would fill in missing pixels,
+        # and the JPEG-LS decoder may never return. FFD8 marks the start, FFD9 the end.
         tail = code.rstrip(b"\0")[-JPEG_TAIL_BYTES:]
         if not code.startswith(b"\xff\xd8\xff") or b"\xff\xd9" not in tail:
             raise ValueError("the code does not start or end as it should")
@@ -141,7 +141,8 @@ def decode(dataset: Dataset, pixels: PixelFormat, index: int) -> np.ndarray:
     values = np.empty(pixels.shape, dtype)
     # The decoders raise, before they decode, for a code of another shape or of more than 16 bits.
     DECODERS[syntax](code, out=values)
-    # The sign that a code declares may be wrong: take the bits, and the sign from the header.
+    # The sign that a code declares may be wrong: its bits are kept, the header says if they have a
+    # sign.
     stored = values.astype(np.int32) & (2**bits - 1)
     if pixels.dtype.kind != "i":
         return stored
@@ -189,7 +190,7 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
         frame: The slice.
 
     Returns:
-        HU (H, W): int32 where slope and intercept are whole numbers, else float32.
+        HU (H, W): int32 if `has_whole_hu`, else float32.
     """
     values = _with_sign(stored, frame)
     if has_whole_hu(frame):
@@ -201,11 +202,11 @@ def to_hu(stored: np.ndarray, frame: Frame) -> np.ndarray:
     if frame.pixels.padding:
         padding = _with_sign(np.array(frame.pixels.padding), frame)
         lowest, highest = int(padding.min()), int(padding.max())
-        # The highest value gives the densest HU, since the slope is positive.
-        densest_hu = highest * frame.slope + frame.intercept
+        # The slope is positive, so the highest stored value gives the highest HU.
+        highest_hu = highest * frame.slope + frame.intercept
         # Padding of a CT in the range of tissue stays, see `DENSEST_HU`. Padding below air stays
         # too: every image is clipped later.
-        if not frame.is_hu or densest_hu > DENSEST_HU:
+        if not frame.is_hu or highest_hu > DENSEST_HU:
             hu[(values >= lowest) & (values <= highest)] = frame.air
     return hu
 

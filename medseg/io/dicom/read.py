@@ -9,8 +9,8 @@ docs/dicom.md repeats:
   of the slices is missing (one missing slice is always accepted); slices on that grid stay as they
   are. All other stacks are refused.
 * A sheared stack (tilted gantry) is resampled linearly within its slices to a rectangular grid that
-  holds all of them. A segmentation lies on that grid too; a pixel of a tilted slice takes the label
-  at the same position in the patient.
+  holds all slices. A segmentation lies on that grid too; in SEG and RTSTRUCT, a pixel of a slice
+  takes the label at the same position in the patient.
 """
 
 import math
@@ -33,14 +33,15 @@ from medseg.io.volume import LazyVolume, grid_from_columns
 from medseg.task import AIR_HU
 from medseg.wording import first_few
 
-# Largest distance of a slice from its position on an even, straight stack that counts as rounding
-# of the decimals in headers.
+# Largest distance of a slice from its position in an evenly spaced, straight stack that counts as
+# rounding of the decimals in headers.
 JITTER_TOLERANCE_MM = 0.1
 
-# Wider gaps are not interpolated: a lobe may end in between.
+# Wider gaps are not interpolated: a structure may end in between.
 MAX_GAP_MM = 10.0
 
-# Largest number of missing slices that are interpolated, as a share of the slices that exist.
+# Largest number of missing slices that are interpolated, as a share of the slices that exist; one
+# slice is always interpolated.
 MAX_FILLED_SHARE = 0.1
 
 # Largest tilt of a stack that may come from a gantry. Gantries tilt by 30° at most; the rest is
@@ -71,7 +72,7 @@ class SourceSlices:
         planes: The planes of the grid, sorted along the normal.
         shifts_px: Position of the first pixel of each slice on its plane (slices, 2), (y, x) in
             pixels, each >= 0.
-        is_filled: Whether a plane lies between two slices.
+        is_filled: Whether any plane lies between two slices.
         is_shifted: Whether the slices are offset sideways, as by a tilted gantry.
         findings: Messages on files left out, assumptions and repairs.
     """
@@ -100,8 +101,8 @@ def open_slices(
         files: The files to read instead of all files at the path.
 
     Raises:
-        UserError: If it is not exactly one stack of slices, or the slices do not make a regular
-            volume by the rules above.
+        UserError: If the arguments do not select exactly one stack, or its slices do not make a
+            regular volume by the rules at the top of this module.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
     stack, left_out = choose_stack(path, series, dicom_modality, files)
@@ -113,7 +114,7 @@ def open_slices(
     # The grid begins at the smallest shift (y, x) of all slices.
     low_mm = shifts_mm.min(axis=0)
     shifts_px = (shifts_mm - low_mm) / first.spacing_mm
-    # Rows and columns that the grid has beyond a slice. Rounding noise must not add a pixel.
+    # Rows and columns that the grid has beyond a slice. 1e-3: rounding noise must not add a pixel.
     num_more_px = np.ceil(shifts_px.max(axis=0) - 1e-3).astype(int)
     slice_shape = np.array(first.pixels.shape)
     if (num_more_px > slice_shape).any():
@@ -222,8 +223,8 @@ def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:
     """Read the planes of the grid one by one: HU or intensities (H, W)."""
     frames = slices.frames
     air = frames[0].air
-    # Padding far below air would blur into its neighbours. Other intensities than HU may be
-    # negative, and their padding is 0.
+    # Interpolation would blur padding far below air into its neighbours, so HU are clipped. Other
+    # intensities may be negative, and their padding is 0 already.
     lowest = air if frames[0].is_hu else -np.inf
     # A multi-frame file is read once for all its slices, which follow each other.
     read_slice = partial(read_hu, read_file=lru_cache(maxsize=1)(READ_FILE))
@@ -237,7 +238,7 @@ def _plane_images(slices: SourceSlices) -> Iterator[np.ndarray]:
         return shifted(image_hu, slices.shifts_px[index], slices.grid.shape[1:], air)
 
     for lower_index, upper_weight in slices.planes:
-        # Each plane is a slice: its values stay as they are.
+        # Each plane is a slice at its place: its values stay as they are.
         if not slices.is_filled and not slices.is_shifted:
             yield read_slice(frames[lower_index])
             continue
@@ -340,8 +341,8 @@ def _even_planes(
         heights_mm: Their positions along the normal, ascending.
 
     Returns:
-        The planes, ascending; their distance in mm; warnings, which are there exactly if a plane
-        lies between two slices.
+        The planes, ascending; their distance in mm; a warning if any plane lies between two slices,
+        else an empty list.
 
     Raises:
         UserError: If the slices are too uneven, or too many are missing.
@@ -389,7 +390,7 @@ def _even_planes(
         f"the slices lie {gaps_mm.min():.2f} to {gaps_mm.max():.2f} mm apart: {num_filled} of "
         f"{num_steps + 1} were interpolated linearly onto an even grid of {step_mm:.2f} mm"
     )
-    # All slices lie on the even grid, and only some are missing: a simpler message.
+    # All slices are planes of the even grid, and only missing ones were interpolated.
     if num_filled == num_missing:
         warning = (
             f"slices missing: {num_missing} of {num_steps + 1}, such as between {frames[worst]} "
@@ -410,8 +411,8 @@ def _sideways_shifts(
 
     Returns:
         The shift (y, x) in mm of each slice, 0 in a stack that is straight within rounding; the
-        slant (y, x) of such a stack in mm per mm, else 0; warnings, which are there exactly if the
-        stack is not straight.
+        slant (y, x) of such a stack in mm per mm, else 0; a warning if the stack is not straight,
+        else an empty list.
 
     Raises:
         UserError: If the stack leans more than a gantry can.
@@ -425,7 +426,8 @@ def _sideways_shifts(
     # Slope (y, x) of the line through the first slice that fits the others best: least squares.
     slant = rise_mm @ shifts_mm / (rise_mm @ rise_mm)
     is_line = np.abs(shifts_mm - rise_mm[:, None] * slant).max() <= JITTER_TOLERANCE_MM
-    tangent = np.linalg.norm(slant)  # of the angle between stack and normal
+    # Tangent of the angle between stack and normal.
+    tangent = np.linalg.norm(slant)
     if tangent <= DIRECTION_TOLERANCE and is_line:
         return np.zeros_like(shifts_mm), slant, []
     tilt_deg = math.degrees(math.atan(tangent))

@@ -30,7 +30,7 @@ from medseg.io.label_table import Structure
 # SNOMED CT codes of the sides in `Structure.code`.
 SIDES = {"left": codes.SCT.Left, "right": codes.SCT.Right}
 
-# Most characters of a code in DICOM.
+# Most characters of a code value (SH) in DICOM.
 MAX_CODE = 16
 
 
@@ -54,10 +54,11 @@ def write_segmentation(
         kind: `binary`: one frame for each segment and slice. `labelmap`: one frame of segment
             numbers for each slice, compressed by RLE and a tenth as large as `binary`; it was
             defined in 2024 and is unknown to older viewers.
-        keep_empty_frames: Whether slices without the segment get a frame too.
+        keep_empty_frames: Whether slices on which a segment has no pixel get a frame too.
 
     Raises:
-        UserError: If the source lacks an identity, or the file cannot be written.
+        UserError: If the source lacks a field of `IDENTITY` (`medseg.io.dicom.structures`) or has
+            several multi-frame files, or the file cannot be written.
         ValueError: If the label map is not on the grid.
     """
     headers = source_headers(slices)
@@ -69,8 +70,8 @@ def write_segmentation(
             f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
             "as one; save the labels in another format."
         )
-    # Where each file has one slice, highdicom reads the positions itself. Of a multi-frame file it
-    # would take all frames, but `slices` may be only some of them.
+    # If each file has one slice, highdicom reads the positions itself. Of a multi-frame file it
+    # would take all frames, but `slices` may hold only some of them.
     plane_positions = None
     step_mm = slices.grid.spacing_mm[0]
     if is_multi_frame:
@@ -83,8 +84,7 @@ def write_segmentation(
     descriptions = []
     for number, structure in enumerate(structures, start=1):
         descriptions.append(_describe(number, structure))
-    # The options are a part of the version: with other options the object differs, and needs a UID
-    # of its own.
+    # The options are a part of the version: an object with other options needs another UID.
     version = f"{kind} {keep_empty_frames} {__version__}"
     series = derived_series(headers[0], "SEG", numbers, structures, version)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):

@@ -38,7 +38,7 @@ SAME_POSITION_MM = 0.01
 # Pixel spacings with a smaller relative difference are equal: headers store rounded decimals.
 SAME_SPACING = 1e-3
 
-# Largest number of series, or of reasons, that a message lists; it counts the others.
+# Largest number of series, or of reasons, that a message lists; of the others it gives the number.
 MAX_LISTED = 10
 
 
@@ -55,7 +55,7 @@ class Stack:
     """Parallel slices of one size, at two positions at least, that may be one volume.
 
     Attributes:
-        part: Number of the stack within its series, from 1; 0 where it is the only one.
+        part: Number of the stack within its series, from 1; 0 if it is the only one.
         phase: Property that distinguishes it from the other parts, as `acquisition 2`, or "".
         frames: Its slices, sorted along the normal.
         heights_mm: Their positions along the normal, ascending.
@@ -102,7 +102,7 @@ class Contents(NamedTuple):
 def lacks_study(image: Frame | NoSlice) -> bool:
     """Whether a file cannot be read and its patient and study are unknown.
 
-    So it is where the header was cut off, perhaps after the UID of the series.
+    This is the case if the header was cut off, even if the UID of the series was read.
     """
     if isinstance(image, Frame) or not image.is_unreadable:
         return False
@@ -150,16 +150,16 @@ def _divide_by_phase(
 ) -> list[tuple[str, Sequence[Frame]]]:
     """Divide parallel slices that fill the same space more than once into stacks.
 
-    Slices with different values that follow each other along the normal (the rotations of one scan)
-    are one stack, also where they share a slice.
+    Groups with different values that follow each other along the normal (the rotations of one scan)
+    are one stack, even if two groups share a position.
 
     Args:
         frames: The slices.
-        first_phase: Index of the first of `PHASES` that may divide them; the parts are then divided
-            by the later ones.
+        first_phase: Index of the first of `PHASES` that may divide the slices; the parts are then
+            divided by the later phases.
 
     Returns:
-        Pairs of a phase, see `Stack.phase`, and its slices.
+        Pairs of a phase, see `Stack.phase`, and the slices with this phase.
     """
     if first_phase == len(PHASES):
         return [("", frames)]
@@ -203,7 +203,7 @@ def find_stacks(frames: Sequence[Frame]) -> tuple[list[Stack], list[NoSlice]]:
     Returns:
         The stacks, and the slices that have no parallel slice at another position.
     """
-    # First slice of each orientation and size, to all its parallel slices.
+    # First slice of each orientation and size, to all slices that are parallel to it.
     parallel_slices = group_by(frames, lambda frame: _first_parallel(frame, frames))
     stacks: list[Stack] = []
     single_slices: list[Frame] = []
@@ -270,8 +270,8 @@ def broken_copies(files: set[Path], slices: set[Path]) -> Iterator[Path]:
     They may be copies that were interrupted before their first byte.
 
     Args:
-        files: All DICOM files of the folders of the slices, and other paths to leave out.
-        slices: The slices.
+        files: All DICOM files in the folders of the slices, and other paths to leave out.
+        slices: Files of the slices.
     """
     for folder, neighbours in group_by(slices, lambda path: path.parent).items():
         patterns = set(map(_name_pattern, neighbours))
@@ -350,8 +350,8 @@ def read_images(
         files: The files to read instead of all files at the path; empty: all.
         is_deep: Whether the folders below are searched too.
         on_file: Called after each file.
-        on_unreadable: As for `dicom_files`; without effect on `files`. What cannot be read is not
-            among the results.
+        on_unreadable: As for `dicom_files`: the file or folder is not among the results. Without
+            effect on `files`.
     """
     unreadable_paths: set[Path] = set()
 
@@ -380,7 +380,7 @@ def read_images(
 def _in_scope(images: list[Frame | NoSlice], choice: SeriesChoice) -> list[Frame | NoSlice]:
     """Keep the images of the chosen patient or study.
 
-    Where that would leave no slice, all images stay, so that the refusal can list their series.
+    If no slice would be left, all images stay, so that the error message can list their series.
     """
     uids_in_scope: set[str] = set()
     uids_elsewhere: set[str] = set()
@@ -462,7 +462,7 @@ def choose_stack(
     chosen = [stack for stack in candidates if choice.selects(stack.series, stack.part or 1)]
     if len(chosen) > 1:
         raise _several(path, kind, chosen, contents.stacks)
-    # Series Instance UIDs of the series that the arguments mean: their files must be readable.
+    # Series Instance UIDs that the arguments may mean: all files of these series must be readable.
     if chosen:
         meant_uids = {chosen[0].series.uid}
     elif candidates:
@@ -471,7 +471,7 @@ def choose_stack(
     else:
         # Without any stack, an unreadable file of any series may be the reason.
         meant_uids = _uids_of(contents.images, parse_series(None), only_file)
-    # Before the refusals below: files that cannot be read may be why there is no stack.
+    # Before the errors below: unreadable files may be the reason why there is no stack.
     _check_readable(contents, meant_uids, folders)
     left_out = contents.left_out
     # Where the arguments select no series, the findings cover all objects of the folder.
@@ -545,8 +545,8 @@ def _no_such_series(
 ) -> UserError:
     """Refuse a value of `series=` that names none of the candidates."""
     name = choice.name
-    # `_in_scope` keeps stacks of other patients only where the chosen patient or study has none.
-    # Then the message names that patient or study too.
+    # `_in_scope` keeps stacks of other patients only if the chosen patient or study has none. The
+    # message then names the chosen patient or study too.
     if not choice.is_scope_of(candidates[0].series):
         name = choice.within(choice.scope)
     return UserError(
@@ -559,13 +559,14 @@ def _check_readable(contents: Contents, uids: set[str], folders: SliceFolders) -
     """Check that all files of some series can be read.
 
     Raises:
-        UserError: If not; the message gives the reason of the first file and counts the others.
+        UserError: If a file cannot be read; the message gives the reason of the first such file and
+            counts the others.
     """
     broken = []
     for image in contents.unreadable:
         owner = image.series.uid or folders.owner(image.path)
-        # Where the path has no stack, `uids` may hold "", the UID of files of unknown series: such
-        # a file may be why there is none.
+        # If the path has no stack, `uids` may hold "", the UID of files of unknown series: such a
+        # file may be the reason why there is no stack.
         if owner in uids or image.series.uid in uids:
             broken.append(image)
     if broken:
@@ -658,7 +659,7 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
 
     Args:
         stacks: The stacks to list.
-        all_stacks: Those among which the value must be unique.
+        all_stacks: Stacks among which each value of `series=` must be unique.
     """
     # Several stacks may be parts of one series, which counts once.
     series_by_uid = {stack.series.uid: stack.series for stack in all_stacks}
@@ -670,8 +671,8 @@ def _list(stacks: Sequence[Stack], all_stacks: Sequence[Stack]) -> str:
 def _describe(stack: Stack, all_series: Sequence[Series]) -> str:
     """Write the value of `series=` that names a stack, and the properties of the stack.
 
-    These are patient, date and number (if the folder holds several studies), description, phase,
-    number of slices and spacing (z, y, x).
+    The properties are patient, date and number (if the folder holds several studies), description,
+    phase, number of slices and spacing (z, y, x).
     """
     series = stack.series
     key = printable(_shortest_name(series, all_series))

@@ -47,7 +47,8 @@ def write_structure_set(
             are left out.
 
     Raises:
-        UserError: If the source lacks an identity, or the file cannot be written.
+        UserError: If the source lacks a field of `IDENTITY` (`medseg.io.dicom.structures`), or the
+            file cannot be written.
         ValueError: If the label map is not on the grid.
     """
     headers = source_headers(slices)

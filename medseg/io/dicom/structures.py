@@ -60,8 +60,8 @@ KIND_NUMBERS = {"SEG": 1, "RTSTRUCT": 2}
 
 # Series numbers of results begin here: scanners give smaller ones.
 FIRST_NUMBER = 90_000
-# Largest series number of a source from which the number of a result is made. That number is ten
-# times as large, and integers of DICOM (IS) have 32 bits.
+# Largest series number of a source that is used for the number of a result. The latter is ten times
+# as large, and integers of DICOM (IS) have 32 bits.
 MAX_SOURCE_NUMBER = 10**8
 
 
@@ -71,9 +71,8 @@ class DerivedSeries(NamedTuple):
     Attributes:
         uid: Series Instance UID, derived from the source series, the kind of object and the names
             of labels.
-        instance_uid: SOP Instance UID, derived from these, the labels of all pixels and a version:
-            an archive keeps one copy of a result that did not change, and takes a changed one as
-            new.
+        instance_uid: SOP Instance UID, derived from the same, the labels of all pixels and a
+            version: an archive keeps one copy of an unchanged result, and adds a changed one.
         number: Series Number.
         description: Series Description.
     """
@@ -94,7 +93,7 @@ def derived_series(
         kind: Modality of the result: `SEG` or `RTSTRUCT`.
         numbers: Number of the structure at each pixel of each source slice.
         structures: The labels.
-        version: Goes into the SOP Instance UID alone, so that a new version of the program makes a
+        version: Text that changes the SOP Instance UID alone: a new version of the program makes a
             new instance of the same series.
     """
     identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
@@ -111,7 +110,7 @@ def derived_series(
 
 
 def _derived_number(header: Dataset, kind_number: int) -> int:
-    """Number a result after its source: 7 gives 90071 for a SEG, and 90072 for an RTSTRUCT."""
+    """Make the series number of a result: source 7 gives 90071 for a SEG, 90072 for an RTSTRUCT."""
     try:
         source_number = int(header.get("SeriesNumber") or 0)
     except (TypeError, ValueError):
@@ -216,11 +215,11 @@ def nearest(positions: np.ndarray) -> np.ndarray:
 def source_headers(slices: SourceSlices) -> list[FileDataset]:
     """Read the headers that an object about a series refers to.
 
-    There is one of each file, in the order of the slices. Fields of patient and study that are
-    missing, or whose value the standard forbids, become empty.
+    There is one header for each file, in the order of the slices. Fields of patient and study that
+    are missing, or whose value the standard forbids, become empty.
 
     Raises:
-        UserError: If a field by which the object would refer to its source is missing.
+        UserError: If a field of `IDENTITY` is missing.
     """
     headers = []
     # Each path once: a file may hold several slices.
@@ -257,7 +256,7 @@ def points_of(frame: Frame, row_column: np.ndarray) -> np.ndarray:
 def pixels_of(frame: Frame, points_xyz_mm: np.ndarray) -> np.ndarray:
     """Find the positions (N, 2) on a slice, (row, column) in pixels, of LPS points (N, 3) in mm.
 
-    It is the inverse of `points_of`.
+    This is the inverse of `points_of`.
     """
     offsets_mm = (points_xyz_mm - frame.position_xyz_mm) @ frame.axes[::-1].T
     return np.asarray(offsets_mm / frame.spacing_mm)

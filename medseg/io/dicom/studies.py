@@ -25,8 +25,8 @@ class Study:
         scope: Value by which `series=<scope>:` chooses it, see `Series.scope`.
         series: Its series, also those that are no volume.
         positions: Positions of the slices of each volume of the requested modality, by Series
-            Instance UID; empty where it has none.
-        files: Its files, with those that cannot be read and belong to its only volume.
+            Instance UID; empty if there is no volume.
+        files: Its files, and unreadable files of unknown study that belong to one of its volumes.
     """
 
     patient: str
@@ -44,7 +44,7 @@ class Study:
 
     @property
     def has_volume(self) -> bool:
-        """Whether it has a series of two slices at least."""
+        """Whether it has a volume: a series of at least two slices."""
         return bool(self.positions)
 
     def shares_series(self, other: "Study") -> bool:
@@ -96,11 +96,12 @@ def find_studies(
         folders: Where to look, to the bottom.
         modality: Modality of a channel, as a task names it: `ct`, `mr`, or `other` for any.
         on_file: Called after each file.
-        on_loose: Called with each file that cannot be read and belongs to no study: its header
-            names none, and there is not exactly one volume near the file.
+        on_loose: Called with each unreadable file that cannot be assigned to a study: its header
+            names none, and `SliceFolders.owner` finds no volume for it.
 
     Returns:
-        The studies of each folder, by patient and date; none of a folder that cannot be searched.
+        The studies of each folder, sorted by patient and date; an empty list for a folder that
+        cannot be searched.
     """
     dicom_modality = "" if modality == "other" else modality.upper()
     contents = [_read_folder(folder, dicom_modality, on_file) for folder in folders]
@@ -114,7 +115,7 @@ def find_studies(
 
 
 def _read_folder(path: Path, modality: str, on_file: Callable[[], None]) -> _Folder:
-    """Read the headers of all DICOM files below a folder; nothing where it cannot be searched."""
+    """Read the headers of all DICOM files below a folder; empty if it cannot be searched."""
     folder = _Folder()
     try:
         for file in dicom_files(path):
@@ -186,10 +187,10 @@ def _divide(
 
 
 def _owned_files(folder: _Folder, on_loose: Callable[[NoSlice], None]) -> dict[str, list[Path]]:
-    """Assign files of unknown study, and broken copies, to the only volume near them.
+    """Assign files of unknown study, and broken copies, to volumes, see `SliceFolders.owner`.
 
     Returns:
-        Such files by the UID of that volume; `on_loose` gets the others.
+        The assigned files by the UID of their volume; `on_loose` gets the others.
     """
     slice_folders = SliceFolders(folder.slices)
     slice_paths = {path for _, path in folder.slices}
