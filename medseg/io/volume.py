@@ -472,7 +472,7 @@ def lazy_volume(
         files: Files with equal shares of the slices, in their order.
         encoding: As for `decoded`.
         offset: First byte after the header.
-        num_lines: Lines to skip after it.
+        num_lines: Lines to skip after the header.
         num_skipped: Decoded bytes to skip after these lines; -1 for uncompressed voxels that are
             the last bytes of their file.
         num_after: Decoded bytes of other volumes that follow the voxels.

@@ -60,10 +60,10 @@ def resample_to(
     # Along an axis where the target is coarser, the linear interpolation would skip voxels, so the
     # image first gets the target's spacing there.
     z, y, x = map(max, source.spacing_mm, oriented_target.spacing_mm)
-    lattice = source.resampled((z, y, x))
-    filtered = resample_image(image, source, lattice, outside).numpy()
-    matrix, offset = _index_map(oriented_target, lattice)
-    # `nearest` repeats the outermost voxels of the lattice; what lies outside is filled afterwards.
+    filtered_grid = source.resampled((z, y, x))
+    filtered = resample_image(image, source, filtered_grid, outside).numpy()
+    matrix, offset = _index_map(oriented_target, filtered_grid)
+    # `nearest` repeats the outermost voxels; those outside the field of view are filled afterwards.
     resampled = affine_transform(
         filtered, matrix, offset, oriented_target.shape, order=1, mode="nearest"
     )

@@ -69,8 +69,8 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     depth = array.shape[0]
     z, y, x = box.start
     z_stop, y_stop, x_stop = box.stop
-    # Slices of the volume to read: those in the box. If no slice is in the box, the nearest one:
-    # the first for a box that ends before the volume, the last for a box that begins behind it.
+    # Slices of the volume to read: those in the box. If no slice is in the box, the nearest slice:
+    # the first if the box ends before the volume, the last if the box begins behind the volume.
     first_read = min(max(z, 0), depth - 1)
     stop_read = max(min(z_stop, depth), first_read + 1)
     inner = VoxelBox((first_read, y, x), (stop_read, y_stop, x_stop)).clipped(array.shape)
@@ -79,8 +79,8 @@ def crop_padded(array: np.ndarray, box: VoxelBox, outside: float) -> np.ndarray:
     _, rows, columns = inner.shifted((0, -y, -x)).slices()
     planes = array[inner.slices()]
     # First index of these planes in the crop. If no slice is in the box, the nearest slice goes to
-    # the end of the crop on its side: to index 0 if the volume ends before the box (`first_read -
-    # z` is negative), to the last index if the volume begins behind the box.
+    # the end of the crop on its side: to index 0 if the volume ends before the box (the difference
+    # is negative), to the last index if the volume begins behind the box.
     last_in_crop = box.shape[0] - 1
     crop_start = min(max(first_read - z, 0), last_in_crop)
     crop_stop = crop_start + len(planes)

@@ -1,6 +1,6 @@
 """Replacement of a constant fill value outside the field of view of a CT, such as 0 HU, by air.
 
-Resampling programs often fill in 0 HU, which to a network is water around the patient; it then
+Resampling programs often fill in 0 HU. A network sees this as water around the patient, and then
 misses air-filled organs. Fills below air are not handled here: they are clipped wherever an image
 is resampled (`HU_LIMITS`). With a scanner's noise no measured area has a single value. An area of a
 single value at the border of a slice is therefore a fill, whatever its outline: outside a circle,

@@ -131,7 +131,7 @@ def axis_taps(
     # Ends of the field of view in source positions: the outer faces of the outermost voxels.
     lowest = -0.5 - EDGE_TOLERANCE
     highest = num_inputs - 0.5 + EDGE_TOLERANCE
-    output = np.arange(num_outputs)
+    target_index = np.arange(num_outputs)
     if goes_on:
         # Outputs beyond the field of view get the position of the first or last output inside it,
         # even if the target, which may be a crop, does not contain that output.
@@ -141,8 +141,9 @@ def axis_taps(
         # `first_inside`. All outputs then get the position of `first_inside`, which is outside the
         # field of view, so that the result has no taps.
         last_inside = max(first_inside, last_inside)
-        output = np.clip(output, first_inside, last_inside)
-    position = np.round(scale * output + offset, POSITION_DECIMALS)
+        target_index = np.clip(target_index, first_inside, last_inside)
+    # Positions in source voxels.
+    position = np.round(scale * target_index + offset, POSITION_DECIMALS)
     inside = np.flatnonzero((position >= lowest) & (position <= highest))
     start = int(inside[0]) if inside.size else 0
     position = position[inside, None]  # (outputs inside, 1)
