@@ -72,7 +72,7 @@ def make_module(
             "choose trainer.sync_batchnorm=false"
         )
     if device_type == "cpu":
-        # So that large tensors return to the system when they are freed.
+        # Mapped blocks return large tensors to the system when they are freed.
         map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
@@ -242,7 +242,7 @@ def make_data_module(
         paths = config.stage.coarse_folds
         stages = [_load_coarse("stage.coarse_folds", path, config) for path in paths]
         coarse_by_case = _coarse_stage_by_case(config, stages)
-        # For the cases that are not in `coarse_by_case`, the phantoms, any of the stages will do.
+        # Cases that are not in `coarse_by_case` are phantoms, for which any of the stages will do.
         coarse = stages[0]
     if sources is None:
         sources = find_sources(config.data, config.task)
