@@ -2,9 +2,9 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
-The network has many equal blocks: its step takes more than three times as much memory without
-recomputation as with all of it. A set of switches is channels-last or not, with any subset of the
-blocks recomputed. There are too many sets to measure all of them. `NUM_PREDICTED` random ones, with
+The network has many equal blocks: its step takes more than three times as much memory with no block
+recomputed as with all. A set of switches is channels-last or not, with any subset of the blocks
+recomputed. There are too many sets to measure all of them. `NUM_PREDICTED` random ones, with
 all numbers of recomputed blocks, are predicted. Three kinds of these are measured: the first
 `sets`; for each budget the set that `plan` chooses; and its rivals, those that are predicted to be
 the fastest within the budget.
@@ -96,14 +96,14 @@ TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS = 2
 FINAL_ROUNDS = 4
 STEPS = 5
-# The last steps count: in those before, the heap still takes its shape.
+# Steps at the end of a visit that count; in the steps before, the heap still grows.
 NUM_COUNTED = 3
 # A set is measured again if its seconds are at most this multiple of those of the fastest set: the
 # noise of the first measurement may exchange sets so close to each other.
 NEARLY_BEST = 1.06
 # Sets whose peaks and seconds are predicted.
 NUM_PREDICTED = 2000
-# How many of them are measured as rivals of a choice.
+# Predicted sets that are measured as rivals of a choice.
 NUM_RIVALS = 3
 # Heading in `budgets.md` of each column of `budgets.csv`.
 COLUMNS = {
@@ -161,7 +161,7 @@ def main() -> None:
         finalists |= nearly_fastest(compared, budget, measured)
     final = [switches for switches in compared if line_of(switches) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
-    # The first measurement has selected them, so only the second one is unbiased.
+    # The first measurement has selected these sets, so only the second one is unbiased.
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
     # Peaks of the runs that came to their end, by the arguments of their switches: they also serve

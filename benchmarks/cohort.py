@@ -78,7 +78,7 @@ def main() -> None:
 
 
 class SimulatedCluster:
-    """A head without processors and nodes of one processor each, on this machine.
+    """Ray cluster on this machine: a head without processors, and nodes of one processor each.
 
     Ray counts the processors and the 4 GiB of a node when it places actors; it does not enforce
     them.

@@ -62,7 +62,7 @@ print(json.dumps(places))
 
 
 def oblique() -> np.ndarray:
-    """Directions of the three axes (3, 3), rotated by 20° about z and about x."""
+    """Directions of the axes of a series, columns (3, 3), rotated by 20° about z and about x."""
     angle = np.deg2rad(20)
     cos, sin = np.cos(angle), np.sin(angle)
     about_x = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
@@ -234,6 +234,7 @@ def main(readers: Path) -> int:
         folder = Path(name)
         for kind, direction in (("axial", np.eye(3)), ("oblique", oblique())):
             print(kind)
+            # `plain`: one file per slice, at equal distances.
             series = make_series(folder / kind, "plain", direction, SHAPE)
             if kind == "axial":
                 make_pixels_square(series)

@@ -52,7 +52,7 @@ Shape = tuple[int, int, int]
 
 
 class Way(NamedTuple):
-    """A setting of a baseline, such as nnU-Net without mirroring; it decides the amount of work.
+    """A setting of a baseline that decides the amount of work, such as nnU-Net without mirroring.
 
     Attributes:
         num_passes: Passes through the network that the whole scan takes.

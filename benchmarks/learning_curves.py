@@ -100,10 +100,11 @@ FORMATS = {
 
 def main() -> None:
     """Run the points that are missing, and write the tables."""
-    output, of_command_line = given_arguments(KEYS)
-    arguments = {**DEFAULTS, **of_command_line}
+    output, typed_arguments = given_arguments(KEYS)
+    arguments = {**DEFAULTS, **typed_arguments}
     # Without a handler SIGTERM would end this process at once, and leave the program that it has
-    # started running: an exception lets `run_measured` end it.
+    # started running: SystemExit lets `run_measured` end that program. The exit code is the one
+    # that a shell reports for the signal.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         study = read_study(output, arguments)

@@ -35,7 +35,7 @@ LEAST_HOURS = 0.15
 # Steps of medseg that are timed, and lines in the history of each training.
 TIMED_STEPS = 24
 NUM_LINES = 6
-# nnU-Net lowers its learning rate once an epoch. A short training has fewer epochs than this.
+# Largest number of epochs of nnU-Net, which lowers its learning rate once an epoch.
 MOST_EPOCHS = 20
 # Training iterations for each iteration of the validation; nnU-Net's epochs have 250 and 50.
 ITERATIONS_PER_VALIDATION = 5
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """What all points share.
+    """Settings that all points of a folder share.
 
     Attributes:
         output: Folder of the study.
@@ -58,7 +58,7 @@ class Study:
         held_out: Files of the channels of each held-out scan.
         threads: Threads of torch.
         fit_gib: Memory for `configure`, and for nnU-Net's planner in its small plan.
-        nnunet: Python of nnU-Net's environment; empty where only medseg runs.
+        nnunet: Python of nnU-Net's environment; not used where only medseg runs.
         trainer: Trainer in nnU-Net's registry.
         configuration: Configuration of nnU-Net's plans.
     """
@@ -118,11 +118,11 @@ def run_measured(command: Sequence[str], log_file: Path, environment: Mapping[st
         environment: Environment variables.
 
     Returns:
-        `cpu_s`, user and system time of it and of the processes that it waited for, and
+        `cpu_s`, user and system time of the program and of the processes that it waited for, and
         `peak_gib`, the largest resident memory of all of them, see `resident_bytes`.
 
     Raises:
-        RuntimeError: If it fails, with the end of its output.
+        RuntimeError: If the program fails, with the end of its output.
     """
     peak_bytes = 0
     with log_file.open("wb") as log:
@@ -255,7 +255,7 @@ class MedsegRuns:
                 step_cpu_s.append(float(line["seconds_per_step"]) * cores)
         # The first line is left out: its steps load and compile.
         step_s = median(step_cpu_s[1:])
-        # The rest of the run: start and validation. Noise may make it negative.
+        # The rest of the run: start and validation. Noise may make the difference negative.
         return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
 
     def predict(self) -> Row:

@@ -39,8 +39,8 @@ LIMIT_GIB = 1.0
 BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # the largest gives the reference labels
 # Labels with a lower Dice in a region count as different.
 EQUAL_DICE = 0.9995
-# Pixels per side of the model from which a phantom is drawn, and their size. A scan repeats them: a
-# phantom of 3,000 slices and 512² pixels of its own would take too long.
+# Pixels per side of the coarse phantom, and their size. A scan repeats each of these pixels:
+# drawing 3,000 slices of 512² pixels would take too long.
 MODEL_SIZE = 128
 MODEL_MM = 3.2
 # Pixels per side of the scans: multiples of `MODEL_SIZE`.
@@ -177,7 +177,7 @@ def make_scan(folder: Path, index: int, num_slices: int) -> Path:
     is_long = num_slices > MAX_SLICES // 3 or index % 2 == 1
     view = "trunk" if is_long else "whole"
     slice_mm = min(MAX_SLICE_MM, LENGTH_MM[view] / num_slices)
-    # Number of slices, and of pixels along an axis, that repeat each one of the model.
+    # Slices of the scan per slice of the coarse phantom, and pixels per pixel along an axis.
     slice_repeats = max(1, round(MODEL_MM / slice_mm))
     pixel_repeats = matrix // MODEL_SIZE
     num_model_slices = max(1, num_slices // slice_repeats)

@@ -13,7 +13,7 @@ and an anisotropic residual one. The predictions of each model, each in a proces
   default prediction adds to them.
 
 Writes `nnunet_card.md` after each prediction. Without a card it rehearses on the CPU with small
-networks. `nnunet` is another Python that has nnU-Net, if this one has not.
+networks. `nnunet` is another Python that has nnU-Net, if this Python lacks it.
 """
 
 import json

@@ -129,7 +129,7 @@ def predict(job: Job) -> dict[str, Any]:
 def nnunet_precision(precision: str) -> Iterator[None]:
     """Leave nnU-Net its half precision on a card (`fp16`), or let it compute in fp32 (`fp32`).
 
-    nnU-Net has no option for it: it always enters `torch.autocast`, which is replaced here.
+    nnU-Net has no option for fp32: it always enters `torch.autocast`, which is replaced here.
     """
     if precision == "fp16":
         yield

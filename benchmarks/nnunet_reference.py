@@ -47,7 +47,7 @@ SPLINE, TORCH, NONE = (
     "resample_torch_fornnunet",
     "no_resampling_hack",
 )
-# Small toy whose labels are recorded for all storages of a scan.
+# Small toy whose labels are recorded for all orders and directions of a scan's axes in its file.
 STORED_MODEL = "torch"
 # Arguments of each resampling function for images, reference labels and logits.
 RESAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
@@ -174,6 +174,7 @@ def toy(
         "batch_dice": False,
         **(older_network() if network is None else {"architecture": network}),
     }
+    # The plans of nnU-Net always have a 2D configuration, which may be the described one.
     configurations = {"2d": {}, name: configuration}
     if previous is not None:
         # The plans of a cascade hold both configurations, the first one under another name.

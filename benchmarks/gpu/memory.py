@@ -101,6 +101,7 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
     machine = Machine(config)
     machine.measure(timeline)
     planned_bytes, _ = peaks(timeline, machine.costs)
+    # `card_bytes` takes the peaks of several phases by name; here there is only the step.
     planned_card_bytes = card_bytes({STEP: planned_bytes})[STEP]
     if not session.is_rehearsal:
         # The tensors with which the planner timed kernels must not count in the step.

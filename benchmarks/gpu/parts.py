@@ -33,7 +33,7 @@ REHEARSAL_LIMIT_S = 1500
 
 @dataclass(frozen=True)
 class Session:
-    """What all parts share.
+    """Settings that all parts share.
 
     Attributes:
         output: Folder of the report; each part writes into a folder of its own below.

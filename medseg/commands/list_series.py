@@ -104,7 +104,7 @@ def _check_input(folder: Path) -> None:
     """Check that an input is a folder with DICOM files, or a DICOM file.
 
     Raises:
-        UserError: If it is another folder or file, or cannot be read.
+        UserError: If the input is another folder or file, or cannot be read.
     """
     unreadable: list[UserError] = []
 
@@ -145,7 +145,7 @@ def _refuse_other_table(output: Path, text: str) -> None:
     """Refuse to replace a table of other content, which a person may have edited.
 
     Raises:
-        UserError: If the table exists, and its text is another one.
+        UserError: If the table exists with another text.
     """
     if output.exists() and read_text(output, errors=RAW_NAMES) != text:
         raise UserError(f"{output} exists and holds other cases; remove it, or give another output")

@@ -151,7 +151,7 @@ def _print_outcome(case: BatchCase) -> None:
 def _results_of(case: BatchCase) -> str:
     """Name the files of a case in its line.
 
-    The label map stands for all of them. Where `save` has no labels, the other files are named, or,
+    The label map stands for all files. Where `save` has no labels, the other files are named, or,
     without any, the report, which every case has.
     """
     if case.output in case.result_paths:

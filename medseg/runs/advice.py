@@ -94,7 +94,7 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     words = ["medseg"]
     for argument in arguments:
         # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
-        # The paths here are absolute, so a path with `<` is no placeholder.
+        # No path here begins with `<`, since all are absolute.
         is_placeholder = "=<" in argument
         words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
@@ -220,8 +220,8 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
 def _free_gib(config: TrainConfig) -> float:
     """Measure the memory that a rank will find once this process has ended, in GiB.
 
-    On GPUs it is the free memory of the GPU with the least; on the CPU the ranks share the free
-    memory of the machine.
+    With GPUs it is the smallest free memory of any GPU; on the CPU the ranks share the free memory
+    of the machine.
     """
     import torch  # takes seconds, but the run that calls this has loaded it already
 

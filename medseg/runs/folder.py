@@ -222,7 +222,7 @@ def changed_config(
     if "schedule" in chosen_nodes:
         _follow_run(changed, composed, overridden_keys)
     # The paths of a new logger name the folder that Hydra gave this command. `_set_run_dir` later
-    # replaces the folder in `changed.run_dir` in these paths, so it must be the same one.
+    # replaces the folder in `changed.run_dir` in these paths, so `run_dir` must be that folder.
     if "logger" in chosen_nodes:
         changed.run_dir = composed["run_dir"]
     changed.resume = resume
@@ -359,7 +359,7 @@ def is_busy(run_dir: Path) -> bool:
 
 
 def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
-    """Read a file of a run folder; None where there is none, or where it is damaged.
+    """Read a file of a run folder; None where the file is missing or damaged.
 
     The user is told of a damaged file.
 
@@ -377,7 +377,7 @@ def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of a run folder; empty where there is none, or where it is damaged.
+    """Read a JSON file of a run folder; empty where the file is missing or damaged.
 
     The user is told of a damaged file.
 
@@ -396,7 +396,7 @@ def read_record(path: Path, kind: type[T]) -> T:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Read the `summary.json` of a run; empty where there is none."""
+    """Read the `summary.json` of a run; empty where the file is missing or damaged."""
     return read_record(run_dir / SUMMARY_FILE, dict)
 
 
@@ -564,7 +564,8 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
         )
     length_key = _length_key(saved["schedule._target_"])
     length = saved.get(length_key)
-    # The further steps would pass the end of the schedule. A run whose own steps pass it may go on.
+    # The further steps would pass the end of the schedule. A run whose saved steps already exceed
+    # the length may go on.
     is_end_passed = length is not None and saved_steps <= length < steps
     if is_length_changed or is_end_passed:
         raise UserError(

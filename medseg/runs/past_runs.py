@@ -262,8 +262,8 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     """Read the configuration of a run as a flat mapping with dotted keys.
 
     Raises:
-        UserError: If it is missing or damaged, or has more than `MAX_KEYS` keys: their comparison
-            would take hours.
+        UserError: If the configuration is missing or damaged, or has more than `MAX_KEYS` keys:
+            their comparison would take hours.
     """
     settings = flat(read_config(run_dir))
     if len(settings) > MAX_KEYS:
@@ -274,7 +274,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 def read_study(folder: Path) -> Study | None:
     """Read the result of a search in a folder.
 
-    None where there is none, or where its objectives are no metrics of a report.
+    None where the folder has no search, or where its objectives are no metrics of a report.
     """
     saved = read_record(folder / STUDY_FILE, dict)
     objectives = saved.get("objectives")

@@ -55,7 +55,7 @@ class Job:
 
     Attributes:
         number: Place in the sweep, from 0.
-        status: `running` as long as no end is recorded: also of a job that was killed.
+        status: `running` until an end is recorded, so also after the job was killed.
         message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
         signature: Hash of the values that decide its result, see `medseg.runs.signature`; empty
@@ -217,7 +217,7 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
 
     def is_orphan() -> bool:
         # With the basic launcher there is no worker process: the parent is whatever started the
-        # command, such as a shell, and may end before it.
+        # command, such as a shell, and may end before this process.
         if _is_basic_launcher(HydraConfig.get()):
             return False
         return os.getppid() != launcher_pid
