@@ -451,12 +451,12 @@ def _balance_parts(
     # state.
     lasting_bytes = memory.parameters + memory.gradients + memory.optimizer_state
     bytes_per_weight_byte = lasting_bytes / memory.parameters
-    sizes = {}
+    part_bytes = {}
     # In the order of the forward pass; parts that did not run in the counted step come last.
     for name in dict.fromkeys((*memory.order, *parts)):
         weight_bytes = 0
         for module in parts[name]:
             weight_bytes += sum(parameter.nbytes for parameter in module.parameters())
         activation_bytes = memory.saved.get(name, 0)
-        sizes[name] = activation_bytes + round(bytes_per_weight_byte * weight_bytes)
-    return plan_device_map(sizes, gpu_bytes)
+        part_bytes[name] = activation_bytes + round(bytes_per_weight_byte * weight_bytes)
+    return plan_device_map(part_bytes, gpu_bytes)

@@ -384,7 +384,7 @@ def _case_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         "removed": [name for name in then if name not in now],
         "changed": [name for name in names_in_both if now[name] != then[name]],
     }
-    # Dictionaries with the same keys are compared without their order, lists with it.
+    # Key views compare as sets, lists also by order.
     if then.keys() == now.keys() and list(then) != list(now):
         changes["in another order"] = list(now)
     return [f"{first_few(names)} {change}" for change, names in changes.items() if names]
@@ -443,7 +443,7 @@ def _kill(iterator_id: int, workers: Sequence[BaseProcess]) -> None:
 
 
 class _FirstBatch(Dataset[Any]):
-    """Data set that repeats the samples of the first step."""
+    """Data set that repeats the samples of the first step; a sampler gives it any number n."""
 
     def __init__(self, samples: Dataset[Any], batch_size: int) -> None:
         self.samples = samples

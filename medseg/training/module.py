@@ -21,8 +21,9 @@ from medseg.training.averaging import WeightAverage
 from medseg.weights.files import NETWORK_PREFIX
 
 Stack = dict[str, Any]
+"""Samples of one shape: by key a tensor or a list with one entry per sample."""
 Batch = list[Stack]
-"""Stacks of samples of one shape, see `medseg.data.samples.collate`."""
+"""Stacks of a micro-batch, made by `medseg.data.samples.collate`."""
 
 # Key of a checkpoint. Where its `state_dict` is the moving average of the weights, the weights from
 # which the next step starts are kept here.
