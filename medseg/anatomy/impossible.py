@@ -1,4 +1,4 @@
-"""Components that are no organ: gas, and what lies beside the patient."""
+"""Removal of components that are no organ: gas, and objects beside the patient."""
 
 import numpy as np
 

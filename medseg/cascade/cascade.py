@@ -288,7 +288,7 @@ class Cascade:
         result.findings += warnings_of("implausible_volume", implausible)
 
     def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
-        """Apply the clean-up of the model, in place, and say what it changed.
+        """Apply the clean-up of the model, in place, and report the changes of volume.
 
         The clean-up is the last step that changes labels, since a cross-validation chose it on
         results of all other steps. The agreements of the stages are not computed again: the

@@ -211,9 +211,9 @@ class _Footprint(NamedTuple):
 def _footprint(probs: Tensor) -> _Footprint:
     """Find the voxels of a crop whose probabilities (L, D, H, W) may be enough for a label.
 
-    The background has what the L labels leave of one, so the largest of these L + 1 probabilities
-    is at least 1 / (L + 1): a label with less cannot win. Resampling makes no probability larger
-    than those that it reads.
+    The probability of the background is 1 minus the sum of the L labels, so the largest of these
+    L + 1 probabilities is at least 1 / (L + 1): a label with less cannot win. Resampling makes no
+    probability larger than those that it reads.
     """
     # Half of 1 / (L + 1), to be safe from rounding.
     least_prob = 0.5 / (len(probs) + 1)
@@ -297,9 +297,9 @@ def _claim(
     target: VoxelGrid,
     values: tuple[int, ...],
 ) -> None:
-    """Write a region's labels where they are more probable than its background.
+    """Write a region's labels where they are the most probable.
 
-    They must also be more probable than the labels of the regions before it.
+    They must be more probable than its background and than the labels of earlier regions.
 
     Args:
         labels: Label map (D, H, W) on the target grid; written in place.
@@ -312,7 +312,7 @@ def _claim(
     # Most probable label of the region so far, and its probability.
     top_values = np.full(target.shape, values[0], dtype=np.uint8)
     top_probs = resample_image(probs[0], source, target, outside=0.0).numpy()
-    # The background's probability is what the labels leave of one.
+    # Probability of the background: 1 minus the sum of the labels.
     background = 1 - top_probs
     for value, prob in zip(values[1:], probs[1:], strict=True):
         resampled = resample_image(prob, source, target, outside=0.0).numpy()

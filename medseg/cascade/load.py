@@ -337,7 +337,8 @@ def load_stages(
     for trained in loaded:
         checkpoints.update(trained.checkpoints)
     others = [trained.network for trained in loaded[1:]]
-    # Networks run one after the other: the largest decides what fits. What a backend keeps adds up.
+    # Networks run one after the other: the largest decides what fits. The memory that backends keep
+    # adds up.
     bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
     backend_bytes = sum(trained.backend_bytes for trained in loaded)
     # The other attributes are equal, so those of the first are taken. Only the bound on Dice may

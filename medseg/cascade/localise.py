@@ -216,7 +216,7 @@ def _without_helpers(labels: np.ndarray, task: Task) -> np.ndarray:
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
-    """Clean a coarse label map, find the regions in it and warn of what is not plausible.
+    """Clean a coarse label map, find the regions in it and warn of implausible ones.
 
     Args:
         labels: Label map (D, H, W), not cleaned.

@@ -291,7 +291,7 @@ class TrainedStage:
                     warnings.append(warning)
 
     def _smaller_slab_bytes(self, plan: TilingPlan, shape: tuple[int, int, int]) -> float | None:
-        """Choose the memory of slabs after a pass that ran out of memory: half of what it needed.
+        """Choose the memory of slabs after a pass that ran out of memory: half of its need.
 
         Args:
             plan: Plan of the pass.

@@ -88,7 +88,7 @@ class Lungs(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """What lies between the lungs in each row along x; arrays (D, H) in voxels.
+    """Gap between the lungs in each row along x; arrays (D, H) in voxels.
 
     Attributes:
         is_between: Whether the row meets both lungs.
@@ -209,7 +209,7 @@ def centre_x(mask: np.ndarray) -> float:
 
 
 def gap_between(lungs: Lungs) -> Gap:
-    """Find what lies between the lungs in each row."""
+    """Find the gap between the lungs in each row."""
     right, left = lungs.right, lungs.left
     width = right.shape[2]
     # `argmax` finds the first true voxel of a row; of the reversed row, the last one. The numbers
@@ -271,7 +271,7 @@ def liver_excess(lungs: Lungs) -> float | None:
 def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
     """Slices of the part that `solid_and_light` reads for the voxels of a non-empty mask."""
     box = VoxelBox.from_mask(mask)
-    assert box is not None, "the mask shows what lies below a lung"
+    assert box is not None, "`shows_below` has found tissue below the lungs"
     # Two filters, one after the other, each with a reach of at most `SOLID_MM`, rounded to voxels.
     reach = 2 * np.ceil(SOLID_MM / spacing_mm).astype(int)
     return box.expanded(reach.tolist()).clipped(mask.shape).slices()
@@ -298,7 +298,7 @@ def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> n
 
 
 def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
-    """Mask what lies at the depths `BELOW_LUNG_MM` below a lung.
+    """Mask the voxels at the depths `BELOW_LUNG_MM` below a lung.
 
     Args:
         lung: Mask (D, H, W) of the lung; z runs upwards.
@@ -321,7 +321,7 @@ def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarr
 
 
 def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
-    """Whether a scan shows enough of what lies below a lung.
+    """Whether a scan shows enough tissue below a lung.
 
     Args:
         below: From `tissue_below`, (D, H, W).
