@@ -1,4 +1,4 @@
-"""Memory-first 3D medical image segmentation: a cascade whose memory savings are switches."""
+"""3D medical image segmentation in little memory: a two-stage cascade with memory switches."""
 
 from importlib import import_module
 from typing import Any

@@ -9,16 +9,16 @@ from contextlib import suppress
 from typing import TextIO
 
 SHOWN_AS_CODE = "backslashreplace"
-"""Error handler of the standard streams: it writes a letter that they lack as its code."""
-PROGRESS_S = 15.0  # least time between two messages of a task's progress
+"""Error handler of the standard streams: characters that their encoding lacks become codes."""
+PROGRESS_S = 15.0  # least time between two messages about the progress of a task
 
 
 def prepare_streams() -> None:
-    """Make printing safe: no text raises an error in this process or in one that it starts.
+    """Make printing safe: no text raises an error in this process or in its child processes.
 
-    A letter that the terminal cannot show is written as its code. A stream that was closed before
-    the start is redirected to the null device. Otherwise the next file that is opened would get its
-    descriptor, and libraries would print into that file.
+    A character that the terminal cannot show is written as its code. A stream that was closed
+    before the start is redirected to the null device. Otherwise the next file that is opened would
+    get the descriptor of the stream, and libraries would print into that file.
     """
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         # Python sets a standard stream to None where its descriptor is closed at the start.
@@ -65,14 +65,14 @@ def say(message: str) -> None:
     A control character, as a file name may contain, is written as its code and cannot act on the
     terminal. Where nobody reads the error stream any more, the message is dropped.
     """
-    letters = []
-    for letter in message:
-        if letter.isprintable() or letter == "\n":
-            letters.append(letter)
+    characters = []
+    for character in message:
+        if character.isprintable() or character == "\n":
+            characters.append(character)
         else:
-            letters.append(ascii(letter)[1:-1])  # its code, without the quotes
+            characters.append(ascii(character)[1:-1])  # its code, without the quotes
     try:
-        print(f"medseg: {''.join(letters)}", file=sys.stderr, flush=True)
+        print(f"medseg: {''.join(characters)}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         with suppress(OSError, ValueError):  # a stream without a descriptor, as in a notebook
             drop_output(sys.stderr)
@@ -91,7 +91,7 @@ class Progress:
         Args:
             command: Name before each message.
             total: Number of items.
-            items: Their name, in the plural.
+            items: Noun for the items, in the plural.
         """
         self._command = command
         self._total = total

@@ -45,7 +45,7 @@ class NotFiniteError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Quote the first line of an error, at most 200 characters; its type if it has no message."""
+    """Return the first line of an error, at most 200 characters, or its type without a message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]
 

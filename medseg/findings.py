@@ -19,10 +19,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """A sentence about a scan, with its kind and severity.
 
     Attributes:
-        code: Kind of the finding, in small letters, by which a program may ignore it.
+        code: Kind of the finding, in lower case, by which programs can select findings.
         severity: Its consequence.
         message: What was found, with its numbers; no full stop, since the cure may follow.
         cure: The advice; empty if there is none.
@@ -53,15 +53,15 @@ def warnings_of(code: str, sentences: Iterable[str]) -> list[Finding]:
 
 
 def information_of(code: str, sentences: Iterable[str]) -> list[Finding]:
-    """Make an information of each sentence."""
+    """Make a finding of the severity `information` of each sentence."""
     return [Finding(code, Severity.information, sentence) for sentence in sentences]
 
 
 def sentences_of(findings: Iterable[Finding]) -> list[str]:
-    """List the sentences of errors and warnings; those of information are left out."""
+    """List the sentences of findings that are errors or warnings."""
     return [str(finding) for finding in findings if finding.severity is not Severity.information]
 
 
 def information_in(findings: Iterable[Finding]) -> list[str]:
-    """List the sentences of information alone, see `sentences_of`."""
+    """List the sentences of findings that are information."""
     return [str(finding) for finding in findings if finding.severity is Severity.information]

@@ -20,6 +20,7 @@ class Knob(NamedTuple):
     neutral: bool = False
 
 
+# Types of values: a text or null, two numbers such as a window, and one number per axis (z, y, x).
 Text = str | None
 Pair = tuple[float, float]
 Triple = tuple[float, float, float]

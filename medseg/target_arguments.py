@@ -1,8 +1,8 @@
 """Arguments of the classes at extension points: ranges of numbers, and kinds of values.
 
-A class of another package checks its arguments late, or not at all: a negative weight of a loss
-causes no error. Ranges are checked by name (`range_of`), before torch is imported; kinds of values
-by the annotations of the class (`misfit`), after its import.
+Many classes of other packages check their arguments late, or not at all: a negative weight of a
+loss causes no error. Ranges are checked by name (`range_of`), before torch is imported; kinds of
+values by the annotations of the class (`misfit`), after its import.
 """
 
 import inspect
@@ -115,6 +115,7 @@ CLASS_RANGES: dict[str, dict[str, str]] = {
 # Packages to whose classes the intervals apply. A class of another package may mean something else
 # by the same name.
 KNOWN_PACKAGES = ("medseg.", "monai.losses.", "pytorch_optimizer.", "torch.nn.", "torch.optim.")
+# Type to its name in messages.
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -140,7 +141,7 @@ def range_of(point: str, target: str, name: str) -> str:
 
 
 def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
-    """Say what kind of value an argument needs where the given one does not fit.
+    """Describe the kind of value that an argument needs, if the given value does not fit.
 
     Args:
         signature: Signature of the class, with annotations that are evaluated where possible.
@@ -155,7 +156,7 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
     if parameter is None or value is None:
         return ""
     hint = parameter.annotation
-    # A text is an annotation that could not be evaluated.
+    # An annotation that is still a text could not be evaluated.
     if hint is inspect.Parameter.empty or isinstance(hint, str):
         hint = _hint_of_default(parameter.default)
     if _fits(value, hint):
@@ -191,7 +192,8 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
         # YAML reads 1e3 as a float, which fits `int` too.
         return hint is float or isinstance(value, int) or value.is_integer()
-    kind = origin or hint  # of `list[int]` the origin, `list`
+    # The origin of `list[int]` is `list`.
+    kind = origin or hint
     if isinstance(kind, type):
         return _is_of_class(value, kind, arguments)
     return True

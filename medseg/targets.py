@@ -1,7 +1,6 @@
 """Extension points: configuration nodes that name a class by its `_target_`, with arguments.
 
-A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use this module and
-nothing else:
+A node is `{_target_: dotted.Class, argument: value, …}`. All extension points use these functions:
 
 * `ExtensionNode` is the node while Hydra composes. A `_target_` in a later file or on the command
   line replaces the node, so only the keys written beside it are passed; keys need no `+`.
@@ -204,7 +203,7 @@ def check_target(point: str, key: str, node: dict[str, Any], trusted: Iterable[s
     if not isinstance(target, str):
         raise UserError(f"{key}.{TARGET}: the name of a class is needed, but got {target!r}")
     prefixes = EXTENSION_POINTS[point].prefixes
-    # With a dot at its end, the prefix `my_package` does not admit `my_package_of_somebody`.
+    # The added dot keeps the prefix `my_package` from admitting `my_package_of_somebody`.
     trusted_prefixes = [f"{prefix.removesuffix('.')}." for prefix in trusted if prefix]
     is_listed = target.startswith((*prefixes, *trusted_prefixes))
     white_list = ", ".join(f"{prefix}*" for prefix in prefixes)
@@ -241,7 +240,8 @@ def bind_target(
         point: Key of `EXTENSION_POINTS`.
         key: Where the node stands, for messages.
         node: `_target_` and arguments.
-        leading: Stand-ins for the positional arguments that come later (parameters, an optimiser).
+        leading: Placeholders for the positional arguments of the later call (parameters, an
+            optimiser).
         trusted: Prefixes of `trusted_targets`.
 
     Returns:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 AIR_HU = -1024
-"""HU of air outside the patient; a voxel without a value gets it too."""
+"""HU of air outside the patient, and of voxels without a value."""
 
 IGNORE = "ignore"
 """Name of the ignore label in `data.label_values`."""
@@ -27,7 +27,7 @@ class Region:
         name: Name in the scores, e.g. `left_kidney`.
         labels: Names of the labels that make the region, in the order of the fine network's classes
             1, 2, ….
-        side: Side of the patient on which it must lie (`left`, `right`); None if it has no side.
+        side: Side of the patient on which the region lies (`left`, `right`); None for no side.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Channel:
 
     @property
     def outside(self) -> int:
-        """Value of this channel beyond its field of view: air, or the background of MR."""
+        """Value outside the field of view of the channel: air, or the background of MR."""
         return AIR_HU if self.modality == "ct" else 0
 
 
@@ -94,7 +94,7 @@ class Task:
 
     @property
     def num_classes(self) -> int:
-        """Classes of the coarse network: the labels and the background."""
+        """Classes of a network for all labels (coarse, or of one stage): background and labels."""
         return 1 + len(self.labels)
 
     @property
@@ -133,7 +133,7 @@ class Task:
         """Return the task of the results, in which helper labels are background."""
         helper_labels = self.helper_labels
         labels = {name: value for name, value in self.labels.items() if name not in helper_labels}
-        # Results have no volume of a helper label that could be judged.
+        # Helper labels are not in results, so their volumes cannot be checked.
         parts = {*labels, *(region.name for region in self.regions)}
         volume_ml = {name: limits for name, limits in self.volume_ml.items() if name in parts}
         return replace(self, labels=labels, volume_ml=volume_ml)
@@ -141,13 +141,13 @@ class Task:
     def finds_regions_of(self, other: Task) -> bool:
         """Whether a coarse stage of this task finds the regions of another one.
 
-        It does if both have the same regions and modalities, and this one has the labels of the
-        other with their values. It may have helper labels that the other one lacks.
+        It does if both tasks have the same regions and modalities, and this task has all labels of
+        the other with their values. This task may have further labels: helper labels.
         """
         modalities = [channel.modality for channel in self.channels]
         other_modalities = [channel.modality for channel in other.channels]
-        has_its_labels = other.labels.items() <= self.labels.items()
-        return self.regions == other.regions and has_its_labels and modalities == other_modalities
+        has_other_labels = other.labels.items() <= self.labels.items()
+        return self.regions == other.regions and has_other_labels and modalities == other_modalities
 
     @property
     def parts(self) -> list[str]:
@@ -167,7 +167,8 @@ class Task:
     def has_sides(self) -> bool:
         """Whether left and right differ.
 
-        They do if a region has a side, or the name of a label the word `left` or `right`.
+        They do if a region has a side, or if the name of a label contains the word `left` or
+        `right`; a task of one stage keeps the answer in `is_sided`.
         """
         if self.is_sided or any(region.side for region in self.regions):
             return True
@@ -221,7 +222,7 @@ class Task:
     @property
     def values(self) -> dict[str, int]:
         """Label name to value, the ignore label included."""
-        # A copy: the labels of the task stay as they are.
+        # A copy, because the ignore label is no label of the task.
         values = dict(self.labels)
         if self.ignore_label is not None:
             values[IGNORE] = self.ignore_label

@@ -118,7 +118,7 @@ class TaskOptions:
     def clashes(self, _: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between the keys of a task.
 
-        The argument is the key of these options, which is `task` in every configuration.
+        The argument, the key of the options, is not needed: it is `task` in every configuration.
         """
         yield from self._label_clashes()
         yield from self._channel_clashes()
@@ -152,7 +152,8 @@ class TaskOptions:
 
     def _channel_clashes(self) -> Iterator[str]:
         has_window = self.window_hu is not None
-        if has_window == bool(self.channels):  # both or neither
+        has_channels = bool(self.channels)
+        if has_window == has_channels:  # both or neither
             yield (
                 "task.channels and task.window_hu: expected one of the two; window_hu is short for "
                 "channels=[{modality: ct, window_hu: […]}]"

@@ -11,8 +11,8 @@ def first_few(names: Iterable[object], most: int = 5, separator: str = ", ") -> 
 
     Args:
         names: The names; none give an empty text.
-        most: How many are named, at least 1.
-        separator: Between two names.
+        most: Largest number of names that are listed, at least 1.
+        separator: Text between two names.
 
     Example:
         >>> first_few("abc", 2), first_few("ab"), first_few("abc", 1, "; ")
@@ -31,8 +31,8 @@ def first_few(names: Iterable[object], most: int = 5, separator: str = ", ") -> 
 def quote_for_shell(argument: str) -> str:
     r"""Quote an argument of a printed command.
 
-    Bytes of a name that is not UTF-8, control characters, and letters that the terminal lacks are
-    written as their codes in `$'…'`, which bash, zsh and ksh read.
+    Bytes of a name that is not UTF-8, control characters, and characters that the terminal lacks
+    are written as their codes in `$'…'`, which bash, zsh and ksh read.
 
     Example:
         >>> print(quote_for_shell("a b"), quote_for_shell("data.cases=M\udcfcller's"))
@@ -40,13 +40,14 @@ def quote_for_shell(argument: str) -> str:
     """
     if argument.isprintable() and _can_show(argument):
         return shlex.quote(argument)
-    letters = []
+    characters = []
     # `fsencode` restores the bytes of a name that is not UTF-8, which Python holds as surrogates.
     for byte in os.fsencode(argument):
-        letter = chr(byte)
-        is_plain = letter.isascii() and letter.isprintable() and letter not in "'\\"
-        letters.append(letter if is_plain else f"\\x{byte:02x}")
-    return f"$'{''.join(letters)}'"
+        character = chr(byte)
+        # A quote would end the text, a backslash would begin a code.
+        is_plain = character.isascii() and character.isprintable() and character not in "'\\"
+        characters.append(character if is_plain else f"\\x{byte:02x}")
+    return f"$'{''.join(characters)}'"
 
 
 def shell_line(arguments: Iterable[str]) -> str:
@@ -55,7 +56,7 @@ def shell_line(arguments: Iterable[str]) -> str:
 
 
 def _can_show(text: str) -> bool:
-    """Whether the standard output has all letters of a text."""
+    """Whether the encoding of the standard output has all characters of a text."""
     try:
         text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Worker process: a spawned process that calls functions for this one and ends with it."""
+"""Worker process: a spawned process that calls functions for its parent, and ends with it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
-# How long a process that has closed its pipe may take to end, in s.
+# Longest wait, in seconds, for the end of a process that has closed its pipe.
 END_WAIT_S = 5.0
 
 
@@ -99,7 +99,7 @@ class Worker:
 
 def _serve(pipe: Connection) -> None:
     """Call functions until the parent closes the pipe, or ends in the midst of a message."""
-    # Ctrl-C reaches the whole process group; the parent ends this process on its way out.
+    # Ctrl-C reaches all processes of the terminal; the parent then ends this one by `close`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     Thread(target=_end_with_parent, daemon=True).start()
     # OSError: the pipe was closed in the midst of a message. `_answer` itself raises nothing.
@@ -164,7 +164,7 @@ def _describe_end(exit_code: int | None) -> str:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended, also where a function still runs."""
+    """Wait for the end of the parent, then end this process, even while a function runs."""
     parent = parent_process()
     if parent is not None:
         parent.join()

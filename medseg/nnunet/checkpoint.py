@@ -16,8 +16,8 @@ from medseg.weights.checks import check_tensors
 from medseg.weights.files import load_checkpoint
 
 # Types that a checkpoint may hold beside tensors, because the logger of nnU-Net keeps NumPy
-# numbers. None of them executes anything when it is read. A pickle names the function `scalar`
-# after the module of NumPy 2 or of NumPy 1.
+# numbers. None of them executes anything when it is read. A pickle names the module of the function
+# `scalar`, which NumPy 2 renamed.
 SCALAR = np._core.multiarray.scalar  # type: ignore[attr-defined]
 NUMPY_TYPES = [
     (SCALAR, "numpy._core.multiarray.scalar"),
@@ -54,7 +54,8 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
         source: Key and value of the user, for messages.
 
     Raises:
-        UserError: If it is missing, damaged, holds other Python objects, or is not of nnU-Net.
+        UserError: If the file is missing, damaged, holds other Python objects, or is not of
+            nnU-Net.
     """
     content = load_checkpoint(path, source, NUMPY_TYPES, "nnU-Net")
     weights = content.get(WEIGHTS)
@@ -66,6 +67,7 @@ def read_checkpoint(path: Path, source: str) -> Checkpoint:
             "the folder as nnU-Net wrote it"
         )
     check_tensors(source, _distinct(weights), path.stat().st_size)
+    # Cut, because the name is foreign text of any length.
     trainer = str(content.get("trainer_name"))[:200]
     return Checkpoint(weights, _mirror_axes(content, source), trainer)
 
@@ -79,17 +81,17 @@ def _distinct(weights: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in weights.items():
         key: Any = name
         if isinstance(value, Tensor) and value.layout is torch.strided:
-            # The same memory, read in the same way.
+            # Tensors with equal keys are the same view of the same memory.
             key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
         first_names.setdefault(key, (str(name), value))
     return dict(first_names.values())
 
 
 def _mirror_axes(content: Mapping[str, Any], source: str) -> tuple[int, ...]:
-    """Read `inference_allowed_mirroring_axes`; none where an older checkpoint lacks them.
+    """Read `inference_allowed_mirroring_axes`; empty where an older checkpoint lacks the key.
 
     Raises:
-        UserError: If they are not distinct axes.
+        UserError: If the value is no list of distinct spatial axes.
     """
     axes = content.get("inference_allowed_mirroring_axes")
     if axes is None:

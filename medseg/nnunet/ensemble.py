@@ -162,8 +162,8 @@ class NnunetEnsemble(CombinedModel):
             stored.append((logits, planes))
         with timed_step(result.durations_s, on_step, AVERAGE):
             result.labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
-            # The box of the last member, which is that of all. The crop is a view: what is written
-            # into it is in the result.
+            # `box` is the same for all members, see `_run`. The crop is a view: labels that are
+            # written to it are written to the result.
             crop = self.parts[0].crop_of(result.labels, box, volume.grid)
             average_planes(stored, self.plan.labels.region_values, labels=crop)
         result.measure(volume.grid, self.task)
@@ -187,8 +187,8 @@ class NnunetEnsemble(CombinedModel):
             on_step: See `segment`.
 
         Returns:
-            Its logits, their resampling, and the crop of the scan. The crop depends on the scan
-            alone, so that of all members is the same.
+            Logits (D, K, h, w) of the member, their resampling to the crop, and the box of the crop
+            in the scan. The box depends on the scan alone, so all members have the same.
         """
         member = self.parts[number - 1]
         # This result never gets labels, only durations and tiling plans.

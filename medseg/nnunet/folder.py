@@ -1,4 +1,4 @@
-"""Model folder of nnU-Net: finds and reads its files, in a folder or in the zip of its export.
+"""Model folder of nnU-Net: search for its files, also in the zip of an export, and reading.
 
 A model folder is called `<trainer>__<plans>__<configuration>`, and holds `plans.json`,
 `dataset.json` and a folder `fold_<k>` with a checkpoint for each fold.
@@ -18,19 +18,20 @@ from pathlib import Path, PurePosixPath
 from medseg.errors import UserError
 from medseg.io.scratch import scratch_folder
 from medseg.io.text import read_json
-from medseg.nnunet.plan import SUPPORTED, NnunetPlan, PlanError, configurations_of, read_plan
+from medseg.nnunet.plan import USUAL_NAMES, NnunetPlan, PlanError, configurations_of, read_plan
 
 PLANS = "plans.json"
 DATASET = "dataset.json"
 # Names of a fold's checkpoint, in order of preference.
 CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
 
+# Folder of a fold; the group is the name of the fold.
 FOLD = re.compile(r"fold_(\d+|all)")
 # Pickles, which are never opened: the plans of version 1, and the chosen post-processing.
-VERSION_1 = "plans.pkl"
+VERSION_1_PLANS = "plans.pkl"
 POSTPROCESSING = "postprocessing.pkl"
-# Names of the files of a zip file that are unpacked. The pickles only show what the model is.
-UNPACKED = (PLANS, DATASET, *CHECKPOINTS, VERSION_1, POSTPROCESSING)
+# Names of the files of a zip file that are unpacked. Of the pickles only the presence is checked.
+UNPACKED = (PLANS, DATASET, *CHECKPOINTS, VERSION_1_PLANS, POSTPROCESSING)
 # Number of levels below the given folder at which a model folder is found: nnU-Net writes
 # `<results>/<data set>/<model folder>`, and its zip files hold `<data set>/<model folder>`.
 MAX_DEPTH = 2
@@ -45,8 +46,8 @@ class ModelFolder:
         plan: Plan of its configuration.
         checkpoints: Name of each fold (`0`, …, `all`) to its checkpoint.
         notes: Sentences about the folder that a run reports.
-        unpacked: Temporary folder of a zip file, which is removed with this object; None without a
-            zip file.
+        unpacked: Temporary folder with the files of a zip file, removed when this object is
+            deleted; None without a zip file.
     """
 
     path: Path
@@ -183,7 +184,9 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _pick_folder(top: Path, path: Path, key: str) -> Path:
-    """Choose the only model folder; of several, the only one with a name of `SUPPORTED`.
+    """Choose the only model folder; of several, the only one with a usual name.
+
+    The first stage of a cascade does not count where its second stage lies beside it.
 
     Args:
         top: Folder to search: `path`, or the temporary folder of a zip file.
@@ -196,20 +199,21 @@ def _pick_folder(top: Path, path: Path, key: str) -> Path:
     source = f"{key}={path}"
     folders = _folders_with(top, PLANS)
     if not folders:
-        if _folders_with(top, VERSION_1):
+        if _folders_with(top, VERSION_1_PLANS):
             raise UserError(
-                f"{source}: a model of nnU-Net version 1 ({VERSION_1}), whose plan is a pickle "
-                "that could execute code; train it again with version 2, or predict with nnU-Net 1"
+                f"{source}: a model of nnU-Net version 1 ({VERSION_1_PLANS}), whose plan is a "
+                "pickle that could execute code; train it again with version 2, or predict with "
+                "nnU-Net 1"
             )
         raise UserError(
             f"{source}: expected a model folder, but neither the SHA256SUMS of medseg is there, "
             f"nor the {PLANS} of nnU-Net up to {MAX_DEPTH} folders below; "
             "give the folder that holds it"
         )
-    supported = [folder for folder in folders if _configuration_of(folder) in SUPPORTED]
+    usual_folders = [folder for folder in folders if _configuration_of(folder) in USUAL_NAMES]
     # Without a usual name all are candidates: the user may have named the configuration, and
     # `_read_plan` refuses a folder with another reason.
-    candidates = _without_first_stages(supported or folders)
+    candidates = _without_first_stages(usual_folders or folders)
     if len(candidates) > 1:
         listed = ", ".join(str(folder.relative_to(top)) for folder in candidates[:8])
         cure = f"give one, such as {key}={path / candidates[0].relative_to(top)}"
@@ -249,12 +253,12 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
     dataset = read_json(folder / DATASET)
     try:
         name = _configuration_of(folder)
-        supported = [listed for listed in configurations_of(plans) if listed in SUPPORTED]
-        # A renamed folder does not name its configuration. If the plans have only one supported
-        # configuration, it must be that.
+        usual_names = [listed for listed in configurations_of(plans) if listed in USUAL_NAMES]
+        # A renamed folder does not name its configuration. If the plans have only one with a usual
+        # name, it must be that.
         is_renamed = "__" not in folder.name
-        if is_renamed and len(supported) == 1:
-            name = supported[0]
+        if is_renamed and len(usual_names) == 1:
+            name = usual_names[0]
         return read_plan(plans, dataset, name)
     except PlanError as error:
         raise UserError(f"{source}: {error.sentence}") from error

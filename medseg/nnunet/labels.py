@@ -21,8 +21,8 @@ from medseg.nnunet.spline import ESTIMATE_ERROR, SplinePlanes
 MAX_FOLDS_BYTES = 2**26
 # Number of logits of doubtful voxels that are computed exactly at a time.
 DOUBTFUL_LOGITS = 2**16
-# Bytes per voxel of a plane of the scan while it is labelled: its best logits and their labels, and
-# a head with the terms of its sum in float64.
+# Bytes per voxel of a plane of the scan while it is labelled: 4 + 1 for the largest logit (float32)
+# and its label (uint8), and 40 for a head: five planes of float64, the terms of its sum.
 PLANE_BYTES = 45
 # Neighbouring floating-point numbers differ by at most epsilon times the larger magnitude.
 # `_doubtful_voxels` multiplies epsilon by the magnitude of the best logit instead, which is the
@@ -57,7 +57,7 @@ def mean_planes(
             if fold == 0:
                 sums[number] = plane
                 continue
-            # In the precision of the planes, and in the order of the folds, as nnU-Net adds them.
+            # Summed in the precision of the planes and in the order of the folds, as in nnU-Net.
             sums[number] += plane
             if fold == num_folds - 1:
                 yield sums[number].div_(num_folds)
@@ -117,7 +117,7 @@ def average_planes(
             probabilities = _probabilities(
                 logits, planes, number, are_classes=region_values is None
             )
-            # In float32 and in the order of the models, as nnU-Net adds them.
+            # Summed in float32 and in the order of the models, as in nnU-Net.
             total = probabilities if total is None else total.add_(probabilities)
         assert total is not None, "an ensemble has members"
         mean = total.div_(len(members)).numpy()

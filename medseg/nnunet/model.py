@@ -1,4 +1,4 @@
-"""Model of nnU-Net: segments scans with the networks of a folder, as nnU-Net's predictor does."""
+"""Model of nnU-Net: a model folder whose networks segment scans as nnU-Net's predictor does."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ PREPARE, SEGMENT = STEPS
 PREVIOUS = "previous"
 # Networks run one at a time, because a model loads the weights of each fold into one network.
 _NETWORK_LOCK = threading.Lock()
-# The times below are of work outside of the networks. Their unit is the time in which one voxel of
-# a channel is read, checked and normalised: 15 ns on an AMD EPYC.
+# The times below are of work outside of the networks. One unit is the time in which one voxel of a
+# channel is read, checked and normalised: 15 ns on an AMD EPYC.
 # Time to filter a voxel of a channel along one axis for a cubic spline.
 FILTER_TIME = 2.0
 # Times to interpolate a logit of the scan, by an estimate or exactly, see `medseg.nnunet.labels`.
@@ -115,7 +115,7 @@ class ExpectedCost(NamedTuple):
 
     Attributes:
         memory: Arrays of each step, without the scan and the passes of the network.
-        other_time: Time outside of the networks, in the unit of `FILTER_TIME`.
+        other_time: Time outside of the networks, in the unit above `FILTER_TIME`.
         operations: Number of additions and multiplications of the networks.
     """
 
@@ -135,13 +135,13 @@ class NnunetModel:
         folds: The folds whose logits are averaged.
         options: Keys of `inference`, such as the sums, the orientation and the budget of a pass.
         device: Device of the network.
-        bytes_per_voxel: Memory of a pass per voxel of a tile.
+        bytes_per_voxel: Bytes of a pass per voxel of a tile.
         least_slab_bytes: Smallest budget, in bytes, with which a tile runs in slabs.
         checkpoints: Name of the configuration to the SHA-256 of each of its checkpoints, by path.
         operations_per_voxel: Additions and multiplications of a pass per voxel of a tile.
         precision: `fp32`, `bf16` on a CPU, or `fp16` on a GPU.
         previous: First stage of a cascade; None for other models.
-        watch: Counts the seconds of its passes, for the forecast of later cases.
+        watch: Counts the seconds of passes of the network, for the forecast of later cases.
     """
 
     folder: ModelFolder
@@ -171,10 +171,10 @@ class NnunetModel:
 
     @property
     def waiting_bytes(self) -> float:
-        """Size above which seldom used arrays are files, see `WAITING_BYTES`.
+        """Bytes above which seldom used arrays are files, see `WAITING_BYTES`.
 
-        It is infinite where the planes of the network are not slices of the scan: each plane would
-        bring all pages of the scan and of the labels back.
+        Infinite where the planes of the network are not slices of the scan: each plane would bring
+        all pages of the scan and of the labels back into memory.
         """
         return WAITING_BYTES if self.plan.transpose[0] == 0 else math.inf
 
@@ -196,7 +196,7 @@ class NnunetModel:
 
     @property
     def slab_bytes(self) -> float | None:
-        """Budget of a pass in slabs; None where the whole tile fits into one pass."""
+        """Budget of a pass in slabs, in bytes; None where the tile runs in one pass."""
         budget_bytes = self.options.budget_gib * 2**30
         if not self.can_run_in_slabs or self._tile_bytes <= budget_bytes:
             return None
@@ -204,7 +204,7 @@ class NnunetModel:
 
     @cached_property
     def usual_pass_bytes(self) -> int:
-        """Memory of a pass of the network, counted on tensors without values, for the forecast."""
+        """Bytes of a pass of the network, counted on the meta device, for the forecast."""
         num_bytes = count_pass(
             lambda: make_network(self.plan),
             (1, self.plan.num_image_channels, *self.plan.patch_size),
@@ -225,7 +225,7 @@ class NnunetModel:
 
     @property
     def least_bytes(self) -> float:
-        """Smallest budget of a pass: that of a tile in slabs, or in one pass if that needs less.
+        """Smallest budget in bytes with which a tile runs, in slabs or in one pass.
 
         The size of a tile is fixed, because another one would change the labels. A GPU has memory
         of its own, which the budget does not bound.
@@ -246,7 +246,7 @@ class NnunetModel:
 
     @property
     def _tile_bytes(self) -> float:
-        """Memory of a tile in one pass."""
+        """Bytes of a tile in one pass."""
         return self.bytes_per_voxel * math.prod(self.plan.patch_size)
 
     def within(self, budget_gib: float) -> NnunetModel:
@@ -287,7 +287,7 @@ class NnunetModel:
         (_, rows, columns), _ = self._transposed(grid)
         scan_plane = StepArray(PLANE_BYTES * rows * columns)
         labels = StepArray(math.prod(grid.shape), waits=grid.is_axial)
-        if self._keeps_planes(grid):
+        if self._has_stored_planes(grid):
             # When the last tiles begin, only the planes before them are complete.
             z_starts, _, _ = self._starts(grid)
             written_share = z_starts[-1] / max(depth, self.plan.patch_size[0])
@@ -337,7 +337,7 @@ class NnunetModel:
         depth, height, width = self._padded_shape(grid)
         # All labels of the previous stage are one channel here; the network splits it, see
         # `network_input`.
-        num_channels = len(plan.channels) + has_previous
+        num_channels = plan.num_image_channels
         # A tile is read and added in whole rows of the scan, because memory comes in pages.
         touched_voxels = plan.patch_size[0] * plan.patch_size[1] * width
         # The image is float32.
@@ -366,7 +366,7 @@ class NnunetModel:
 
     @property
     def _logit_time(self) -> float:
-        """Time to interpolate a logit of the scan, in the unit of `FILTER_TIME`."""
+        """Time to interpolate a logit of the scan, in the unit above `FILTER_TIME`."""
         resampling = self.plan.logits_resampling
         is_linear = resampling.function == SPLINE and resampling.order <= 1
         is_estimated = is_linear and self.plan.labels.region_values is None
@@ -379,7 +379,7 @@ class NnunetModel:
         return depth, self.plan.labels.num_heads, height, width
 
     def logits_bytes(self, grid: VoxelGrid) -> int:
-        """Size of the logits of a scan, in the precision of the sums."""
+        """Bytes of the logits of a scan, in the precision of the sums."""
         return self._sums_dtype.itemsize * math.prod(self.logits_shape(grid))
 
     def _padded_shape(self, grid: VoxelGrid) -> Shape:
@@ -404,7 +404,7 @@ class NnunetModel:
         shape = grid.shape[z], grid.shape[y], grid.shape[x]
         return shape, (grid.spacing_mm[z], grid.spacing_mm[y], grid.spacing_mm[x])
 
-    def _keeps_planes(self, grid: VoxelGrid) -> bool:
+    def _has_stored_planes(self, grid: VoxelGrid) -> bool:
         """Whether the planes of the network are slices of the stored scan.
 
         If they are not, each plane of labels touches all memory pages of the label map.
@@ -755,7 +755,8 @@ def _load_folder(
     """
     try:
         # A plan may describe a network larger than the memory. On the meta device it takes none,
-        # and its shapes are compared with those of the weights first.
+        # and its shapes are compared with those of the weights first. With
+        # `may_compute=False` a constructor that needs values fails instead of running on the CPU.
         network_on_meta = build_on_meta(lambda: make_network(folder.plan), may_compute=False)
         folds = _load_folds(folder, source, network_on_meta)
         network = make_network(folder.plan).to(device).eval()
@@ -843,7 +844,7 @@ def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device)
 
 
 def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
-    """Count additions and multiplications of a pass without values, per voxel of a tile."""
+    """Count additions and multiplications of a pass on the meta device, per voxel of a tile."""
     image = torch.empty((1, plan.num_image_channels, *plan.patch_size), device="meta")
     with meta_layers() as layers:
         call_network(network_on_meta, image, plan)

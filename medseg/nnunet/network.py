@@ -40,7 +40,7 @@ def call_network(network: nn.Module, image: Tensor, plan: NnunetPlan) -> Tensor:
     Args:
         network: See `make_network`.
         image: See `network_input`; d is 1 for a 2D network.
-        plan: Its plan.
+        plan: Plan of the network.
 
     Returns:
         Logits (1, K, d, h, w).
@@ -80,7 +80,8 @@ def network_input(image: Tensor, plan: NnunetPlan) -> Tensor:
         plan: Plan of the network.
 
     Returns:
-        The input of the network; the image itself without a previous stage.
+        The input of the network (1, `plan.num_inputs`, d, h, w); without a previous stage the image
+        itself.
     """
     values = plan.previous_values
     if not values:

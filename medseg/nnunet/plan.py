@@ -17,9 +17,11 @@ from medseg.io.volume import MIN_SPACING_MM
 from medseg.wording import first_few
 
 # nnU-Net's own names of configurations. Users may define others, which can be read too.
-SUPPORTED = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
+USUAL_NAMES = ("3d_fullres", "3d_lowres", "3d_cascade_fullres", "2d")
 
-# Limits far above those of any plan of nnU-Net, so that a hostile plan cannot keep the program
+# Largest value of a label: label maps are uint8.
+MAX_LABEL = 255
+# Limits far above the values in any plan of nnU-Net, so that a hostile plan cannot keep the program
 # busy. `MAX_PATCH` is in voxels along an axis, `MAX_FEATURES` in channels of a level, `MAX_LINEAGE`
 # in configurations that inherit from one another. Intensities are computed in float32, which ends
 # at 3e38.
@@ -27,7 +29,6 @@ MAX_SPACING_MM = 100.0
 MAX_INTENSITY = 1e30
 MAX_LINEAGE = 100
 MAX_PATCH = 1024
-MAX_HEADS = 255
 MAX_FEATURES = 4096
 MAX_LEVELS = 12
 MAX_BLOCKS = 100
@@ -62,9 +63,14 @@ class PlanError(ValueError):
     @property
     def sentence(self) -> str:
         """The whole sentence: the file, the message and the cure. The caller adds the path."""
+        text = str(self)
+        # Messages about `dataset.json` name the file themselves.
+        is_about_dataset = text.startswith("dataset.json") or "in dataset.json" in text
+        if not is_about_dataset:
+            text = f"plans.json {text}"
         return (
-            f"plans.json {self}; take plans.json and dataset.json as nnU-Net wrote them, or "
-            "predict with nnU-Net"
+            f"{text}; take plans.json and dataset.json as nnU-Net wrote them, or predict with "
+            "nnU-Net"
         )
 
 
@@ -91,7 +97,7 @@ class ChannelPlan:
     Attributes:
         name: Its name in `dataset.json`.
         scheme: One of `SCHEMES`.
-        is_masked: Whether a z-score is computed inside the non-zero mask.
+        is_masked: Whether a z-score takes mean and standard deviation inside the non-zero mask.
         intensities: Mean, standard deviation and percentiles of the training scans, by nnU-Net's
             names; empty unless the scheme is `CTNormalization`.
     """
@@ -110,17 +116,19 @@ class LabelPlan:
     may overlap.
 
     Attributes:
-        names: Label name to value in the result, without background and ignore label.
+        names: Name of each label or region to its value in the result, without background and
+            ignore label.
         region_values: If the heads are regions, the value in the result of each region; where
             regions overlap, the later head wins. None if the heads are classes.
         num_heads: Heads of the network.
-        values: Values in the label maps of the training, without the background, in rising order.
+        training_values: Values in the label maps of the training, without the background, in rising
+            order. They differ from those of `names` if the heads are regions.
     """
 
     names: dict[str, int]
     region_values: tuple[int, ...] | None
     num_heads: int
-    values: tuple[int, ...]
+    training_values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -175,10 +183,10 @@ class NnunetPlan:
     @property
     def previous_values(self) -> tuple[int, ...]:
         """Values of the labels of the previous stage, in the order of their channels."""
-        return () if self.previous_stage is None else self.labels.values
+        return () if self.previous_stage is None else self.labels.training_values
 
     def for_scan(self, spacing_mm: tuple[float, float, float]) -> NnunetPlan:
-        """Return the plan for a scan of a given spacing, transposed.
+        """Return the plan for a scan of a given spacing, in the order of the transposed axes.
 
         Only the plan of a 2D network differs: along the first axis nothing is resampled.
         """
@@ -196,7 +204,7 @@ def configurations_of(plans: Any) -> dict[str, dict[str, Any]]:
     Raises:
         PlanError: If the plans are damaged.
     """
-    plans = _mapping(plans, "the plans")
+    plans = _mapping(plans, "as a whole")
     listed = _mapping(plans.get("configurations"), "configurations")
     return {name: _with_inherited(listed, name) for name in listed}
 
@@ -245,14 +253,14 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     Raises:
         PlanError: If the plan is damaged, or asks for something that is not supported.
     """
-    plans = _mapping(plans, "the plans")
+    plans = _mapping(plans, "as a whole")
     dataset = _mapping(dataset, "dataset.json")
     configurations = configurations_of(plans)
     if name not in configurations:
         listed = first_few(map(_shown, configurations)) or "none at all"
         raise PlanError(f"has no configuration {_shown(name)}, but {listed}")
     configuration = configurations[name]
-    _refuse_unsupported(configuration)
+    _check_preprocessor(configuration)
     transpose = tuple(_integers(plans, "transpose_forward", count=3, low=0, high=2))
     if sorted(transpose) != [0, 1, 2]:
         raise PlanError(f"transpose_forward: expected an order of three axes, got {transpose}")
@@ -284,7 +292,8 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
         logits_resampling=_read_resampling(configuration, "resampling_fn_probabilities"),
         labels=read_labels(dataset),
         network=network,
-        orientation=_read_orientation(dataset, READERS[str(reader)]),
+        orientation=_read_orientation(dataset, READERS[reader]),
+        # Cut, because the name is foreign text of any length.
         dataset_name=str(plans.get("dataset_name", "nnU-Net"))[:200],
         is_2d=is_2d,
         previous_stage=previous_stage,
@@ -292,8 +301,8 @@ def read_plan(plans: Any, dataset: Any, name: str) -> NnunetPlan:
     )
 
 
-def _refuse_unsupported(configuration: Mapping[str, Any]) -> None:
-    """Refuse a preprocessing whose steps medseg does not know.
+def _check_preprocessor(configuration: Mapping[str, Any]) -> None:
+    """Refuse a preprocessor whose steps medseg does not know.
 
     Raises:
         PlanError: If the plan names another class than nnU-Net's own.
@@ -355,7 +364,7 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
         # A list of one value is a class too.
         is_list_of_one = isinstance(value, list) and len(value) == 1
         number = value[0] if is_list_of_one else value
-        names[name] = _integer(number, f"labels.{_shown(name)} in dataset.json", 1, MAX_HEADS)
+        names[name] = _integer(number, f"labels.{_shown(name)} in dataset.json", 1, MAX_LABEL)
     values = sorted(names.values())
     # The value of a class is the number of its head, so a gap would shift all later ones.
     if not values or values != list(range(1, 1 + len(values))):
@@ -364,7 +373,9 @@ def read_labels(dataset: Mapping[str, Any]) -> LabelPlan:
             f"{_shown(values)}"
         )
     # One head more than labels: that of the background.
-    return LabelPlan(names, region_values=None, num_heads=1 + len(values), values=tuple(values))
+    return LabelPlan(
+        names, region_values=None, num_heads=1 + len(values), training_values=tuple(values)
+    )
 
 
 def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> LabelPlan:
@@ -383,7 +394,7 @@ def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> Lab
             f"regions_class_order in dataset.json: expected {len(regions)} values, one for each "
             f"region, got {_shown(order)}"
         )
-    region_values = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_HEADS))
+    region_values = tuple(_integers(dataset, "regions_class_order", len(order), 1, MAX_LABEL))
     if len(set(region_values)) != len(region_values):
         raise PlanError(f"regions_class_order in dataset.json: {_shown(order)} has a value twice")
     names = dict(zip(regions, region_values, strict=True))
@@ -392,7 +403,7 @@ def _read_regions(regions: Mapping[str, Any], dataset: Mapping[str, Any]) -> Lab
         names,
         region_values=region_values,
         num_heads=len(region_values),
-        values=_label_map_values(regions),
+        training_values=_label_map_values(regions),
     )
 
 
@@ -401,7 +412,7 @@ def _label_map_values(regions: Mapping[str, Any]) -> tuple[int, ...]:
     values: set[int] = set()
     for name, members in regions.items():
         for value in _flat(members):
-            values.add(_integer(value, f"labels.{_shown(name)} in dataset.json", 0, MAX_HEADS))
+            values.add(_integer(value, f"labels.{_shown(name)} in dataset.json", 0, MAX_LABEL))
     return tuple(sorted(values - {0}))
 
 
@@ -442,6 +453,7 @@ def _read_channels(
         statistics: dict[str, float] = {}
         if scheme == "CTNormalization":
             statistics = _read_intensities(intensities, number)
+        # null counts as false.
         is_masked = _flag(masked[number], "use_mask_for_norm") is True
         channels.append(ChannelPlan(name, scheme, is_masked, statistics))
     return tuple(channels)
@@ -466,7 +478,7 @@ def _read_labels_resampling(configuration: Mapping[str, Any]) -> ResamplingPlan:
     """Read how the labels of the previous stage are resampled.
 
     Raises:
-        PlanError: As `_read_resampling`, or if it is by torch.
+        PlanError: As `_read_resampling`, or if the function is `TORCH`.
     """
     resampling = _read_resampling(configuration, "resampling_fn_seg")
     if resampling.function == TORCH:
@@ -503,9 +515,10 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     if function == SPLINE:
         order = _integer(arguments.get("order", 3), f"{key}_kwargs.order", 0, 5)
         order_z = _integer(arguments.get("order_z", 0), f"{key}_kwargs.order_z", 0, 5)
+    # The threshold is `ANISOTROPY` in `medseg.nnunet.planes`.
     if arguments.get("separate_z_anisotropy_threshold", 3) != 3:
         raise PlanError(f"{key}_kwargs.separate_z_anisotropy_threshold: only 3 is supported")
-    # The interpolation of the function by torch, and that along a separate axis.
+    # Arguments of `TORCH`: its interpolation, and that along a separate axis.
     modes = arguments.get("mode", "linear"), arguments.get("aniso_axis_mode", "nearest-exact")
     if modes != ("linear", "nearest-exact"):
         raise PlanError(f"{key}_kwargs: the modes {_shown(modes)} are not supported")
@@ -560,7 +573,7 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     for axis in range(num_axes):
         axis_strides = [_stride(stride, axis, num_axes) for stride in level_strides]
         divisor.append(math.prod(axis_strides))
-    if any(size % step for size, step in zip(patch_size, divisor, strict=True)):
+    if any(size % factor for size, factor in zip(patch_size, divisor, strict=True)):
         raise PlanError(
             f"patch_size={patch_size} is no multiple of the product of its strides, {divisor}"
         )
@@ -675,7 +688,7 @@ def _read_orientation(dataset: Mapping[str, Any], reader_orientation: str) -> st
 
 
 def _shown(value: Any) -> str:
-    """Write a value of a foreign plan for a message: one line of at most 60 letters."""
+    """Write a value of a foreign plan for a message: one line of at most 60 characters."""
     return " ".join(str(value).split())[:60]
 
 
@@ -713,7 +726,7 @@ def _flag(value: Any, name: str) -> bool | None:
 
 
 def _integer(value: Any, name: str, low: int, high: int) -> int:
-    """Return a value that must be a whole number in a range, bounds included; 2.0 is one."""
+    """Return a value that must be a whole number in a range, bounds included; 2.0 is 2."""
     number = _number(value, name, low, high)
     if number != int(number):
         raise PlanError(f"{name}: expected a whole number, got {_shown(value)}")

@@ -1,4 +1,4 @@
-"""Plane-by-plane resampling as a plan asks for it: by splines, by torch, or none."""
+"""Plane-by-plane resampling as a plan specifies it: by splines, by torch, or none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from medseg.geometry.sizes import Shape
 from medseg.nnunet.plan import NONE, TORCH, PlanError, ResamplingPlan
 from medseg.nnunet.spline import CUBIC, FILTER_MARGIN, SplinePlanes
 
-# An axis is separate where the largest spacing is more than this many times the smallest.
+# A spacing is anisotropic where its largest value is more than this many times its smallest, as in
+# nnU-Net. The coarsest axis is then separate, see `separate_axis`.
 ANISOTROPY = 3.0
 SpacingMm = tuple[float, float, float]
 
@@ -98,6 +99,7 @@ class TorchPlanes:
     def __init__(self, source: Shape, target: Shape, separate: int | None = None) -> None:
         self.num_planes = target[0]
         self._separate = separate
+        # Source voxel of each output voxel along the separate axis; empty without such an axis.
         self._nearest = np.empty(0, dtype=np.int64)
         # A separate axis keeps its size while the other two are interpolated.
         interpolated_shape = list(target)
@@ -125,15 +127,16 @@ class TorchPlanes:
     def resample(self, number: int, planes: Sequence[Tensor]) -> Tensor:
         """Interpolate in plane, then between the planes; float32."""
         volume = torch.stack([source.float() for source in planes])[None, None]
-        # The number of planes stays, so that torch interpolates nothing along z.
+        # Torch interpolates nothing along z, because the number of planes stays.
         size = (len(planes), *self._plane_shape)
         interpolated = functional.interpolate(volume, size, mode="trilinear")[0, 0]
         if self._separate == 0:
             return interpolated[0]
         first, second = interpolated
         weight = self._weight[number]
-        # A fused multiply-add: the product with `second` is rounded to float32, that with `first`
-        # is exact in float64, and their sum is rounded once, except in rare ties.
+        # first * (1 - weight) + second * weight, as a fused multiply-add: the second product is
+        # rounded to float32, the first is exact in float64, and their sum is rounded to float32.
+        # The sum in float64 is rounded too, which matters only in rare ties.
         second_term = (second * float(weight)).double()
         first_term = first.double().mul_(float(np.float32(1.0) - weight))
         between = second_term.add_(first_term).float()
@@ -154,7 +157,7 @@ def nearest_exact(num_outputs: int, num_inputs: int) -> np.ndarray:
 
 
 def orders_of(plan: ResamplingPlan, current_mm: SpacingMm, new_mm: SpacingMm) -> Shape:
-    """Choose the order of the spline along each axis; 0 along a separate one."""
+    """Choose the order of the spline along each axis: 0 along a separate axis."""
     separate = separate_axis(plan.separate_z, current_mm, new_mm)
     orders = [0 if axis == separate else plan.order for axis in range(3)]
     return orders[0], orders[1], orders[2]
@@ -172,12 +175,12 @@ def make_planes(
     current_mm: SpacingMm,
     new_mm: SpacingMm,
 ) -> Planes:
-    """Make the planes of a resampled volume as a plan asks for them.
+    """Make the planes of a resampled volume as a plan specifies.
 
-    Along the axes of `filtered_axes` their source planes are coefficients of `spline.filtered`.
+    Along the axes of `filtered_axes` the source planes must be coefficients of `spline.filtered`.
 
     Args:
-        plan: One of the resampling functions of a plan.
+        plan: Resampling function, and its arguments.
         source: Shape of the source.
         target: Shape of the target.
         current_mm: Spacing of the source.

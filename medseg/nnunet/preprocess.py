@@ -70,7 +70,7 @@ def prepare(
 
     Args:
         images: Channels (D, H, W) in the orientation that the network expects, not transposed.
-        spacing_mm: Their spacing.
+        spacing_mm: Spacing of the channels, (z, y, x).
         plan: The plan of the network.
         previous: Labels (D, H, W) of the previous stage; None without a cascade.
 
@@ -103,6 +103,7 @@ def prepare(
         assert mask is not None, "it was made above"
         previous_crop = previous.transpose(plan.transpose)[box.slices()]
         labels = previous_crop.astype(np.int16, order="C")
+        # As in nnU-Net, background outside the mask is a label of its own while it is resampled.
         labels[(labels == 0) & ~mask] = BEYOND
         # nnU-Net takes a voxel with a label into the statistics, even where all channels are zero.
         mask = labels != BEYOND
@@ -171,10 +172,10 @@ def _scaling_bytes(plan: NnunetPlan, *, has_previous: bool) -> int:
 
 
 def nonzero_box(images: Sequence[np.ndarray]) -> VoxelBox:
-    """Find the box of the voxels that are not zero in some channel; of a scan of zeros, all."""
+    """Find the box of the voxels that are not zero in some channel; all voxels if none is."""
 
     def nonzero_masks() -> Iterator[np.ndarray]:
-        """Yield a mask (H, W) of these voxels for each plane."""
+        """Yield the mask (H, W) of the non-zero voxels of each plane."""
         # `planes` holds the same plane of all channels.
         for planes in zip(*images, strict=True):
             mask = planes[0] != 0

@@ -20,7 +20,7 @@ from medseg.nnunet.plan import NONE, PlanError, ResamplingPlan
 from medseg.nnunet.planes import SpacingMm, orders_of
 from medseg.nnunet.spline import SplinePlanes
 
-# Label of the background outside of the non-zero voxels of the scan; used during resampling only.
+# Value of background outside the non-zero mask of the scan; used during resampling only.
 BEYOND = -1
 
 

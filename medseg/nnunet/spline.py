@@ -79,7 +79,8 @@ def axis_taps(
     before = position - voxel_before
     after = 1.0 - before
     weight = np.empty((num_outputs, order + 1))
-    # The formulas and the order of their terms are those of scipy's C code: the last bit counts.
+    # Linear weights, or those of the cubic B-spline. The formulas and the order of their terms are
+    # those of scipy's C code: the last bit counts.
     if order == 1:
         weight[:, 0] = 1.0 - before
     else:
@@ -125,6 +126,7 @@ class SplinePlanes:
             for outputs, inputs, order, margin in zip(target, source, orders, margins, strict=True)
         )
         self._depth = depth
+        # Indices and weights of each tap, see `_as_tensors`.
         self._rows = _as_tensors(height)
         self._columns = _as_tensors(width)
 
@@ -235,9 +237,9 @@ def _as_tensors(taps: AxisTaps) -> tuple[list[Tensor], list[Tensor] | None]:
 def _weighted_taps(
     plane: Tensor, axis: int, indices: Sequence[Tensor], weights: Sequence[Tensor] | None
 ) -> Iterator[Tensor]:
-    """Gather a plane (h, w) along an axis for each tap, times the weights of the tap.
+    """Yield for each tap a plane (h, w) gathered along an axis, times the weights of the tap.
 
-    It is a generator, because a cubic plane has 16 products, each as large as the plane.
+    A generator saves memory: a cubic plane has 16 products, each as large as the plane.
 
     Args:
         plane: The plane.

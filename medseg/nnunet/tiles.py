@@ -22,7 +22,7 @@ from medseg.geometry.sizes import Shape
 from medseg.io.scratch import new_tensor
 
 # Standard deviation of the Gaussian weights as a share of the tile's length along an axis, and the
-# largest weight.
+# largest weight, as in nnU-Net.
 SIGMA = 1 / 8
 LARGEST_WEIGHT = 10.0
 # The axis z of logits (1, K, d, h, w).
@@ -102,10 +102,10 @@ def tile_weights(tile_shape: tuple[int, ...]) -> Tensor:
     return half_weights
 
 
-def mirrored(
+def run_mirrored(
     run: Run, tile: Tensor, axes: Sequence[int], num_heads: int, take: Callable[[Tensor], None]
 ) -> None:
-    """Average the logits over all combinations of mirrored axes, in the order of nnU-Net.
+    """Run all combinations of mirrored axes, and average the logits in the order of nnU-Net.
 
     Args:
         run: Runs the network.
@@ -117,7 +117,7 @@ def mirrored(
     if not axes:
         run(tile, take)
         return
-    dimensions = [axis + 2 for axis in axes]
+    dimensions = [Z_DIMENSION + axis for axis in axes]
     # No axis first, then single axes, pairs and all three.
     combinations: list[tuple[int, ...]] = [()]
     for num_flipped in range(1, len(dimensions) + 1):
@@ -240,7 +240,7 @@ def finished_planes(
             columns = slice(x, x + tile_shape[2])
             tile_image = image[None, :, z : z + tile_shape[0], rows, columns].contiguous()
             tile_sums = _TileSums(sums, weights, z, (rows, columns))
-            mirrored(run, tile_image, axes, num_heads, tile_sums.add)
+            run_mirrored(run, tile_image, axes, num_heads, tile_sums.add)
             _add(weight_sums, weights, z, (rows, columns))
 
 

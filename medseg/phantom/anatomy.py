@@ -83,7 +83,7 @@ VERTEBRA_MM = 23.5
 
 
 class Tube(NamedTuple):
-    """A chain of capsules: nodes xyz, and radius at both ends, mm."""
+    """A chain of capsules: its nodes (x, y, z), and the radius at the first and at the last."""
 
     path_xyz_mm: tuple[tuple[float, float, float], ...]
     radii_mm: tuple[float, float]
@@ -114,8 +114,8 @@ VESSELS = (
     # Inferior vena cava.
     Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
 )
-# Distance to the surface of pleural fluid if there is no fluid (positive) or nothing but fluid
-# (negative): larger than the width of any blend.
+# Distance to the surface of pleural fluid where there is no fluid (positive) or only fluid
+# (negative): larger than any `blend_mm` of this module.
 FAR_MM = 30.0
 
 
@@ -235,7 +235,7 @@ def measure_tubes(patient: Patient, points: Points, tubes: tuple[Tube, ...]) -> 
 
 
 def measure_body(patient: Patient, slab: Slab) -> Fields:
-    """Measure the lungs and what bounds them.
+    """Measure the lungs and the structures around them.
 
     Returns:
         Signed distances, negative in the named part: `cage`, the space inside the ribs; `abdomen`,

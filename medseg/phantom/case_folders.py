@@ -21,12 +21,13 @@ from medseg.phantom.scene import SceneSpec, make_scene
 from medseg.phantom.spec import PhantomSpec, draw_spec
 from medseg.worker_process import Worker, WorkerDiedError
 
-VERSION = 6
+VERSION = 7
 """Version of the generator. Raise it whenever equal specs give other voxels than before: then all
 cases are made again."""
 
 Spec = PhantomSpec | SceneSpec
 
+# Column of the case table to the file of a chest.
 _CHEST_FILES = {"image": "ct.nii.gz", "labels": "lungs.nii.gz", "organs": "organs.nii.gz"}
 
 
@@ -118,7 +119,7 @@ def _write_cases(
 def _call_idle_worker(
     idle_workers: SimpleQueue[Worker], folder: Path, spec: Spec
 ) -> dict[str, bool]:
-    """Write one case in an idle worker; one is idle, since there are as many workers as threads."""
+    """Write one case in an idle worker; there is one, since each thread has a worker."""
     worker = idle_workers.get()
     try:
         return worker.call(write_case, folder, spec)

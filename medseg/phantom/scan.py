@@ -14,9 +14,9 @@ from medseg.phantom.shapes import Field, Points
 from medseg.phantom.spec import VIEWS, PhantomSpec
 from medseg.phantom.tissue import draw_noise, draw_planes
 
-# Smaller pieces of a lung are removed: at its thin edges, some voxels are separated from the rest.
+# Smaller pieces of a lung are removed: at thin edges of a lung some voxels are separate.
 _MIN_PIECE_ML = 1.0
-# Number of points that are drawn at a time: few enough for the processor's cache.
+# Number of lattice points that are drawn at a time: few enough for the processor's cache.
 _NUM_POINTS = 200_000
 
 Axes = list[NDArray[np.float64]]
@@ -64,7 +64,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     labels = np.empty(grid.shape, np.uint8)
     organs = np.empty(grid.shape, np.uint8)
     anatomical_noise = draw_noise(spec)
-    # Noise of the scanner.
+    # For the noise of the scanner.
     rng = spec.rng("noise")
     num_slices_at_once = max(1, _NUM_POINTS // (num_planes * lattice.y.size * lattice.x.size))
     for start in range(0, grid.shape[0], num_slices_at_once):
@@ -88,8 +88,8 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
             array[:, is_outside] = value
     # After the padding, which may cut a lung into pieces.
     _drop_crumbs(labels, float(np.prod(spec.spacing_mm)))
-    # Both maps have the same values for the lungs. A voxel of a lung and of another organ becomes
-    # the lung's.
+    # Both maps have the same values for the lungs. A voxel that a lung and another organ claim gets
+    # the lung.
     np.copyto(organs, labels, where=labels > 0)
     flipped_axes = tuple(np.flatnonzero(spec.flips).tolist())
     return Phantom(
@@ -127,7 +127,7 @@ def resample(
 
 
 def place_scan(patient: Patient) -> tuple[VoxelGrid, Axes]:
-    """Place the field of view on the patient.
+    """Choose the voxels of the scan in the patient.
 
     A tilt turns the slices together with the patient: the grid is oblique, and the image shows the
     patient upright.
@@ -192,7 +192,7 @@ def _is_outside_circle(matrix: tuple[int, int]) -> NDArray[np.bool_]:
 def _drop_crumbs(labels: NDArray[np.uint8], voxel_mm3: float) -> None:
     """Clear the small pieces of each lung in place; the largest piece always stays."""
     for value, window in enumerate(ndimage.find_objects(labels, max_label=2), start=1):
-        # There is no such lung.
+        # No voxel has this value.
         if window is None:
             continue
         # A view: what is cleared in it is cleared in `labels`.

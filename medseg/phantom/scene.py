@@ -1,8 +1,8 @@
 """Synthetic scenes: ellipsoid-like organs for any labels, in one or several channels.
 
-A scene tests a task for which there are no data. The layout of the organs and their contrast are
-the same in all cases of a data set (they follow from its seed and labels), so that a network can
-learn them; size, position and surface vary from case to case.
+A scene tests a task for which there are no data. The place of each organ in the body, its usual
+size and its contrast follow from the seed and the labels of the data set, so that a network can
+learn them. The body, the sizes of the organs and all surfaces vary from case to case.
 """
 
 import math
@@ -24,12 +24,13 @@ SCENE_DETAILS = {
     "small": ((48, 56, 64), (5.6, 4.9, 4.3)),
     "full": ((144, 176, 208), (1.9, 1.6, 1.4)),
 }
-"""Voxels per axis, (D, H, W), and mean voxel spacing in mm, (z, y, x)."""
+"""Voxels per axis, (D, H, W), at the mean voxel spacing in mm, (z, y, x). The spacing of a case
+varies by 10 % within the same extent."""
 
 SIGNS = {"left": 1, "right": -1}
 """Sign of x by side of the patient."""
 
-# Index of the generators of the whole data set; no case has this number.
+# Index in `CaseSeed` for random numbers of the whole data set; no case has this number.
 _SHARED_INDEX = 2**32 - 1
 # Half axes of a mean body, as a share of those of the scan: the middle of the range in
 # `make_scene`.
@@ -56,8 +57,8 @@ class SceneSpec(CaseSeed):
         detail: `small` (voxels of about 5 mm) or `full` (about 1.6 mm).
         has_own_grids: Whether each channel after the first has a grid of its own, of voxels that
             are longer by a fifth.
-        parts: Regions or labels to which the case table gives trust `reference`
-            (column `trust_<part>`).
+        parts: Regions or labels with a column `trust_<part>` in the case table, whose value is
+            `reference`: the labels of a scene are exact.
         volume_ml: Label name to the smallest and largest volume that the task calls plausible.
     """
 
@@ -119,11 +120,11 @@ def make_scene(
     body_radii_xyz_mm = half_mm[::-1] * rng.uniform(0.78, 0.88, 3)
     body_centre_xyz_mm = 0.05 * body_radii_xyz_mm * rng.uniform(-1, 1, 3)
     body = Body(body_centre_xyz_mm, body_radii_xyz_mm)
-    # World position of that origin, which differs from scanner to scanner.
+    # World position of the middle of the scan, which differs from scanner to scanner.
     world_origin_xyz_mm = rng.uniform(-60, 60, 3)
     organs = []
     for organ in place_organs(spec):
-        # The data set decides where organs lie, the case how large they are.
+        # All cases have the same centres; the size differs.
         radii_xyz = organ.radii_xyz * rng.uniform(0.85, 1.0, 3)
         radii_xyz = radii_xyz * _plausible_factor(organ, radii_xyz * body.radii_xyz_mm)
         organs.append(organ._replace(radii_xyz=radii_xyz))
@@ -164,7 +165,8 @@ def _draw_channel(
     organs: Sequence[Organ],
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8]]:
     """Draw the image and the labels of one channel, (D, H, W) each."""
-    # Each channel has the same noise, so that the surfaces of the organs coincide.
+    # Each channel has the same noise, so that the surfaces of the organs coincide. The grain is as
+    # that of the surfaces of chests, see `medseg.phantom.tissue`.
     wave = SmoothNoise(spec.rng("waves"), grain_mm=38).at(points)
     contrast = np.zeros(points.shape, np.float32)
     labels = np.zeros(points.shape, np.uint8)
@@ -176,6 +178,7 @@ def _draw_channel(
         distance = ellipsoid(points, centre_mm, radii_mm) + 0.04 * float(radii_mm.min()) * wave
         paint(contrast, organ.contrast[channel], cover(distance, edge_mm))
         labels[distance < 0] = organ.value
+    # The surface of the body has waves of 4 mm.
     body_distance = ellipsoid(points, body.centre_xyz_mm, body.radii_xyz_mm) + 4 * wave
     image = scan(spec, channel, points, cover(body_distance, edge_mm), contrast)
     return np.rint(image).astype(np.int16), labels
@@ -195,8 +198,9 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
     if spec.modalities[channel] == "ct":
         # Air at -1000 HU, the body at 40, organs up to 300 away from it, noise of 12.
         return (1040 + 300 * contrast) * inside - 1000 + 12 * rng.standard_normal(points.shape)
-    # The unit is arbitrary, so that it differs from scan to scan.
+    # The unit of MR is arbitrary: it differs from scan to scan, by a factor around 300.
     unit = np.exp(rng.normal(np.log(300), 0.5))
+    # The bias field of a coil is smooth (160 mm) and has a standard deviation of about 25 %.
     bias = np.exp(0.25 * SmoothNoise(spec.rng(f"bias {channel}"), grain_mm=160).at(points))
     # The scanner gives the magnitude of a complex signal: the tissue's signal, exp(0.9 contrast)
     # times the bias field, lies in the real part, and both parts have noise.
@@ -243,8 +247,8 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     levels = levels + np.where(levels < 0, -0.2, 0.2)
     contrasts = np.transpose([rng.permutation(levels) for _ in spec.modalities])
     contrast_of = dict(zip(organ_names, contrasts, strict=True))
-    # Usual upper limit of a radius, in half axes of the body. Organs of this radius fill the same
-    # share of the body whatever their number.
+    # Usual upper limit of a radius, in half axes of the body. n organs of this radius fill the
+    # share n * 0.6³ / n = 0.2 of the body, whatever n is.
     usual_radius = 0.6 * len(spec.labels) ** (-1 / 3)
     shape, spacing_mm = SCENE_DETAILS[spec.detail]
     body_ml = _ellipsoid_ml(MEAN_BODY_SHARE * 0.5 * np.array(shape) * spacing_mm)
@@ -255,10 +259,10 @@ def place_organs(spec: SceneSpec) -> list[Organ]:
     for name in sorted(organ_names, key=lambda name: -lowest_ml[name]):
         centre, room = _find_room(rng, list(organs.values()), name in names_with_side)
         # Radius of a ball of the lowest plausible volume, and a tenth more, because a case varies
-        # the organ and the body.
+        # the organ and the body. `_plausible_factor` enlarges an organ that is too small in a case.
         least_radius = 1.1 * (lowest_ml[name] * MARGIN / body_ml) ** (1 / 3)
         # Above the usual limit only if the volume demands it, and always with a gap to the
-        # neighbours.
+        # neighbours. 254 organs, as many as a task may have, still leave room.
         radius = min(max(usual_radius, least_radius), 0.9 * room)
         radii = radius * rng.uniform(0.65, 1.0, 3)
         sign = rng.choice((-1, 1)).item()
@@ -281,20 +285,20 @@ def _organs_and_sides(labels: Iterable[str]) -> tuple[dict[str, str], dict[str, 
 
     Returns:
         Label to the name of its organ, which mirror images share; and label to `left` or `right`,
-        for labels with one of these words in their names.
+        for labels with exactly one of these words in their names.
     """
     name_of = {}
     sides = {}
     for label in labels:
         words = words_of(label)
         label_sides = [side for side in SIGNS if side in words]
-        if not label_sides:
+        if len(label_sides) != 1:
             name_of[label] = label
             continue
-        sides[label] = label_sides[-1]
+        sides[label] = label_sides[0]
         other_words = [word for word in words if word not in SIGNS]
-        # With both sides in the name, it differs from that of each label without a side.
-        name_of[label] = "_".join(["left", "right", *other_words])
+        # With the slash, the shared name differs from the name of every other label.
+        name_of[label] = "left/right " + " ".join(other_words)
     return name_of, sides
 
 
@@ -312,7 +316,8 @@ def _find_room(
         The point, and the radius of the largest ball around it that touches nothing, in half axes
         of the body.
     """
-    # Only the left half is searched: what is free there is free for the mirror image too.
+    # Only the left half is searched. An organ that is mirrored to the right moves away from those
+    # on the left, and keeps its distance to those that are mirrored too.
     points = rng.uniform((0, -0.75, -0.75), 0.75, (_NUM_CANDIDATES, 3))
     # Distances of the points to the surface of the body, the mirror plane, and each organ.
     distances = [1 - np.linalg.norm(points, axis=1)]

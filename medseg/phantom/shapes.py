@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Field = NDArray[np.floating[Any]]
-"""Distances in mm or values in HU; float32 wherever it is large."""
+"""Values at the points of a lattice: distances in mm, HU, or shares from 0 to 1. Large arrays are
+float32."""
 Fields = dict[str, Field]
 """Fields on one lattice by name, (D, H, W) or broadcast to it."""
 
@@ -122,7 +123,7 @@ def tube(
             first, stop = np.searchsorted(coordinates.ravel(), [low, high])
             ranges.append(slice(first, stop))
         columns, rows, planes = ranges
-        # A view: what is written to it below is written to `distance`.
+        # A view: `np.minimum` below writes to `distance`.
         window = distance[planes, rows, columns]
         if window.size == 0:
             continue

@@ -45,6 +45,7 @@ VIEWS = {
     "abdomen": View(0.03, ("carina", -400, -360), ("dome", -45, -25)),
     "neck": View(0.02, ("apex", 14, 24), ("apex", 70, 95)),
 }
+"""Parts of the body by name."""
 
 
 class Detail(NamedTuple):
@@ -53,7 +54,7 @@ class Detail(NamedTuple):
     Attributes:
         matrix: Number of rows, and of columns, of a slice.
         pixel_mm: Smallest and largest pixel size.
-        slice_mm: Slice distances to choose from, all equally likely.
+        slice_mm: Slice distances, of which one is drawn; a repeated distance is likelier.
         model_mm: Smallest spacing of the lattice on which the anatomy is drawn.
     """
 
@@ -67,6 +68,7 @@ DETAILS = {
     "small": Detail(128, (2.4, 3.1), (2.5, 3.0, 3.0, 4.0, 5.0), 2.6),
     "full": Detail(512, (0.62, 0.95), (0.8, 1.0, 1.25, 2.0, 2.5, 3.0, 5.0, 8.0), 1.2),
 }
+"""Voxels of a data set by the key `detail`."""
 
 CHOICES: dict[str, dict[Any, float]] = {
     "view": {name: view.share for name, view in VIEWS.items()},
@@ -92,7 +94,8 @@ TRAITS = {
     "fibrosis": (0.1, 0.2, 1.0),
     "stomach_gas": (0.8, 0.2, 1.0),
 }
-"""Field of `PhantomSpec` to the share of cases where it is not 0, and its range in those cases."""
+"""Field of `PhantomSpec` to the share of cases where it is not 0, and to the lowest and the highest
+value in those cases."""
 TRAITS_OF_A_SIDE = {"effusion_mm": (0.07, 8.0, 45.0), "high_dome_mm": (0.07, 15.0, 50.0)}
 """The same for fields that hold a left and a right value, which are drawn independently."""
 
@@ -229,8 +232,10 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
         values[name] = _draw_trait(rng, *trait)
     for name, trait in TRAITS_OF_A_SIDE.items():
         values[name] = (_draw_trait(rng, *trait), _draw_trait(rng, *trait))
-    # Rows and columns of a prone scan run against LPS: a scanner turns the image with the patient.
+    # In 10 % of the scans the slices run against LPS. In prone scans rows and columns do, since a
+    # scanner turns the image with the patient.
     values["flips"] = (rng.random() < 0.1, values["is_prone"], values["is_prone"])
+    # 15 % of the patients are tilted, by a few degrees about each axis.
     if rng.random() < 0.15:
         values["tilt_deg"] = tuple(rng.normal(0, 4, 3).tolist())
 

@@ -34,8 +34,8 @@ class Organ(NamedTuple):
         side: Key of `SIDES`: the half of the diaphragm that it moves with.
         centre_xyz_mm: Centre, z relative to the top of the dome on that side.
         radii_xyz_mm: Half axes.
-        hu: Density without contrast agent.
-        uptake: Enhancement by contrast agent, as a share of that of blood.
+        hu: HU without contrast agent.
+        uptake: Enhancement by contrast agent, as a share of the enhancement of blood.
     """
 
     side: int
@@ -167,8 +167,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
             breast = ellipsoid(points, (side * 88, -110, -48), (58, 52, 60))
             skin = union(skin, breast, 14)
 
-    # What is added to a distance is the thickness that stays of the tissue painted before: 2.2 mm
-    # of skin over the fat, 1.9 mm of dense bone over the marrow.
+    # `distance + t` is a body whose surface lies t mm deeper. A layer of t mm of the tissue painted
+    # before stays: 2.2 mm of skin over the fat, 1.9 mm of dense bone over the marrow.
     slab.paint(15, skin)
     slab.paint(-104 + 7 * slab.tissue + 4 * slab.grain, skin + 2.2)
     # Streaks of fat run through the muscle where the noise is near 0.

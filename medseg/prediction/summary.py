@@ -473,12 +473,16 @@ def _card_of(entry: SummaryEntry, folder: Path, total_label: str) -> Card:
         if (folder / file_name).is_file():
             picture_files[kind] = file_name
     agreements = report.get("agreements") or {}
+    total_ml = row.get(f"{total_label}_ml")
+    volumes_ml = {total_label: total_ml, **report.get("volume_ml", {})}
+    # Set again, so that it replaces a label of another task that has the name of the total.
+    volumes_ml[total_label] = total_ml
     return Card(
         name=entry.name,
         status=row.get("status") or "",
         patient=row.get("patient") or "",
         date=row.get("date") or "",
-        volumes_ml={total_label: row.get(f"{total_label}_ml"), **report.get("volume_ml", {})},
+        volumes_ml=volumes_ml,
         warnings=entry.warnings,
         information=entry.information,
         codes=list(dict.fromkeys(warning_codes)),  # each once

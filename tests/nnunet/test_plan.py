@@ -222,3 +222,24 @@ def test_what_does_not_fit_is_refused(
     # Texts of a foreign plan are cut.
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("plans", "dataset", "begin"),
+    [
+        ([], {}, "plans.json as a whole: expected a mapping"),
+        ({"configurations": {}}, [], "dataset.json: expected a mapping"),
+        ({"configurations": {}}, {}, "plans.json has no configuration 3d_fullres"),
+    ],
+)
+def test_the_sentence_names_the_file_once(plans: object, dataset: object, begin: str) -> None:
+    with pytest.raises(PlanError) as refused:
+        read_plan(plans, dataset, "3d_fullres")
+    assert refused.value.sentence.startswith(begin)
+
+
+def test_the_sentence_about_labels_names_their_file(toy: Toy) -> None:
+    toy["dataset"]["labels"] = {"organ": 1}
+    with pytest.raises(PlanError) as refused:
+        read_plan(toy["plans"], toy["dataset"], "3d_fullres")
+    assert refused.value.sentence.startswith("labels in dataset.json: expected background: 0;")

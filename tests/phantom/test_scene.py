@@ -86,6 +86,13 @@ def test_sides_are_words_of_any_spelling(left: str, right: str) -> None:
     assert not np.array_equal(one.centre_xyz, third.centre_xyz)
 
 
+def test_a_label_with_both_sides_in_its_name_is_an_organ_of_its_own() -> None:
+    labels = {"left_kidney": 1, "right_kidney": 2, "left_right_kidney": 3}
+    left, right, both = place_organs(SceneSpec(4, 0, labels, {}))
+    assert np.array_equal(left.centre_xyz, right.centre_xyz)
+    assert not np.array_equal(both.centre_xyz, left.centre_xyz)
+
+
 def test_the_layout_belongs_to_the_data_set_and_the_shape_to_the_case() -> None:
     first, again, other = (make_scene(replace(KIDNEYS, index=index)) for index in (0, 0, 1))
     assert first[0][0][0].tobytes() == again[0][0][0].tobytes()
