@@ -45,8 +45,8 @@ def join(
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
-        image_hu: The scan on that grid, for the check against `task.least_hu`; None skips it. With
-            a localisation it is skipped too: the coarse stage has removed the gas.
+        image_hu: The scan on that grid, for the check against `task.least_hu`. None skips this
+            check, and so does a localisation: the coarse stage has removed the gas.
         localisation: Result of the coarse stage. A component is removed if the coarse stage misses
             more than `MAX_UNSEEN_SHARE` of it. None skips this check.
         warnings: Receives a sentence for each label that loses at least `MIN_REPORTED_ML` by the
@@ -158,9 +158,9 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
 
 
 def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> ReadPart:
-    """Mask of the native voxels that the coarse stage gives to no region with a label.
+    """Mask of the native voxels outside all coarse regions to which a label belongs.
 
-    All labels of such a region count: the stages may disagree about the border of two lobes.
+    A region consists of all of its labels: the stages may disagree about the border of two lobes.
 
     Args:
         localisation: Result of the coarse stage.
