@@ -29,7 +29,7 @@ from medseg.studies.pieces import oriented_image, oriented_labels
 
 # Values in the label maps: the class of the airway, and `task.ignore_label`.
 AIRWAY, IGNORED = 3, 255
-# Voxels below are air. Thick slices blur the wall into the lumen, so the bound is high.
+# Voxels below this value are air. Thick slices blur the wall into the lumen, so the bound is high.
 MAX_AIR_HU = -400.0
 # Trachea and main bronchi lie within this distance of the middle of the lungs.
 HALF_WIDTH_MM = 50.0

@@ -18,10 +18,10 @@ from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.preprocess.crop import body_box
 from medseg.preprocess.resample import resample_image
 
-# Edge of a voxel of the tracker's grid. Its powers convert numbers of voxels to mm, mm² and mm³.
+# Edge of a voxel of the tracker's grid. Its powers convert numbers of voxels to mm, mm² or mm³.
 GRID_MM = 1.0
-# Values are clipped to this range before resampling. The lower one, air, also fills voxels outside
-# the scan.
+# Values are clipped to this range before resampling. The lower limit, air, also fills voxels
+# outside the scan.
 LIMITS_HU = (-1024.0, 600.0)
 # The first threshold is half-way between air and wall. Walls that thick slices blur are darker than
 # half-way, and close the tube only at a lower threshold.
@@ -51,8 +51,8 @@ MIN_TISSUE_SHARE = 0.6
 # Range of HU of lung, and its least area on one side of the trachea in one slice.
 LUNG_HU = (-980.0, -500.0)
 MIN_LUNG_MM2 = 2000.0
-# A core reaches into the lung if its volume is larger, or if one of its cross-sections is more than
-# this multiple of that of the trachea.
+# A core reaches into the lung if its volume is above `MAX_CORE_ML`, or if one of its cross-sections
+# is more than `MAX_WIDENING` times that of the trachea.
 MAX_CORE_ML = 60.0
 MAX_WIDENING = 3.0
 # The main bronchi and the intermediate bronchus end within this distance of the carina.
@@ -67,9 +67,9 @@ class Airway:
     """Airway of a scan.
 
     Attributes:
-        lumen: Its voxels (D, H, W), bool, on the grid of the scan; none if no trachea was found.
+        lumen: Mask (D, H, W), bool, on the grid of the scan; all False if no trachea was found.
         remark: Why there is no lumen; empty if there is one.
-        threshold_hu: Voxels below are air; None without a lumen.
+        threshold_hu: Voxels below this value are air; None without a lumen.
     """
 
     lumen: np.ndarray
@@ -239,6 +239,7 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
     shells[connected] = distance_mm[connected] // SHELL_MM
     areas_mm2 = []  # for each shell, the cross-sections of its pieces
     for number in range(int(shells.max()) + 1):
+        # Voxels that share a face, an edge or a corner are one piece, as in `_distance_mm`.
         pieces, _ = ndimage.label(shells == number, np.ones((3, 3, 3)))
         volumes_mm3 = np.bincount(pieces.ravel())[1:] * GRID_MM**3
         areas_mm2.append(volumes_mm3 / SHELL_MM)
@@ -254,7 +255,13 @@ def follow(parts: np.ndarray, tube: np.ndarray) -> np.ndarray | None:
 
 
 def _carina_shell(areas_mm2: list[np.ndarray]) -> int | None:
-    """Find the first shell with two branches whose next one has two as well: one may be noise."""
+    """Find the first of two successive shells with two branches each; None if there is none.
+
+    A single shell with two branches may be noise.
+
+    Args:
+        areas_mm2: For each shell from the top, the cross-sections of its pieces.
+    """
     num_branches = [np.count_nonzero(areas >= MIN_BRANCH_MM2) for areas in areas_mm2]
     for shell, (num_here, num_below) in enumerate(pairwise(num_branches)):
         if min(num_here, num_below) >= 2:
@@ -275,8 +282,9 @@ def _distance_mm(mask: np.ndarray, top: int) -> np.ndarray:
     starts = []
     stops = []
     lengths = []
-    # Half of the steps to the 26 neighbours, since the graph is undirected. A step is the place of
-    # the neighbour in a cube of 3 × 3 × 3 around the voxel, which is also its offset in `padded`.
+    # Half of the steps to the 26 neighbours, since the graph is undirected. A step is the index of
+    # the neighbour in a cube of 3 × 3 × 3 around the voxel, whose centre is (1, 1, 1). The padding
+    # shifts `padded` by 1 too, so voxel + step is the neighbour there.
     offsets = [step for step in np.ndindex(3, 3, 3) if step > (1, 1, 1)]
     padded = np.pad(numbers, 1, constant_values=-1)
     for step in offsets:

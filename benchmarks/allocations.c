@@ -1,10 +1,12 @@
-/* Peak of the bytes that a process holds of those that torch's allocator (libc10) took from posix_memalign: all CPU tensors, and the
- * workspaces of kernels. Code that oneDNN compiles, which it takes from posix_memalign too, does not count.
+/* Counter of the bytes that torch's CPU allocator (libc10) holds from posix_memalign, and of their
+ * peak: all CPU tensors, and the workspaces of kernels. Memory that oneDNN itself takes from
+ * posix_memalign, for the code that it compiles, does not count.
  *
  *     cc -O2 -shared -fPIC allocations.c -o allocations.so -ldl
  *     ALLOCATIONS=<prefix> LD_PRELOAD=./allocations.so python train.py …
  *
- * Each program writes its peak in bytes to <prefix>.<process> at its end; processes that it forks write nothing. */
+ * Each program writes its peak in bytes to <prefix>.<process ID> at its end; its forks write
+ * nothing. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
@@ -15,24 +17,28 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Slots of 16 bytes, 1 MiB: the table counts as resident memory of the program that is watched. Tensors that live at the same time are
- * far fewer. A power of two, so that `& (SLOTS - 1)` wraps a slot around. */
+/* 65,536 slots of 16 bytes are 1 MiB: few, since the table adds to the resident memory of the
+ * watched program, but far more than there are tensors at the same time. A power of two, so that
+ * `& (SLOTS - 1)` wraps a slot around. */
 #define SLOTS (1u << 16)
 
-/* Open addressing with linear probing. Address 0: the slot is empty; 1: its entry was removed, and a search goes on past it. */
+/* Open addressing with linear probing. Address 0: the slot is empty; 1: its entry was removed, and
+ * a search goes on past the slot. */
 static struct { uintptr_t address; size_t size; } table[SLOTS];
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of table, live and peak */
 static size_t live, peak; /* bytes */
-static pid_t first; /* the program itself; processes that it forks have other numbers */
+static pid_t first; /* process ID of the program; its forks have others */
 static int (*real_memalign)(void **, size_t, size_t);
 static void (*real_free)(void *);
-static uintptr_t c10_begin, c10_end; /* its code; 0 until it is loaded */
+static uintptr_t c10_begin, c10_end; /* addresses of libc10's code; 0 until it is loaded */
 
-/* Multiplicative hashing (Knuth): 2654435761 is 2^32 divided by the golden ratio. Torch aligns tensors to 64 bytes, so the
- * lowest 6 bits are 0. */
-static uint32_t slot_of(uintptr_t address) { return (uint32_t)((address >> 6) * 2654435761u) & (SLOTS - 1); }
+/* Multiplicative hashing (Knuth): 2654435761 is 2^32 divided by the golden ratio. Torch aligns
+ * tensors to 64 bytes, so the lowest 6 bits are 0 and are shifted out. */
+static uint32_t slot_of(uintptr_t address) {
+    return (uint32_t)((address >> 6) * 2654435761u) & (SLOTS - 1);
+}
 
-/* Find the executable segment of libc10; called for each library that is loaded, until it returns 1. */
+/* Find the executable segment of libc10; called for each loaded library, until it returns 1. */
 static int find_c10(struct dl_phdr_info *info, size_t size, void *data) {
     (void)size;
     (void)data;
@@ -88,14 +94,16 @@ void free(void *pointer) {
     /* Only addresses aligned to 64 bytes can be in the table: the others need no lock. */
     if (pointer && !((uintptr_t)pointer & 63)) {
         pthread_mutex_lock(&lock);
-        for (uint32_t slot = slot_of((uintptr_t)pointer); table[slot].address; slot = (slot + 1) & (SLOTS - 1))
+        uint32_t slot = slot_of((uintptr_t)pointer);
+        for (; table[slot].address; slot = (slot + 1) & (SLOTS - 1))
             if (table[slot].address == (uintptr_t)pointer) {
                 live -= table[slot].size;
                 table[slot].address = 1;
-                /* Before an empty slot, a mark only prolongs searches: clear it and the marks before it. Otherwise the table would
-                 * fill with marks. */
+                /* A mark (1) before an empty slot only prolongs searches: clear this mark and the
+                 * marks before it. Otherwise the table would fill with marks. */
                 if (!table[(slot + 1) & (SLOTS - 1)].address)
-                    for (; table[slot].address == 1; slot = (slot - 1) & (SLOTS - 1)) table[slot].address = 0;
+                    for (; table[slot].address == 1; slot = (slot - 1) & (SLOTS - 1))
+                        table[slot].address = 0;
                 break;
             }
         pthread_mutex_unlock(&lock);

@@ -2,9 +2,9 @@
 
     python -m benchmarks.budgets output=<folder> [budgets=20] [sets=64]
 
-The network has many equal blocks: its step takes more than three times as much memory without
-recomputation as with all of it. A set of switches is channels-last or not, with any subset of the
-blocks recomputed. There are too many sets to measure all of them. `NUM_PREDICTED` random ones, with
+The network has many equal blocks: its step takes more than three times as much memory with no block
+recomputed as with all. A set of switches is channels-last or not, with any subset of the blocks
+recomputed. There are too many sets to measure all of them. `NUM_PREDICTED` random ones, with
 all numbers of recomputed blocks, are predicted. Three kinds of these are measured: the first
 `sets`; for each budget the set that `plan` chooses; and its rivals, those that are predicted to be
 the fastest within the budget.
@@ -96,14 +96,16 @@ TRAINING = ["steps=6", "stage.validate_every=6"]
 ROUNDS = 2
 FINAL_ROUNDS = 4
 STEPS = 5
-# The last steps count: in those before, the heap still takes its shape.
+# Steps at the end of a visit that count; in the steps before, the heap still grows.
 NUM_COUNTED = 3
-# A set is measured again if its seconds are at most this multiple of those of the fastest one.
+# A set is measured again if its seconds are at most this multiple of those of the fastest set: the
+# noise of the first measurement may exchange sets so close to each other.
 NEARLY_BEST = 1.06
 # Sets whose peaks and seconds are predicted.
 NUM_PREDICTED = 2000
-# How many of them are measured as rivals of a choice.
+# Predicted sets that are measured as rivals of a choice.
 NUM_RIVALS = 3
+# Heading in `budgets.md` of each column of `budgets.csv`.
 COLUMNS = {
     "budget_mib": "budget MiB",
     "chosen": "chosen",
@@ -159,7 +161,7 @@ def main() -> None:
         finalists |= nearly_fastest(compared, budget, measured)
     final = [switches for switches in compared if line_of(switches) in finalists]
     print(f"{len(final)} sets are among the fastest for a budget", flush=True)
-    # The first measurement has selected them, so only the second one is unbiased.
+    # The first measurement has selected these sets, so only the second one is unbiased.
     final_measured = measure(final, shape, FINAL_ROUNDS, unwritten)
     rows: list[dict[str, Any]] = []
     # Peaks of the runs that came to their end, by the arguments of their switches: they also serve
@@ -255,9 +257,9 @@ def compared_sets(
     # Keyed by the arguments, which are equal where two sets are.
     compared = {line_of(choice): choice for choice in choices}
     for budget in budgets:
-        fitting = [switches for switches in sets if switches[1].peak <= budget]
-        rivals = sorted(fitting, key=lambda switches: switches[1].seconds)[:NUM_RIVALS]
-        compared |= {line_of(rival): rival for rival in rivals}
+        fitting = [(candidate, option) for candidate, option in sets if option.peak <= budget]
+        fitting.sort(key=lambda switches: switches[1].seconds)  # of the option
+        compared |= {line_of(rival): rival for rival in fitting[:NUM_RIVALS]}
     compared |= {line_of(switches): switches for switches in sets[:number]}
     return list(compared.values())
 
@@ -326,7 +328,7 @@ def nearly_fastest(
 
 
 def train_with(line: str, settings: Sequence[str], run_dir: Path, limit_bytes: int) -> int:
-    """Train with the switches of a line; return the peak of resident memory, see `train`."""
+    """Train with the switches of a line; return the peak of resident bytes, see `train`."""
     shutil.rmtree(run_dir, ignore_errors=True)
     # The counter of allocations would cost time and memory.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -408,13 +410,13 @@ def take_steps(config: PlanConfig, shape: Shape) -> tuple[int, list[float]]:
     gc.collect()  # frees the network of the set before
     for _ in range(STEPS):
         peak_since_last_call()  # allocations before the step do not count
-        start_s = time.process_time()
+        start = time.process_time()
         with torch.autocast("cpu", HALF.get(precision), enabled=precision in HALF):
             mean_loss = mean_of_samples(sample_losses(loss, network(image), target))
         mean_loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        durations_s.append(time.process_time() - start_s)
+        durations_s.append(time.process_time() - start)
         peaks.append(peak_since_last_call())
     return max(peaks[-NUM_COUNTED:]), durations_s[-NUM_COUNTED:]
 
@@ -428,8 +430,9 @@ def predicted_seconds(candidate: Candidate, option: Option) -> float:
 
 
 def line_of(switches: SwitchSet) -> str:
-    """Arguments of `train` that make the switches of a set; they also identify it."""
-    return choose_line(switches[1], {})
+    """Arguments of `train` that make the switches of a set; they also identify the set."""
+    _, option = switches
+    return choose_line(option, changes={})
 
 
 def does_fit(switches: SwitchSet, budget: int, measured: Mapping[str, Measured]) -> bool:
@@ -460,7 +463,7 @@ def compare(
     Returns:
         The columns of `budgets.csv` that need no training.
     """
-    option = choice[1]
+    _, option = choice
     fitting = [(other.seconds, other.peak) for _, other in sets if other.peak <= budget]
     # The fastest, and of equally fast sets the smallest, as `plan` prefers them.
     shortest_s, smallest_peak = min(fitting)
@@ -475,7 +478,7 @@ def compare(
     best_s = min(fitting_s, default=math.nan)
     return {
         "budget_mib": budget * (1 + MARGIN) / 2**20,
-        "chosen": choose_line(option, {}),
+        "chosen": line_of(choice),
         "is_optimum": is_optimum,
         "predicted_s": predicted_seconds(*choice),
         "measured_s": measured_s,

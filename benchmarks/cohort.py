@@ -78,7 +78,7 @@ def main() -> None:
 
 
 class SimulatedCluster:
-    """A head without processors and nodes of one processor each, on this machine.
+    """Ray cluster on this machine: a head without processors, and nodes of one processor each.
 
     Ray counts the processors and the 4 GiB of a node when it places actors; it does not enforce
     them.
@@ -137,9 +137,9 @@ def per_minute(output: Path) -> float:
 
     A result is finished when its `<case>.json` is written, the last of its files.
     """
-    ends_s = sorted(time_ns / 1e9 for _, time_ns in journal(output).values())
-    counted_s = ends_s[len(ends_s) // 10 :]
-    # The clock starts with the first counted result, which is therefore no part of the work.
+    end_times_s = sorted(time_ns / 1e9 for _, time_ns in journal(output).values())
+    counted_s = end_times_s[len(end_times_s) // 10 :]
+    # The clock starts with the first counted result, so the work for that result does not count.
     return 60 * (len(counted_s) - 1) / (counted_s[-1] - counted_s[0])
 
 
@@ -236,7 +236,7 @@ def wait_for_results(driver: subprocess.Popen[bytes], output: Path, number: int)
     """Wait until a running prediction has a number of results.
 
     Raises:
-        RuntimeError: If it ends before, since the disturbance would then hit nothing.
+        RuntimeError: If the prediction ends before, since the disturbance would then hit nothing.
     """
     while len(journal(output)) < number:
         if driver.poll() is not None:
@@ -252,7 +252,8 @@ def num_different(expected_dir: Path, result_dir: Path) -> int:
     for path in expected_dir.glob("*.nii.gz"):
         expected = read_labels(path).array
         result = read_labels(result_dir / path.name).array
-        number += not np.array_equal(expected, result)
+        if not np.array_equal(expected, result):
+            number += 1
     return number
 
 

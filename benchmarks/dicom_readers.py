@@ -1,4 +1,4 @@
-"""Check of our SEG and RTSTRUCT with readers of others: dcmqi (3D Slicer), dcmjs (OHIF), rt-utils.
+"""Check of medseg's SEG and RTSTRUCT files by dcmqi (3D Slicer), dcmjs (OHIF) and rt-utils.
 
     python -m venv /tmp/readers && /tmp/readers/bin/pip install dcmqi rt-utils
     npm install --prefix /tmp/readers dcmjs
@@ -43,7 +43,7 @@ STRUCTURES = (
 )
 # Largest difference of red, green or blue (0 to 255) of a SEG, which stores CIELab in 16 bits.
 MAX_COLOUR = 3
-# Coordinates are stored as decimal strings of 16 characters.
+# Largest difference of a coordinate: the files store decimal strings of 16 characters.
 MAX_MM = 1e-3
 SHAPE = (8, 64, 64)  # slices, rows, columns
 
@@ -62,7 +62,7 @@ print(json.dumps(places))
 
 
 def oblique() -> np.ndarray:
-    """Directions of the three axes (3, 3), rotated by 20° about z and about x."""
+    """Directions of the axes of a series, columns (3, 3), rotated by 20° about z and about x."""
     angle = np.deg2rad(20)
     cos, sin = np.cos(angle), np.sin(angle)
     about_x = np.array([[1, 0, 0], [0, cos, -sin], [0, sin, cos]])
@@ -108,7 +108,17 @@ def check(program: str, what: str, difference: float, limit: float) -> bool:
 
 
 def by_dcmqi(readers: Path, seg: Path, slices: SourceSlices, labels: np.ndarray) -> list[bool]:
-    """Read the SEG as 3D Slicer does: an image of each segment, and a description."""
+    """Read the SEG as 3D Slicer does: an image of each segment, and a description.
+
+    Args:
+        readers: See `main`.
+        seg: The SEG file.
+        slices: Source slices of the file, with their grid.
+        labels: The written labels (D, H, W).
+
+    Returns:
+        Whether each comparison holds.
+    """
     results = []
     with tempfile.TemporaryDirectory() as folder:
         program = readers / "bin" / "segimage2itkimage"
@@ -141,7 +151,7 @@ def by_dcmqi(readers: Path, seg: Path, slices: SourceSlices, labels: np.ndarray)
 def by_dcmjs(
     readers: Path, seg: Path, rtstruct: Path, slices: SourceSlices, labels: np.ndarray
 ) -> list[bool]:
-    """Read the SEG and the RTSTRUCT as OHIF does."""
+    """Read the SEG and the RTSTRUCT as OHIF does; returns whether each comparison holds."""
     script = Path(__file__).with_suffix(".mjs")
     result = subprocess.run(
         ["node", script, readers, seg, rtstruct], check=True, capture_output=True, encoding="utf-8"
@@ -183,7 +193,10 @@ def by_dcmjs(
 
 
 def by_rt_utils(readers: Path, series: Path, rtstruct: Path, labels: np.ndarray) -> list[bool]:
-    """Read the contours as masks; rt-utils rounds contours to pixels, which moves edges by one."""
+    """Read the contours as masks; returns whether each comparison holds.
+
+    rt-utils rounds contours to pixels, which moves edges by up to one pixel.
+    """
     python = readers / "bin" / "python"
     result = subprocess.run(
         [python, "-c", RT_UTILS, series, rtstruct],
@@ -221,6 +234,7 @@ def main(readers: Path) -> int:
         folder = Path(name)
         for kind, direction in (("axial", np.eye(3)), ("oblique", oblique())):
             print(kind)
+            # `plain`: one file per slice, at equal distances.
             series = make_series(folder / kind, "plain", direction, SHAPE)
             if kind == "axial":
                 make_pixels_square(series)

@@ -52,7 +52,7 @@ Shape = tuple[int, int, int]
 
 
 class Way(NamedTuple):
-    """A setting of a baseline, such as nnU-Net without mirroring; it decides the amount of work.
+    """A setting of a baseline that decides the amount of work, such as nnU-Net without mirroring.
 
     Attributes:
         num_passes: Passes through the network that the whole scan takes.
@@ -340,13 +340,13 @@ def measure_baseline(name: str, scan: str, threads: str) -> None:
     make_part = {"lungmask": lungmask, "nnunet": nnunet, "monai": monai}[name]
     part = make_part(image_hu, grid)
     cpu_s = []  # of each function
-    part_start_s = time.perf_counter()
+    part_start = time.perf_counter()
     with torch.inference_mode():
         for run in part.runs:
-            start_s = time.process_time()
+            start = time.process_time()
             run()
-            cpu_s.append(time.process_time() - start_s)
-    part_s = time.perf_counter() - part_start_s
+            cpu_s.append(time.process_time() - start)
+    part_s = time.perf_counter() - part_start
     print(json.dumps([describe_part(part, way, part_s, cpu_s) for way in part.ways]))
 
 

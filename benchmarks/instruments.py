@@ -91,7 +91,10 @@ def begin_anew(**variables: str) -> None:
 
 
 def train(
-    arguments: Sequence[str], run_dir: Path, environment: Mapping[str, str], limit: float = math.inf
+    arguments: Sequence[str],
+    run_dir: Path,
+    environment: Mapping[str, str],
+    limit_bytes: float = math.inf,
 ) -> int:
     """Train in a separate process.
 
@@ -99,11 +102,11 @@ def train(
         arguments: Arguments of `train`.
         run_dir: Folder of the run; its output goes to `<run_dir>.log`.
         environment: Environment variables.
-        limit: Resident bytes; a run that exceeds them is killed.
+        limit_bytes: A run with more resident memory is killed.
 
     Returns:
-        The peak of its resident memory in bytes, read every 20 ms; above `limit` if the run was
-        killed.
+        The peak of its resident memory in bytes, read every 20 ms; above `limit_bytes` if the run
+        was killed.
 
     Raises:
         RuntimeError: If the run fails for another reason, with the end of its output.
@@ -118,10 +121,10 @@ def train(
         )
         while process.poll() is None:
             peak = max(peak, resident_bytes(process))
-            if peak > limit:
+            if peak > limit_bytes:
                 process.kill()
             time.sleep(0.02)
-    if process.returncode and peak <= limit:
+    if process.returncode and peak <= limit_bytes:
         raise RuntimeError(log_file.read_text(encoding="utf-8")[-2000:])
     return peak
 
@@ -141,7 +144,7 @@ def resident_bytes(process: psutil.Process) -> int:
             sizes_kib = _sizes_kib(member.pid, "smaps_rollup")
             total_kib += sizes_kib["Pss_Anon"] + sizes_kib["Pss_Shmem"]
     except (OSError, psutil.Error, KeyError):
-        # One of them has just ended. A reading of 0 does not change the peak that callers keep.
+        # One of the processes has just ended. 0 does not change the peak that callers keep.
         return 0
     return 1024 * total_kib
 

@@ -19,11 +19,11 @@ def main() -> None:
     The file has wall and CPU seconds, largest resident bytes and exit code as JSON.
     """
     report_file, program, *arguments = sys.argv[1:]
-    start_s = time.perf_counter()
+    start = time.perf_counter()
     pid = os.posix_spawn(program, [program, *arguments], os.environ)
     # `wait4` also gives the costs of the children that the program has waited for.
     _, status, usage = os.wait4(pid, 0)
-    wall_s = time.perf_counter() - start_s
+    wall_s = time.perf_counter() - start
     # macOS counts bytes, Linux KiB.
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     cost = {

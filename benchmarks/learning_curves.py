@@ -6,9 +6,9 @@
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Programs: `medseg`, an
 experiment that `medseg configure fit_gib=…` writes; `nnunet_fit`, planned with
-`-gpu_memory_target <fit_gib>`; `nnunet`, planned with the planner's defaults. Both have nnU-Net's
-own trainer and augmentation. All programs see the same files, and hold out the cases that the table
-marks as `val`, or else the first of `num_folds` folds by patient.
+`-gpu_memory_target <fit_gib>`; `nnunet`, planned with the planner's defaults. The last two have
+nnU-Net's own trainer and augmentation. All programs see the same files, and hold out the cases that
+the table marks as `val`, or else the first of `num_folds` folds by patient.
 
 Each point is a training of its own, whose schedule ends with its CPU minutes: the number of steps,
 or of epochs and iterations, follows from a few timed ones. CPU minutes are user and system time of
@@ -100,10 +100,11 @@ FORMATS = {
 
 def main() -> None:
     """Run the points that are missing, and write the tables."""
-    output, of_command_line = given_arguments(KEYS)
-    arguments = {**DEFAULTS, **of_command_line}
+    output, typed_arguments = given_arguments(KEYS)
+    arguments = {**DEFAULTS, **typed_arguments}
     # Without a handler SIGTERM would end this process at once, and leave the program that it has
-    # started running: an exception lets `run_measured` end it.
+    # started running: SystemExit lets `run_measured` end that program. The exit code is the one
+    # that a shell reports for the signal.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         study = read_study(output, arguments)
@@ -152,15 +153,15 @@ def read_study(output: Path, arguments: Mapping[str, str]) -> Study:
         lambda: write_data(output / "data", train_arguments, int(arguments["num_folds"])),
     )
     return Study(
-        output,
-        data["task"],
-        data["held_out"],
-        int(arguments["threads"]),
-        float(arguments["fit_gib"]),
-        # Not resolved: the python of a virtual environment is a link, and known by its own path.
-        os.path.abspath(arguments.get("nnunet", "")),
-        arguments["trainer"],
-        arguments["configuration"],
+        output=output,
+        task=data["task"],
+        held_out=data["held_out"],
+        threads=int(arguments["threads"]),
+        fit_gib=float(arguments["fit_gib"]),
+        # Links are not resolved: Python finds its virtual environment by the path of the link.
+        nnunet=os.path.abspath(arguments.get("nnunet", "")),
+        trainer=arguments["trainer"],
+        configuration=arguments["configuration"],
     )
 
 

@@ -57,6 +57,7 @@ def write_data(folder: Path, arguments: Sequence[str], num_folds: int) -> dict[s
     task = make_task(config.task)
     if task.ignore_label is not None:
         raise UserError(f"task {task.name}: ignored voxels are not compared with nnU-Net")
+    # The second group, synthetic scans that a configuration may add to the table, is not used.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     labelled = [case for case in all_cases if case.labels]
     split = split_cases(labelled, num_folds=num_folds)  # fold 0, or the split of the table

@@ -3,8 +3,9 @@
     python benchmarks/learning_curves_nnunet.py plan|time|train|predict <job.json>
 
 The environment variables of nnU-Net name the folders. Planner, trainer, augmentation and predictor
-are nnU-Net's own; only the number of epochs and iterations is set. Nothing of medseg is imported.
-The results of a job, its facts, are written as JSON to the file that the job names as `facts`.
+are nnU-Net's own. A job sets only the planner's memory, the number of training and validation
+iterations and epochs, and the threads. Nothing of medseg is imported. The results of a job, its
+facts, are written as JSON to the file that the job names as `facts`.
 """
 
 import json
@@ -22,7 +23,7 @@ Facts = dict[str, Any]
 DATASET_ID = 1  # the number in `learning_curves_data.DATASET`
 PLANS = "nnUNetPlans"
 FOLD = 0
-# Iterations are timed until they have taken `TIMED_S` CPU seconds; at least `LEAST_TIMED` of them.
+# At least `LEAST_TIMED` iterations are timed, and more until they have taken `TIMED_S` CPU seconds.
 TIMED_S = 20.0
 LEAST_TIMED = 2
 
@@ -36,7 +37,7 @@ def plan(job: Job) -> Facts:
     """Extract the fingerprint, plan and preprocess one configuration.
 
     Args:
-        job: `dataset`, `configuration`, and `gpu_memory_target`, GB or None for the planner's own.
+        job: `dataset`, `configuration`, and `gpu_memory_target` in GB; None = nnU-Net's default.
 
     Returns:
         `spacing` in mm and `patch_size` in voxels, both (z, y, x), and `batch_size`.
@@ -55,7 +56,10 @@ def plan(job: Job) -> Facts:
     name = job["configuration"]
     if name not in configurations:
         sys.exit(f"nnU-Net plans no {name} for these cases, but {', '.join(configurations)}")
-    preprocess([DATASET_ID], PLANS, [name], [1], show_progress_bar=False)
+    num_processes_per_configuration = [1]
+    preprocess(
+        [DATASET_ID], PLANS, [name], num_processes_per_configuration, show_progress_bar=False
+    )
     configuration = configurations[name]
     return {key: configuration[key] for key in ("spacing", "patch_size", "batch_size")}
 
@@ -63,14 +67,18 @@ def plan(job: Job) -> Facts:
 def time_training(job: Job) -> Facts:
     """Take some iterations of a training and time its parts.
 
+    Args:
+        job: See `make_trainer`.
+
     Returns:
         CPU seconds: `start_s` until the first iteration, `iteration_s` with the augmentation of
         its batch, `validation_s` of one iteration of the validation, and `epoch_s` of the end of
         an epoch, which saves a checkpoint and draws a plot.
     """
-    # Without workers this process makes the batches, and counts their time.
+    # Without workers this process makes the batches, so its CPU seconds include them.
     os.environ["nnUNet_n_proc_DA"] = "0"  # noqa: SIM112
     trainer = make_trainer(job)
+    # As many epochs as run below.
     trainer.num_epochs = 1
     trainer.on_train_start()
     # All CPU seconds of this process so far: imports, data and network.
@@ -80,25 +88,25 @@ def time_training(job: Job) -> Facts:
     trainer.on_train_epoch_start()
     # The first iteration allocates memory, and is not timed.
     outputs = [trainer.train_step(next(trainer.dataloader_train))]
-    iterations_start_s = time.process_time()
+    iterations_start = time.process_time()
     num_timed = 0
-    while num_timed < LEAST_TIMED or time.process_time() - iterations_start_s < TIMED_S:
+    while num_timed < LEAST_TIMED or time.process_time() - iterations_start < TIMED_S:
         outputs.append(trainer.train_step(next(trainer.dataloader_train)))
         num_timed += 1
-    iteration_s = (time.process_time() - iterations_start_s) / num_timed
+    iteration_s = (time.process_time() - iterations_start) / num_timed
     trainer.on_train_epoch_end(outputs)
     with torch.no_grad():
         trainer.on_validation_epoch_start()
-        validation_start_s = time.process_time()
+        validation_start = time.process_time()
         val_outputs = [trainer.validation_step(next(trainer.dataloader_val))]
-        epoch_end_start_s = time.process_time()
+        epoch_end_start = time.process_time()
         trainer.on_validation_epoch_end(val_outputs)
     trainer.on_epoch_end()
     return {
         "start_s": start_s,
         "iteration_s": iteration_s,
-        "validation_s": epoch_end_start_s - validation_start_s,
-        "epoch_s": time.process_time() - epoch_end_start_s,
+        "validation_s": epoch_end_start - validation_start,
+        "epoch_s": time.process_time() - epoch_end_start,
     }
 
 
@@ -106,6 +114,13 @@ def train(job: Job) -> Facts:
     """Train with the numbers of epochs and iterations of the job.
 
     The learning rate falls over `num_epochs`, so a shorter training has its whole schedule.
+
+    Args:
+        job: Keys of `make_trainer`; `epochs`; `iterations` and `validations`, the numbers of
+            training and validation iterations of an epoch.
+
+    Returns:
+        `iterations`, the number of training iterations of all epochs.
     """
     trainer = make_trainer(job)
     trainer.num_epochs = job["epochs"]
@@ -137,8 +152,11 @@ def predict(job: Job) -> Facts:
     """Predict scans with the last checkpoint and the defaults of `nnUNetv2_predict`.
 
     Args:
-        job: `dataset`, `configuration` and `trainer`; `scans`, the files of each one's channels;
-            `output`, a folder, which receives a label map for each.
+        job: `dataset`, `configuration` and `trainer`; `scans`, a list of the channels' files for
+            each scan; `output`, a folder that receives a label map of each scan.
+
+    Returns:
+        No facts.
     """
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
 
@@ -158,7 +176,7 @@ def main() -> None:
     """Run a job."""
     name, path = sys.argv[1:]
     job: Job = json.loads(Path(path).read_text(encoding="utf-8"))
-    # Otherwise torch takes all cores.
+    # Torch's default is one thread per core.
     torch.set_num_threads(job["threads"])
     facts = JOBS[name](job)
     Path(job["facts"]).write_text(json.dumps(facts), encoding="utf-8")

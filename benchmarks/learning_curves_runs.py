@@ -35,7 +35,7 @@ LEAST_HOURS = 0.15
 # Steps of medseg that are timed, and lines in the history of each training.
 TIMED_STEPS = 24
 NUM_LINES = 6
-# nnU-Net lowers its learning rate once an epoch. A short training has fewer epochs than this.
+# Largest number of epochs of nnU-Net, which lowers its learning rate once an epoch.
 MOST_EPOCHS = 20
 # Training iterations for each iteration of the validation; nnU-Net's epochs have 250 and 50.
 ITERATIONS_PER_VALIDATION = 5
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Study:
-    """What all points share.
+    """Settings that all points of a folder share.
 
     Attributes:
         output: Folder of the study.
@@ -58,7 +58,7 @@ class Study:
         held_out: Files of the channels of each held-out scan.
         threads: Threads of torch.
         fit_gib: Memory for `configure`, and for nnU-Net's planner in its small plan.
-        nnunet: Python of nnU-Net's environment; empty where only medseg runs.
+        nnunet: Python of nnU-Net's environment; not used where only medseg runs.
         trainer: Trainer in nnU-Net's registry.
         configuration: Configuration of nnU-Net's plans.
     """
@@ -118,11 +118,11 @@ def run_measured(command: Sequence[str], log_file: Path, environment: Mapping[st
         environment: Environment variables.
 
     Returns:
-        `cpu_s`, user and system time of it and of the processes that it waited for, and
+        `cpu_s`, user and system time of the program and of the processes that it waited for, and
         `peak_gib`, the largest resident memory of all of them, see `resident_bytes`.
 
     Raises:
-        RuntimeError: If it fails, with the end of its output.
+        RuntimeError: If the program fails, with the end of its output.
     """
     peak_bytes = 0
     with log_file.open("wb") as log:
@@ -250,12 +250,12 @@ class MedsegRuns:
         step_cpu_s = []
         for line in read_csv(self.folder / "timed" / "history.csv"):
             if line["seconds_per_step"]:
-                # 100 % is one core that is busy all the time, with the workers of the data.
+                # 100 % is one core that is busy all the time. The workers of the loader count too.
                 cores = float(line["cpu_percent"]) / 100
                 step_cpu_s.append(float(line["seconds_per_step"]) * cores)
         # The first line is left out: its steps load and compile.
         step_s = median(step_cpu_s[1:])
-        # The rest of the run: start and validation. Noise may make it negative.
+        # The rest of the run: start and validation. Noise may make the difference negative.
         return max(0.0, timed_cpu_s - TIMED_STEPS * step_s), step_s
 
     def predict(self) -> Row:
@@ -324,13 +324,13 @@ class NnunetRuns:
             output=str(fresh(self.folder / "predictions")),
         )
 
-    def _run(self, job: str, results: Path, **facts: Any) -> Row:
+    def _run(self, job: str, results: Path, **entries: Any) -> Row:
         """Run a job in nnU-Net's environment.
 
         Args:
             job: Its name: `plan`, `time`, `train` or `predict`.
-            results: nnU-Net's folder of trainings. The files of the job lie beside it.
-            facts: Further entries of the job's file.
+            results: nnU-Net's folder of trainings. The files of the job lie beside this folder.
+            entries: Further entries of the job's file.
 
         Returns:
             Results and costs of the job.
@@ -344,7 +344,7 @@ class NnunetRuns:
             "trainer": self.study.trainer,
             "threads": self.study.threads,
             "facts": str(facts_file),
-            **facts,
+            **entries,
         }
         job_file.write_text(json.dumps(content), encoding="utf-8")
         folders = {
@@ -391,6 +391,7 @@ def steps_within(minutes: float, fixed_s: float, step_s: float) -> int:
         560
     """
     steps = math.floor((60 * minutes - fixed_s) / step_s)
+    # The message gives a tenth of a minute to the steps.
     if steps < 1:
         raise UserError(f"minutes={minutes:g}: no step fits; the least is {fixed_s / 60 + 0.1:.1f}")
     return steps
@@ -449,12 +450,18 @@ def iterations_within(epoch_s: float, timed: Mapping[str, float]) -> int:
     return iterations
 
 
-def costs_row(trained: Row, prepare_s: float, predicted: Row) -> Row:
-    """Columns of the costs of a point."""
+def costs_row(trained: Row, prepare_cpu_s: float, predicted: Row) -> Row:
+    """Columns of the costs of a point.
+
+    Args:
+        trained: Costs of the training, see `run_measured`.
+        prepare_cpu_s: CPU seconds of the preparation.
+        predicted: Costs of the prediction.
+    """
     return {
         "cpu_minutes": trained["cpu_s"] / 60,
         "peak_gib": trained["peak_gib"],
-        "prepare_cpu_minutes": prepare_s / 60,
+        "prepare_cpu_minutes": prepare_cpu_s / 60,
         "predict_cpu_minutes": predicted["cpu_s"] / 60,
         "predict_peak_gib": predicted["peak_gib"],
     }

@@ -39,8 +39,8 @@ LIMIT_GIB = 1.0
 BUDGETS_GIB = (0.25, 0.5, 1.0, 4.0)  # the largest gives the reference labels
 # Labels with a lower Dice in a region count as different.
 EQUAL_DICE = 0.9995
-# Pixels per side of the model from which a phantom is drawn, and their size. A scan repeats them: a
-# phantom of 3,000 slices and 512² pixels of its own would take too long.
+# Pixels per side of the coarse phantom, and their size. A scan repeats each of these pixels:
+# drawing 3,000 slices of 512² pixels would take too long.
 MODEL_SIZE = 128
 MODEL_MM = 3.2
 # Pixels per side of the scans: multiples of `MODEL_SIZE`.
@@ -50,7 +50,7 @@ LENGTH_MM = {"whole": 320.0, "trunk": 900.0}
 MAX_SLICE_MM = 5.0
 COMMAND = [sys.executable, "-m", "medseg.commands.cli", "predict", "accelerator=cpu"]
 # Headings of the two tables; the column "of" names the scan with the least Dice.
-SCANS = {
+SCAN_COLUMNS = {
     "scan": "scan",
     "slices": "slices",
     "matrix": "matrix",
@@ -59,7 +59,7 @@ SCANS = {
     "peak_mib": "peak MiB",
     "dice": "least Dice",
 }
-BUDGETS = {
+BUDGET_COLUMNS = {
     "budget_gib": "`inference.budget_gib`",
     "scans": "scans",
     "refused": "refused",
@@ -79,13 +79,13 @@ def main() -> None:
         rows = limited_scans(output / "phantoms", num_scans)
         write_csv(output / "limits.csv", rows)
         formats = {"mib": ".1f", "peak_mib": ".0f", "dice": ".5f"}
-        texts.append(f"{summarise(rows)}\n\n{markdown_table(rows, SCANS, formats)}")
+        texts.append(f"{summarise(rows)}\n\n{markdown_table(rows, SCAN_COLUMNS, formats)}")
     if arguments.get("cases"):
         tables = [Path(path).absolute() for path in arguments["cases"].split(",")]
         rows = budgets(output / "budgets", tables)
         write_csv(output / "budgets.csv", rows)
         formats = {"peak_mib": ".0f", "dice": ".5f", "seconds": ".0f"}
-        texts.append(markdown_table(rows, BUDGETS, formats))
+        texts.append(markdown_table(rows, BUDGET_COLUMNS, formats))
     replace_text(output / "limits.md", "\n".join(texts))
     print("\n".join(texts), end="")
 
@@ -177,7 +177,7 @@ def make_scan(folder: Path, index: int, num_slices: int) -> Path:
     is_long = num_slices > MAX_SLICES // 3 or index % 2 == 1
     view = "trunk" if is_long else "whole"
     slice_mm = min(MAX_SLICE_MM, LENGTH_MM[view] / num_slices)
-    # Number of slices, and of pixels along an axis, that repeat each one of the model.
+    # Slices of the scan per slice of the coarse phantom, and pixels per pixel along an axis.
     slice_repeats = max(1, round(MODEL_MM / slice_mm))
     pixel_repeats = matrix // MODEL_SIZE
     num_model_slices = max(1, num_slices // slice_repeats)
@@ -219,7 +219,7 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
     for budget_gib in reversed(BUDGETS_GIB):
         output = folder / f"{budget_gib:g}"
         peak = 0
-        start_s = time.perf_counter()
+        start = time.perf_counter()
         for table in tables:
             log = output / f"{table.parent.name}.log"
             arguments = [
@@ -229,7 +229,7 @@ def budgets(folder: Path, tables: Sequence[Path]) -> list[dict[str, Any]]:
             ]
             _, peak_of_table = predict(arguments, log)
             peak = max(peak, peak_of_table)
-        seconds = time.perf_counter() - start_s
+        seconds = time.perf_counter() - start
         dices: dict[str, float] = {}  # of the scans that were not refused
         for name in names:
             reference_file = folder / f"{max(BUDGETS_GIB):g}" / f"{name}.nii.gz"

@@ -3,9 +3,10 @@
     python -m benchmarks.lungs output=<folder> pred=<folder> cases=<table.csv> [airways=<folder>]
 
 `pred` holds `<case>.nii.gz` of each case. Writes `lungs.csv` with a row for each side, and
-`lungs.md` with a row for each trust and health of a side. A mask `effusion.nii.gz` beside a scan is
-measured too. Airways are tracked in the scans alone (`benchmarks/airways.py`); `airways` is the
-folder that keeps them for the next measurement (default: `<output>/airways`).
+`lungs.md` with a row for each combination of trust and health of the sides. A mask
+`effusion.nii.gz` beside a scan is measured too. Airways are tracked in the scans alone
+(`benchmarks/airways.py`); the folder `airways` keeps their masks for the next measurement (default:
+`<output>/airways`).
 """
 
 import math

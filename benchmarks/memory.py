@@ -1,10 +1,9 @@
 """Memory benchmark: predicted against measured memory and time of trainings.
 
-The rows differ in networks, switches, shapes, stages, batches and workers.
-
     python -m benchmarks.memory output=<folder> [rows=20]
 
-Each row trains on synthetic scans in a process of its own; the same command continues where it was
+Each row of the table is a training on synthetic scans in a process of its own. The rows differ in
+networks, switches, shapes, stages, batches and workers. The same command continues where it was
 interrupted. The instruments are not those of `plan`: the largest total of `posix_memalign`
 (`allocations.c`, preloaded), from which torch takes all tensors on a CPU, and the resident memory
 of all processes in /proc, read every 20 ms. Seconds are processor time on one thread: keep the
@@ -97,6 +96,7 @@ STAGES = {
     "coarse": ["stage=coarse", "spacing=isotropic_3mm", "stage.slab_share=0"],
     "fine": ["stage=fine", "spacing=isotropic_3mm", "stage.elsewhere_share=0"],
 }
+# Heading in `memory.md` of each column of `memory.csv`.
 COLUMNS = {
     "row": "",
     "allocator_mib": "allocator: predicted MiB",
@@ -151,7 +151,7 @@ def validated_shape(config: PlanConfig) -> Shape:
     samples = data.val_samples()
     shapes: list[Shape] = []
     for number in range(len(samples)):
-        # As the validation pads it: to a multiple of the network's divisor.
+        # Padded as in the validation: to a multiple of the network's divisor.
         batch = collate([samples[number]], data.divisor)
         depth, height, width = batch[0]["target"].shape[1:]
         shapes.append((depth, height, width))

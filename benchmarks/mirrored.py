@@ -1,7 +1,7 @@
 """Mirrored images: how many are detected, and how many untouched scans are reported as mirrored.
 
     python -m benchmarks.mirrored output=<folder> cases=<table.csv>[,<table.csv>] [phantoms=40]
-                                  [segment=4]
+                                  [segment=0]
 
 Each scan is measured twice: as it is, and flipped along x with an unchanged header. The reference
 labels replace those of a model. A model names a lung by its place in the image, so the values of

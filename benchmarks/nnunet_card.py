@@ -13,7 +13,7 @@ and an anisotropic residual one. The predictions of each model, each in a proces
   default prediction adds to them.
 
 Writes `nnunet_card.md` after each prediction. Without a card it rehearses on the CPU with small
-networks. `nnunet` is another Python that has nnU-Net, if this one has not.
+networks. `nnunet` is another Python that has nnU-Net, if this Python lacks it.
 """
 
 import json
@@ -118,9 +118,9 @@ def start(python: str, *arguments: str) -> Row:
         The report of `launch.py`.
 
     Raises:
-        RuntimeError: If it fails, with the end of its output.
+        RuntimeError: If the command fails, with the end of its output.
     """
-    # Beside the path that the command gets.
+    # The file lies beside the path that the command gets.
     cost_file = Path(arguments[1]).with_suffix(".cost.json")
     command = [sys.executable, str(LAUNCHER), str(cost_file), python, "-m", JOBS, *arguments]
     result = subprocess.run(
@@ -165,7 +165,7 @@ def label_file(output: Path, model: str, run: str) -> Path:
 
 def cost_row(model: str, run: Run, job: Row, cost: Row) -> Row:
     """Row of the table of runs."""
-    limit_gib = job["max_ram_gib"]
+    max_ram_gib = job["max_ram_gib"]
     return {
         "model": model,
         "run": run.name,
@@ -174,7 +174,7 @@ def cost_row(model: str, run: Run, job: Row, cost: Row) -> Row:
         "host GB": cost["peak_gb"],
         "expected GB": cost.get("expected_gb"),
         "with weights GB": cost.get("loaded_gb"),
-        "limit GB": None if limit_gib is None else limit_gib * 2**30 / 1e9,
+        "limit GB": None if max_ram_gib is None else max_ram_gib * 2**30 / 1e9,
         "card GB": cost["card_gb"],
     }
 

@@ -30,7 +30,7 @@ from benchmarks.nnunet_reference import (
 
 Job = dict[str, Any]
 NNUNET = "nnunetv2.inference.predict_from_raw_data"
-# Usual features of nnU-Net's six stages.
+# Usual features of nnU-Net's six resolution stages, the finest first.
 FEATURES = [32, 64, 128, 256, 320, 320]
 # Usual convolutions of each stage of a plain encoder, and blocks of each stage of a residual one.
 PLAIN, RESIDUAL = [2] * 6, [1, 3, 4, 6, 6, 6]
@@ -129,7 +129,7 @@ def predict(job: Job) -> dict[str, Any]:
 def nnunet_precision(precision: str) -> Iterator[None]:
     """Leave nnU-Net its half precision on a card (`fp16`), or let it compute in fp32 (`fp32`).
 
-    nnU-Net has no option for it: it always enters `torch.autocast`, which is replaced here.
+    nnU-Net has no option for fp32: it always enters `torch.autocast`, which is replaced here.
     """
     if precision == "fp16":
         yield
@@ -144,7 +144,7 @@ def predict_by_nnunet(job: Job) -> dict[str, Any]:
     from nnunetv2.inference.predict_from_raw_data import nnUNetPredictor
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
-    start_s = time.perf_counter()
+    start = time.perf_counter()
     types: list[str] = []  # of the network's output, in each pass
     reader = PlansManager(str(Path(job["model"], "plans.json"))).image_reader_writer_class()
     image, properties = reader.read_images([job["scan"]])
@@ -157,7 +157,7 @@ def predict_by_nnunet(job: Job) -> dict[str, Any]:
     predictor.network.register_forward_hook(note_type)
     labels = predictor.predict_single_npy_array(image, properties)
     reader.write_seg(labels, job["labels"], properties)
-    return {"s": time.perf_counter() - start_s, "computed": types[-1]}
+    return {"s": time.perf_counter() - start, "computed": types[-1]}
 
 
 def predict_by_medseg(job: Job) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
     from medseg.prediction.options import PredictConfig
     from medseg.prediction.predict import predict_scans
 
-    start_s = time.perf_counter()
+    start = time.perf_counter()
     types: list[str] = []  # of the network's output, in each pass
     expected: list[tuple[int, int]] = []  # peak bytes, and bytes before the scan, of each forecast
     network_module: Any = medseg.nnunet.model
@@ -205,7 +205,7 @@ def predict_by_medseg(job: Job) -> dict[str, Any]:
     # The run announces the first forecast; the last one goes into its report.
     expected_bytes, loaded_bytes = expected[0]
     return {
-        "s": time.perf_counter() - start_s,
+        "s": time.perf_counter() - start,
         "computed": types[-1],
         "expected_gb": expected_bytes / 1e9,
         "loaded_gb": loaded_bytes / 1e9,

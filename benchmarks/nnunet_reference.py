@@ -47,7 +47,7 @@ SPLINE, TORCH, NONE = (
     "resample_torch_fornnunet",
     "no_resampling_hack",
 )
-# Small toy whose labels are recorded for all storages of a scan.
+# Small toy whose labels are recorded for all orders and directions of a scan's axes in its file.
 STORED_MODEL = "torch"
 # Arguments of each resampling function for images, reference labels and logits.
 RESAMPLING: dict[str, tuple[dict[str, Any], ...]] = {
@@ -174,6 +174,7 @@ def toy(
         "batch_dice": False,
         **(older_network() if network is None else {"architecture": network}),
     }
+    # The plans of nnU-Net always have a 2D configuration, which may be the described one.
     configurations = {"2d": {}, name: configuration}
     if previous is not None:
         # The plans of a cascade hold both configurations, the first one under another name.
@@ -682,7 +683,14 @@ def results_of_nnunet(
 
 
 def predict(folder: Path, scans: list[Path], output: Path, num_threads: int) -> None:
-    """Predict a scan; write the label array, and beside it a label map by nnU-Net's writer."""
+    """Predict a scan with one thread or several, and write its labels.
+
+    Args:
+        folder: Model folder.
+        scans: Files of the channels.
+        output: NPZ file for the label array. nnU-Net's writer puts a label map beside it.
+        num_threads: Threads of torch.
+    """
     from nnunetv2.utilities.plans_handling.plans_handler import PlansManager
 
     torch.set_num_threads(num_threads)
@@ -702,15 +710,16 @@ class PassClock:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._start_s = 0.0
+        # Reading of the clock when the present pass began.
+        self._start = 0.0
 
     def start(self, *_: Any) -> None:
-        """Note that a pass begins. The arguments are those of a hook of torch, and not used."""
-        self._start_s = time.process_time()
+        """Note that a pass begins; the arguments of torch's hook are not used."""
+        self._start = time.process_time()
 
     def stop(self, *_: Any) -> None:
         """Add the seconds of the pass, which has ended. Arguments as in `start`."""
-        self.seconds += time.process_time() - self._start_s
+        self.seconds += time.process_time() - self._start
 
     def watch(self, network: torch.nn.Module) -> None:
         """Count the passes of a network."""
@@ -746,9 +755,9 @@ def measured_apart(run: Callable[..., dict[str, Any]], *arguments: Any) -> dict[
 
 def _send_measured(sender: Any, run: Callable[..., dict[str, Any]], arguments: Any) -> None:
     """Run the function of `measured_apart` in its process, and send the result."""
-    start_s = time.process_time()
+    start = time.process_time()
     measured = run(*arguments)
-    measured["cpu_s"] = time.process_time() - start_s
+    measured["cpu_s"] = time.process_time() - start
     # The largest resident memory, as in `VmHWM:  1234 kB`; Linux means KiB.
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith("VmHWM:"):

@@ -1,7 +1,8 @@
 """Models of nnU-Net in medseg and in nnU-Net's own predictor: labels, CPU seconds, memory.
 
     python -m benchmarks.nnunet_table output=<folder> nnunet=<python> scans=<ct>[,<ct>]
-                                      [models=plain25,2d,torch+residual5,<folder>] [precision=bf16]
+                                      [models=<model>,<folder>,<model>+<model>,…]
+                                      [precision=fp32|bf16|fp16]
 
 `nnunet` is the Python of an environment that has nnU-Net and not medseg. Makes the models of
 `nnunet_reference.py`, segments each scan and a phantom with both programs, one after the other on
@@ -9,8 +10,8 @@ one thread, and writes `nnunet.csv` with a row for each model and scan.
 
 `models` has names of these models, or folders that hold a model folder of nnU-Net (or the two of a
 cascade); `a+b` is an ensemble. The second channel of a model is the scan with its sign inverted.
-`precision` is that of medseg alone. Each prediction has a process of its own, whose seconds and
-memory are counted after the imports.
+`precision` is that of medseg alone; without this argument medseg chooses. Each prediction has a
+process of its own, whose seconds and memory are counted after the imports.
 
 The forecast of memory is that of `predict`. The forecast of seconds is computed from the first scan
 of the model, as in `predict`, but in CPU seconds, because other programs may share the machine.
@@ -212,11 +213,11 @@ def predict_job(job: Row) -> Row:
         sys.exit(f"{job['own_labels']}: {case.messages}")
     # The case lasts from the first forecast, before the scan is read, to the one in the report. A
     # pass while the model is loaded is no part of it.
-    start_s, passes_start_s = times_s[0]
-    end_s, passes_end_s = times_s[-1]
+    start, passes_start_s = times_s[0]
+    end, passes_end_s = times_s[-1]
     return {
         "network_cpu_s": clock.seconds,
-        "case_cpu_s": end_s - start_s,
+        "case_cpu_s": end - start,
         "case_network_cpu_s": passes_end_s - passes_start_s,
         "expected_gb": forecasts[0].peak_bytes / 1e9,
         "expected_voxels": forecasts[0].time_units,

@@ -46,7 +46,9 @@ def main() -> None:
         target = GRID.resampled((spacing_mm,) * 3)
         filters: dict[str, Callable[[], Any]] = {}
         for name in RESAMPLINGS:
-            filters[name] = partial(resample_image, image, GRID, target, -1000.0, resampling=name)
+            filters[name] = partial(
+                resample_image, image, GRID, target, outside=-1000.0, resampling=name
+            )
         filters[SIMPLE_ITK] = partial(
             SimpleITK.Resample,
             volume,

@@ -53,8 +53,8 @@ print(run.summary["val_dice_best"], run.history[-1]["step"])
 # %% [markdown]
 # ## Segment
 #
-# The segmenter takes paths, and images or arrays of other programs. Labels come back as what was
-# given: here as an image of nibabel, on the grid of the scan.
+# The segmenter takes paths, and images or arrays of other programs. Labels have the type of the
+# input: here an image of nibabel, on the grid of the scan.
 
 # %%
 segmenter = medseg.Segmenter(single=[run.checkpoint])
@@ -74,8 +74,8 @@ figure.savefig("heart.png")
 #
 # Each scan is segmented by a network that has not seen its patient. `folds/model` is a model of all
 # folds, for `medseg.Segmenter(weights="folds/model")` and
-# `medseg predict -i <scan> -o labels.nii.gz weights=folds/model`: with the clean-up that helped, if
-# one did, and a card. `folds/pooled.md` has the scores.
+# `medseg predict -i <scan> -o labels.nii.gz weights=folds/model`. It has a model card and, where a
+# clean-up raised the scores, that clean-up. `folds/pooled.md` has the scores.
 
 # %%
 # Cross-validation makes its own split: the validation scan of the table joins the others.
@@ -91,7 +91,7 @@ print((study.model / "clean_up.md").read_text(encoding="utf-8"))
 
 # %% [markdown]
 # The model of all folds, on a scan in memory: a `medseg.Volume` has voxels in the order (z, y, x)
-# and the grid that says where they are. Labels come back as one.
+# and the grid that says where they are. Its labels are a `medseg.Volume` too.
 
 # %%
 model = medseg.Segmenter(weights=study.model)

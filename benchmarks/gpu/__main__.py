@@ -102,14 +102,14 @@ def title(session: Session) -> str:
 
 def verdict(session: Session, endings: Mapping[str, Ending]) -> str:
     """Summarise the report in a sentence."""
-    problems = sum(bool(ending.problem) for ending in endings.values())
+    num_problems = sum(bool(ending.problem) for ending in endings.values())
     counts = {"passed": 0, "FAILED": 0, "not run": 0, "not judged": 0}
     for ending in endings.values():
         for check in ending.report.checks:
             counts[outcome(check, session.is_rehearsal)] += 1
     count_texts = [f"{number} checks {name}" for name, number in counts.items() if number]
     checks_text = ", ".join(count_texts) or "no check"
-    sentence = f"{len(endings)} parts, {problems} without an end; {checks_text}."
+    sentence = f"{len(endings)} parts, {num_problems} without an end; {checks_text}."
     if session.is_rehearsal:
         sentence += " All of it ran on the CPU with small shapes: no value says anything of a GPU."
     return sentence

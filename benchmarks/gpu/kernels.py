@@ -110,7 +110,7 @@ def relative_error(half: Tensor, single: Tensor) -> float:
 def check_large_input(report: Report, precision: str, dtype: torch.dtype, session: Session) -> None:
     """Compare three planes of a large output, near its start, middle and end, with fp32.
 
-    Three planes, since the whole output in fp32 would need twice the memory of the tested one.
+    The whole output in fp32 would need twice the memory of the output in half precision.
     """
     channels, shape = SMALL_LARGE if session.is_rehearsal else LARGE
     shape_text = "×".join(map(str, shape))

@@ -34,7 +34,7 @@ CONFIGURATIONS = {
     "lean": ["experiment=fine_lean"],
     "adamw": ["memory.precision=bf16", "optimizer=adamw"],
 }
-# For each configuration the one with which it is compared: it must not take more memory than that.
+# Configuration to the one with which it is compared, and than which it must not take more memory.
 SAVES_AGAINST = {
     "bf16": "fp32",
     "fp16": "fp32",
@@ -101,6 +101,7 @@ def measure_configuration(name: str, arguments: list[str], session: Session) -> 
     machine = Machine(config)
     machine.measure(timeline)
     planned_bytes, _ = peaks(timeline, machine.costs)
+    # `card_bytes` takes the peaks of several phases by name; here there is only the step.
     planned_card_bytes = card_bytes({STEP: planned_bytes})[STEP]
     if not session.is_rehearsal:
         # The tensors with which the planner timed kernels must not count in the step.
@@ -148,7 +149,7 @@ def compare(report: Report, row: dict[str, Any]) -> None:
 
 
 def add_saving(report: Report, rows: dict[str, dict[str, Any]], name: str, base: str) -> None:
-    """Check that a configuration allocates less than another one."""
+    """Check that a configuration does not allocate more than another one, `base`."""
     title = f"{name}: memory by that of {base}"
     if name not in rows or base not in rows:
         report.not_run(title, "one of both was not measured")

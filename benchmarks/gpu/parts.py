@@ -33,7 +33,7 @@ REHEARSAL_LIMIT_S = 1500
 
 @dataclass(frozen=True)
 class Session:
-    """What all parts share.
+    """Settings that all parts share.
 
     Attributes:
         output: Folder of the report; each part writes into a folder of its own below.
@@ -93,7 +93,7 @@ def run_part(name: str, session: Session) -> Ending:
     log_file = session.output / f"{name}.log"
     log_file.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.parts", name, str(session.output)]
-    start_s = time.perf_counter()
+    start = time.perf_counter()
     with log_file.open("wb") as log:
         # A session of the operating system: the part and all that it has started can be ended
         # together by the number of their group.
@@ -101,7 +101,7 @@ def run_part(name: str, session: Session) -> Ending:
             command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         problem = _wait(process, session.limit_s(name))
-    seconds = time.perf_counter() - start_s
+    seconds = time.perf_counter() - start
     if problem:
         return Ending(seconds, f"{problem}; see {log_file.name}", Report())
     return Ending(seconds, "", read_report(report_file))

@@ -70,9 +70,9 @@ def scan_of(session: Session) -> Volume:
 
 def timed(segmenter: LungSegmenter, scan: Volume) -> tuple[Segmentation, float]:
     """Segment the lungs with the included weights, and measure the seconds."""
-    start_s = time.perf_counter()
+    start = time.perf_counter()
     result = segmenter.segment(scan)
-    return result, time.perf_counter() - start_s
+    return result, time.perf_counter() - start
 
 
 def compare(

@@ -39,15 +39,15 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
 
-    def at_most(self, name: str, value: float, bound: float, digits: str = ".3f") -> None:
+    def at_most(self, name: str, value: float, bound: float, number_format: str = ".3f") -> None:
         """Add a check of a value with an upper bound."""
-        text = f"≤ {format(bound, digits)}"
-        self.checks.append(Check(name, format(value, digits), text, value <= bound))
+        text = f"≤ {bound:{number_format}}"
+        self.checks.append(Check(name, f"{value:{number_format}}", text, value <= bound))
 
-    def at_least(self, name: str, value: float, bound: float, digits: str = ".4f") -> None:
+    def at_least(self, name: str, value: float, bound: float, number_format: str = ".4f") -> None:
         """Add a check of a value with a lower bound."""
-        text = f"≥ {format(bound, digits)}"
-        self.checks.append(Check(name, format(value, digits), text, value >= bound))
+        text = f"≥ {bound:{number_format}}"
+        self.checks.append(Check(name, f"{value:{number_format}}", text, value >= bound))
 
     def near_one(self, name: str, ratio: float, bound: float) -> None:
         """Add a check of a ratio that may differ from 1 by a bound in either direction."""

@@ -25,13 +25,14 @@ ROWS = {
     "kernel search": ([BF16, "memory.channels_last=true"], True),
     "compiled": ([BF16, "memory.compile=true"], False),
 }
-# For each row the one that it must not be slower than: the ratio of their seconds may be TOLERANCE.
+# Row to the row than which it must not be slower: the ratio of their seconds is at most TOLERANCE.
 FASTER_THAN = {"bf16": "fp32", "kernel search": "channels last", "compiled": "bf16"}
 TOLERANCE = 1.05
 # Timed steps of each row, and of the rehearsal.
 NUM_STEPS, NUM_SMALL_STEPS = 10, 1
 # 64 MiB, about four crops of 160³ in float32; a small batch for the rehearsal.
 BATCH_BYTES, SMALL_BATCH_BYTES = 2**26, 2**20
+# Copies of a batch, of which the first is not timed.
 NUM_COPIES = 9
 
 
@@ -95,10 +96,10 @@ def copy_seconds(num_bytes: int, *, is_pinned: bool, device: torch.device) -> fl
     batch = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     durations_s = []
     for _ in range(NUM_COPIES):
-        start_s = time.perf_counter()
+        start = time.perf_counter()
         batch.to(device, non_blocking=True, copy=True)
         # The call returns before the copy has ended.
         if device.type == "cuda":
             torch.cuda.synchronize()
-        durations_s.append(time.perf_counter() - start_s)
+        durations_s.append(time.perf_counter() - start)
     return median(durations_s[1:])

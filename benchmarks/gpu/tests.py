@@ -1,4 +1,4 @@
-"""Tests part of the GPU report: the tests that need a GPU; one that is skipped has not passed."""
+"""Tests part of the GPU report: the tests that need a GPU; a skipped test counts as not run."""
 
 import subprocess
 import sys

@@ -12,7 +12,7 @@ from medseg.anatomy.rules import MAX_GAS_SHARE, MAX_UNSEEN_SHARE, MIN_PART_FRACT
 from medseg.cascade.agreement import nearest_voxels
 from medseg.cascade.localise import Localisation
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
-from medseg.inference.components import Part, Rejection, fill_holes, remove_components
+from medseg.inference.components import ReadPart, Rejection, fill_holes, remove_components
 from medseg.io.scratch import new_array
 from medseg.preprocess.resample import resample_image
 from medseg.task import Region, Task
@@ -157,7 +157,7 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     return percent
 
 
-def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> Part:
+def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> ReadPart:
     """Make a mask of native voxels outside of the coarse regions that a label belongs to.
 
     All labels of such a region count as seen: the stages may disagree about the border of two

@@ -8,18 +8,18 @@ from medseg.commands.entry import COMMANDS, run_command
 from medseg.console import prepare_streams, say
 from medseg.errors import EXIT_USER_ERROR
 
-# Completes the command, then keys, groups and values. `-sc query=bash` is Hydra's
-# `--shell_completion`: it prints one candidate a line.
+# Shell script that completes the command, then keys, groups and values. `-sc query=bash` is Hydra's
+# `--shell_completion`, which prints one candidate a line.
 #
-# Bash splits the typed text at COMP_WORDBREAKS and replaces the last piece only. `=` is taken out
-# of them. `:` stays, because other programs need it: what was typed up to the last colon is cut off
-# each candidate.
+# Bash splits the typed text at the characters of COMP_WORDBREAKS and replaces the last piece only.
+# The script removes `=` from these characters. Other programs need `:`, so it stays, and the typed
+# text up to the last colon is cut off each candidate.
 #
 # Hydra takes the first word of COMP_LINE for the program, so the command is left out of it:
 # `medseg train stage=f` becomes `medseg stage=f`.
 #
-# `%q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`. The lines after it
-# remove the backslashes before brackets and commas again.
+# `printf %q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`. The lines
+# after it remove the backslashes before brackets and commas again.
 #
 # Braces of the shell are doubled: the text goes through `str.format`.
 COMPLETION = r"""# Completion of medseg for bash and zsh; put this line into ~/.bashrc or ~/.zshrc:
@@ -56,7 +56,7 @@ usage: medseg <command> key=value …   (`medseg <command> --help` prints all ke
        medseg --version
        medseg --completion   (for bash and zsh: `eval "$(medseg --completion)"`)
 """
-# Names of commands of other programs to ours.
+# Command of another program to the command of medseg that does the same.
 FOREIGN_COMMANDS = {
     "fit": "train",
     "test": "evaluate",
@@ -90,8 +90,8 @@ def main() -> None:
         return
     if command in ("--help", "-h"):
         print(USAGE)
-        for name, (*_, sentence) in COMMANDS.items():
-            print(f"  {name:16s}{sentence}")
+        for name, listed in COMMANDS.items():
+            print(f"  {name:16s}{listed.sentence}")
         return
     say(unknown_command(command))
     sys.exit(EXIT_USER_ERROR)

@@ -193,8 +193,7 @@ def run_command(command: str) -> None:
         import_module(module).main()
         return
     job = partial(_call_command, command)
-    # `plan` has the keys of `train`, and so `resume`, with which it counts the memory of the run
-    # that this key names.
+    # `plan` has the keys of `train`. With `resume=<run folder>` it plans that run.
     if command == "plan":
         run(command, job, read=partial(read_resumed, command, PlanConfig))
     else:
@@ -297,8 +296,9 @@ def run(
 class JobDefectError(Exception):
     """An exception of a job that is no mistake of the user.
 
-    `_explained_errors` takes errors of Hydra and OmegaConf for mistakes of the user. Such an error
-    of a job passes it in this wrapper. The job may have run in another process of a launcher.
+    `_explained_errors` reports errors of Hydra and OmegaConf as mistakes of the user. In this
+    wrapper, such an error of a job passes that function unchanged. A launcher may run the job in
+    another process, so the wrapper can be pickled.
 
     Args:
         error: The exception of the job.
@@ -312,11 +312,11 @@ class JobDefectError(Exception):
 def _prepare_process(schema: type) -> None:
     """Set streams, memory and environment of this process before torch is loaded."""
     prepare_streams()
-    # Threads that wait are to sleep; OpenMP reads this when torch is loaded. Beside three other
-    # programs on two cores, busy waiting at each barrier made a prediction take five times as long.
+    # OpenMP reads this when torch is loaded: waiting threads sleep. Beside three other programs on
+    # two cores, busy waiting at each barrier made a prediction take five times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     map_large_blocks()
-    # `configure` measures the time of trainings, so it computes with the same instructions.
+    # A training computes without AMX instructions; `configure` times trainings, so it does too.
     if issubclass(schema, (TrainConfig, ConfigureConfig)):
         train_without_amx()
     # Without this variable, Hydra prints many lines on a composition error and exits itself.
@@ -390,7 +390,7 @@ def _run_hydra(command: str, run_job: Callable[[DictConfig], None]) -> None:
     except JobDefectError as job_defect:
         defect = job_defect.error
     except OSError as error:
-        # A closed output stream has no file name.
+        # The error of a closed output stream names no file.
         if error.filename is None:
             raise
         raise UserError(

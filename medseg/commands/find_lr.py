@@ -33,7 +33,7 @@ def find_lr(config: FindLrConfig) -> int:
     Raises:
         UserError: If the rates do not rise, or several ranks are asked for.
     """
-    if not config.lowest_lr < config.highest_lr:
+    if config.lowest_lr >= config.highest_lr:
         raise UserError(
             f"expected lowest_lr < highest_lr, but got lowest_lr={config.lowest_lr:g} "
             f"and highest_lr={config.highest_lr:g}"
@@ -71,7 +71,7 @@ def find_lr(config: FindLrConfig) -> int:
 
 def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
     """Train for `config.steps` steps at most; returns the rate and the loss of each step."""
-    # `LrRange` sets the rates, so the schedule must not, and nothing is logged.
+    # `LrRange` sets the rates, so the schedule must not change them. Nothing is logged.
     config = replace(
         config, schedule=CONSTANT_SCHEDULE, warmup_steps=0, logger={}, run_dir=str(output)
     )
@@ -81,7 +81,7 @@ def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
     load_initial_weights(network, config)
     lr_range = LrRange(config.lowest_lr, config.highest_lr, config.steps)
     trainer = make_trainer(config, [lr_range])
-    trainer.limit_val_batches = 0
+    trainer.limit_val_batches = 0  # no validation
     module = make_module(config, network, metadata={})  # no checkpoint is written
     trainer.fit(module, datamodule=make_data_module(config))
     return lr_range

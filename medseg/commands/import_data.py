@@ -23,7 +23,7 @@ from medseg.wording import quote_for_shell
 
 # Table of the files, cases and labels of the data set: whether they are used, and why not.
 ACCOUNT_FILE = "account.csv"
-# First line of the file, by which a file of that name is known to be an account.
+# First line of the account. An `account.csv` that begins otherwise is not replaced.
 ACCOUNT_HEADER = ",".join(Item._fields)
 REMOVE_CURE = "remove it, or give another output"
 # Beyond this number the labels are probably not all wanted.
@@ -115,9 +115,17 @@ def _use_of(case: Case) -> str:
 
 
 def require_unchanged(output: Path, data: DataSet, task_text: str) -> None:
-    """Refuse to replace a case table or a task with other content, or a file of something else.
+    """Refuse to replace a case table or a task of other content, or a file that is no account.
 
-    A person may have written or edited such a file.
+    A person may have written or edited such a file. An account is always replaced.
+
+    Args:
+        output: Folder of the three files.
+        data: Data set that is imported.
+        task_text: Content of the new task file.
+
+    Raises:
+        UserError: If one of the files must not be replaced.
     """
     account = output / ACCOUNT_FILE
     if account.exists() and not read_text(account).startswith(ACCOUNT_HEADER):

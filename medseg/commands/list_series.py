@@ -104,7 +104,7 @@ def _check_input(folder: Path) -> None:
     """Check that an input is a folder with DICOM files, or a DICOM file.
 
     Raises:
-        UserError: If it is another folder or file, or cannot be read.
+        UserError: If the input is another folder or file, or cannot be read.
     """
     unreadable: list[UserError] = []
 
@@ -145,7 +145,7 @@ def _refuse_other_table(output: Path, text: str) -> None:
     """Refuse to replace a table of other content, which a person may have edited.
 
     Raises:
-        UserError: If the table exists, and its text is another one.
+        UserError: If the table exists with another text.
     """
     if output.exists() and read_text(output, errors=RAW_NAMES) != text:
         raise UserError(f"{output} exists and holds other cases; remove it, or give another output")
@@ -153,7 +153,7 @@ def _refuse_other_table(output: Path, text: str) -> None:
 
 @contextmanager
 def _file_counter() -> Iterator[Callable[[], None]]:
-    """Show a count of files in a terminal; yields the function that counts one file more."""
+    """Show a count of files in a terminal; yields the function that adds one file to it."""
     console = Console(stderr=True)
     with Progress(
         "{task.completed:.0f} files read", console=console, disable=not console.is_terminal
@@ -164,11 +164,11 @@ def _file_counter() -> Iterator[Callable[[], None]]:
 
 def _row(listed: ListedSeries) -> dict[str, Any]:
     """Describe a series by the printed columns."""
-    # A `ListedSeries` holds the `Series` of its headers.
+    # Patient, study and series, as the headers of the slices name them.
     identity = listed.series.identity
     voxels = ""
     if listed.shape:
-        rows, columns = listed.shape
+        rows, columns = listed.shape  # pixels of a slice
         voxels = f"{columns} x {rows} x {listed.num_slices}"
     number = identity.series_number
     if listed.part:

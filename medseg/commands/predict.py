@@ -21,7 +21,7 @@ from medseg.wording import first_few
 
 # Largest number of files that the line of a case names if there is no label map.
 MAX_FILES = 3
-# Seconds after which the reading of headers is shown, as of a cohort on a network drive.
+# Seconds after which the reading of headers is shown; a cohort on a network drive takes longer.
 SLOW_S = 2.0
 
 
@@ -68,7 +68,7 @@ class Display(Observer):
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
-        # Numbers of the bars, by which `progress` is told to change one.
+        # IDs of the bars in `progress`.
         self.case_bar = progress.add_task("", visible=False)
         # The field `case` of this bar holds the name of the case whose steps it shows.
         self.step_bar = progress.add_task("", visible=False, case="")
@@ -121,7 +121,7 @@ class Display(Observer):
 def sigterm_exits() -> Iterator[None]:
     """Let SIGTERM end the command like Ctrl-C.
 
-    The case that is being written is finished, the others are left out.
+    The case whose files are being written is finished; the cases after it are left out.
     """
 
     def exit_by_signal(*_: Any) -> None:
@@ -151,7 +151,7 @@ def _print_outcome(case: BatchCase) -> None:
 def _results_of(case: BatchCase) -> str:
     """Name the files of a case in its line.
 
-    The label map stands for all of them. Where `save` has no labels, the other files are named, or,
+    The label map stands for all files. Where `save` has no labels, the other files are named, or,
     without any, the report, which every case has.
     """
     if case.output in case.result_paths:

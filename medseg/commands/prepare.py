@@ -84,8 +84,8 @@ def _cases_to_prepare(config: PrepareConfig) -> list[tuple[Case, LabelValues]]:
 
 
 def shown_image(image: np.ndarray, channel: Channel) -> np.ndarray:
-    """Prepare an image for the picture: values of a channel without a window go to [-1, 1]."""
-    # A picture applies the window of the channel by itself.
+    """Prepare an image (D, H, W) for the picture: without a window, values go to [-1, 1]."""
+    # Where the channel has a window, the picture applies it.
     if channel.window_hu:
         return image
     return normalise(image, percentile(image, channel.modality))
@@ -132,7 +132,17 @@ def draw(
     path: Path,
     task: Task,
 ) -> list[Path]:
-    """Draw all cases, those with errors first, then those with warnings; returns the files."""
+    """Draw all cases, those with errors first, then those with warnings.
+
+    Args:
+        audited_cases: The cases.
+        slices: Slices of each case, see `cut_slices`; none for a case that cannot be read.
+        path: PNG file.
+        task: Labels and channels.
+
+    Returns:
+        The files: `path`, and further ones where one picture cannot hold all cases.
+    """
     views = []
     for audited, case_slices in zip(audited_cases, slices, strict=True):
         views.append(_view(audited, case_slices))

@@ -42,9 +42,12 @@ def main() -> None:
 
 
 def read(composed: DictConfig) -> TrainConfig:
-    """Check the composed configuration or, of a run to resume, its configuration with the changes.
+    """Check the composed configuration, or that of the run to resume with the changes.
 
     Also chooses the GPUs, and builds the objects of the configuration once.
+
+    Returns:
+        The checked configuration.
     """
     config = entry.read_resumed("train", TrainConfig, composed)
     choose_gpus(config.trainer.gpus)
@@ -55,7 +58,7 @@ def read(composed: DictConfig) -> TrainConfig:
 
 def _check_objects_and_tell(config: TrainConfig) -> None:
     """Build the objects of the configuration once, and tell the user of surprising settings."""
-    # Loads torch, which takes seconds; the checks before do without it.
+    # This import loads torch, which takes seconds; the earlier checks do without torch.
     from medseg.training.check import check_objects
 
     has_tiles = HydraConfig.get().runtime.choices.get("inference") == "tiles"

@@ -22,8 +22,8 @@ from medseg.runs.status import Status
 BARS = "▁▂▃▄▅▆▇█"
 # Largest number of bars of a curve.
 WIDTH = 48
-# Seconds over which the use of the processors is measured. Without it psutil reports the use since
-# its last call, and 0 at the first.
+# Seconds over which the use of the processors is measured. Without an interval, psutil reports the
+# use since its last call, and 0 at the first call.
 CPU_INTERVAL_S = 0.1
 # Column of history.csv to its title and the format of its values.
 CURVES = {
@@ -155,6 +155,9 @@ def machine() -> list[tuple[str, str]]:
     """Read the memory and the utilisation of this machine, of all its processes.
 
     With `medseg[gpu]`, also of its GPUs.
+
+    Returns:
+        Title and formatted value of each row.
     """
     memory = psutil.virtual_memory()
     rows = [
@@ -165,7 +168,7 @@ def machine() -> list[tuple[str, str]]:
         import pynvml
     except ModuleNotFoundError:
         return rows
-    # `pynvml` fails without a driver, or at a slice of a GPU; the rows so far are shown then too.
+    # `pynvml` fails without a driver, or at a MIG slice of a GPU; then the rows so far are shown.
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         for number in range(pynvml.nvmlDeviceGetCount()):

@@ -18,8 +18,8 @@ def absent_classes(
     region, so that a left kidney also teaches the class of the right kidney.
 
     Args:
-        items: Cases with the index in `task.regions` of the region that is trained on, see
-            `medseg.data.samples.Samples`.
+        items: Pairs of a case and the index in `task.regions` of the region that is trained on, as
+            in `medseg.data.samples.Samples`; the coarse stage does not use the index.
         task: Labels and regions.
         is_coarse: Whether samples are whole scans with all labels, as in the coarse stage;
             otherwise each sample is the crop of one region.
@@ -55,14 +55,14 @@ def absence_note(
     val_cases: Sequence[CachedCase],
     train_trust: Collection[str] | None = None,
 ) -> str:
-    """Say which classes cannot be learnt, and how many cases have them; empty where all can.
+    """Say which classes cannot be learnt, and how many cases have them.
 
     Args:
         absent: Result of `absent_classes`.
         num_train: Number of training cases.
         val_cases: Validation cases; classes that only these have are scored although the network
             cannot learn them.
-        train_trust: Trusts in the reference that training accepts; None accepts all.
+        train_trust: Values of the columns `trust_<region>` that training accepts; None accepts all.
     """
     if not absent:
         return ""

@@ -17,7 +17,8 @@ from torch import Tensor
 from medseg.preprocess.effect import Effect, Spacing
 from medseg.preprocess.intensity import AIR
 
-# Slices that are resampled at once; their sampling coordinates fit into the processor's cache.
+# Slices, or rows, that are resampled at once: their sampling coordinates fit into the processor's
+# cache.
 SLAB_SLICES = 8
 
 
@@ -80,7 +81,7 @@ class Warp(NamedTuple):
 class WindowShift:
     """Shift of the HU window by up to `hu` in either direction, like a scanner's calibration error.
 
-    It is applied while the scan is read.
+    It is applied while the scan is read. The whole window moves.
     """
 
     hu: float
@@ -95,8 +96,8 @@ class WindowShift:
 class Affine:
     """Rotation, scale, shear and shift in one resampling.
 
-    It is applied while the scan is read, beyond the crop too, so that no false air appears at the
-    corners. A scale above 1 makes the anatomy larger.
+    It is applied while the scan is read. The scan is read beyond the crop too, so that no false air
+    appears at the corners. A scale above 1 makes the anatomy larger.
 
     Attributes:
         probability: Probability that a sample is resampled.
@@ -159,8 +160,9 @@ class Resolution(Effect):
     """Low resolution and Gaussian blur.
 
     Both are linear along each axis, so one matrix per axis applies both. Low resolution averages
-    over slices of `low_resolution_mm` and interpolates back, along z (thick slices) or along all
-    axes; an axis whose spacing is already larger stays unchanged. The blur acts along all axes.
+    over slices of a thickness from `low_resolution_mm` and interpolates back, along z (thick
+    slices) or along all axes; an axis whose spacing is already larger stays unchanged. The blur
+    acts along all axes, with a standard deviation from `blur_sigma_mm`.
     """
 
     low_resolution_probability: float
@@ -172,8 +174,8 @@ class Resolution(Effect):
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Multiply the image by one matrix along each axis."""
-        # Axis to its matrix; an axis without one does not change.
+        """Multiply the image by the matrix of each axis that has one."""
+        # Axis to its matrix; an axis without a matrix does not change.
         matrices: dict[int, np.ndarray] = {}
         sizes = image.shape[1:]
         if rng.random() < self.low_resolution_probability:
@@ -420,8 +422,8 @@ def _resample_affine(
 ) -> Tensor:
     """Sample a patch of a source, zero outside, see `Warp`.
 
-    It makes two passes of the two-dimensional kernel (`_resample_lines`), which is vectorised and
-    several times as fast as the three-dimensional one on a CPU.
+    `_resample_lines` makes two passes of the two-dimensional `grid_sample`. On a CPU, this kernel
+    is vectorised and several times as fast as the three-dimensional one.
 
     Args:
         source: (D, H, W) float32.
@@ -429,6 +431,9 @@ def _resample_affine(
         shift: Added to the offsets in the source, (3,), voxels.
         shape: Shape of the patch.
         mode: `bilinear` or `nearest`.
+
+    Returns:
+        The patch, float32.
     """
     axes = _order_axes(matrix)
     line_shape = (shape[axes[0]], shape[axes[1]], shape[axes[2]])
@@ -440,7 +445,7 @@ def _resample_affine(
 
 
 def _order_axes(matrix: np.ndarray) -> list[int]:
-    """Order the axes of the patch: first the one whose lines cross the source slices most steeply.
+    """Order the axes of the patch: first the axis whose lines cross source slices most steeply.
 
     This is z unless the patch is tilted by more than 45 degrees. A line that runs within a slice
     crosses no other slice, so that there are no crossings to interpolate between.
@@ -496,7 +501,7 @@ def _resample_lines(
         for row, unit in enumerate(to_unit[1:]):
             by_z, by_y, by_x = (float(unit * factor) for factor in crossing[row])
             in_plane = by_y * y[:, None] + (by_x * x + float(unit * crossing_shift[row]))
-            # Row 0 is s_y, the second of a pair.
+            # Row 0 is s_y, the second coordinate of a pair; row 1 is s_x, the first.
             torch.add(by_z * source_z[planes, None, None], in_plane, out=points[..., 1 - row])
         sampled = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)
         crossed[planes] = sampled[:, 0]

@@ -19,8 +19,8 @@ from medseg.task_options import TaskOptions, make_task
 if TYPE_CHECKING:
     from medseg.phantom.scene import SceneSpec
 
-# Most processes that make synthetic scans at a time; a scan of full detail takes 2 to 5 GB of
-# memory.
+# Most processes that make synthetic scans at a time: each takes 2 to 5 GB of memory for a scan of
+# full detail.
 MAX_PHANTOM_WORKERS = 4
 
 
@@ -41,7 +41,6 @@ def find_cases(data: DataOptions, task: TaskOptions) -> list[tuple[list[Case], L
     ignore_findings = check_ignored(data.ignore_findings, "data.ignore_findings")
     phantoms = data.phantoms
     is_chest = phantoms.scene is Scene.chest
-    # Folder of the synthetic scans.
     folder = Path(phantoms.folder)
     if not is_chest:
         # Scenes of organs depend on the labels of the task; chests are the same for every task.
@@ -133,7 +132,8 @@ def make_phantoms(
         num_useful = total // 4
     num_workers = max(1, min(num_useful, num_processors(), MAX_PHANTOM_WORKERS))
     check_writable(folder)
-    # Ranks and the jobs of a sweep start at the same time: the first process makes the scans.
+    # Ranks and the jobs of a sweep start at the same time: the first process makes the scans, the
+    # others wait and then find them.
     with locked(folder / ".lock"), Progress(transient=True) as progress:
         bar = progress.add_task("phantoms", total=total)
 

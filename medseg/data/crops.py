@@ -20,7 +20,7 @@ AVERAGES: dict[str, Callable[..., np.ndarray]] = {"median": np.median, "mean": n
 """Averages over the spacings of the scans, axis by axis."""
 
 # If the average of the coarsest axis is more than MAX_RATIO times that of the finest axis, the
-# coarsest axis gets a low percentile of its spacings instead.
+# coarsest axis gets this percentile of its spacings instead, as in nnU-Net.
 MAX_RATIO = 3.0
 COARSE_PERCENTILE = 10.0
 
@@ -109,14 +109,15 @@ class StageCrops:
         scan_spacings: Scans whose spacings training samples get; None draws spacings evenly over
             `rule.range_mm`, see `draw_spacing_mm`.
         region_margin_mm: Margin that is added on every side of a region.
-        box_jitter_mm: Standard deviation by which each face of a training box is moved.
+        box_jitter_mm: Standard deviation of the distance by which each face of a training box is
+            moved.
         patch_size: Patch in voxels (D, H, W); None is the whole crop. Crops of the validation are
             at least as large.
         tile_size: Tile of the sliding window in validation, voxels (D, H, W); None: the whole crop
             at once.
         divisor: The input size of the network must be a multiple of this, (z, y, x).
-        coarse_boxes: Case name to region name to the box that the coarse stage found; a region
-            without such a box has the box of the reference.
+        coarse_boxes: Case name to region name to the box that the coarse stage found, on the grid
+            of the cache; a region without such a box has the box of the reference.
         coarse_probs: Case name to the probabilities of the coarse stage; empty if they are no input
             of the network.
     """
@@ -154,14 +155,15 @@ class StageCrops:
             region: A region that the case has.
             rng: Generator of a training sample; None in validation.
         """
-        # Order of the random numbers: the spacing is drawn first, then the jitter.
+        # A run depends on the order of its random numbers: first the spacing, then the jitter.
         lattice = case.grid.resampled(self.spacing_mm(case, rng))
         tight_box = self.coarse_boxes.get(case.name, {}).get(region.name)
         if tight_box is None:
             tight_box = case.region_boxes[region.name]
         least_size = (1, 1, 1)
         if rng is None:
-            # As in prediction: a crop fits the tiles, or is whole and no smaller than a patch.
+            # As in prediction: the crop grows to at least a tile. Without tiles, the network sees
+            # it whole, at least in the size of a training patch.
             input_size = self.tile_size
             if self.patch_size is not None:
                 least_size = self.patch_size

@@ -74,10 +74,11 @@ def read_reference(
 ) -> tuple[Volume, dict[int, str]]:
     """Read the labels of a case in the storage order of their files.
 
-    If `label_values` names no structure for a label, the label itself is the name of its structure.
-    Names are compared by `plain_name`. A label whose structures are not in the files is absent.
-    Where structures overlap, the later label of `label_values` counts. Structures of labels outside
-    `kept` are not read, so that they take no voxels from other labels.
+    Structures are found by the names that `label_values` maps to a label; a label to which only
+    numbers are mapped is looked for under its own name. Names are compared by `plain_name`. A label
+    whose structures are not in the files is absent. Where structures overlap, the later label of
+    `label_values` counts. Structures of labels outside `kept` are not read, so that they take no
+    voxels from other labels.
 
     Args:
         path: Label map; folder of binary masks, one file for each structure; segmentation of 3D
@@ -98,8 +99,8 @@ def read_reference(
     read_values = label_values
     if kept is not None:
         kept_values = {value: label for value, label in label_values.items() if label in kept}
-        # If no label is kept, all are read, so that a file without any expected structure is
-        # refused.
+        # If `label_values` has no label of `kept`, all its labels are read: the message about a
+        # file without them names what is expected.
         read_values = kept_values or label_values
     if path.is_dir():
         masks = masks_in(path)
@@ -123,9 +124,9 @@ def read_reference(
 
 
 def _label_file_of(path: Path) -> Path | None:
-    """Find the only DICOM file at a path, which is a SEG or RTSTRUCT.
+    """Find the only DICOM file at a path; it is taken to be a SEG or RTSTRUCT.
 
-    None if there is no DICOM file, or several, which are the slices of a label map.
+    None if there is no DICOM file, or several, which are taken to be the slices of a label map.
     """
     if is_dicom_file(path):
         return path
@@ -141,7 +142,7 @@ def _read_dicom_labels(
     modality: str,
     label_values: LabelValues,
 ) -> tuple[Volume, dict[int, str]]:
-    """Read a SEG or RTSTRUCT on the slices of the image.
+    """Read a SEG or RTSTRUCT on the slices of the image; results as of `read_reference`.
 
     Raises:
         UserError: If the image is not DICOM.
@@ -202,13 +203,15 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     return []
 
 
-def is_named(path: Path) -> bool:
-    """Whether labels are a folder of masks, a SEG or an RTSTRUCT, whose structures may be empty.
+def holds_structures(path: Path) -> bool:
+    """Whether labels are a folder of masks, a SEG or an RTSTRUCT: files that name their structures.
 
-    The paths of these have no suffix of a volume file. A segmentation of 3D Slicer counts as a
-    label map.
+    A segmentation of 3D Slicer counts as a label map, as do the slices of a DICOM series.
     """
-    return volume_suffix(path) is None
+    if volume_suffix(path) is not None:
+        return False
+    has_masks = path.is_dir() and bool(volume_files(path))
+    return has_masks or _label_file_of(path) is not None
 
 
 def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> ChosenStructures:
@@ -261,7 +264,7 @@ def _choose(path: Path, names: Iterable[str], label_values: LabelValues) -> Chos
 def _read_masks(
     path: Path, masks: dict[str, Path], label_values: LabelValues
 ) -> tuple[Volume, dict[int, str]]:
-    """Merge binary masks into a label map, one at a time."""
+    """Merge binary masks into a label map, one at a time; results as of `_merge`."""
     chosen = _choose(path, masks, label_values)
 
     def read_chosen_masks() -> Iterator[_Mask]:
@@ -293,12 +296,13 @@ def _read_mask(path: Path, name: str, file: Path) -> Volume:
 def _read_segments(
     path: Path, segments: Sequence[Segment], label_values: LabelValues
 ) -> tuple[Volume, dict[int, str]]:
-    """Merge segments of 3D Slicer, which may lie in several layers, into a label map.
+    """Merge segments of 3D Slicer, which may lie in several layers; results as of `_merge`.
 
     Raises:
         UserError: If voxels belong to no segment.
     """
     chosen = _choose(path, [segment.name for segment in segments], label_values)
+    # Every segment states the number of layers of its file.
     layers = [read_layer(path, number) for number in range(segments[0].num_layers)]
     for number, layer in enumerate(layers):
         _require_segments(path, number, layer, segments)
@@ -344,10 +348,14 @@ def _merge(
         masks: The mask of each structure, at least one; each is read when its turn comes.
         chosen: The structures.
 
+    Returns:
+        Label map (D, H, W) with the findings of all masks, and value to label name.
+
     Raises:
         UserError: If a mask is on another grid than the first.
     """
     labels: np.ndarray | None = None
+    findings: list[Finding] = []
     num_shared = 0
     for name, mask, value in masks:
         if labels is None:
@@ -356,12 +364,16 @@ def _merge(
             labels = np.zeros(mask.grid.shape, np.min_scalar_type(len(chosen.values)))
         if not mask.grid.is_close(first.grid, GRID_TOLERANCE_MM):
             raise UserError(f"{path}: {name} has another grid than the first; resample it.")
+        # Masks of one program often have the same findings, which count once.
+        for finding in mask.findings:
+            if finding not in findings:
+                findings.append(finding)
         earlier_values = labels[mask.array]
         is_shared = (earlier_values != 0) & (earlier_values != value)
         num_shared += int(np.count_nonzero(is_shared))
         labels[mask.array] = value
     assert labels is not None, "`_choose` refuses files without a structure"
-    findings = [*first.findings, *chosen.findings]
+    findings += chosen.findings
     if num_shared:
         sentence = (
             f"{num_shared} voxels belong to several labels and count for the last one of "

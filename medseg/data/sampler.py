@@ -42,8 +42,8 @@ def torch_seed(seed: int, step: int, part: int = 0) -> int:
 
     Args:
         seed: Seed of the run.
-        step: Optimiser step.
-        part: Number of the sample, or of the first sample of a stack.
+        step: Number of the optimiser step.
+        part: Number of the sample in the run; for samples that share a forward pass, the first.
 
     Returns:
         A seed, 0 ≤ seed < 2**63.
@@ -117,9 +117,10 @@ class StepBatchSampler(Sampler[list[int]]):
     micro-batch. So one rank with accumulation 2 and two ranks without accumulation see the same
     samples at every step. There is no state: a resumed run needs `start_step` alone.
 
-    Ranks wait for each other at the end of a step. Where samples differ in size, they are therefore
-    divided by size: the largest first, each sample goes to the rank with the fewest voxels so far
-    that is not full. The mean over the step does not depend on the rank that computes a sample.
+    Ranks wait for each other at the end of a step. So if samples differ in size, those of a step
+    are divided by size: from the largest to the smallest, each sample goes to the rank with the
+    smallest total size so far, among the ranks that lack samples. The mean over the step does not
+    depend on the rank that computes a sample.
 
     Args:
         num_steps: Steps of the whole run, those before `start_step` included.

@@ -39,7 +39,8 @@ class SourceCase:
 
     Attributes:
         sources: Role of each file to its fingerprint, taken before it was read.
-        images: Oriented image of each channel, (D, H, W); a CT in HU, with its padding below air.
+        images: Oriented image of each channel, (D, H, W); a CT in HU, in which values far below air
+            are padding.
         labels: Label map in the task's values on the same grid, uint8; None where the case has
             none, or its label map does not fit the image.
         grid: Grid of the images and the labels.
@@ -63,7 +64,7 @@ class CaseRefusedError(UserError):
 
     Attributes:
         audit: Measurements and findings.
-        source: The case as it was read; None where only its entry in the cache was opened.
+        source: The case as it was read; None if its entry in the cache was opened instead.
     """
 
     def __init__(self, case: Case, audit: CaseAudit, source: SourceCase | None = None) -> None:
@@ -78,13 +79,13 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     """Read and audit a case.
 
     Args:
-        case: The case; its HU scale is applied to the first channel, the findings that it ignores
-            stop nothing.
+        case: The case; its HU scale is applied to the first channel, and an error whose code it
+            ignores does not refuse it.
         task: Labels, regions and channels.
         label_values: Value, or name of a structure, in the file to label name.
 
     Raises:
-        CaseRefusedError: If the audit finds an error.
+        CaseRefusedError: If the audit finds an error that the case does not ignore.
         UserError: If a file cannot be read.
     """
     # Imported here: a run that finds all cases in its cache needs no reader.
@@ -196,7 +197,7 @@ def _read_labels(
     Returns:
         Label map in the task's values, None if it does not fit the image; and its findings.
     """
-    from medseg.data.reference import is_named, read_reference
+    from medseg.data.reference import holds_structures, read_reference
 
     assert case.labels is not None, "only called for cases with labels"
     volume, values = read_reference(
@@ -219,8 +220,8 @@ def _read_labels(
         # and that its voxels are stored in the order of the image.
         oriented = orientation.to_lps(volume.array)
     # An empty label map is probably a failed export, unless the columns of trust state that all
-    # parts are absent. An empty named mask is intended: it says that its structure is absent.
+    # parts are absent. An empty structure is intended: its file says that it is absent.
     is_absent = all(case.trust.get(name) == ABSENT for name in task.parts)
-    may_be_empty = is_named(case.labels) or is_absent
+    may_be_empty = is_absent or holds_structures(case.labels)
     labels, value_findings = map_values(oriented, task, values, may_be_empty=may_be_empty)
     return labels, findings + value_findings

@@ -37,8 +37,9 @@ def sources_of(case: Case, task: Task) -> dict[str, Path]:
 def files_of(path: Path) -> list[Path]:
     """List all files that an image or label map consists of.
 
-    These are the masks or DICOM files of a folder; a header, followed by the files with its voxels;
-    all slices in the folder of a DICOM slice; or the file alone.
+    For a folder, these are its masks or DICOM files; for a header, the header and the files with
+    its voxels; for a DICOMDIR, all DICOM files below its folder; for a DICOM slice, all slices in
+    its folder; else the file alone.
 
     Raises:
         UserError: If the path is no image, such as a device (reading it might never end).
@@ -70,7 +71,7 @@ def files_of(path: Path) -> list[Path]:
 def _stamp(files: Sequence[Path]) -> list[list[int]]:
     """List the size in bytes and the modification time in ns of each file of a source.
 
-    A source whose stamp has not changed needs no reading.
+    A source whose stamp has not changed need not be hashed again.
     """
     stats = [file.stat() for file in files]
     return [[stat.st_size, stat.st_mtime_ns] for stat in stats]
@@ -123,7 +124,7 @@ def is_same_source(path: Path, recorded: dict[str, Any], files: Sequence[Path] =
         files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)
-    # A file that is renamed keeps its size and time.
+    # The stamp does not show that a mask was renamed: size and time stay.
     if _mask_names(path, files) != recorded.get("names", []):
         return False
     stamp = _stamp(files)

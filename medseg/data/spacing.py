@@ -8,7 +8,7 @@ from medseg.task_options import TaskOptions
 
 
 def make_grid_rule(spacing: SpacingOptions) -> GridRule:
-    """Make the rule that a spacing strategy has for the size of crops."""
+    """Make the rule for the size and the spacing of crops from the options of a strategy."""
     is_cube = spacing.strategy is SpacingStrategy.fixed_resolution
     return GridRule(
         spacing.size, is_cube, is_padded=spacing.fill is Fill.pad, range_mm=spacing.range_mm
@@ -16,9 +16,14 @@ def make_grid_rule(spacing: SpacingOptions) -> GridRule:
 
 
 def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) -> None:
-    """Fill in the target spacing of a strategy of `FOUND_IN_DATA`, in place.
+    """Compute the target spacing from the training cases, for a strategy of `FOUND_IN_DATA`.
 
-    Other strategies, and a target that is given already, stay as they are.
+    Other strategies do not change, nor does a target spacing that the user gave.
+
+    Args:
+        spacing: Gets the target spacing, in place.
+        data: Chooses the cases.
+        task: Labels and channels.
 
     Raises:
         UserError: If the cases cannot be found or a header cannot be read.

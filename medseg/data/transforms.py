@@ -1,8 +1,8 @@
 """Ordered list of the transforms of a training sample.
 
-They are effects of `medseg.data.augment` and dictionary transforms such as MONAI's. Every transform
-draws from the generator of the sample, so that a sample depends on (seed, n) alone: not on the
-number of loader workers, their start method or an interruption.
+The entries are effects of `medseg.data.augment` and dictionary transforms such as MONAI's. Every
+transform draws from the generator of the sample, so that sample n depends on the seed and on n
+alone: not on the number of loader workers, their start method or an interruption.
 """
 
 import copy
@@ -21,8 +21,9 @@ SPATIAL_MODULES = ("monai.transforms.spatial.", "monai.transforms.croppad.")
 IMAGE = "image"
 LABEL = "label"
 # A transform is tested on a probe, a sample of four labelled blocks, with NUM_PROBES random
-# generators. `PROBE_VALUES` are the labels of the blocks. Interpolation between two labels, or a
-# label and the background, rarely gives one of these values.
+# generators: enough that a flip with probability 1/2 hardly fails to occur. `PROBE_VALUES` are the
+# labels of the blocks. Interpolation between two labels, or a label and the background, rarely
+# gives one of these values.
 NUM_PROBES = 24
 PROBE_SHAPE = (20, 24, 28)
 PROBE_VALUES = (50, 100, 150, 200)
@@ -55,7 +56,7 @@ class Transforms:
     def draw_window(
         self, rng: np.random.Generator, window_hu: tuple[float, float]
     ) -> tuple[float, float]:
-        """Draw the HU window of a sample."""
+        """Draw the HU window of a sample, `window_hu` shifted by each `WindowShift`."""
         for transform in self.transforms:
             if isinstance(transform, WindowShift):
                 window_hu = transform.draw(rng, window_hu)
@@ -85,7 +86,7 @@ class Transforms:
                 coarse channel. None: all channels are of the scan.
         """
         for transform in self.transforms:
-            # Already applied while the sample was read.
+            # These were applied while the sample was read.
             if isinstance(transform, (WindowShift, Affine)):
                 continue
             if num_scanned is None or _is_spatial(transform):
@@ -197,7 +198,7 @@ def check_transform(
 
     Args:
         transform: Transform of a list of `Transforms`.
-        has_sides: Whether the task distinguishes left and right, so that it must not mirror them.
+        has_sides: Whether the task distinguishes left and right, so that no transform may mirror.
         is_coarse: Whether the network sees whole scans, with both sides. Then a mirrored z or y
             axis is refused, too: it makes a mirror image of the patient.
         num_channels: Channels of the image.
@@ -297,7 +298,7 @@ def _apply_to_probe(
 def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
     """Whether the four blocks of a probe have changed their handedness.
 
-    In a crop of one region only a reversed x axis counts.
+    In a crop of one region, a mirror image counts only if its x axis is reversed.
 
     Args:
         target: Labels of the probe after a transform.
@@ -311,8 +312,8 @@ def _is_mirrored(target: Tensor, *, is_coarse: bool) -> bool:
             return False
         centres.append(voxels.double().mean(0))
     origin, x_end, y_end, z_end = centres
-    # Directions of the probe's axes z, y and x after the transform, one per row. The determinant
-    # was positive before; it is negative in a mirror image.
+    # Directions of the probe's axes z, y and x after the transform, one per row, with components
+    # (z, y, x). The determinant was positive before; it is negative in a mirror image.
     axes = torch.stack([z_end - origin, y_end - origin, x_end - origin])
     is_mirror_image = bool(torch.linalg.det(axes) < 0)
     is_x_reversed = float(axes[2, 2]) < 0

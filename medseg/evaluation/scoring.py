@@ -456,7 +456,7 @@ def _score_case(
     # Only a case table states the trust in a reference, by region.
     if reference.case is not None:
         trust_by_region = reference.case.trust
-    dices = []
+    dice_texts = []
     for region in regions:
         values = task.region_values(region)
         pred_mask = np.isin(pred, values)
@@ -473,7 +473,7 @@ def _score_case(
             **scores,
         }
         summary.rows.append(row)
-        dices.append(f"{region.name} {scores['dice']:.4f}")
+        dice_texts.append(f"{region.name} {scores['dice']:.4f}")
     cost = read_cost(prediction.path)
     if cost:
         summary.costs[reference.name] = cost
@@ -481,7 +481,7 @@ def _score_case(
         scan = scan_of(reference, prediction.path, task)
         if scan is not None:
             summary.warnings += _draw(scan, pred, target, grid, task, overlays)
-    return f"Dice {', '.join(dices)}"
+    return f"Dice {', '.join(dice_texts)}"
 
 
 def _draw(

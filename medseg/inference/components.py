@@ -18,9 +18,9 @@ from medseg.geometry.grid import VoxelBox
 SLAB_VOXELS = 2**21
 
 # Function that reads a mask (D, H, W): returns its planes (d, H, W) in a range of z.
-Planes = Callable[[slice], np.ndarray]
+ReadPlanes = Callable[[slice], np.ndarray]
 # Function that reads a mask (D, H, W): returns its voxels (d, h, w) in ranges of z, y and x.
-Part = Callable[[tuple[slice, slice, slice]], np.ndarray]
+ReadPart = Callable[[tuple[slice, slice, slice]], np.ndarray]
 
 
 class Rejection(NamedTuple):
@@ -31,23 +31,23 @@ class Rejection(NamedTuple):
         share: Largest share of a component's voxels that may lie in the mask, in [0, 1].
     """
 
-    mask: Part
+    mask: ReadPart
     share: float
 
 
 class Runs:
     """Runs of voxels along x in the mask of a slab, and the components that they form.
 
-    The voxel (z, y, x) has the position `z * plane + y * row + x` with `row = W + 1` and
-    `plane = H * row`. Rows of positions are one longer than those of the mask, so that the position
-    after the last voxel of a row is not that of the first voxel of the next row.
+    The voxel (z, y, x) has the position `z * plane_size + y * row_size + x`. Rows of positions are
+    one longer than those of the mask, so that the position after the last voxel of a row is not
+    that of the first voxel of the next row.
 
     Attributes:
         mask: The mask (d, H, W).
-        row: Number of positions of a row, W + 1.
-        plane: Number of positions of a plane.
-        start: Position of the first voxel of each run, ascending.
-        stop: Position after the last voxel of each run.
+        row_size: Number of positions of a row, W + 1.
+        plane_size: Number of positions of a plane, H * row_size.
+        starts: Position of the first voxel of each run, ascending.
+        stops: Position after the last voxel of each run.
         component: For each run the number of its component in this slab, from 0.
         num_components: Number of components in this slab.
     """
@@ -56,22 +56,22 @@ class Runs:
         """Find the runs of a mask (d, H, W), no axis empty."""
         self.mask = mask
         depth, height, width = mask.shape
-        self.row = width + 1
-        self.plane = height * self.row
+        self.row_size = width + 1
+        self.plane_size = height * self.row_size
         # True at the first voxel of a run, and at the position after its last one.
-        is_edge = np.empty((depth, height, self.row), dtype=bool)
+        is_edge = np.empty((depth, height, self.row_size), dtype=bool)
         is_edge[..., 0] = mask[..., 0]
         np.not_equal(mask[..., 1:], mask[..., :-1], out=is_edge[..., 1:-1])
         is_edge[..., -1] = mask[..., -1]
         edges = np.flatnonzero(is_edge)
         # Each run has both of its ends in the same row, so starts and stops alternate.
-        self.start, self.stop = edges[::2], edges[1::2]
+        self.starts, self.stops = edges[::2], edges[1::2]
         # In the last row of a plane, the position one row on lies in the next plane: no neighbour.
-        has_next_row = self.start % self.plane < self.plane - self.row
-        in_next_row = _touching(self, np.flatnonzero(has_next_row), self, offset=self.row)
-        in_next_plane = _touching(self, np.arange(len(self.start)), self, offset=self.plane)
+        has_next_row = self.starts % self.plane_size < self.plane_size - self.row_size
+        in_next_row = _touching(self, np.flatnonzero(has_next_row), self, offset=self.row_size)
+        in_next_plane = _touching(self, np.arange(len(self.starts)), self, offset=self.plane_size)
         pairs = np.concatenate([in_next_row, in_next_plane], axis=1)
-        self.num_components, self.component = _join(len(self.start), pairs)
+        self.num_components, self.component = _join(len(self.starts), pairs)
 
     def count(self, where: np.ndarray | None = None) -> np.ndarray:
         """Count the voxels of each component.
@@ -83,7 +83,7 @@ class Runs:
             Number of voxels of each component, int64, indexed by the component's number.
         """
         if where is None:
-            lengths = self.stop - self.start
+            lengths = self.stops - self.starts
             # With weights `bincount` sums in float64, which is exact up to 2**53.
             num_voxels = np.bincount(self.component, lengths, minlength=self.num_components)
             return num_voxels.astype(np.int64)
@@ -92,7 +92,7 @@ class Runs:
         # number of rows before it.
         positions = voxels + voxels // self.mask.shape[2]
         # The run of a voxel is the last one that starts at or before it.
-        runs = np.searchsorted(self.start, positions, side="right") - 1
+        runs = np.searchsorted(self.starts, positions, side="right") - 1
         return np.bincount(self.component[runs], minlength=self.num_components)
 
     def open_components(self, is_first: bool, is_last: bool) -> np.ndarray:
@@ -103,16 +103,17 @@ class Runs:
             is_last: Whether the slab holds its last plane.
         """
         # Faces x = 0 and x = W - 1: a run that ends at W - 1 stops at the position W of its row.
-        is_open = self.start % self.row == 0
-        is_open |= self.stop % self.row == self.row - 1
+        is_open = self.starts % self.row_size == 0
+        is_open |= self.stops % self.row_size == self.row_size - 1
         # Faces y = 0 and y = H - 1.
-        in_plane = self.start % self.plane
-        is_open |= (in_plane < self.row) | (in_plane >= self.plane - self.row)
+        positions_in_plane = self.starts % self.plane_size
+        is_open |= positions_in_plane < self.row_size
+        is_open |= positions_in_plane >= self.plane_size - self.row_size
         # Faces z = 0 and z = D - 1.
         if is_first:
-            is_open |= self.start < self.plane
+            is_open |= self.starts < self.plane_size
         if is_last:
-            is_open |= self.start >= (len(self.mask) - 1) * self.plane
+            is_open |= self.starts >= (len(self.mask) - 1) * self.plane_size
         return np.unique(self.component[is_open])
 
     def draw(self, is_chosen: np.ndarray) -> np.ndarray:
@@ -122,10 +123,10 @@ class Runs:
             is_chosen: Boolean, by the component's number.
         """
         chosen_runs = np.flatnonzero(is_chosen[self.component])
-        _, positions = _ranges(self.start[chosen_runs], self.stop[chosen_runs])
+        _, positions = _ranges(self.starts[chosen_runs], self.stops[chosen_runs])
         # The inverse of `count`: the index of a voxel is its position minus the number of rows
         # before it.
-        voxels = positions - positions // self.row
+        voxels = positions - positions // self.row_size
         drawn = np.zeros(self.mask.shape, dtype=bool)
         drawn.reshape(-1)[voxels] = True
         return drawn
@@ -141,7 +142,7 @@ class Components:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], mask: Planes, counted: Sequence[Planes | None] = ()
+        self, shape: tuple[int, ...], mask: ReadPlanes, counted: Sequence[ReadPlanes | None] = ()
     ) -> None:
         """Number the components slab by slab, then join those that touch across a border of slabs.
 
@@ -151,9 +152,11 @@ class Components:
             counted: Masks whose voxels are counted in each component; None = all voxels.
         """
         depth, height, width = shape
-        step = max(1, SLAB_VOXELS // (height * width))
+        slab_depth = max(1, SLAB_VOXELS // (height * width))
         self._mask = mask
-        self._slabs = [slice(start, min(start + step, depth)) for start in range(0, depth, step)]
+        self._slabs = []  # range of planes of each slab
+        for start in range(0, depth, slab_depth):
+            self._slabs.append(slice(start, min(start + slab_depth, depth)))
         # A piece is a component of one slab. Pieces are numbered through all slabs: offset of the
         # slab plus number in the slab.
         self._offsets = [0]  # of each slab; the last entry becomes the number of all pieces
@@ -236,7 +239,7 @@ def remove_components(
     z, y, x = box.slices()
     inner = labels[z, y, x]  # a view: writing to it changes the label map
 
-    def planes_of(mask: Part) -> Planes:
+    def planes_of(mask: ReadPart) -> ReadPlanes:
         """Make a function that reads a mask of the whole volume by planes of the box."""
 
         def read(planes: slice) -> np.ndarray:
@@ -334,12 +337,12 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
     Returns:
         Indices (2, P): of the chosen run and of its neighbour in each pair.
     """
-    starts = runs.start[chosen] + offset
-    stops = runs.stop[chosen] + offset
+    starts = runs.starts[chosen] + offset
+    stops = runs.stops[chosen] + offset
     # Other runs touch a shifted run if they end after its start and start before its end. Since
     # runs are sorted and disjoint, the indices of those that touch it are `first` … `end` - 1.
-    first = np.asarray(np.searchsorted(others.stop, starts, side="right"))
-    end = np.asarray(np.searchsorted(others.start, stops, side="left"))
+    first = np.asarray(np.searchsorted(others.stops, starts, side="right"))
+    end = np.asarray(np.searchsorted(others.starts, stops, side="left"))
     # If none touches it, `end` may be smaller than `first`; the maximum makes the range empty.
     chosen_places, neighbours = _ranges(first, np.maximum(first, end))
     return np.stack([chosen[chosen_places], neighbours])
@@ -347,8 +350,8 @@ def _touching(runs: Runs, chosen: np.ndarray, others: Runs, offset: int) -> np.n
 
 def _pairs_across(below: Runs, above: Runs) -> np.ndarray:
     """List the pairs (2, P) of components that touch across the border of two slabs."""
-    last_plane_start = (len(below.mask) - 1) * below.plane
-    in_last_plane = np.flatnonzero(below.start >= last_plane_start)
+    last_plane_start = (len(below.mask) - 1) * below.plane_size
+    in_last_plane = np.flatnonzero(below.starts >= last_plane_start)
     # The last plane of `below` touches the first plane of `above`, whose positions start at 0.
     lower, upper = _touching(below, in_last_plane, above, offset=-last_plane_start)
     return np.stack([below.component[lower], above.component[upper]])

@@ -39,8 +39,8 @@ class Planes(Protocol):
     depth: int
 
     @property
-    def plane_size(self) -> tuple[int, int]:
-        """Number of channels, and number of voxels of a plane."""
+    def channels_and_area(self) -> tuple[int, int]:
+        """Number of channels, and number of voxels of a plane (its area)."""
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return planes start … stop - 1, (1, C, d, H, W); outside 0 … depth - 1 they are zero."""
@@ -103,15 +103,15 @@ class Features:
         self._is_file = False
 
     @property
-    def plane_size(self) -> tuple[int, int]:
-        """Number of channels, and number of voxels of a plane."""
+    def channels_and_area(self) -> tuple[int, int]:
+        """Number of channels, and number of voxels of a plane (its area)."""
         assert self._values is not None
         return self._values.shape[1], math.prod(self._values.shape[2:])
 
     @property
     def plane_bytes(self) -> float:
         """Estimated memory of a voxelwise operation on one plane."""
-        channels, area = self.plane_size
+        channels, area = self.channels_and_area
         return WORKSPACE * ITEMSIZE * channels * area
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -227,7 +227,7 @@ class SlabPass:
 
         See `split` for what it yields and raises.
         """
-        _, area = source.plane_size
+        _, area = source.channels_and_area
         bytes_per_plane, extra_bytes = layer_bytes(conv, area)
         output_depth = source.depth // conv.stride[0]
         return self.split(output_depth, bytes_per_plane, extra_bytes)
@@ -269,10 +269,10 @@ class SlabPass:
         first = start * stride - padding_z
         num_planes = (stop - start - 1) * stride + conv.kernel_size[0]
         planes = source.read(first, first + num_planes)
-        # The kernel that torch chooses depends on the depth. With that of the whole volume, a slab
-        # gets the same bits as one pass.
         weight = conv.scaled_weight if isinstance(conv, ScaledConv3d) else conv.weight
         padding = (0, padding_y, padding_x)
+        # Torch chooses the kernel by the depth. With the kernel of the whole depth, a slab has the
+        # same bits as in one pass.
         return convolve_as_whole(
             planes,
             weight,
@@ -288,7 +288,7 @@ class SlabPass:
         Raises:
             ValueError: If the budget is too small for one channel.
         """
-        channels, area = features.plane_size
+        channels, area = features.channels_and_area
         bytes_per_channel = WORKSPACE * ITEMSIZE * area * features.depth
         return self._num_fitting(channels, bytes_per_channel, extra_bytes=0, step=1)
 

@@ -72,33 +72,33 @@ def least_budget_bytes(network: UNet, height: int, width: int) -> float:
     """
     area = height * width
     # The input of the stem's convolution: cells with the stem `space_to_depth`, else voxels.
-    _, cell_height, cell_width = network.stem.cell
+    _, cell_height, cell_width = network.stem.channel_cell
     stem_area = area // (cell_height * cell_width)
-    least_bytes = [_largest_layer_bytes(network.stem, stem_area)]
+    part_bytes = [_largest_layer_bytes(network.stem, stem_area)]
     # The features of the first level: `network.cell` holds the stride of the stem `strided` too.
     _, cell_height, cell_width = network.cell
     first_area = area // (cell_height * cell_width)
     if isinstance(network.head, Head):
-        least_bytes.append(_largest_layer_bytes(network.head, first_area))
+        part_bytes.append(_largest_layer_bytes(network.head, first_area))
     else:
         # One plane of cells and its neighbour on each side.
-        least_bytes.append(3 * _refining_bytes(network.head, area))
+        part_bytes.append(3 * _refining_bytes(network.head, area))
     # Any level may need the most: the channels double from one to the next, but the voxels of a
     # plane stay as many where the stride along y and x is 1.
     level_area = first_area
     for level, encoder in enumerate(network.encoder):
         for name, part in encoder.named_children():
             # `down` comes first: its input still has the size of the previous level.
-            least_bytes.append(_largest_layer_bytes(part, level_area))
+            part_bytes.append(_largest_layer_bytes(part, level_area))
             if name == "down":
                 down_conv = cast(nn.Conv3d, cast(ConvNormAct, part)[0])
                 level_area //= math.prod(down_conv.stride[1:])
         # The deepest level has no decoder.
         if level < len(network.decoder):
             # An overestimate for the convolution of `up`, which runs at the deeper level.
-            least_bytes.append(_largest_layer_bytes(network.decoder[level], level_area))
+            part_bytes.append(_largest_layer_bytes(network.decoder[level], level_area))
     # Layers have half of the budget; feature maps have the other half.
-    return 2 * max(least_bytes)
+    return 2 * max(part_bytes)
 
 
 def _largest_layer_bytes(part: nn.Module, area: int) -> float:
@@ -139,14 +139,14 @@ class _Cells:
 
     Attributes:
         depth: Number of planes of cells.
-        plane_size: Number of channels, and number of cells of a plane.
+        channels_and_area: Number of channels, and number of cells of a plane.
     """
 
     def __init__(self, image: Features, cell: Shape) -> None:
         cell_depth, cell_height, cell_width = cell
-        channels, area = image.plane_size
+        channels, area = image.channels_and_area
         self.depth = image.depth // cell_depth
-        self.plane_size = channels * math.prod(cell), area // (cell_height * cell_width)
+        self.channels_and_area = channels * math.prod(cell), area // (cell_height * cell_width)
         self._image = image
         self._cell = cell
 
@@ -217,9 +217,9 @@ class _UnetPass(SlabPass):
 
     def run(self, network: UNet, image: Tensor, take: Callable[[Tensor], None]) -> None:
         """See `logits_in_slabs`."""
-        whole = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
-        cell = network.stem.cell
-        stem_input = whole if cell == POINT else _Cells(whole, cell)
+        image_features = Features(image.shape[2], owner=self, values=image[0].transpose(0, 1))
+        cell = network.stem.channel_cell
+        stem_input = image_features if cell == POINT else _Cells(image_features, cell)
         features = self._unit(network.stem.unit, stem_input)
         skips: list[Features] = []
         for level in network.encoder:
@@ -234,7 +234,7 @@ class _UnetPass(SlabPass):
             features = self._block(level["block0"], features)  # type: ignore[index]
         head = network.head
         if isinstance(head, RefiningHead):
-            self._refine(head, features, whole, take)
+            self._refine(head, features, image_features, take)
             return
         for start, stop in self.slabs(features, head.conv):
             planes = features.read(start, stop)
@@ -308,7 +308,7 @@ class _UnetPass(SlabPass):
         cell_depth = head.cell[0]
         # Planes that the kernel of the last convolution reaches on each side.
         reach, padding_y, padding_x = map(int, head.conv.padding)
-        _, area = image.plane_size
+        _, area = image.channels_and_area
         bytes_per_plane = _refining_bytes(head, area)
         # A slab has up to one more plane of cells on each side, see below.
         extra_bytes = 2 * bytes_per_plane

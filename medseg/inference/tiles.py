@@ -154,17 +154,17 @@ def _blend_tiles(
         # classes.
         if all(is_skipped):
             is_skipped[0] = False
-    run_boxes = [box for box, skips in zip(boxes, is_skipped, strict=True) if not skips]
+    run_boxes = [box for box, skipped in zip(boxes, is_skipped, strict=True) if not skipped]
     tiles = _tile_probs(run_batches, image, run_boxes, batch_size, num_parallel)
-    # The first tile tells the number of classes, and is put back for the loop below.
-    first = next(tiles)
-    num_classes = len(first)
-    tiles = chain([first], tiles)
+    # The first tile tells the number of classes; then it is put back for the loop below.
+    first_tile = next(tiles)
+    num_classes = len(first_tile)
+    tiles = chain([first_tile], tiles)
     probs = new_tensor((num_classes, *shape), PROBS_DTYPE, image.device)
     sums = new_tensor((num_classes, tile_size[0], height, width), torch.float32, image.device)
     sums.zero_()
     sums_start = 0  # z in the crop of the first plane of `sums`
-    for box, skips in zip(boxes, is_skipped, strict=True):
+    for box, skipped in zip(boxes, is_skipped, strict=True):
         z, y, x = box.start
         num_final = z - sums_start
         if num_final > 0:
@@ -179,7 +179,7 @@ def _blend_tiles(
         weight = plane_weights * row_weights * weights_x[x]  # (d, h, w)
         _, rows, columns = box.slices()
         tile_sums = sums[..., rows, columns]  # a view of `sums`, (K, d, h, w)
-        if skips:
+        if skipped:
             # The background has probability one, all other classes zero.
             tile_sums[0].add_(weight)
         else:

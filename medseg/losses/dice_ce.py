@@ -1,4 +1,4 @@
-"""Dice plus cross-entropy loss; its explicit gradient is its only full-size tensor."""
+"""Dice plus cross-entropy loss, computed in slabs to save memory, with an explicit gradient."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Voxels per slab, each of which takes 8 bytes per class: two copies in fp32. A CPU is fast with
-# small slabs, a GPU needs enough voxels for all its cores.
+# Voxels per slab. A voxel takes 8 bytes per class: two copies in fp32. A CPU is fast with small
+# slabs, a GPU needs enough voxels for all its cores.
 SLAB_VOXELS_CPU = 2**18
 SLAB_VOXELS_GPU = 2**20
 
@@ -18,10 +18,9 @@ class DiceCrossEntropyLoss(nn.Module):
     """Weighted sum of one minus the mean soft Dice and the mean cross-entropy.
 
     The Dice of a class is (2 * sum(p t) + smooth) / (sum(p) + sum(t) + smooth), with the softmax p
-    of the logits and the reference t. For a class that is absent from the reference it is near 1
-    where the class is not predicted, and near 0 where it is. Half-precision logits are converted to
-    fp32, in which each slab is summed (fp64 for fp64 logits); the sums of all slabs are added in
-    fp64.
+    of the logits and the reference t. A class that is absent from the reference has a Dice near 1
+    if it is not predicted, else near 0. Each slab is summed in fp32 (fp64 for fp64 logits), and the
+    sums of the slabs are added in fp64.
 
     MONAI's `DiceCELoss` is the same function (tested), but it makes a float one-hot copy of the
     target, the softmax and the log-softmax, and saves several of them for the backward pass. Here
@@ -70,8 +69,8 @@ class DiceCrossEntropyLoss(nn.Module):
         self.batch_dice = batch_dice
         self.smooth = smooth
         self.hard_weight = hard_weight
-        # None chooses by the device of the logits. The memory accounting sets `SLAB_VOXELS_GPU`,
-        # because it stands for a GPU with tensors on a CPU.
+        # None = chosen by the device of the logits. The memory accounting, which counts the bytes
+        # of a GPU with tensors that are not on it, sets `SLAB_VOXELS_GPU`.
         self.slab_voxels: int | None = None
 
     def forward(self, logits: Tensor, target: Tensor, ignore_value: int | None = None) -> Tensor:
@@ -81,13 +80,14 @@ class DiceCrossEntropyLoss(nn.Module):
             logits: (N, K, D, H, W), floating point.
             target: (N, D, H, W), integers in [0, K) or `ignore_value`; other values raise or are
                 undefined, as in torch's losses.
-            ignore_value: Value of ignored voxels; None if there are none.
+            ignore_value: Value of ignored voxels, in [0, K) or not; None if there are none.
 
         Returns:
             The loss, a scalar of fp32 (fp64 for fp64 logits).
 
         Raises:
-            ValueError: If the shapes do not fit each other or the target is not of integers.
+            ValueError: If the shapes do not fit each other, the target is not of integers, or no
+                class counts in the Dice.
         """
         if logits.ndim != 5 or target.shape != (logits.shape[0], *logits.shape[2:]):
             raise ValueError(
@@ -100,18 +100,18 @@ class DiceCrossEntropyLoss(nn.Module):
         min_classes = 1 if self.include_background else 2
         if num_classes < min_classes:
             raise ValueError(f"logits need a foreground class, got {num_classes} classes")
-        # Only the sums over voxels have a gradient of our own; autograd differentiates what is
-        # computed from them.
         slab_voxels = self.slab_voxels
         if slab_voxels is None:
             slab_voxels = _slab_voxels(logits)
+        # Only these sums have an explicit gradient; autograd differentiates the rest.
         sums = _VoxelSums.apply(logits, target, ignore_value, self.hard_weight, slab_voxels)
         overlaps, prob_sums, ce_sums = sums  # (N, K), (N, K), (N,)
         class_voxels = [(target == k).sum((1, 2, 3)) for k in range(num_classes)]
-        reference_sizes = torch.stack(class_voxels, dim=1)  # (N, K), without ignored voxels
+        reference_sizes = torch.stack(class_voxels, dim=1)  # (N, K)
+        if ignore_value in range(num_classes):
+            reference_sizes[:, ignore_value] = 0
         # At least 1, because all voxels of a batch may be ignored.
-        num_counted = reference_sizes.sum().clamp(min=1)
-        num_voxels = target.numel() if ignore_value is None else num_counted
+        num_voxels = reference_sizes.sum().clamp(min=1)
         if self.batch_dice:
             overlaps = overlaps.sum(0, keepdim=True)
             prob_sums = prob_sums.sum(0, keepdim=True)
@@ -127,7 +127,7 @@ class DiceCrossEntropyLoss(nn.Module):
 class _VoxelSums(torch.autograd.Function):
     """Sums over the voxels of each sample, in fp64, without the ignored voxels.
 
-    They are sum(p t) and sum(p) of each class, both (N, K), and the sum of the cross-entropy
+    The sums are sum(p t) and sum(p) of each class, both (N, K), and the sum of the cross-entropy
     -log p of the reference class, (N,), in which `hard_weight` weights each voxel.
     """
 
@@ -154,8 +154,8 @@ class _VoxelSums(torch.autograd.Function):
                 log_p = log_probs.gather(0, indices).squeeze(0)
                 probs = log_probs.exp_()
             else:
-                # The ignored value may be no class, so ignored voxels look up class 0; the mask
-                # then removes them from all sums.
+                # Ignored voxels look up class 0, because the ignored value need not be a class. The
+                # mask then removes them from all sums.
                 is_counted = labels != ignore_value
                 log_p = log_probs.gather(0, indices * is_counted).squeeze(0) * is_counted
                 probs = log_probs.exp_().mul_(is_counted)
@@ -225,9 +225,10 @@ def _slab_voxels(logits: Tensor) -> int:
 
 
 def _slabs(logits: Tensor, slab_voxels: int) -> Iterator[tuple[int, slice]]:
-    """Yield samples of logits (N, K, D, H, W), each with one range of its slices after another.
+    """Divide logits (N, K, D, H, W) into slabs of as many slices as have `slab_voxels` voxels.
 
-    A slab has as many whole slices as fit into `slab_voxels`, and one at least.
+    Yields:
+        Index of the sample and range of its slices (at least one); all slabs of a sample in turn.
     """
     depth = logits.shape[2]
     slice_voxels = max(1, math.prod(logits.shape[3:]))
@@ -238,7 +239,8 @@ def _slabs(logits: Tensor, slab_voxels: int) -> Iterator[tuple[int, slice]]:
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    """Compute log-probabilities over the first axis, in the precision of the sums."""
+    """Compute log-probabilities of logits (K, d, H, W), in the precision of the sums."""
+    # Contiguous, so that the loops over the classes read each class as one piece of memory.
     return torch.log_softmax(logits.to(_sum_dtype(logits)).contiguous(), dim=0)
 
 

@@ -45,6 +45,9 @@ class DiceCeOptions(LossOptions):
 
 
 def loss_clashes(loss: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each contradiction between the keys of a loss."""
+    """Yield a sentence for each contradiction between the keys of a loss.
+
+    Losses of other classes lack these keys, and have no contradiction.
+    """
     if loss.get("dice_weight", 1) + loss.get("ce_weight", 1) <= 0:
         yield "loss.dice_weight and loss.ce_weight: at least one must be positive"

@@ -1,4 +1,4 @@
-"""Presence loss: whether a class is in the image at all, by global pooling of the logits."""
+"""Presence loss: classification of which classes an image contains, by pooling of the logits."""
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,12 @@ class PresenceLoss(nn.Module):
 
     The logit of the presence of a class is the logit of the class minus that of the background,
     averaged over the `voxels` voxels where this difference is largest; for a class that is present,
-    over at most as many voxels as it has. An absent class is so pushed below the background
-    everywhere, not only on average. The loss has no trained parameters, so it works with every
-    network and image size.
+    over at most as many voxels as it has. The loss thus pushes an absent class below the background
+    everywhere, not only on average. It has no trained parameters, so it works with every network
+    and image size.
+
+    Attributes:
+        target_form: Form of the target, see `TARGET_FORMS` of `medseg.losses.sample_losses`.
     """
 
     target_form = "indices"
@@ -49,8 +52,8 @@ class PresenceLoss(nn.Module):
         class_voxels = [(target == k).flatten(1).sum(1) for k in classes]
         sizes = torch.stack(class_voxels, dim=1)  # (N, K-1)
         is_present = sizes > 0
-        # A present class pools no more voxels than it has, or it would be rewarded for predicting
-        # more.
+        # A present class pools no more voxels than it has; otherwise the loss would reward
+        # predicting more voxels.
         num_pooled = torch.where(is_present, sizes.clamp(max=max_pooled), max_pooled)
         # The first `num_pooled` of the M differences of a class, which are its largest.
         is_pooled = torch.arange(max_pooled, device=largest.device) < num_pooled[..., None]

@@ -22,14 +22,14 @@ TARGET_FORMS = ("indices", "channel", "one_hot")
 INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 # Losses of MONAI that are computed from sums over voxels, such as the two sums of Dice. Only these
 # can leave out ignored voxels; a loss that reads the neighbours of a voxel cannot. A class of
-# another package says by its attribute `is_voxelwise` that it can.
+# another package states by the attribute `is_voxelwise` whether it can.
 VOXELWISE_LOSSES = (
     "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss",
     "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
 
-# Logit of the predicted class in `check_loss`, where the other classes have 0: its probability is
-# near 1.
+# Logit of the predicted class in `check_loss`, where the other classes have 0: the probability of
+# the predicted class is near 1.
 SURE_LOGIT = 10.0
 
 
@@ -37,7 +37,7 @@ class Term(NamedTuple):
     """One term of a loss.
 
     Attributes:
-        weight: Factor.
+        weight: Factor of the term in the sum.
         loss: Called as `loss(logits, target)`, returns a scalar.
         form: One of `TARGET_FORMS`.
     """
@@ -48,20 +48,21 @@ class Term(NamedTuple):
 
 
 class TrainingLoss(nn.Module):
-    """Weighted sum of losses of logits (N, K, D, H, W) and integers (N, D, H, W).
+    """Weighted sum of losses of logits (N, K, D, H, W) and integer labels (N, D, H, W).
 
-    With deep supervision, it is the weighted sum over several outputs of a network; a smaller
-    output is compared with the target at the nearest voxels. Half-precision logits are converted to
-    fp32, except for `DiceCrossEntropyLoss`, which converts slab by slab.
+    With deep supervision, the loss is a weighted mean over several outputs of a network; for a
+    smaller output the target is resized by nearest neighbour. Half-precision logits are converted
+    to fp32, except for `DiceCrossEntropyLoss`, which converts slab by slab.
 
     Args:
         terms: Terms, one at least.
-        output_weights: Weight of each output under deep supervision, the full-size one first. None:
-            1, 1/2, 1/4, …. They are divided by their sum.
+        output_weights: Weight of each output under deep supervision, the full-size one first; None
+            = 1, 1/2, 1/4, …. The weights are divided by their sum.
         ignore_value: Value of ignored voxels in the target; None if there are none.
 
     Raises:
-        ValueError: If a term cannot leave voxels out, or no output has a weight.
+        ValueError: If a term cannot leave out the ignored voxels, or an output weight is negative,
+            not finite, or all of them are 0.
 
     Source: Isensee et al., nnU-Net (Nature Methods 2021), supplement: the weights of deep
     supervision.
@@ -118,8 +119,7 @@ class TrainingLoss(nn.Module):
         total = sum(weights)
         output_losses = []
         for weight, output in zip(weights, logits, strict=True):
-            # Skipped, because even a product with 0 would keep the output's activations for the
-            # backward pass.
+            # Not multiplied by 0, which would keep the output's activations for the backward pass.
             if weight == 0:
                 continue
             output_target = _resize_labels(target, output.shape[2:])
@@ -149,13 +149,13 @@ class TrainingLoss(nn.Module):
             indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
             lines.append(sample.flatten(1)[:, indices])
             labels.append(sample_labels[indices])
-        # A batch loss is computed over all samples together, so they form one line.
+        # A batch loss is computed over all samples together, so the samples form one line.
         if is_batch_loss(term.loss):
             lines = [torch.cat(lines, dim=1)]
             labels = [torch.cat(labels)]
         line_losses = []
         for line, line_labels in zip(lines, labels, strict=True):
-            # Without counted voxels the loss is 0, and so is its gradient, which must exist.
+            # Without counted voxels the loss is 0; the product gives it a gradient, of zeros.
             if len(line_labels) == 0:
                 line_losses.append(0.0 * logits.sum())
             else:
@@ -185,9 +185,9 @@ def _is_voxelwise(loss: nn.Module) -> bool:
 def sample_losses(
     loss: nn.Module, outputs: Tensor | Sequence[Tensor], target: Tensor
 ) -> list[tuple[Tensor, int]]:
-    """Compute the loss of each sample of a stack by itself.
+    """Compute the loss of each sample of a batch by itself.
 
-    A loss over all samples together (batch Dice) is computed once for the stack.
+    A loss over all samples together (batch Dice) is computed once for the batch.
 
     Args:
         loss: Called as `loss(outputs, target)`.
@@ -219,10 +219,10 @@ def is_batch_loss(loss: nn.Module) -> bool:
 
 
 def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """Average losses over all samples; a single loss is returned bit by bit.
+    """Average losses over all samples; a single loss keeps its exact value.
 
     Args:
-        losses: Losses, each with its number of samples.
+        losses: Mean losses, each with its number of samples.
     """
     num_samples = sum(count for _, count in losses)
     return sum_all(value * (count / num_samples) for value, count in losses)
@@ -230,7 +230,7 @@ def mean_of_samples(losses: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 def sum_all(values: Iterable[Tensor]) -> Tensor:
     """Add one or more tensors; a single one is returned unchanged."""
-    # Without the start 0 of `sum`, which would make another tensor and node of autograd.
+    # Not from the default start 0 of `sum`, which would add a tensor and a node of autograd.
     first, *others = values
     return sum(others, start=first)
 
@@ -252,7 +252,10 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 
     Args:
         loss_class: Class of the loss.
-        arguments: Arguments that it gets, with those of `default_arguments`.
+        arguments: All its arguments, including those of `default_arguments`.
+
+    Returns:
+        One of `TARGET_FORMS`.
     """
     if hasattr(loss_class, "target_form"):
         return str(loss_class.target_form)
@@ -265,19 +268,19 @@ def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
 
 
 def default_arguments(_: type, parameters: Iterable[str], stated: Iterable[str]) -> dict[str, Any]:
-    """Choose what a loss of MONAI needs for logits and integers, unless the user says otherwise.
+    """Choose the arguments that make a loss of MONAI take logits and integer labels.
 
     Args:
         _: Class of the loss; not used here. The function for transforms, which is called in the
-            same way, depends on it.
+            same way, uses the class.
         parameters: Names of the arguments that the class takes.
-        stated: Names of the arguments that the user states.
+        stated: Names of the arguments that the user states, which stay as they are.
 
     Returns:
         Arguments to add, by name.
     """
     added: dict[str, Any] = {}
-    # Each of these arguments already chooses an activation.
+    # A user who states one of these arguments has chosen the activation.
     if not {"sigmoid", "softmax", "use_softmax", "other_act"} & set(stated):
         for name in ("softmax", "use_softmax"):
             if name in parameters:
@@ -309,7 +312,7 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
         raise ValueError(
             f"a finite scalar with a gradient is expected, but it gives {value.detach()}"
         )
-    # Losses of other packages accept a negative weight, which would train backwards.
+    # Losses of other packages accept a negative weight, with which training would raise the loss.
     right_logits = SURE_LOGIT * in_form(target, "one_hot", num_classes)
     wrong_logits = SURE_LOGIT * in_form((target + 1) % num_classes, "one_hot", num_classes)
     with torch.no_grad():

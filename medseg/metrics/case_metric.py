@@ -25,8 +25,8 @@ class CaseMetric:
         self.num_classes = num_classes
         self.is_monai = type(metric).__module__.startswith("monai.")
         self.takes_spacing = False
-        # MONAI's method that scores a batch; torchmetrics has no such method. If it has `**kwargs`,
-        # the metric is one of distances and takes the spacing among them.
+        # MONAI's method that scores a batch. In metrics of distances, and only there, it has
+        # `**kwargs`, which may contain the spacing.
         score_batch = getattr(metric, "_compute_tensor", None)
         if score_batch is not None:
             parameters = inspect.signature(score_batch).parameters.values()
@@ -53,7 +53,9 @@ class CaseMetric:
             self.metric.reset()
         # One number, or one for each class.
         scores = torch.as_tensor(raw_scores, dtype=torch.float64)
-        if not self.is_monai and type(self.metric).__name__ == "MeanIoU":
+        # By its name, so that torchmetrics need not be imported.
+        is_mean_iou = not self.is_monai and type(self.metric).__name__ == "MeanIoU"
+        if is_mean_iou:
             # Torchmetrics gives -1 to a class that neither map contains.
             scores = scores.masked_fill(scores < 0, torch.nan)
         return float(scores.nanmean())
@@ -70,17 +72,28 @@ class CaseMetric:
         options = {}
         if self.takes_spacing:
             options["spacing"] = list(spacing_mm)
-        return self.metric(pred, target, **options)
+        scores = self.metric(pred, target, **options)
+        if scores.ndim <= 2:  # (1, K), or without the background
+            return scores
+        # Some metrics, such as `ConfusionMatrixMetric`, return counts (1, K, 4), from which only
+        # `aggregate` computes a list of scores.
+        aggregated = self.metric.aggregate()
+        if len(aggregated) != 1:
+            raise ValueError(f"it gives {len(aggregated)} scores; let it compute one")
+        return aggregated[0]
 
 
 def default_arguments(
     _: type, parameters: Iterable[str], stated: Iterable[str], num_classes: int
 ) -> dict[str, Any]:
-    """Choose the arguments that make a metric of torchmetrics accept label maps.
+    """Choose the arguments that make a metric accept label maps of a task.
+
+    They are arguments of torchmetrics; `make_metrics` calls this for MONAI's metrics too, of which
+    some take `num_classes`.
 
     Args:
-        _: Class of the metric; not used here. Functions for losses and transforms, which have the
-            same arguments, depend on it.
+        _: Class of the metric; not used here. The function for transforms, which is called in the
+            same way, uses the class.
         parameters: Names of the arguments that the class takes.
         stated: Names of the arguments that the user states, which stay as they are.
         num_classes: Classes with the background.
@@ -103,7 +116,7 @@ def check_metric(metric: CaseMetric) -> None:
     Raises:
         ValueError: If the metric raises any exception.
     """
-    # The classes take turns along the voxels.
+    # The labels 0, 1, …, K - 1, over and over.
     labels = torch.arange(8**3).remainder(metric.num_classes)
     labels = labels.reshape(8, 8, 8).to(torch.uint8)
     try:

@@ -1,4 +1,4 @@
-"""HU statistics of labels: volume, mean, percentiles, share of emphysema-like voxels."""
+"""Figures of labels in a CT scan: volume, mean HU, percentiles, share of emphysema-like voxels."""
 
 import math
 from collections.abc import Mapping
@@ -21,15 +21,17 @@ Source: Gevenois et al., Am J Respir Crit Care Med 1995;152:653.
 """
 
 # Range of the histograms, one bin for each whole HU. In percentiles a value outside, such as that
-# of metal, counts as the nearest bound; the mean is that of the values as they are.
+# of metal, counts as the nearest bound; the mean is of the unclipped values.
 LOW_HU, HIGH_HU = -2048, 4095
-# Voxels that are counted at once: about 20 bytes for each, 5 MB in all, stay within the cache of
+# Voxels that are counted at once. At about 20 bytes each, 5 MB in all, they fit into the cache of
 # the processor.
 SLAB_VOXELS = 2**18
 
 
 class ScanStatistics(NamedTuple):
-    """Figures of a scan: `ml` and `HU_FIGURES`; those in HU are None where there are no voxels.
+    """Figures of a scan: `ml` and `HU_FIGURES`.
+
+    The latter are None for a scan that is not in HU, and for a label without voxels.
 
     Attributes:
         labels: Label name to its figures.
@@ -45,13 +47,13 @@ def scan_statistics(
 ) -> ScanStatistics:
     """Measure volume in ml, mean HU, percentiles in whole HU and the share below −950 HU.
 
-    It goes through the scan in slabs of axial planes, so that large scans need little memory.
+    The scan is read in slabs of axial planes, so that large scans need little memory.
 
     Args:
-        image_hu: Scan in HU, (D, H, W); None where the values are not HU, which leaves the figures
-            in HU empty.
+        image_hu: Scan in HU, (D, H, W); None where the values are not HU, so that `HU_FIGURES` are
+            None.
         labels: Label map (D, H, W).
-        grid: Grid of both.
+        grid: Grid of the scan and the label map.
         values: Label name to value.
 
     Returns:
@@ -71,7 +73,7 @@ def scan_statistics(
         for row, value in enumerate(values.values()):
             is_value = slab_labels == value
             if image_hu is None:
-                # Without HU only the number of voxels is used: all of them go into one bin.
+                # Without HU only the number of voxels is needed: all go into one bin.
                 histograms[row, 0] += np.count_nonzero(is_value)
             elif is_value.any():
                 label_hu = slab_hu[is_value]
@@ -102,11 +104,10 @@ def _figures(
     """Compute `ml` and `HU_FIGURES` of the voxels of a label.
 
     Args:
-        histogram: Number of voxels of each whole HU, from `LOW_HU`; where the values are no HU, all
-            voxels may be in any bin.
+        histogram: Number of voxels of each whole HU, from `LOW_HU`; without HU only its sum counts.
         sum_hu: Sum of the HU of these voxels.
-        ml_per_voxel: Volume of a voxel.
-        is_hu: Whether the values are HU; the figures in HU are None otherwise.
+        ml_per_voxel: Volume of a voxel in ml.
+        is_hu: Whether the scan is in HU; otherwise `HU_FIGURES` are None.
     """
     num_voxels = int(histogram.sum())
     volume: dict[str, float | None] = {"ml": round(ml_per_voxel * num_voxels, 2)}

@@ -200,7 +200,7 @@ def surface_distances(
             "two masks (D, H, W) of one shape are needed, got "
             f"{pred_mask.shape} and {target_mask.shape}"
         )
-    # Outside of both masks there is no surface: the joint box takes less time and memory.
+    # There is no surface outside the joint bounding box, which takes less time and memory.
     box = VoxelBox.from_mask(pred_mask | target_mask)
     if box is None:
         return (np.empty(0), np.empty(0)), (np.empty(0), np.empty(0))
@@ -233,7 +233,9 @@ def _sorted_distances(
     areas_mm2: np.ndarray,
     spacing_mm: tuple[float, float, float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort the elements of one surface by distance from another; returns distances and areas.
+    """Sort the elements of one surface by distance from another.
+
+    Returns distances in mm and areas in mm².
 
     Args:
         elements: Which corners are elements of the surface, (D+1, H+1, W+1).
@@ -359,14 +361,17 @@ def _distances_mm(
 
 
 def _weighted_quantile(sorted_values: np.ndarray, weights: np.ndarray, quantile: float) -> float:
-    """Smallest value such that it and all lower ones have a share of the weight.
+    """Smallest of some values for which all values up to it have at least a share of the weight.
 
-    It is 0 where there is no value. `quantile` is the share, in (0, 1].
+    Args:
+        sorted_values: Ascending values; without any the result is 0.
+        weights: Weight of each value.
+        quantile: The share, in (0, 1].
     """
     if len(sorted_values) == 0:
         return 0.0
     share = np.cumsum(weights) / weights.sum()
     index = int(np.searchsorted(share, quantile))
-    # By rounding the last share may lie below 1, and so below the quantile.
+    # Rounding may make the last share less than 1, and so less than the quantile.
     index = min(index, len(sorted_values) - 1)
     return float(sorted_values[index])

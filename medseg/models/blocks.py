@@ -18,7 +18,7 @@ BLOCKS = ("plain", "residual", "bottleneck")
 NORMS = ("instance", "group", "batch", "channel", "affine")
 NEGATIVE_SLOPE = 0.01  # of the leaky ReLU
 POINT = (1, 1, 1)  # kernel, stride or cell of a single voxel
-GROUP_CHANNELS = 8
+GROUP_CHANNELS = 8  # channels in each group of a group norm
 # Torch's batch-norm kernel for channels-last tensors on CPU sums voxel by voxel in fp32. Above this
 # number of voxels of a channel the rounding error of the mean exceeds that of bf16.
 MAX_CHANNELS_LAST_VOXELS_CPU = 2**21
@@ -93,7 +93,7 @@ def make_norm(norm: str, channels: int) -> nn.Module:
 
     Args:
         norm: One of `NORMS` but `affine`, which is part of `ScaledConv3d`. A group norm has groups
-            of `GROUP_CHANNELS` channels, or a single group if this number does not divide them.
+            of `GROUP_CHANNELS` channels, or a single group if that does not divide `channels`.
         channels: Channels of its input and result.
 
     Raises:
@@ -129,7 +129,7 @@ class Conv3d(nn.Conv3d):
 
     def forward(self, features: Tensor) -> Tensor:
         """Convolve features (N, C, D, H, W)."""
-        # Distance in slices from the first to the last that a kernel reads.
+        # Distance from the first to the last slice that the kernel reads, in slices.
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
         is_small = min(features.shape[2:]) <= 2 or features.shape[2] <= reach
         # Weights in half precision belong to a prediction, which needs no gradient.
@@ -242,15 +242,15 @@ class ResidualBlock(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Refine features (N, C, D, H, W)."""
-        # Added in place to the branch, a norm's output that autograd does not save. The input must
-        # stay unchanged: a skip or a convolution reads it again.
+        # The sum overwrites the result of the branch, which autograd does not save. The input must
+        # not be overwritten: a skip or a convolution reads it again.
         return self.activation(self.branch(features).add_(features))
 
 
 def padding_of(kernel: Shape) -> Shape:
     """Compute the padding of each axis that keeps the size at stride 1.
 
-    It is 0 for an even kernel, which is used with a stride of its size and covers the volume.
+    An even kernel gets no padding: its stride equals its size, so that it tiles the volume.
     """
     z, y, x = (size // 2 if size % 2 else 0 for size in kernel)
     return z, y, x
@@ -321,7 +321,7 @@ def depth_to_space(features: Tensor, cell: Shape = (2, 2, 2)) -> Tensor:
 
 
 def _divided_shape(image: Tensor, cell: Shape) -> Shape:
-    """Count the cells of an image (N, C, D, H, W) along its axes."""
+    """Count the cells of an image (N, C, D, H, W) along z, y and x."""
     z, y, x = (size // step for size, step in zip(image.shape[2:], cell, strict=True))
     return z, y, x
 
@@ -329,9 +329,9 @@ def _divided_shape(image: Tensor, cell: Shape) -> Shape:
 def _can_move_pairs(values: Tensor, cell: Shape) -> bool:
     """Whether two voxels along x can move as one number of four bytes, twice as fast.
 
-    They can in half precision on a CPU, where no gradient and no graph is needed.
+    They can in half precision on a CPU, if neither autograd nor the compiler must follow.
     """
-    # `is_compiling` comes first, because asking for the mode ends the compiler's graph.
+    # `is_compiling` comes first: asking for the mode would break the compiled graph.
     is_eager = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     return is_eager and values.device.type == "cpu" and values.itemsize == 2 and cell[2] == 2
 

@@ -1,8 +1,8 @@
-"""The two kernels of a convolution on a CPU: which one torch chooses, and the memory of both.
+"""The two implementations of a convolution on a CPU: which one torch chooses, and their memory.
 
 Torch computes a small fp32 convolution as a product of matrices ("unfolded": it copies the features
 into columns), and a larger one by oneDNN. The two round sums differently. For the few planes of a
-slab torch may choose another kernel than for the whole volume; `convolve_as_whole` avoids that.
+slab torch may choose another one than for the whole volume; `convolve_as_whole` avoids that.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-# Values of torch's arguments by which a convolution has no padding, dilation or groups.
+# Arguments of a torch convolution without padding, dilation or groups.
 NO_PADDING = (0, 0, 0)
 NO_DILATION = (1, 1, 1)
 ONE_GROUP = 1
@@ -38,19 +38,22 @@ def _on_cpu(
     transposed: bool,
     unfolded: bool,
 ) -> Tensor:
-    """Convolve on a CPU by a given kernel, which torch might not choose for this number of planes.
+    """Convolve on a CPU by a given implementation, whatever torch would choose for this depth.
 
-    This is an operator of its own, because torch's operators for a given kernel do not run on the
-    meta device, where the memory of a pass is counted.
+    This is an operator of its own, because torch's operators for a given implementation do not run
+    on the meta device, where the memory of a pass is counted.
 
     Args:
         features: Features (1, C, D, H, W) in fp32.
-        weight: Weights (K, C, d, h, w); of a transposed convolution (C, K, d, h, w).
+        weight: Weights (K, C, kz, ky, kx); of a transposed convolution (C, K, kz, ky, kx).
         bias: Bias (K,).
-        stride: Stride by axis.
-        padding: Zeros on each side of an axis.
-        transposed: Whether the convolution is transposed, which only oneDNN computes here.
-        unfolded: Whether the kernel is the product of matrices; otherwise it is oneDNN's.
+        stride: Stride along z, y and x.
+        padding: Zeros on each side of z, y and x.
+        transposed: Whether the convolution is transposed; then only oneDNN is supported.
+        unfolded: Whether to compute a product of matrices; otherwise oneDNN computes.
+
+    Returns:
+        Result (1, K, D', H', W').
     """
     if unfolded:
         assert not transposed
@@ -76,7 +79,7 @@ def _on_cpu(
 
 
 def _on_meta(*arguments: Any) -> Tensor:
-    """Give the shape of the result, which is the same for both kernels."""
+    """Give the result's shape on the meta device, which is the same for both implementations."""
     features, weight, bias, stride, padding, transposed, _ = arguments
     return _convolve(features, weight, bias, stride, padding, transposed=transposed)
 
@@ -96,7 +99,7 @@ def convolve_as_whole(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Convolve some planes of a volume by the kernel that torch chooses for the whole volume.
+    """Convolve some planes of a volume by the implementation that torch chooses for the whole.
 
     Args:
         features: Planes (1, C, d, H, W), with the neighbouring ones that the convolution reads.
@@ -119,8 +122,8 @@ def convolve_as_whole(
     if chooses_by_size:
         whole_shape = (*features.shape[:2], whole_depth, *features.shape[3:])
         whole = _stand_in(features, whole_shape)
-        # The choice does not depend on the padding, of which a slab has less along z than the
-        # whole; a padding as large as the kernel is valid for both.
+        # The choice does not depend on the padding. Along z a slab has less of it than the whole,
+        # so the size of the kernel is taken, a padding that is valid for both.
         any_padding = weight.shape[2:]
         # Arguments of `aten.convolution` after the features; `NO_PADDING` is that of the output.
         arguments = (
@@ -134,7 +137,8 @@ def convolve_as_whole(
             ONE_GROUP,
         )
         unfolded = is_unfolded((whole, *arguments))
-        # The two may differ either way: with its neighbouring planes a slab may be the larger one.
+        # The choices may differ either way: with its neighbouring planes a slab of a shallow
+        # volume can be the larger of the two.
         if is_unfolded((features, *arguments)) != unfolded:
             return convolution_by(
                 features, weight, bias, list(stride), list(padding), transposed, unfolded
@@ -151,7 +155,7 @@ def _convolve(
     *,
     transposed: bool,
 ) -> Tensor:
-    """Convolve by the kernel that torch chooses."""
+    """Convolve by the implementation that torch chooses."""
     if transposed:
         return F.conv_transpose3d(features, weight, bias, tuple(stride), tuple(padding))
     return F.conv3d(features, weight, bias, tuple(stride), tuple(padding))
@@ -178,8 +182,8 @@ def convolution_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
     if unfolded:
         num_bytes += columns_bytes(features, weight, result, transposed=transposed)
     else:
-        # The kernels of oneDNN have a layout of their own. The copy of the input is freed before
-        # the result is copied back to the usual layout, so the larger of the two copies counts.
+        # OneDNN has a memory layout of its own. The copy of the input is freed before the result is
+        # copied back to the usual layout, so the larger of the two copies counts.
         num_bytes += max(features.nbytes, result.nbytes)
     return num_bytes
 
@@ -190,7 +194,7 @@ def is_unfolded(args: tuple[Any, ...]) -> bool:
     Args:
         args: Arguments of `aten.convolution`; tensors may be on the meta device.
     """
-    # Torch is asked for its choice on a CPU, whatever the device of the tensors.
+    # CPU tensors, because the choice on a CPU is meant, whatever the device of the arguments.
     cpu_args: list[Any] = []
     for argument in args:
         if isinstance(argument, Tensor):
@@ -202,14 +206,14 @@ def is_unfolded(args: tuple[Any, ...]) -> bool:
 
 
 def _stand_in(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Make a CPU tensor of a type and a shape that takes no memory: all its voxels are one."""
+    """Make a CPU tensor of the same dtype and of any shape that has the memory of one value."""
     return torch.empty(1, dtype=tensor.dtype).expand(shape)
 
 
 def columns_bytes(features: Tensor, weight: Tensor, result: Tensor, *, transposed: bool) -> int:
     """Count the bytes of the matrix of columns: one per output voxel, with all values it reads."""
     kernel_size = math.prod(weight.shape[2:])
-    # For kernels of one voxel the input is the matrix already.
+    # For a convolution of 1x1x1 the input is the matrix already.
     if kernel_size == 1:
         return 0
     # A transposed convolution has a column per input voxel instead, with all values it adds to.

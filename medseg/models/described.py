@@ -30,10 +30,10 @@ def make_described_network(
 
     Args:
         node: `_target_` and its arguments without the channels; may state `divisor` and `blocks`.
-            Metadata of version 0.1 have no target and mean our UNet.
+            Metadata of version 0.1 have no target and mean our UNet. Not changed.
         task: Gives the number of channels and classes.
         stage: `coarse`, `fine` or `single`.
-        trusted: Prefixes of `trusted_targets`, of the present command.
+        trusted: Prefixes of further classes that this command may import (`trusted_targets`).
         has_coarse_channel: Whether the input has a further channel, with the coarse stage's
             probability of the region.
 
@@ -43,7 +43,7 @@ def make_described_network(
     num_classes = task.num_region_classes if stage == "fine" else task.num_classes
     node = {TARGET: UNET, **node}
     network_class = import_target("model", "model", node, trusted)
-    # These belong to the framework, all other keys to the class.
+    # Keys of the framework; all other keys are arguments of the class.
     divisor = node.pop("divisor", None)
     blocks = node.pop("blocks", None)
     del node[TARGET]
@@ -65,7 +65,7 @@ def make_described_network(
     key = repr((network_class, sorted_arguments, divisor, blocks, in_channels, num_classes))
     try:
         if is_unet and divisor is None and blocks is None:
-            # It states its traits itself: no further network is built to find them.
+            # Our UNet states its traits itself: no further network is built to find them.
             return StageNetwork(make, in_channels=in_channels)
         if key not in _traits:
             _traits[key] = find_traits(
@@ -94,7 +94,7 @@ def _fixed_size(img_size: Any) -> Shape | None:
         return None
     if isinstance(img_size, int):
         return img_size, img_size, img_size
-    # `Any`, because nothing is known of its length and values; a trace fails on wrong ones.
+    # `Any`, because length and values are not checked here; tracing fails on wrong ones.
     size: Any = tuple(img_size)
     return size
 

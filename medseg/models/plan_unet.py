@@ -1,4 +1,4 @@
-"""U-Net of an nnU-Net plan, built by `dynamic_network_architectures`, for scans in LPS."""
+"""U-Net of an nnU-Net plan, built by `dynamic_network_architectures`, for images in LPS."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PARTS: Mapping[str, type[nn.Module]] = {
     "SiLU": nn.SiLU,
 }
 PART_KEYS = ("conv_op", "norm_op", "dropout_op", "nonlin")
-# Without the requirements of the package: its U-Nets need torch alone, and pip might install a
-# torchvision for another torch than that of this machine.
+# `--no-deps`, because the U-Nets of this package need only torch, and pip might install a
+# torchvision that does not fit the installed torch.
 INSTALL = "pip install --no-deps dynamic_network_architectures"
 # Attributes of a unit that are second names of its layers. The unit calls its layers through the
 # chain `all_modules`.
@@ -53,7 +53,7 @@ def build_unet(
         deep_supervision: Whether the logits of all levels are returned, the finest first.
 
     Returns:
-        Maps images (N, C, d, h, w) to logits (N, K, d, h, w), or to a list of such.
+        A network from images (N, C, d, h, w) to logits (N, K, d, h, w), or to a list of logits.
 
     Raises:
         ValueError: If a part is not known, or the arguments do not fit.
@@ -107,19 +107,19 @@ def _network_class(name: str) -> type[nn.Module]:
 class PlanUNet(nn.Module):
     """Network of an nnU-Net plan that takes our images: in LPS, a window mapped to [-1, 1].
 
-    It reorders the axes of an image and rescales its values to what nnU-Net's preprocessing gives,
+    It reorders the axes of an image and rescales its values to those of nnU-Net's preprocessing,
     and brings the axes of the logits back. Without deep supervision, or in evaluation, it returns
-    the logits of full resolution alone.
+    only the logits of full resolution.
 
     Args:
         in_channels: Channels of the image, C.
         num_classes: Classes with the background, K.
         unet: `PlainConvUNet` or `ResidualEncoderUNet`.
         arguments: Its arguments in the plan.
-        transpose: Axis of the image that becomes axis 0, 1 and 2 of the network.
+        transpose: Axes of the image that become the axes 0, 1 and 2 of the network.
         flips: Whether the network sees the axes z, y and x of the image reversed.
-        scale: Factor of each channel; channels beyond the end of the list stay as they are.
-        shift: Added to each channel after the scaling.
+        scale: Factor of each channel; further channels of the image stay as they are.
+        shift: Added to each channel after the scaling; as long as `scale`.
         deep_supervision: Whether the logits of all levels are returned in training, as nnU-Net
             trains.
 
@@ -153,7 +153,7 @@ class PlanUNet(nn.Module):
         network.apply(network.initialize)  # type: ignore[arg-type]
         _remove_second_names(network)
         self.network = network
-        # Axes of (N, C, D, H, W); the first two stay.
+        # For `permute` of (N, C, D, H, W), whose first two axes stay.
         self._order = [0, 1, *(2 + axis for axis in transpose)]
         self._inverse_order = [self._order.index(axis) for axis in range(5)]
         self._flipped_axes = [2 + axis for axis, is_flipped in enumerate(flips) if is_flipped]
@@ -182,9 +182,8 @@ class PlanUNet(nn.Module):
 def _remove_second_names(network: nn.Module) -> None:
     """Leave one name to each layer, because a file of weights would hold it under all of them.
 
-    In nnU-Net a layer of the encoder has four names: it has two in its unit, and each of these
-    occurs twice, because the encoder is also an attribute of the decoder. Only the names are
-    removed, not what the forward pass calls.
+    In nnU-Net a layer of the encoder has four names: two in its unit, each of them twice, because
+    the encoder is also an attribute of the decoder. The forward pass uses the names that stay.
     """
     del network.decoder.encoder  # type: ignore[union-attr]
     for module in network.modules():

@@ -76,12 +76,12 @@ class StageNetwork(nn.Module):
 class Logits(nn.Module):
     """Network from an image (N, C, D, H, W) to one tensor of logits (N, K, D, H, W), for exports.
 
-    It calls the forward pass of the network's class, because another backend may have replaced that
-    of the object.
+    It calls `forward` of the network's class, because an inference backend may have replaced
+    `forward` of the object.
     """
 
     def __init__(self, network: nn.Module) -> None:
-        """Wrap the network of a stage."""
+        """Wrap the network of a stage, and put it into evaluation mode."""
         super().__init__()
         self.network = network
         self.eval()

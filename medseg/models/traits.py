@@ -1,4 +1,4 @@
-"""Network adapter: channels, divisor, blocks and outputs of any network.
+"""Traits of a network of any class: channels, divisor, blocks and outputs.
 
 * Channels: by the names of the constructor's arguments (`channel_arguments`).
 
@@ -53,7 +53,7 @@ OUT_CHANNELS = (
     "classes",
 )
 # Sides of the cubes with which a network is traced, in voxels, until it accepts one. The last ones
-# are multiples of powers of 3, 5 and 7, for networks with such strides or windows.
+# have factors of 3, 5 and 7, for networks with such strides or windows.
 TRACED_SIDES = (64, 96, 128, 160, 32, 48, 256, 144, 216, 324, 400, 336, 720, 560)
 # Small blocks are joined to larger ones of at most this share of the bytes that the network keeps
 # for the backward pass.
@@ -99,12 +99,12 @@ def channel_arguments(
 
     Args:
         network_class: Class of the network.
-        arguments: Its arguments so far.
+        arguments: Arguments that the configuration states.
         in_channels: Channels of the image.
         num_classes: Classes with the background.
 
     Returns:
-        All arguments; those that are stated stay as they are.
+        All arguments; the stated ones stay as they are.
 
     Raises:
         ValueError: If the arguments state other channels, or the class has no argument for them.
@@ -162,7 +162,8 @@ def find_traits(
         if isinstance(own_divisor, int):
             own_divisor = (own_divisor, own_divisor, own_divisor)
         divisor = own_divisor
-    # A network states its blocks by a method `blocks()`; a list of modules may have this name too.
+    # A network states its blocks by a method `blocks()`; an attribute of this name, such as a list
+    # of modules, does not count.
     states_blocks = inspect.ismethod(getattr(network, "blocks", None))
     if blocks is None and divisor is not None and states_blocks:
         return Traits(divisor, tuple(network.blocks()))  # type: ignore[operator]
@@ -226,8 +227,7 @@ class _Trace:
         result: What it returned in training mode.
         calls: Number of calls of each module.
         takes_and_returns: Names of the modules with a call that takes tensors, leaves them
-            unchanged and returns one tensor. This says something only of a module that is called
-            once: another call may do otherwise.
+            unchanged and returns one tensor. Conclusive only for a module that is called once.
         feature_shapes: Sizes (D, H, W) of all five-dimensional results of modules.
         result_bytes: Bytes of the result of each module in `takes_and_returns`.
     """
@@ -243,10 +243,10 @@ class _Trace:
         self._kept_bytes: dict[str, dict[int, int]] = defaultdict(dict)
         # For each module, the storages of its inputs and its result.
         self._outside: dict[str, set[int]] = {}
-        # Kept alive, because another storage could get the address of a freed one.
+        # Kept alive, because a new storage could get the address of a freed one as its number.
         self._storages: list[torch.UntypedStorage] = []
-        # Stacks of the modules that are running, the innermost last: their names, and their inputs
-        # with the version that each had.
+        # Stacks of the modules that are running, the innermost last: their names, and their input
+        # tensors, each with its version before the call.
         self._running: list[str] = []
         self._inputs: list[list[tuple[Tensor, int]]] = []
         self._weight_storages = {
@@ -267,25 +267,25 @@ class _Trace:
     def interior_bytes(self, name: str) -> int:
         """Count the bytes that autograd keeps for a module beside its inputs and its result.
 
-        They are what recomputing the module saves.
+        Recomputing the module saves these bytes.
         """
         outside = self._outside.get(name, set())
         kept_bytes = self._kept_bytes[name]
         return sum(size for storage, size in kept_bytes.items() if storage not in outside)
 
     def has_unused(self) -> bool:
-        """Whether some weights receive no gradient in a backward pass, which this runs."""
+        """Run a backward pass, and tell whether some weights receive no gradient."""
         with torch.device("meta"):
             # The gradient of the sum of all outputs reaches each weight that they depend on.
             total = torch.zeros(())
             for output in _tensors_in(self.result):
                 total = total + output.sum()
             total.backward()
-        trained = [weight for weight in self.network.parameters() if weight.requires_grad]
-        return any(weight.grad is None for weight in trained)
+        trainable = [weight for weight in self.network.parameters() if weight.requires_grad]
+        return any(weight.grad is None for weight in trainable)
 
     def _watch(self, name: str, module: nn.Module) -> Iterator[Any]:
-        """Register the hooks of a module; yields them, so that they can be removed."""
+        """Register the hooks of a module; yields their handles, by which they are removed."""
 
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
             self.calls[name] += 1
@@ -311,7 +311,7 @@ class _Trace:
         yield module.register_forward_hook(leave, with_kwargs=True)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd keeps for all modules that are running."""
+        """Add a tensor that autograd keeps to the bytes of all modules that are running."""
         storage = self._storage_id(tensor)
         # Weights are in memory anyway. A storage that is kept several times counts once.
         if storage not in self._weight_storages:
@@ -338,15 +338,15 @@ def _first_trace(
     divisor: Shape | None,
     fixed_size: Shape | None,
 ) -> tuple[_Trace, Shape]:
-    """Trace a network with the first size that it accepts.
+    """Trace a network with the first size that it accepts; arguments as in `find_traits`.
 
     Returns:
         The trace, and the size of its input, (D, H, W).
 
     Raises:
-        _OutputError: If it returns something else than logits.
-        _UntraceableError: If it fails on all sizes.
-        ValueError: If it returns logits of another size than its input, whatever the size.
+        _OutputError: If the network returns something else than logits.
+        _UntraceableError: If the network fails on all sizes.
+        ValueError: If the logits have another size than the input, whatever the size.
     """
     shapes = [fixed_size] if fixed_size else [_cube(side, divisor) for side in TRACED_SIDES]
     errors: list[Exception] = []
@@ -417,7 +417,7 @@ def _check_outputs(network: nn.Module, result: Any, shape: Shape, num_classes: i
         result_parts = list(result)
     else:
         result_parts = [result]
-    # It stays empty if the result holds anything but tensors.
+    # Empty if the result holds anything but tensors.
     outputs: list[Tensor] = []
     if result_parts and all(isinstance(part, Tensor) for part in result_parts):
         logits = outputs_of(result, is_training=True)
@@ -463,8 +463,9 @@ def _describe_result(result: Any) -> str:
 
 def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_classes: int) -> None:
     """Refuse a stated divisor if the network does not accept an odd multiple of it."""
-    # Each length is an odd multiple of the divisor, at least three times it and about 40 voxels. An
-    # even multiple would not show that the network requires twice the divisor.
+    # Each length is an odd multiple of the divisor, since an even one would not show that the
+    # network requires twice the divisor. It is at least three times the divisor, see
+    # `Traits.small_size`, and at least 40 voxels.
     lengths = []
     for step in divisor:
         multiple = max(3, math.ceil(40 / step))
@@ -475,7 +476,7 @@ def _verify_divisor(network: nn.Module, divisor: Shape, in_channels: int, num_cl
     try:
         trace = _Trace(network, (1, in_channels, depth, height, width))
         _check_outputs(network, trace.result, (depth, height, width), num_classes)
-    except Exception as error:
+    except Exception as error:  # a foreign network may raise anything
         reason = _first_line(error) or type(error).__name__
         raise ValueError(
             f"divisor={list(divisor)}: {type(network).__name__} fails on an input of "
@@ -506,16 +507,16 @@ def _find_divisor(
     # How many times smaller than the input the smallest features are, axis by axis.
     reductions = []
     for axis, length in enumerate(shape):
-        # `default`: a network may compute its features in functions or in 2D, so that no module
-        # returns any.
+        # Without features the reduction is 1: a network may compute them in functions or in 2D, so
+        # that no module returns any.
         smallest = min((features[axis] for features in feature_shapes), default=length)
         reductions.append(round(length / smallest))
     # The network may need a multiple of the reduction, as windows of attention do.
     for factor in (1, 2, 3, 4, 8):
         z, y, x = (reduction * factor for reduction in reductions)
-        # 5 and 7 times the divisor are no multiples of twice or three times the divisor, which the
-        # network may really need. They differ, so that a network that accepts nothing but cubes
-        # fails here too.
+        # Factors 5 and 7, because a multiple of 2 or 3 would hide that the network needs twice or
+        # three times the tried divisor. Two different ones, so that a network that accepts only
+        # cubes fails.
         tried_shape = (5 * z, 7 * y, 5 * x)
         try:
             result = _Trace(network, (1, in_channels, *tried_shape)).result
@@ -585,7 +586,7 @@ def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
         blocks_by_module[id(module)] = blocks
         return blocks
 
-    # Without duplicates, in order: a module may occur in several others.
+    # Duplicates are dropped, because a module may occur in several others.
     return list(dict.fromkeys(choose(network)))
 
 
@@ -593,16 +594,16 @@ def _saves_memory(name: str, module: nn.Module, trace: _Trace) -> bool:
     """Whether a module can be recomputed, and recomputing it saves memory."""
     if trace.calls[name] != 1 or name not in trace.takes_and_returns:
         return False
-    # Recomputing must save at least half the bytes of the result. A single layer keeps hardly more
-    # than its input, so recomputing it saves nothing.
+    # Recomputing must save at least half the bytes of the result.
     if 2 * trace.interior_bytes(name) < trace.result_bytes[name]:
         return False
+    # A single layer keeps hardly more than its input, so recomputing it saves nothing.
     has_children = next(module.children(), None) is not None
     return has_children and next(module.parameters(), None) is not None
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Special cases of functions that constructors call on the meta device.
+    """Function mode for constructors on the meta device, with special cases for some functions.
 
     `torch.linspace` stays on the CPU, because constructors read dropout rates from its values.
     Random values in place are not drawn, because torch would load its compiler for that.
@@ -624,8 +625,11 @@ def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) ->
 
     Args:
         make_network: Makes the network.
-        may_compute: Whether a constructor that fails without values may run on the CPU instead; its
+        may_compute: Whether a constructor that fails without values may run on the CPU instead; the
             network is then moved to the meta device.
+
+    Returns:
+        The network, all weights on the meta device.
     """
     try:
         with torch.device("meta"), _WithoutValues():
@@ -633,6 +637,6 @@ def build_on_meta(make_network: Callable[[], T], *, may_compute: bool = True) ->
     except (NotImplementedError, RuntimeError):
         if not may_compute:
             raise
-        # The weights that it draws do not change the random numbers of the caller.
+        # The random numbers that the constructor draws do not change those of the caller.
         with torch.random.fork_rng(devices=[]):
             return make_network().to("meta")

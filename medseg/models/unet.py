@@ -1,7 +1,4 @@
-"""UNet: a 3D network whose first level works at half resolution to save memory.
-
-With the stem `conv` the first level works at full resolution.
-"""
+"""3D UNet with additive skips; by default its first level is at half resolution to save memory."""
 
 import math
 from collections import OrderedDict
@@ -24,18 +21,17 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
-# Largest number of planes of features of which `Head` predicts the logits at a time. It is small,
-# because the allocator reuses only small blocks of memory (`medseg.memory.heap`). It is not
-# smaller, because `Conv3d` computes fewer than 3 planes in fp32. With 8, a split gives no part of
-# fewer than 4: 9 planes become 5 and 4.
+# Most planes of features in a part of `Head._logits_by_parts`. A part needs at least 3 planes,
+# because `Conv3d` computes fewer in fp32; parts of at most 8 have at least 4 (9 planes become 5
+# and 4). Not larger, because the allocator reuses only small blocks (`medseg.memory.heap`).
 PART_PLANES = 8
 
 
 class Stem(nn.Module):
-    """First unit: from the image to `width` channels of the first level.
+    """First unit: from the image to the features of the first level.
 
-    They are at half resolution unless the stem is `conv`. `strided` halves by the stride of the
-    convolution, `space_to_depth` moves the voxels of each cell into channels first.
+    The stem `conv` keeps the resolution. `strided` halves it by the stride of the convolution;
+    `space_to_depth` moves the voxels of each cell into channels before the convolution.
 
     Args:
         in_channels: Channels C of the image.
@@ -44,40 +40,47 @@ class Stem(nn.Module):
         norm: Norm of the unit.
         kernel: Kernel of the unit's convolution.
         cell: Voxels of the image for each voxel of the result, (z, y, x).
+
+    Attributes:
+        channel_cell: Voxels of the image that become channels of one voxel, (z, y, x); only
+            `space_to_depth` has more than one.
     """
 
     def __init__(
         self, in_channels: int, width: int, *, stem: str, norm: str, kernel: Shape, cell: Shape
     ) -> None:
         super().__init__()
-        self.cell = cell if stem == "space_to_depth" else POINT
+        self.channel_cell = cell if stem == "space_to_depth" else POINT
         stride = cell if stem == "strided" else POINT
-        cell_channels = in_channels * math.prod(self.cell)
-        self.unit = ConvNormAct(cell_channels, width, kernel, norm=norm, stride=stride)
+        unit_channels = in_channels * math.prod(self.channel_cell)
+        self.unit = ConvNormAct(unit_channels, width, kernel, norm=norm, stride=stride)
 
     def forward(self, image: Tensor) -> Tensor:
-        """Make the features of the first level of an image (N, C, D, H, W)."""
-        if self.cell != POINT:
-            image = space_to_depth(image, self.cell)  # (N, 8C, D/2, H/2, W/2)
+        """Make features (N, width, D/a, H/b, W/c) of an image (N, C, D, H, W), for a cell a×b×c."""
+        if self.channel_cell != POINT:
+            image = space_to_depth(image, self.channel_cell)  # (N, abc·C, D/a, H/b, W/c)
         return self.unit(image)
 
 
 class Up(nn.Module):
     """Bring the deeper features to the channels and the size of a skip, and add the skip.
 
-    The channels are reduced at the low resolution, at an eighth of the cost. Voxels are repeated,
-    because the backward pass of an interpolation is not deterministic on a GPU. Adding instead of
-    concatenating halves the input of the next block.
+    The channels are reduced before upsampling, at an eighth of the cost. Upsampling takes the
+    nearest neighbour, because the backward pass of a linear interpolation is not deterministic on a
+    GPU. Adding instead of concatenating halves the input of the next block.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, stride: Shape) -> None:
         super().__init__()
         self.unit = ConvNormAct(in_channels, out_channels, POINT, norm=norm)
-        self.scale_factor = tuple(map(float, stride))
+        self.scale_factor = tuple(map(float, stride))  # `interpolate` declares floats
 
     def forward(self, features: Tensor, skip: Tensor) -> Tensor:
-        """Add a skip (N, C, 2D, 2H, 2W) to features (N, 2C, D, H, W); axes of stride 1 stay."""
-        features = self.unit(features)  # (N, C, D, H, W)
+        """Add a skip (N, out_channels, 2D, 2H, 2W) to features (N, in_channels, D, H, W).
+
+        Along an axis of stride 1 both have the same size.
+        """
+        features = self.unit(features)  # (N, out_channels, D, H, W)
         enlarged = F.interpolate(features, scale_factor=self.scale_factor, mode="nearest")
         # CUDA's autocast interpolates in fp32, which would double the memory of the sum.
         return enlarged.to(features.dtype).add_(skip)
@@ -86,7 +89,12 @@ class Up(nn.Module):
 class Head(nn.Module):
     """Logits at the resolution of the image.
 
-    Features of half resolution predict the logits of all eight voxels of their cell.
+    Each voxel of the features predicts the logits of all voxels of its cell.
+
+    Args:
+        width: Channels of the features.
+        num_classes: Classes K.
+        cell: Voxels of the image for each voxel of the features, (z, y, x).
     """
 
     def __init__(self, width: int, num_classes: int, *, cell: Shape) -> None:
@@ -102,8 +110,8 @@ class Head(nn.Module):
         """
         if self.cell == POINT:
             return self.conv(features)
-        # By parts only in a prediction, and not in a compiled graph, which would be fixed to one
-        # number of parts and so to one depth.
+        # A compiled graph would be fixed to one number of parts, hence to one depth. It must not
+        # ask for the mode either, see `_can_move_pairs` of `medseg.models.blocks`.
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return depth_to_space(self.conv(features), self.cell)
         return self._logits_by_parts(features)
@@ -111,9 +119,10 @@ class Head(nn.Module):
     def _logits_by_parts(self, features: Tensor) -> Tensor:
         """Predict the logits of a few planes at a time, with the same result.
 
-        The result of the convolution of all planes would be as large as the logits, and here a
-        prediction needs the most memory.
+        For all planes at once, the result of the convolution and its rearranged copy, the logits,
+        would both be in memory at the point where a prediction needs the most.
         """
+        # Size of the image, (D, H, W).
         shape = [size * step for size, step in zip(features.shape[2:], self.cell, strict=True)]
         num_parts = math.ceil(features.shape[2] / PART_PLANES)
         logits: Tensor | None = None
@@ -121,21 +130,29 @@ class Head(nn.Module):
         for part in features.tensor_split(num_parts, dim=2):
             part_logits = depth_to_space(self.conv(part), self.cell)  # (N, K, d, H, W)
             if logits is None:
-                # Only now is the precision known, which autocast chooses.
+                # Created here, because autocast chooses the precision.
                 logits = part_logits.new_empty((*part_logits.shape[:2], *shape))
             stop = start + part_logits.shape[2]
             logits[:, :, start:stop] = part_logits
             start = stop
-        assert logits is not None, "features have a plane"
+        assert logits is not None, "features have at least one plane"
         return logits
 
 
 class RefiningHead(nn.Module):
-    """Logits by a few channels at full resolution, from features of half resolution and the image.
+    """Logits from features of half resolution and from the image, refined at full resolution.
 
-    Each feature voxel gives `refine` channels to its eight voxels. A convolution of the image is
-    added to them, and a last convolution looks across the borders of the cells. There is no norm:
-    the features come from one, and the image is normalised.
+    Each voxel of the features predicts `refine` channels of each voxel of its cell. A convolution
+    of the image is added to these channels, and a last convolution mixes neighbouring cells. There
+    is no norm, because features and image are normalised already.
+
+    Args:
+        in_channels: Channels C of the image.
+        width: Channels of the features.
+        refine: Channels at full resolution.
+        num_classes: Classes K.
+        kernel: Kernel of the two convolutions at full resolution, (z, y, x).
+        cell: Voxels of the image for each voxel of the features, (z, y, x).
     """
 
     def __init__(
@@ -151,6 +168,7 @@ class RefiningHead(nn.Module):
         super().__init__()
         self.cell = cell
         padding = padding_of(kernel)
+        # At half resolution: the channels of all voxels of a cell.
         self.cells = nn.Conv3d(width, math.prod(cell) * refine, 1)
         self.detail = nn.Conv3d(in_channels, refine, kernel, padding=padding, bias=False)
         self.activation = make_activation()
@@ -171,13 +189,13 @@ class RefiningHead(nn.Module):
 
 
 class UNet(nn.Module):
-    """A residual 3D UNet with additive skips.
+    """A 3D UNet with additive skips.
 
     The first level has `width` channels; they double per level up to `max_width`. With the stems
     `strided` and `space_to_depth` the first level is at half the image's resolution and the head
     predicts the eight voxels of each cell, so that no tensor of `width` channels exists at full
-    resolution. With `refine` the head has a few channels at full resolution, which also see the
-    image.
+    resolution. With `refine`, the number of channels at full resolution, the head is a
+    `RefiningHead`.
 
     Attributes:
         divisor: Required multiple of the image size, in voxels (z, y, x).
@@ -206,19 +224,18 @@ class UNet(nn.Module):
             in_channels: Channels C of the image.
             num_classes: Classes K with the background.
             width: Channels of the first level.
-            depth: Downsamplings below the stem, >= 1, not counting a stem that halves the
-                resolution.
+            depth: Number of downsamplings after the stem, at least 1.
             block: `plain`, `residual` or `bottleneck`.
-            blocks_per_level: Blocks of each encoder level, one number or `depth + 1` from the
-                finest on; a decoder level has one.
+            blocks_per_level: Blocks of each encoder level: one number for all, or `depth + 1`
+                numbers, the finest level first. A decoder level has one block.
             stem: `conv` (full resolution), `strided` or `space_to_depth` (both half resolution).
             refine: Channels at full resolution that refine the result of half resolution; 0 = none.
             norm: `instance`, `group`, `batch`; or `channel` or `affine`, which have no statistics
                 over the field of view.
             reduction: Channels of a bottleneck block divided by the channels inside it.
-            max_width: Largest number of channels of a level.
-            strides: Strides 1 or 2 of z, y and x, of a stem that halves and of each downsampling,
-                see `level_strides`; None = 2 everywhere.
+            max_width: Largest number of channels of a level, at least `width`.
+            strides: Strides 1 or 2 along (z, y, x): first of the stem if it halves, then of each
+                downsampling; see `level_strides`; None = 2 everywhere.
 
         Raises:
             ValueError: If an argument is out of range.
@@ -235,9 +252,11 @@ class UNet(nn.Module):
             raise ValueError(
                 f"num_classes counts the background and must be at least 2, got {num_classes}"
             )
+        if width > max_width:
+            raise ValueError(f"width must be at most max_width={max_width}, got {width}")
         _check_stem(stem, refine)
         block_counts = _block_counts(blocks_per_level, depth + 1)
-        # A stem that halves the resolution has the first of the strides.
+        # If the stem halves the resolution, the first of the strides is the stem's.
         num_stem_strides = 0 if stem == "conv" else 1
         if strides is None:
             strides = level_strides(None, num_stem_strides + depth)
@@ -245,8 +264,8 @@ class UNet(nn.Module):
         widths = [min(width * 2**level, max_width) for level in range(depth + 1)]
         self.in_channels = in_channels
         self.divisor: tuple[int, int, int] = total_strides(strides)
-        # Kernel of each resolution, the image's first. It depends on the stride to the next
-        # resolution. The coarsest has none; with 2 in its place the kernel covers all axes.
+        # Kernel of each resolution, the image's first, by the stride to the next resolution. The
+        # coarsest resolution has no next one; stride 2 in its place gives a kernel of 3x3x3.
         kernels = [_kernel(stride) for stride in (*strides, (2, 2, 2))]
         self.cell: Shape = strides[0] if num_stem_strides else POINT
         # After space-to-depth the stem sees the resolution of the first level, else the image's.
@@ -263,7 +282,7 @@ class UNet(nn.Module):
         # The kernel of each level, level 0 first, and the stride from it to the next deeper level.
         level_kernels = kernels[num_stem_strides:]
         down_strides = strides[num_stem_strides:]
-        # The order of the parts decides which random weights each of them gets.
+        # Modules draw their random weights in the order in which they are made: keep this order.
         self.encoder = nn.ModuleList()
         for level, channels in enumerate(widths):
             layers: OrderedDict[str, nn.Module] = OrderedDict()
@@ -326,11 +345,11 @@ class UNet(nn.Module):
         return self.head(features, image)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Name the blocks that can be recomputed, those that save the most bytes first.
+        """Give the blocks that can be recomputed by name, those that save the most bytes first.
 
-        They are the whole network except for a plain `Head`, where recomputing saves nothing
-        because it keeps only its input. A name begins with its level (`encoder.0`, `decoder.0`, …);
-        level 0 is the finest.
+        Together they are the whole network but a plain `Head`, which keeps only its input for the
+        backward pass, so that recomputing it saves nothing. Names in the levels begin with
+        `encoder.0`, `decoder.0`, …; level 0 is the finest.
         """
         blocks: dict[str, nn.Module] = {}
         # A refining head works at full resolution and saves the most.
@@ -359,10 +378,10 @@ def _check_positive(**numbers: int) -> None:
 
 
 def _check_stem(stem: str, refine: int) -> None:
-    """Refuse an unknown stem, and a refinement without a half resolution.
+    """Refuse an unknown stem, and `refine` with the stem `conv`, which keeps the full resolution.
 
     Raises:
-        ValueError: If one of them is wrong.
+        ValueError: If the stem is unknown, or `refine` negative or not 0 with `conv`.
     """
     if stem not in STEMS:
         raise ValueError(f"stem must be one of {STEMS}, got {stem!r}")
@@ -406,8 +425,8 @@ def _check_strides(strides: Strides, num_strides: int) -> None:
 def _kernel(stride: Shape) -> Shape:
     """Choose the kernel of a resolution by the stride to the next one.
 
-    Along an axis of stride 1 its size is 1: the voxels are still too far apart there, see
-    `level_strides`.
+    The kernel has the size 1 along an axis of stride 1, where voxels are farther apart than along
+    the others, see `level_strides`.
     """
     z, y, x = (3 if step == 2 else 1 for step in stride)
     return z, y, x

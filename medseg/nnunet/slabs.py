@@ -85,14 +85,14 @@ class _Upsampled:
 
     Attributes:
         depth: Number of its planes.
-        plane_size: Number of channels, and number of voxels of a plane.
+        channels_and_area: Number of channels, and number of voxels of a plane.
     """
 
     def __init__(self, deeper: Features, conv: nn.ConvTranspose3d) -> None:
         self._z_stride, y_stride, x_stride = conv.stride
-        deeper_area = deeper.plane_size[1]
+        deeper_area = deeper.channels_and_area[1]
         self.depth = deeper.depth * self._z_stride
-        self.plane_size = conv.out_channels, deeper_area * y_stride * x_stride
+        self.channels_and_area = conv.out_channels, deeper_area * y_stride * x_stride
         self._deeper = deeper
         self._conv = conv
 
@@ -124,14 +124,14 @@ class _Joined:
 
     Attributes:
         depth: Number of planes.
-        plane_size: Number of channels, and number of voxels of a plane.
+        channels_and_area: Number of channels, and number of voxels of a plane.
     """
 
     def __init__(self, first: Planes, second: Planes) -> None:
         self.depth = first.depth
-        first_channels, area = first.plane_size
-        second_channels, _ = second.plane_size
-        self.plane_size = first_channels + second_channels, area
+        first_channels, area = first.channels_and_area
+        second_channels, _ = second.channels_and_area
+        self.channels_and_area = first_channels + second_channels, area
         self._parts = first, second
 
     def read(self, start: int, stop: int) -> Tensor:

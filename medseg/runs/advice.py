@@ -1,4 +1,4 @@
-"""Command lines that a run proposes: `plan` when memory ran out, and the command after its end."""
+"""Command lines that a run proposes: `plan` when memory ran out, else the next step."""
 
 import math
 import os
@@ -55,7 +55,8 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
         >>> plan_command(SimpleNamespace(trainer=trainer), overrides).partition(" fit_gib=")[0]
         "medseg plan stage=fine 'data.cases=my scans/cases.csv'"
     """
-    # Rounded down to tenths of a GiB: memory would run out again with a plan for more than is free.
+    # Rounded down to tenths of a GiB, at least 0.1: a plan for more than is free would run out of
+    # memory again.
     tenths = max(1, math.floor(10 * _free_gib(config)))
     fit_gib = f"fit_gib={tenths / 10:.1f}"
     return shell_line(["medseg", "plan", *_plan_arguments(overrides), fit_gib])
@@ -64,7 +65,7 @@ def plan_command(config: TrainConfig, overrides: Sequence[str]) -> str:
 def next_command(config: TrainConfig, checkpoint: Path) -> str:
     """Write the command that follows a run: the fine stage after the coarse one, else a prediction.
 
-    A prediction gets the memory that its networks need, where the default is less.
+    A prediction gets `inference.budget_gib` where the default is too little for its networks.
 
     Args:
         config: Configuration of the run.
@@ -93,7 +94,8 @@ def next_command(config: TrainConfig, checkpoint: Path) -> str:
     words = ["medseg"]
     for argument in arguments:
         # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
-        is_placeholder = "<" in argument
+        # No path here begins with `<`, since all are absolute.
+        is_placeholder = "=<" in argument
         words.append(argument if is_placeholder else quote_for_shell(argument))
     return " ".join(words)
 
@@ -113,7 +115,7 @@ def budget_argument(files: Sequence[Path], trusted: Sequence[str]) -> list[str]:
 
     from medseg.cascade.load import load_stage
 
-    # Named, since the automatic choice of a backend would measure all backends first.
+    # Not `auto`, which would measure all backends first.
     options = InferenceOptions(backend=Backend.torch)
     least_gib = options.budget_gib
     for file in files:
@@ -168,7 +170,7 @@ def _task_argument(config: TrainConfig) -> list[str]:
         return _task_file_argument()
     name = config.task.name
     is_preset = (conf_dir() / "task" / f"{name}.yaml").is_file()
-    # Cases may lie beside a task of their own, which would be taken instead of the default.
+    # A case table may lie beside a task file, which would replace the default task.
     is_default = name == INCLUDED_TASK and not config.data.cases
     if is_preset and not is_default:
         return [f"task={name}"]
@@ -218,8 +220,8 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
 def _free_gib(config: TrainConfig) -> float:
     """Measure the memory that a rank will find once this process has ended, in GiB.
 
-    On GPUs it is the free memory of the GPU with the least; on the CPU the ranks share the free
-    memory of the machine.
+    With GPUs it is the smallest free memory of any GPU; on the CPU the ranks share the free memory
+    of the machine.
     """
     import torch  # takes seconds, but the run that calls this has loaded it already
 

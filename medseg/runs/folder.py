@@ -74,7 +74,7 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     """Prepare the folder of the run to resume, and write its changed configuration."""
     run_dir = _existing_run(resume)
     saved = load_config(run_dir, config.trusted_targets)
-    # As `config` was: with absolute paths and computed spacings, equal values compare as equal.
+    # `open_run` has done the same to `config`, so equal paths and spacings compare as equal.
     settle(saved)
     _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
     if is_busy(run_dir):
@@ -91,7 +91,7 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
 
 
 def _make_folder(config: TrainConfig, is_named: bool) -> Path:
-    """Claim a folder by its `config.yaml`, which exactly one of several processes can make.
+    """Claim a folder by its `config.yaml`, which only one of several processes can create.
 
     Raises:
         UserError: If the user chose the folder, and it holds a run that cannot be replaced.
@@ -118,9 +118,9 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
 
 
 def _take_over(run_dir: Path) -> bool:
-    """Claim the folder of a run that ended without a checkpoint, as when its data were refused.
+    """Claim the folder of a run that ended without a checkpoint, e.g. because of refused data.
 
-    Removing the summary makes the claim: exactly one of several processes can do it.
+    Removing the summary makes the claim: only one of several processes can remove it.
 
     Returns:
         Whether the folder is claimed.
@@ -222,7 +222,7 @@ def changed_config(
     if "schedule" in chosen_nodes:
         _follow_run(changed, composed, overridden_keys)
     # The paths of a new logger name the folder that Hydra gave this command. `_set_run_dir` later
-    # replaces the folder in `changed.run_dir` in these paths, so it must be the same one.
+    # replaces the folder in `changed.run_dir` in these paths, so `run_dir` must be that folder.
     if "logger" in chosen_nodes:
         changed.run_dir = composed["run_dir"]
     changed.resume = resume
@@ -313,7 +313,8 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     settle(config)
     expected_signature = signature(plain(config))
     configured_dir = Path(config.run_dir).absolute()
-    # Folder to its sort key: in descending order the configured one is first, then the newest.
+    # Folder to its sort key: whether it is the configured one, then its time. In descending order
+    # the configured folder comes first, then the newest.
     sort_keys = {}
     for path in configured_dir.parent.glob(f"*/{CONFIG_FILE}"):
         with suppress(FileNotFoundError):  # its run has just been removed
@@ -341,7 +342,7 @@ def status_of_run(run_dir: Path) -> Status:
 
 
 def is_finished(config: TrainConfig) -> bool:
-    """Whether the run that `config.resume` names has finished, and made the configured steps."""
+    """Whether the run that `config.resume` names has finished at least the configured steps."""
     run_dir = _existing_run(str(config.resume))
     if status_of_run(run_dir) is not Status.finished:
         return False
@@ -358,7 +359,7 @@ def is_busy(run_dir: Path) -> bool:
 
 
 def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
-    """Read a file of a run folder; None where there is none, or where it is damaged.
+    """Read a file of a run folder; None where the file is missing or damaged.
 
     The user is told of a damaged file.
 
@@ -376,7 +377,7 @@ def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of a run folder; empty where there is none, or where it is damaged.
+    """Read a JSON file of a run folder; empty where the file is missing or damaged.
 
     The user is told of a damaged file.
 
@@ -395,7 +396,7 @@ def read_record(path: Path, kind: type[T]) -> T:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
-    """Read the `summary.json` of a run; empty where there is none."""
+    """Read the `summary.json` of a run; empty where the file is missing or damaged."""
     return read_record(run_dir / SUMMARY_FILE, dict)
 
 
@@ -418,7 +419,7 @@ def load_config(run_dir: Path, trusted: Sequence[str] = ()) -> TrainConfig:
             file: a folder from someone else must not decide which code is trusted.
 
     Raises:
-        UserError: If it is damaged or invalid, or of version 0.1.
+        UserError: If the configuration is damaged or invalid, or the run is of version 0.1.
     """
     values = read_config(run_dir)
     _refuse_version_0_1(run_dir, values)
@@ -470,7 +471,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     """Read the configuration of a run folder, unchecked.
 
     Raises:
-        UserError: If it is damaged.
+        UserError: If the file is damaged.
     """
     path = run_dir / CONFIG_FILE
     loaded = read_yaml(path, "a configuration", "copy it again")
@@ -507,7 +508,7 @@ def _set_run_dir(config: TrainConfig, run_dir: Path) -> None:
     for node in nodes:
         for key, value in node.items():
             if isinstance(value, str):
-                # In a replacement that is a text, backslashes would refer to groups of the match.
+                # A function, because backslashes in a replacement text would refer to groups.
                 node[key] = old_dir.sub(lambda _: str(run_dir), value)
     config.run_dir = str(run_dir)
 
@@ -563,7 +564,8 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
         )
     length_key = _length_key(saved["schedule._target_"])
     length = saved.get(length_key)
-    # The further steps would pass the end of the schedule. A run whose own steps pass it may go on.
+    # The further steps would pass the end of the schedule. A run whose saved steps already exceed
+    # the length may go on.
     is_end_passed = length is not None and saved_steps <= length < steps
     if is_length_changed or is_end_passed:
         raise UserError(
@@ -576,7 +578,7 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
 def _length_key(target: str) -> str:
     """Dotted key with the length of a schedule.
 
-    For a schedule without an end it is a key that no configuration has.
+    For a schedule without an end it is `schedule.None`, a key that no configuration has.
 
     Args:
         target: Dotted path of the class of the schedule.

@@ -34,9 +34,10 @@ from medseg.runs.sweeps import JOB_FILE
 
 T = TypeVar("T")
 
-# Files of a run folder with losses and with scores of cases; file of a search with its result.
+# Files of a run folder: losses of steps, and scores of validation cases.
 HISTORY_FILE = "history.csv"
 VALIDATION_FILE = "validation.csv"
+# File of a search with its result.
 STUDY_FILE = "study.json"
 # A configuration has some 200 keys; more are a damaged file.
 MAX_KEYS = 1000
@@ -177,7 +178,7 @@ def read_run(run_dir: Path, folder: Path) -> Run:
 
 
 def _overrides_of(job: Mapping[str, Any]) -> dict[str, str]:
-    """Read the arguments of a job from its record; none where they are damaged."""
+    """Read the arguments of a job from its record, by key; empty where they are damaged."""
     overrides = job.get("overrides")
     if not isinstance(overrides, dict) or len(overrides) > MAX_KEYS:
         return {}
@@ -261,8 +262,8 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     """Read the configuration of a run as a flat mapping with dotted keys.
 
     Raises:
-        UserError: If it is missing or damaged, or has more than `MAX_KEYS` keys: their comparison
-            would take hours.
+        UserError: If the configuration is missing or damaged, or has more than `MAX_KEYS` keys:
+            their comparison would take hours.
     """
     settings = flat(read_config(run_dir))
     if len(settings) > MAX_KEYS:
@@ -273,7 +274,7 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 def read_study(folder: Path) -> Study | None:
     """Read the result of a search in a folder.
 
-    None where there is none, or where its objectives are no metrics of a report.
+    None where the folder has no search, or where its objectives are no metrics of a report.
     """
     saved = read_record(folder / STUDY_FILE, dict)
     objectives = saved.get("objectives")

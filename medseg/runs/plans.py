@@ -14,7 +14,7 @@ from medseg.io.machine_cache import machine_folder
 from medseg.runs.signature import plain
 from medseg.training.options import TrainConfig
 
-# Groups and keys that decide memory and seconds of a run, and keys of the group `data` that do.
+# Groups and keys that decide memory and seconds of a run; then those of the group `data`.
 DECISIVE = (
     "stage",
     "task",
@@ -36,9 +36,9 @@ TITLES = {"peak_resident_mib": "resident peak", "seconds_per_step": "seconds per
 RUNS_FILE = "runs.json"
 # Number of runs that the file keeps.
 MAX_RUNS = 50
-# Number of planned runs below which the errors of the plans are not reported.
+# Errors of the plans are reported from this number of planned runs on.
 LEAST_RUNS = 3
-# Relative error of the median run above which the user is told of it.
+# The user is told of the errors where the median of predicted / measured is further from 1.
 TOLD_ERROR = 0.1
 
 T = TypeVar("T")
@@ -94,8 +94,9 @@ def past_errors() -> list[str]:
     runs = _read_json(machine_folder() / RUNS_FILE, list)
     sentences = []
     for name, title in TITLES.items():
-        # The file may be damaged: anything but a mapping is left out.
-        ratios = [run[name] for run in runs if isinstance(run, Mapping) and name in run]
+        # The file may be damaged: anything but a number in a mapping is left out.
+        values = [run.get(name) for run in runs if isinstance(run, Mapping)]
+        ratios = [value for value in values if isinstance(value, float)]
         if len(ratios) < LEAST_RUNS:
             continue
         median_ratio = median(ratios)

@@ -95,8 +95,8 @@ def start_ranks(config: TrainConfig) -> int:
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stop
-            # Rank 0 writes its status once it has saved. Without a status it was killed before, and
-            # `Status(None)` is interrupted.
+            # Rank 0 writes its status once it has saved. A rank 0 without a status was killed
+            # before, and `Status(None)` is interrupted.
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
@@ -113,7 +113,13 @@ def _failure_sort_key(item: tuple[int, "ProcessFailure"]) -> tuple[bool, int]:
 
 
 def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig":
-    """Describe the ranks of one machine for torchrun's elastic agent."""
+    """Describe the ranks of one machine for torchrun's elastic agent.
+
+    Args:
+        run_dir: The run folder; its name becomes the name of the run.
+        num_ranks: Number of ranks to start.
+        log_dir: Temporary folder, which the agent requires.
+    """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -214,7 +220,7 @@ def _use_default_start_method() -> None:
 
 
 def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int:
-    """Write the `summary.json` that a process could not write, as it was killed or ended early.
+    """Write `summary.json` for a process that was killed, or ended before it could write one.
 
     No summary is written while another process trains this run: that process writes its own.
 

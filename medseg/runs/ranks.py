@@ -67,8 +67,8 @@ def join_ranks() -> None:
     if is_one_machine:
         store = dist.PrefixStore(str(num_restarts()), store)
     # Without a backend, torch 2.13 chooses one for a single type of device: on a machine with GPUs,
-    # ranks that compute on the CPU could not exchange tensors. Its name would be `undefined`, which
-    # Lightning does not recognise as Gloo.
+    # ranks that compute on the CPU could not exchange tensors. Torch would also name that backend
+    # `undefined`, which Lightning does not recognise as Gloo.
     backend = "gloo"
     # NCCL needs a GPU for each rank.
     if int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count():
@@ -133,8 +133,8 @@ def choose_gpus(gpus: Sequence[int] | None) -> None:
 def share_among_ranks(trainer: TrainerOptions, memory: MemoryOptions) -> None:
     """Divide the batch among the ranks that were started, in place.
 
-    Their number may differ from the configured one. The micro-batch and the result stay the same:
-    half as many ranks accumulate twice as often.
+    The number of ranks may differ from the configured one. The micro-batch and the result stay the
+    same: half as many ranks accumulate twice as often.
 
     Raises:
         UserError: If the micro-batches of a step cannot be divided among the ranks.

@@ -86,7 +86,7 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
         # These keys are unset in a run of one stage, and its `config.yaml` does not have them.
         for key in CASCADE_KEYS:
             decisive_values.pop(f"stage.{key}", None)
-    # Samples over which synchronised batch normalisation takes its statistics.
+    # Samples of one pass on all ranks: synchronised batch normalisation takes its statistics there.
     if values.get("trainer.sync_batchnorm"):
         norm_batch = values["stage.batch_size"] / values["memory.accumulate"]
         decisive_values["norm_batch"] = norm_batch

@@ -105,7 +105,7 @@ def end_of(
     """
     cause = error.__cause__
     if isinstance(cause, RuntimeError) and str(cause).startswith("DataLoader worker"):
-        error = cause  # it has the signal or exit code of the worker
+        error = cause  # its text names the signal or exit code of the worker
     resume_note = "nothing was saved, so resume begins with the first step"
     if is_saved:
         resume_note = "resume continues from the last checkpoint"
@@ -131,7 +131,15 @@ def end_of(
 
 
 def _end_by_library(error: BaseException, line: str) -> tuple[int, str] | None:
-    """Exit code and message where Lightning or torch's compiler refuses the configuration."""
+    """Exit code and message where Lightning or torch's compiler refuses the configuration.
+
+    Args:
+        error: Exception that ended the training.
+        line: First line of its text.
+
+    Returns:
+        None for other errors.
+    """
     # Classes are recognised by their names, since Lightning and torch's compiler take seconds to
     # import.
     class_names = {base.__name__ for base in type(error).__mro__}
@@ -154,7 +162,17 @@ def _end_by_library(error: BaseException, line: str) -> tuple[int, str] | None:
 def _end_by_machine(
     error: BaseException, line: str, resume_note: str, is_memory_full: bool
 ) -> tuple[int, str] | None:
-    """Exit code and message where memory, a disk, a loader worker or another rank failed."""
+    """Exit code and message where memory, a disk, a loader worker or another rank failed.
+
+    Args:
+        error: Exception that ended the training.
+        line: First line of its text.
+        resume_note: Sentence on what `resume` would do.
+        is_memory_full: See `end_of`.
+
+    Returns:
+        None for other errors.
+    """
     has_worker_ended = _is_worker_end(error)
     if is_out_of_memory(error) or (has_worker_ended and is_memory_full):
         return EXIT_OUT_OF_MEMORY, f"out of memory: {line}"
@@ -197,7 +215,7 @@ def _line_of(error: BaseException) -> str:
 def _is_worker_end(error: BaseException) -> bool:
     """Whether a loader worker ended."""
     # A worker that is killed while it hands over a batch breaks the connection. Nothing else in a
-    # run uses connections that raise these errors: files are not read through one.
+    # run raises these errors: no files are read over a network connection.
     if isinstance(error, (ConnectionResetError, ConnectionRefusedError)):
         return True
     return isinstance(error, RuntimeError) and str(error).strip().startswith("DataLoader worker")

@@ -55,7 +55,7 @@ class Job:
 
     Attributes:
         number: Place in the sweep, from 0.
-        status: `running` as long as no end is recorded: also of a job that was killed.
+        status: `running` until an end is recorded, so also after the job was killed.
         message: Why the job was refused or failed.
         overrides: The arguments of the job, by key.
         signature: Hash of the values that decide its result, see `medseg.runs.signature`; empty
@@ -105,8 +105,8 @@ def _read_job(path: Path) -> Job:
 class SweepFolder(Callback):
     """Hydra callback at the start of a multirun: one folder for the whole sweep.
 
-    A folder whose name depends on a swept key (`runs/${name}/…`) or on the time would otherwise be
-    another one for each job. `sweep.json` in it records the swept keys.
+    A folder whose name depends on a swept key (`runs/${name}/…`) or on the time would otherwise
+    differ from job to job. `sweep.json` in the folder records the swept keys.
 
     Attributes:
         started: Folders of the sweeps that this process has started. An attribute of the class,
@@ -207,7 +207,7 @@ def run_job(config: TrainConfig) -> int:
 
 
 def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Path) -> int:
-    """Run a job, and record its begin and its end; returns its exit code."""
+    """Run a job, and record its start and its end; returns its exit code."""
     job.write(job_dir)
     # This status is recorded where an exception, such as a stop, ends the job without an exit code.
     code = exit_code_of(Status.interrupted)
@@ -217,7 +217,7 @@ def _run_and_record(config: TrainConfig, job: Job, job_dir: Path, sweep_dir: Pat
 
     def is_orphan() -> bool:
         # With the basic launcher there is no worker process: the parent is whatever started the
-        # command, such as a shell, and may end before it.
+        # command, such as a shell, and may end before this process.
         if _is_basic_launcher(HydraConfig.get()):
             return False
         return os.getppid() != launcher_pid
@@ -247,7 +247,7 @@ def find_job(sweep_dir: Path, job: Job) -> Path | None:
     """Find the folder of an earlier attempt at the same job in a sweep; None if there is none.
 
     The earlier job has the same signature and the same values of the swept keys. The signature
-    alone is not enough: a sweep may compare keys that change no result, as `data.num_workers`.
+    alone is not enough: a sweep may compare keys that change no result, such as `data.num_workers`.
     """
     # Where `sweep.json` is missing or damaged, all arguments of the job count.
     keys = _swept_keys(sweep_dir) or list(job.overrides)
@@ -333,8 +333,8 @@ def _stop_jobs(sweep_dir: Path) -> NoReturn:
         # A process, such as a loader worker, may have ended meanwhile.
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)  # loader workers ignore it
-    deadline_s = time.monotonic() + STOP_S
-    while any(map(_is_recorded_as_running, busy_dirs)) and time.monotonic() < deadline_s:
+    deadline = time.monotonic() + STOP_S
+    while any(map(_is_recorded_as_running, busy_dirs)) and time.monotonic() < deadline:
         time.sleep(0.1)
     sys.exit(EXIT_RESUME)
 

@@ -160,7 +160,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     try:
         trainer.fit(module, datamodule=data, ckpt_path=start_path, weights_only=True)
     except SystemExit as end:
-        if isinstance(end.__context__, KeyboardInterrupt):  # Lightning makes exit code 1 of it
+        # Lightning turns an interrupt into SystemExit with code 1.
+        if isinstance(end.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from None
         raise
 
@@ -212,7 +213,7 @@ def _summarise(
     Args:
         config: Configuration of the run.
         trainer: The trainer, which has finished.
-        history: Seconds and memory of the run.
+        history: Losses, seconds and memory of the run.
         network: Network of the run.
         best_score: Best validation Dice; None without a validation.
         checkpoint: The best checkpoint, or the last one without a validation.
@@ -225,6 +226,7 @@ def _summarise(
         # The cell is empty in lines of a validation.
         if row.get("seconds_per_step"):
             seconds_per_step.append(float(row["seconds_per_step"]))
+    # 0 seconds: no step was timed.
     measured = {
         "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
         "seconds_per_step": median(seconds_per_step or [0.0]),

@@ -1,7 +1,7 @@
 """Spacing comparison: trains a cascade with each strategy of spacing, and scores the same cases.
 
-A strategy is called a row: it is an entry of `rows` in the configuration, and the results of its
-training, prediction and scores are a `Strategy`.
+A row is an entry of `rows` in the configuration: one strategy of spacing. Its costs and scores are
+a `Strategy`.
 """
 
 import json
@@ -58,10 +58,10 @@ from medseg.studies.train_arguments import (
 from medseg.training.network import find_divisor
 from medseg.training.options import TrainConfig
 
-# Columns of the costs of a stage, see `stage_costs`. Saved bytes are those that autograd keeps from
+# Columns of the costs of a stage, see `stage_costs`. Saved bytes: tensors that autograd keeps from
 # the forward to the backward pass.
 COSTS = ("spacing", "saved_bytes_per_voxel", "step_peak_mib", "whole_peak_mib", "step_s", "train_s")
-# Columns of a case and region, see `read_scores`.
+# Columns of the scores of a case and region, see `read_scores`.
 SCORES = (
     "case",
     "slice_mm",
@@ -90,8 +90,8 @@ class Stage(NamedTuple):
     Attributes:
         name: `coarse` or `fine`.
         arguments: Arguments of `train`.
-        config: The configuration that they compose.
-        run_dir: Run folder, which rows with the same configuration share.
+        config: Configuration composed from the arguments.
+        run_dir: Run folder; rows whose stages have the same configuration share one.
     """
 
     name: str
@@ -103,18 +103,19 @@ class Stage(NamedTuple):
 def compare_spacing(config: CompareSpacingConfig) -> int:
     """Train, predict and score every row.
 
-    Writes `comparison.csv`, `comparison.md` and `comparison.png` after each row.
+    Writes `comparison.csv`, `comparison.md` and `comparison.png` after each row. After a row that
+    fails, the next rows still run.
 
     Returns:
-        0, or 1 if a row failed or a case has no scores in some row; the other rows still run.
+        Exit code: 0, or 1 if a row failed or a case has no scores in some row.
     """
     output = Path(config.output).absolute()
     arguments = arguments_for_train(HydraConfig.get().overrides.task, CompareSpacingConfig)
-    # A mistake in any row is found before the first one is trained.
+    # Compose all rows first, so that a mistake in any row is found before a training.
     rows = {name: stages_of(name, config, arguments, output / "runs") for name in config.rows}
-    # Each row has a folder beside the folder `runs`.
+    # The folders of the rows are siblings of the folder `runs`.
     check_names(list(rows), "runs")
-    # The first source is the user's cases. The second one, if any, is phantoms for training only.
+    # The first source has the user's cases; a second source has phantoms for training only.
     source = find_sources(config.data, config.task)[0]
     cases = [case for case in source.split.test if case.labels is not None]
     if not cases:
@@ -128,7 +129,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
     reference_arguments = arguments_for_evaluate(config, arguments)
-    # Rows may share runs: a run that failed in one row is not tried again in the next.
+    # Run folder to failure. Rows may share runs: a failed run is not tried again in a later row.
     failed_runs: dict[Path, str] = {}
     strategies = []
     for number, (name, stages) in enumerate(rows.items(), start=1):
@@ -158,9 +159,9 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
 
 
 def arguments_for_evaluate(config: CompareSpacingConfig, arguments: Sequence[str]) -> list[str]:
-    """List the arguments of `evaluate` that give the task and the values of the reference labels.
+    """List the arguments of `evaluate` that state the task and the values of the reference labels.
 
-    They cannot come from a checkpoint, because `evaluate` reads none.
+    `evaluate` needs them, since it reads no checkpoint.
 
     Args:
         config: Has the values of the labels in the reference files.
@@ -197,9 +198,9 @@ def stages_of(
             getattr(config.stages, name),
             getattr(config.rows[row], name),
         )
-        # Any folder serves: it does not count in the signature, and is not created here.
+        # `run_dir` must have some value: it is not part of the signature, and not created here.
         composed = compose_train([*arguments, "run_dir=none"], f"rows.{row}.{name}")
-        # Named by the configuration, so that rows with the same one share the run.
+        # Named after the configuration, so that stages with equal configurations share a run.
         run_dir = runs / f"{name}-{signature(plain(composed))}"
         stages.append(Stage(name, arguments, composed, run_dir))
     return stages
@@ -220,12 +221,13 @@ def run_row(
 
     Args:
         name: Name of the row.
-        stages: Coarse and fine.
+        stages: Coarse stage and fine stage.
         folder: Folder of the row.
         table: Case table of the held-out cases.
         grids: Name of each held-out case to its oriented grid.
-        reference_arguments: Arguments of `evaluate` that give the meaning of the reference labels.
-        failed_runs: Runs that failed in an earlier row, and why; a run that fails now is added.
+        reference_arguments: From `arguments_for_evaluate`.
+        failed_runs: Run folders that failed in earlier rows, with the reason; a run that fails now
+            is added.
 
     Raises:
         UserError: If a stage could not be trained, or nothing could be predicted or scored.
@@ -233,8 +235,8 @@ def run_row(
     for stage in stages:
         train(stage, failed_runs)
     coarse, fine = stages
-    # The folder is named after the runs: if a case fails now, an older prediction of other runs
-    # must not be scored in its place.
+    # Named after the runs, so that predictions of other runs are never scored: where a case fails
+    # now, an earlier prediction would still be in the folder.
     runs_name = f"{coarse.run_dir.name}-{fine.run_dir.name}"
     predictions = folder / "predictions" / runs_name
     reports, predict_failures = _predict(stages, table, list(grids), predictions)
@@ -245,19 +247,19 @@ def run_row(
     if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")
     summary = json.loads((scores / "summary.json").read_text(encoding="utf-8"))
-    # Case without scores to the reason.
+    # Each case without scores to the reason.
     missing = {}
     for case in summary["without_prediction"]:
         missing[case] = predict_failures.get(case, "no prediction")
     missing |= summary["failed"]
     entries = read_scores(scores / "metrics.csv", grids, reports)
-    # Costs are counted on the largest input that these cases give a stage: a whole scan for the
-    # coarse stage, a crop for the fine one.
+    # Costs are counted on the largest input of a stage among these cases: a whole scan for the
+    # coarse stage, a crop for the fine stage.
     scan_shapes = [whole_shape(coarse.config, grid) for grid in grids.values()]
     crop_shapes = []
     for report in reports.values():
         shape = crop_shape(fine.config, report)
-        # A prediction that found no region has no crop.
+        # There is no crop if the prediction found no region.
         if shape is not None:
             crop_shapes.append(shape)
     costs = {
@@ -273,9 +275,9 @@ def _predict(
     """Predict the held-out cases with the stages of a row.
 
     Args:
-        stages: Coarse and fine, trained.
+        stages: Coarse stage and fine stage, trained.
         table: Case table of the held-out cases.
-        cases: Their names.
+        cases: Names of these cases.
         folder: Folder of the predictions.
 
     Returns:
@@ -284,7 +286,7 @@ def _predict(
     Raises:
         UserError: If no case was predicted, or the command failed as a whole.
     """
-    # Both stages are predicted on the device and with the threads that the last one trained with.
+    # `predict` runs both stages on one device and number of threads: those of the last training.
     trainer = stages[-1].config.trainer
     step = [
         "predict",
@@ -297,7 +299,7 @@ def _predict(
     step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
-    # Why the command failed as a whole; empty if it did not, though single cases may have failed.
+    # Empty unless the command failed as a whole; single cases may have failed all the same.
     failure = run_and_get_failure(step)
     reports = {}
     for case in cases:
@@ -313,9 +315,9 @@ def _predict(
 
 
 def failed_predictions(predictions: Path) -> dict[str, str]:
-    """Read from the `summary.csv` of a batch why cases have no prediction: case to message."""
+    """Read the message of each failed case from the `summary.csv` of `predict`."""
     path = predictions / "summary.csv"
-    # There is no table if the command failed before it wrote one.
+    # There is no table if the command failed early.
     if not path.is_file():
         return {}
     # The message of a failed case is in the column of warnings.
@@ -339,22 +341,22 @@ def train(stage: Stage, failed_runs: dict[Path, str]) -> None:
 
 
 def stage_costs(stage: Stage, largest_shape: Shape | None) -> dict[str, Any]:
-    """Measure the training costs of a stage; a cost that is not known is None.
+    """Measure the training costs of a stage; an unknown cost is None.
 
     Args:
         stage: Trained stage.
         largest_shape: Shape of the largest whole input, (D, H, W); None if no region was found.
 
     Returns:
-        The keys of `COSTS`. `step_…` is the cost of a step of the training, on a patch if the stage
-        has patches; `whole_…` is that of a step on the whole input.
+        Costs with the keys of `COSTS`. `step_…` is a cost of a training step, on a patch if the
+        stage has patches; `whole_…` is the cost of a step on the whole input.
     """
     config = stage.config
     step = _count_step(stage, config.stage.patch_size or largest_shape)
     whole_step = _count_step(stage, largest_shape)
     history = read_csv(stage.run_dir / "history.csv")
-    # A line that only records a validation has no duration. A training that is shorter than
-    # `history_every` steps has no other lines.
+    # Lines of validations have no duration, and a training shorter than `history_every` steps has
+    # no other lines: `durations_s` may be empty.
     durations_s = [float(row["seconds_per_step"]) for row in history if row.get("seconds_per_step")]
     step_s = None
     if durations_s:
@@ -376,12 +378,12 @@ def _peak_mib(step: StepMemory | None) -> float | None:
 def _count_step(stage: Stage, shape: Shape | None) -> StepMemory | None:
     """Count the memory of a training step.
 
-    A network may refuse the crop of a region of a few voxels. The user is told, and the row lacks
-    these costs, but keeps its scores.
+    A network may refuse a crop of a few voxels. A message is printed, and the row keeps its scores
+    without these costs.
 
     Args:
         stage: The stage.
-        shape: Input of the network, (D, H, W); None if there is none.
+        shape: Shape of the network's input, (D, H, W); None if there is no input.
 
     Returns:
         The memory; None if it cannot be counted.
@@ -423,12 +425,13 @@ def whole_shape(config: TrainConfig, grid: VoxelGrid) -> Shape:
     """
     rule = make_grid_rule(config.spacing)
     divisor = find_divisor(config)
-    # Resampled in the same two steps as in `medseg.cascade.localise`, since each rounds the shape:
-    # first to the spacing of the stage, then to that of the rule, which may depend on the scan.
+    # Resampled in the two steps of `medseg.cascade.localise`, since each step rounds the shape:
+    # first to the spacing of the stage, then to the spacing of the rule, which may depend on the
+    # scan.
     target_grid = grid.resampled(config.spacing.target_spacing_mm)
     lattice = target_grid.resampled(rule.spacing_mm(grid.spacing_mm))
-    # Without a patch size `crop` would enlarge the box to a size that the network takes. As in
-    # prediction, a patch of one voxel keeps the box, and `network_size` is the size after padding.
+    # As in prediction: a patch of one voxel, so that `crop` does not enlarge the box to a size that
+    # the network takes; then `network_size` pads the box to such a size.
     crop = rule.crop(VoxelBox.full(lattice.shape), lattice, patch_size=(1, 1, 1), divisor=divisor)
     depth, height, width = network_size(crop.box.shape, divisor)
     if config.stage.max_voxels is not None:
@@ -469,8 +472,8 @@ def read_scores(
         report = reports[case]
         entry = {
             "case": case,
-            # The coarsest spacing, rounded as in `predict`, which chooses a model of `by_spacing`
-            # by the rounded one.
+            # Coarsest spacing, rounded as in `predict`, where `by_spacing` selects a model by this
+            # number.
             "slice_mm": round(max(grids[case].spacing_mm), 3),
             "region": row["region"],
             "trust": row["trust"],
@@ -490,7 +493,7 @@ def write(
     output: Path,
     patients: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the tables and the picture of the strategies that are known so far.
+    """Write the tables and the picture of the rows that are done so far.
 
     Args:
         strategies: Results of the rows, with their costs and scores.
@@ -507,7 +510,7 @@ def write(
 
 
 def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
-    """Make the rows of `comparison.csv` of a strategy: its scores, then what failed.
+    """Make the rows of `comparison.csv` of a strategy: scores, then cases without scores.
 
     Each row repeats the costs of the strategy.
     """
@@ -524,13 +527,13 @@ def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:
 def _draw(strategies: Sequence[Strategy], path: Path) -> None:
     """Draw scores and costs of the strategies, one panel each."""
     names = [strategy.name for strategy in strategies]
-    # One dictionary per strategy: thickness of the slices to metric to its mean.
+    # For each strategy a mapping: slice thickness to metric to its mean.
     means = [means_of(strategy) for strategy in strategies]
     fine_costs = [strategy.costs.get("fine", {}) for strategy in strategies]
     durations_s: list[float | None] = []
     for strategy in strategies:
         mean_s, _ = prediction_costs(strategy)
-        # Without a predicted case there is no mean, and no bar.
+        # Without a predicted case there is no mean, and the panel has no bar.
         durations_s.append(mean_s if strategy.scores else None)
     panels = []
     for thickness in (*THICKNESSES, ALL):

@@ -1,6 +1,6 @@
 """The `cross_validate` command: cross-validation by patient, and a model folder of all folds.
 
-It scores the held-out scans and, on request, harder scans that are made of them.
+The command scores the held-out scans and, on request, harder scans that are made from them.
 """
 
 import shutil
@@ -43,6 +43,7 @@ from medseg.studies.train_arguments import arguments_for_train, key_of, merge_ar
 from medseg.task_options import make_task
 from medseg.wording import shell_line
 
+# Stages of the model: a single stage, or a cascade of two.
 SINGLE = StageName.single.value
 CASCADE = (StageName.coarse.value, StageName.fine.value)
 
@@ -50,10 +51,10 @@ CASCADE = (StageName.coarse.value, StageName.fine.value)
 def cross_validate(config: CrossValidateConfig) -> int:
     """Train all folds, predict and score their held-out cases, and write a model folder.
 
-    A study that was stopped continues when it is started again. It writes `scores/` (as `evaluate`
-    does), `metrics.csv` with the scores of all held-out cases, `folds.csv` with one row per case
-    and region, `folds.md`, the same for readers, the pooled scores of `medseg.studies.pooled`, and
-    `model/`, a model folder with the networks of all folds.
+    A study that was stopped continues when it is started again. The results in its folder are
+    `scores/` (of `evaluate`), `metrics.csv` with the scores of all held-out cases, `folds.csv` with
+    one row per case and region, `folds.md` with the same for readers, the pooled scores of
+    `medseg.studies.pooled`, and `model/`, a model folder with the networks of all folds.
 
     Returns:
         Exit code, always 0.
@@ -83,24 +84,24 @@ def cross_validate(config: CrossValidateConfig) -> int:
         trainings = _cascade_trainings(config, arguments, cases, folds)
     else:
         trainings = _single_trainings(config, arguments, cases, folds)
-    # Folds share the trainings on phantoms, so equal commands run only once.
+    # All folds list the commands of the shared trainings on phantoms: run equal commands once.
     run_steps(list(dict.fromkeys(map(tuple, trainings))))
     # The memory that a network pass needs is the same for the networks of all folds.
     checkpoints = _checkpoints(folds.folders[0], stages)
     budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
     run_steps(_prediction_steps(config, folds, stages, budget))
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
-    # Label to value, as the user gave them; `label_values` above maps value to label.
-    given_values = config.data.label_values or {}
-    run_steps([evaluate_step(output, reference, plain(config.task), given_values)])
+    # Label to value, as in the user's argument; `label_values` above maps value to label.
+    values_by_label = config.data.label_values or {}
+    run_steps([evaluate_step(output, reference, plain(config.task), values_by_label)])
     whole_rows = _write_tables(folds, output, organs, is_cascade)
     model = write_model(config, task, label_values, folds, whole_rows, stages, budget)
     for table in ("folds.md", POOLED_MD):
         print((output / table).read_text(encoding="utf-8"))
     print((model / CLEAN_UP_MD).read_text(encoding="utf-8"))
-    # `<…>` is not quoted: the user replaces it by a value, and the quotes would stay around it.
-    typed_weights = shell_line([f"weights={model}", *budget])
-    print(f"next: medseg predict input=<scan> output=<folder> {typed_weights}")
+    # Only paths are quoted, not `<…>`: the user replaces `<…>`, and quotes would stay around it.
+    quoted_arguments = shell_line([f"weights={model}", *budget])
+    print(f"next: medseg predict input=<scan> output=<folder> {quoted_arguments}")
     return 0
 
 
@@ -110,7 +111,7 @@ def _write_tables(
     """Write the tables of the study from the scores of `evaluate`.
 
     Returns:
-        The rows of the whole scans, without those of the harder scans made of them.
+        Rows of the whole scans, without the harder scans that are made from them.
     """
     rows = fold_rows(folds, output, organs, is_cascade)
     write_rows(rows, output, folds.names_by_heading)
@@ -122,10 +123,10 @@ def _write_tables(
 
 
 def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> None:
-    """Refuse experiments that cannot be trained, and arguments that choose one of the two stages.
+    """Refuse experiments that cannot be trained, and arguments for one stage of the cascade alone.
 
     Raises:
-        UserError: With the key.
+        UserError: Names the key of the experiment or argument.
     """
     for key in map(key_of, arguments):
         if key in ("experiment", "stage"):
@@ -146,10 +147,10 @@ def _cascade_trainings(
 ) -> list[Step]:
     """Make the commands that train both stages of each fold, all coarse stages first.
 
-    It also writes the recipe of each fold into its folder, or compares it with the earlier one.
+    The recipe of each fold is written into its folder, or compared with that of an earlier start.
 
-    A fine stage may take the probabilities of the coarse stage as input. For each training case
-    they come from the fold that has not trained on this case, so all coarse stages are needed.
+    A fine stage may take the probabilities of a coarse stage as input. For each training case, they
+    come from the fold that has not trained on the case, so every fine stage needs all coarse ones.
     """
     output = Path(config.output)
     coarse_steps: list[Step] = []
@@ -171,9 +172,9 @@ def _single_trainings(
     cases: Sequence[Case],
     folds: Folds,
 ) -> list[Step]:
-    """Make the commands that train the one stage of each fold.
+    """Make the commands that train the single stage of each fold.
 
-    It also writes the recipe of each fold into its folder, or compares it with the earlier one.
+    The recipe of each fold is written into its folder, or compared with that of an earlier start.
     """
     output = Path(config.output)
     cache = f"data.cache={output / 'cache'}"
@@ -186,7 +187,7 @@ def _single_trainings(
 
 
 def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
-    """Read which label each value in the label maps means.
+    """Map each value in the label maps to its label.
 
     Raises:
         UserError: If the references are not one label map for each case.
@@ -203,14 +204,14 @@ def _label_map_values(config: CrossValidateConfig) -> dict[int, str]:
 def _fold_arguments(
     config: CrossValidateConfig, arguments: Sequence[str], fold: int
 ) -> tuple[str, ...]:
-    """Join the arguments of `train` that the user gave with those that select a fold."""
+    """Join the user's arguments of `train` with the arguments that select a fold."""
     selection = [
         f"data.cases={Path(str(config.cases)).absolute()}",
         f"data.fold={fold}",
         f"data.num_folds={config.num_folds}",
         "data.val_patients=[]",
     ]
-    # The user may name test patients, but the fold alone decides what is validated.
+    # The user's test patients are kept; the validation cases come from the fold alone.
     return merge_arguments(["data.test_patients=[]"], arguments, selection)
 
 
@@ -225,11 +226,11 @@ def _prediction_steps(
     """Make the commands that predict the held-out cases of each fold.
 
     Args:
-        config: Names the folder of the study, and the keys that `predict` does not read from a
+        config: Has the folder of the study, and the keys that `predict` does not read from a
             checkpoint.
         folds: The folds, whose runs have finished.
         stages: Stages of the model.
-        budget: Argument for the memory of a pass; empty where the default is enough.
+        budget: Argument for the memory of a pass; empty if the default is enough.
     """
     steps: list[Step] = []
     for folder, table in zip(folds.folders, folds.tables, strict=True):

@@ -1,9 +1,9 @@
 """The `ladder` command: memory, time and Dice of a training as switches are added one at a time.
 
-Baseline networks of other programs have a row in fp32, to compare all networks in one precision. A
-baseline that its own program trains in another precision has a second row in that precision. Both
-rows are without checkpointing. Bytes are counted on tensors without values, so the bytes of fp16
-are known on a CPU too, although it cannot compute in fp16.
+Baseline networks (nnU-Net, MONAI) have a row in fp32, to compare all networks in one precision. A
+baseline that nnU-Net or MONAI trains in another precision has a second row in that precision. Both
+rows are without checkpointing. Bytes are counted on meta tensors, so the bytes of fp16 are known
+on a CPU too, which cannot compute in fp16.
 """
 
 import json
@@ -47,7 +47,7 @@ from medseg.training.optimisation import find_lr_factor, make_optimizer
 from medseg.training.options import TrainConfig, samples_per_micro_batch
 from medseg.worker_process import Worker, WorkerDiedError
 
-# Columns of the printed table to their headings, and to their formats.
+# Column of the printed table to its heading; and column to its number format.
 HEADINGS = {
     "row": "",
     "precision": "precision",
@@ -76,12 +76,12 @@ class Row(NamedTuple):
     """Row of the ladder.
 
     Attributes:
-        key: Key of `ladder` that gives the arguments of the row, for messages.
+        key: Key of `ladder` that states the arguments of the row, for messages.
         name: Switch that the row adds, or name of its network or baseline.
         arguments: All arguments of `train`.
-        added: The arguments among them that distinguish the row.
-        baseline: Key of `BASELINES`; None if the configuration names the network.
-        precision: Precision of a baseline; empty if the configuration names it.
+        added: Arguments that only this row states, part of `arguments`.
+        baseline: Key of `BASELINES`; None = the network of the configuration.
+        precision: Precision of a baseline; empty = the precision of the configuration.
         is_switch: Whether the row adds its arguments to those of the row above.
     """
 
@@ -107,15 +107,15 @@ def baseline_folder(baseline: str, precision: str) -> str:
 
 
 def baseline_precisions(baseline: str) -> list[str]:
-    """List the precisions in which a baseline is counted: fp32, and that of its own program."""
-    # A dictionary drops the second one if it is fp32 too.
+    """List the precisions of a baseline's rows: fp32, and that in which its authors train it."""
+    # A dictionary drops the second precision if it is fp32 too.
     return list(dict.fromkeys(["fp32", BASELINES[baseline].trained_in]))
 
 
 def ladder(config: LadderConfig) -> int:
     """Measure every row, train it on request, and write `ladder.csv` and `ladder.png` after each.
 
-    Rows that were measured or trained before with the same configuration are not repeated.
+    Earlier measurements and trainings with the same configuration are reused.
 
     Raises:
         UserError: If a row is refused or cannot be measured.
@@ -127,7 +127,7 @@ def ladder(config: LadderConfig) -> int:
     shape = input_shape(config)
     arguments = arguments_for_train(HydraConfig.get().overrides.task, LadderConfig)
     rows = list(ladder_rows(config, arguments))
-    # A mistake in any row is found before the first one is measured.
+    # Compose all rows first, so that a mistake in any row is found before a measurement.
     configs = [compose(row) for row in rows]
     for row_config in configs:
         # The configuration is changed in place: bf16 becomes fp16 on a GPU that lacks bf16.
@@ -151,10 +151,10 @@ def ladder(config: LadderConfig) -> int:
         # Baselines are measured, never trained.
         if config.train and row.baseline is None:
             run_steps(train_steps(folder / "run", *row.arguments))
-        # Empty for a row that was not trained.
+        # The summary is empty for a row that was not trained.
         summary = read_summary(folder / "run") if config.train else {}
         table.append(table_row(row, row_config.memory, measured, summary))
-        # Each device once, in the order of the rows.
+        # List each device once, in the order of the rows.
         devices = dict.fromkeys(line["device"] for line in table if line["device"])
         voxels = "×".join(map(str, shape))
         title = ", ".join([f"A training step on {voxels} voxels", *devices])
@@ -167,8 +167,8 @@ def ladder(config: LadderConfig) -> int:
 def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
     """Yield the rows from top to bottom: `networks`, baselines, and the switches of `rows`.
 
-    Each row of `rows` adds its arguments to those of the row above. Baselines have the arguments of
-    the first row of `rows`.
+    Each entry of `rows` adds its arguments to those of the entry above. Baselines have the
+    arguments of the first entry of `rows`.
 
     Args:
         config: Has the arguments that each row adds.
@@ -192,13 +192,13 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
         for baseline, precision in baselines:
             yield baseline_row(baseline, precision, baseline_arguments)
     for number, (name, added) in enumerate(config.rows.items()):
-        # `arguments` is overwritten, because the next row adds to those of this one.
+        # Overwritten, because the next row adds to the arguments of this row.
         arguments = merge_arguments(arguments, added)
         yield Row(f"rows.{name}", name, arguments, added=tuple(added), is_switch=number > 0)
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
-    """Make the row of a baseline; its name marks the precision of its own program."""
+    """Make the row of a baseline; the name marks the precision in which its authors train it."""
     title, trained_in = BASELINES[baseline]
     mark = " as it trains" if precision == trained_in else ""
     name = f"{title}, {precision}{mark}"
@@ -206,7 +206,7 @@ def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> R
 
 
 def with_precision(config: TrainConfig, precision: str) -> TrainConfig:
-    """Replace the precision of a configuration; with an empty one it stays as it is."""
+    """Replace the precision of a configuration; an empty precision changes nothing."""
     if not precision:
         return config
     return replace(config, memory=replace(config.memory, precision=Precision(precision)))
@@ -249,8 +249,8 @@ def measure(
         UserError: If the row cannot be measured.
     """
     path = folder / "measured.json"
-    # The whole configuration, not its signature: a signature leaves out memory switches, since they
-    # do not change the result of a run, but they change what is measured here.
+    # The whole configuration, not its signature: a signature leaves out memory switches, which do
+    # not change the result of a run, but change memory and time.
     request = {
         "shape": list(shape),
         "timed_steps": timed_steps,
@@ -289,16 +289,15 @@ def measure_row(
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
-        timed_steps: Steps to time after a first one to warm up; 0 = none.
-        baseline: Key of `BASELINES`, to replace the configured network; None = the configured
-            network.
-        packages: Folder of the baselines' packages, which must come before those of this
-            environment.
+        timed_steps: Number of steps to time, after a warm-up step; 0 = no timing.
+        baseline: Key of `BASELINES`; None = the configured network.
+        packages: Folder of the baselines' packages, which take precedence over the packages of this
+            environment; None without baselines.
 
     Returns:
-        Saved bytes per voxel, bytes at the peak and bytes of the parameters. If timed: seconds of
-        the fastest step and the device; on a GPU also the peak of the bytes that torch's allocator
-        had given out. A baseline in a precision that the device lacks is not timed.
+        `saved_per_voxel` (bytes), `peak_bytes` and `parameter_bytes`. If timed, also
+        `seconds_per_step` of the fastest step and `device`; on a GPU also `peak_allocated_bytes` of
+        torch's allocator. A baseline in a precision that the device lacks is not timed.
 
     Raises:
         UserError: If the device does not support the precision, or the step cannot be counted.
@@ -312,9 +311,9 @@ def measure_row(
         check_precision(precision, device.type)
     except ValueError as error:
         if baseline is None:
-            # The text begins with the name of the key: `precision`.
+            # The text of the error begins with the key `precision`.
             raise UserError(f"memory.{error}") from error
-        # The bytes of a baseline are counted all the same: on tensors without values.
+        # The bytes of a baseline are still counted, on meta tensors.
         is_timed = False
     make_baseline_network: Callable[[], nn.Module] | None = None
     if baseline:
@@ -344,13 +343,13 @@ def _time_step(
     timed_steps: int,
     make_baseline_network: Callable[[], nn.Module] | None,
 ) -> float:
-    """Time training steps on noise, after one to warm up.
+    """Time training steps on noise, after a warm-up step.
 
     Args:
         config: Checked configuration.
         shape: Voxels of a sample, (D, H, W).
         timed_steps: Number of timed steps, at least 1.
-        make_baseline_network: Builds a network in place of the configured one.
+        make_baseline_network: Builds the network of a baseline; None = the configured network.
 
     Returns:
         Duration of the fastest step in s.
@@ -388,18 +387,18 @@ def _time_step(
             value.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # Kernels run asynchronously: without this, only their launch would be timed.
+        # Kernels run asynchronously: without synchronising, only their launch would be timed.
         if device.type == "cuda":
             torch.cuda.synchronize()
         durations_s.append(time.perf_counter() - start_s)
-    # Without the first step, which allocates and compiles.
+    # Leave out the warm-up step, which allocates and compiles.
     return min(durations_s[1:])
 
 
 def table_row(
     row: Row, memory: MemoryOptions, measured: dict[str, Any], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make a row of `ladder.csv`; a cell that is not known is None.
+    """Make a row of `ladder.csv`; an unknown value is None.
 
     Args:
         row: The row.
@@ -407,14 +406,14 @@ def table_row(
         measured: From `measure_row`.
         summary: Summary of the row's training; empty if it was not trained.
     """
-    # Of the switches, only the precision is applied to a baseline.
+    # Baselines run without checkpointing.
     checkpointing = "none" if row.baseline else memory.checkpointing
-    # The key holds a word such as `none`, or a list of names of blocks.
+    # `memory.checkpointing` is a word such as `none`, or a list of names of blocks.
     if not isinstance(checkpointing, str):
         checkpointing = " ".join(checkpointing)
 
     def rounded(key: str, digits: int, unit: int = 1) -> float | None:
-        """Round a measurement in multiples of a unit; None if it was not measured."""
+        """Convert a measurement to a unit and round it; None if it was not measured."""
         if key not in measured:
             return None
         return round(measured[key] / unit, digits)
@@ -441,7 +440,7 @@ def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, ti
     Args:
         table: From `table_row`, of the rows measured so far.
         rows: All rows.
-        output: The folder.
+        output: Folder to write to.
         title: Title of the picture.
     """
     write_csv(output / "ladder.csv", table)
@@ -463,7 +462,7 @@ def picture_name(row: Row, line: dict[str, Any]) -> str:
     """
     if row.is_switch:
         return f"+ {row.name}"
-    # The name of a baseline has its precision already, and a baseline has no checkpointing.
+    # The name of a baseline already states its precision, and it has no checkpointing.
     if row.baseline:
         return row.name
     name = f"{row.name}, {line['precision']}"

@@ -18,7 +18,7 @@ from medseg.errors import UserError
 from medseg.io.atomic import check_writable
 from medseg.io.tables import read_csv
 from medseg.runs.advice import budget_argument
-from medseg.studies.command_steps import last_checkpoint, run_steps
+from medseg.studies.command_steps import evaluate_step, last_checkpoint, run_steps
 from medseg.studies.fold_bound import BOUND, LEVEL, Scores, formula_text
 from medseg.studies.fold_tables import METRICS_FILE
 from medseg.studies.recipes import (
@@ -37,8 +37,8 @@ from medseg.weights.model_folder import StageWeights, write_model_folder
 from medseg.wording import shell_line
 
 STAGES = ("coarse", "fine")
-# Values of the trust in a reference with which it may calibrate the bound; the empty text means
-# that the table states none. A `partial` reference leaves out an unknown part.
+# Trust of the references that may calibrate the bound; the empty text means that the table states
+# no trust. `partial` is excluded: such a reference lacks an unknown part of the region.
 CALIBRATING_TRUST = ("", "reference", "approximate")
 
 
@@ -46,7 +46,7 @@ def make_weights(config: MakeWeightsConfig) -> int:
     """Train both stages on every case of the table, and write their weights.
 
     Writes a model folder, see `medseg.weights.model_folder`. The bound on Dice is calibrated on the
-    cases of `held_out`. Without them, it is the bound of a `cross_validate` in the folder `runs`.
+    cases of `held_out`; without this key, it is read from a `cross_validate` in the folder `runs`.
 
     Returns:
         Exit code, always 0.
@@ -57,8 +57,8 @@ def make_weights(config: MakeWeightsConfig) -> int:
     """
     runs, output = Path(config.runs), Path(config.output)
     check_experiments(config)
-    # All tables are read before the training, so that a damaged one, or a patient who is trained on
-    # and held out, is refused here.
+    # Read all tables before the training: a damaged table, or a held-out patient in a training
+    # table, is refused here.
     cases = read_cases(Path(config.cases))
     fine_cases = None
     if config.fine_cases is not None:
@@ -78,17 +78,17 @@ def make_weights(config: MakeWeightsConfig) -> int:
     _write_weights(runs, output, bound, budget)
     for path in sorted(output.glob("*.safetensors")):
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
-    # `<scan>` is not quoted: the user replaces it by a path, and the quotes would stay around it.
-    typed_weights = shell_line([f"weights={output}", *budget])
-    print(f"medseg predict -i <scan> -o labels.nii.gz {typed_weights}")
+    # Only paths are quoted, not `<scan>`: the user replaces `<scan>`, and quotes would stay.
+    quoted_arguments = shell_line([f"weights={output}", *budget])
+    print(f"medseg predict -i <scan> -o labels.nii.gz {quoted_arguments}")
     return 0
 
 
 def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Case]:
-    """Read the cases that calibrate the bound; without the key `held_out` there are none.
+    """Read the cases that calibrate the bound; empty without the key `held_out`.
 
     Args:
-        config: Names the table.
+        config: Has the path of the table.
         cases: Training cases of both stages.
 
     Raises:
@@ -98,8 +98,6 @@ def _read_held_out(config: MakeWeightsConfig, cases: Sequence[Case]) -> list[Cas
         return []
     held_out = read_cases(Path(config.held_out))
     trained_patients = {case.patient for case in cases}
-    if config.fine_cases is not None:
-        trained_patients |= {case.patient for case in read_cases(Path(config.fine_cases))}
     shared_patients = sorted({case.patient for case in held_out} & trained_patients)
     if shared_patients:
         raise UserError(
@@ -133,14 +131,14 @@ def _all_cases_arguments(table: str) -> list[str]:
 
 
 def _coarse_stage_arguments(config: MakeWeightsConfig) -> dict[str, list[str]]:
-    """Name the checkpoints of the coarse stage for the fine experiments that take its output.
+    """Make the arguments with coarse checkpoints, for fine experiments that take coarse output.
 
     If `cross_validate` ran in the same folder, these are the checkpoints of its folds: each case
-    then gets a coarse stage that has not trained on it. Otherwise there is one checkpoint, of the
+    then gets a coarse stage that has not trained on the case. Otherwise it is the checkpoint of the
     coarse stage that is trained on all cases.
 
     Returns:
-        Experiment to its further arguments.
+        Fine experiment to its further arguments; other experiments are left out.
     """
     runs = Path(config.runs)
     folds = sorted(folder for folder in runs.glob("fold_*") if (folder / "coarse").is_dir())
@@ -164,7 +162,7 @@ def _write_weights(
         runs: Folder of the runs.
         output: The model folder.
         bound: Bound on Dice, for the metadata; None = no bound.
-        budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
+        budget: Argument of `predict` for the memory of a pass; empty if the default is enough.
     """
     networks: list[StageWeights] = []
     for stage in STAGES:
@@ -180,9 +178,9 @@ def _write_weights(
 def _in_half(tensor: Tensor) -> Tensor:
     """Round weights to float16, for files of half the size.
 
-    A network that computes in bfloat16 rounds its weights more coarsely itself, all but those below
-    2⁻¹⁷, where float16 is the coarser format. A tensor of integers, or with a number too large for
-    float16, stays as it is.
+    A network that computes in bfloat16 rounds its weights more coarsely itself, except weights
+    below 2⁻¹⁷, where float16 is the coarser format. A tensor is not rounded if it holds integers or
+    a number too large for float16.
     """
     half = tensor.half()
     if tensor.is_floating_point() and bool(half.isfinite().all()):
@@ -193,25 +191,29 @@ def _in_half(tensor: Tensor) -> Tensor:
 def _calibrated_bound(
     config: MakeWeightsConfig, held_out: Sequence[Case], budget: Sequence[str]
 ) -> dict[str, Any] | None:
-    """Segment and score the held-out cases, and calibrate the bound on Dice on them.
+    """Segment and score the held-out cases, and calibrate the bound on Dice with their scores.
 
     Args:
-        config: Names the folder of the runs, and the table of the held-out cases.
-        held_out: The cases of this table.
-        budget: Argument of `predict` for the memory of a pass; empty where the default is enough.
+        config: Has the folder of the runs, and the path of the table of held-out cases.
+        held_out: Cases of this table.
+        budget: Argument of `predict` for the memory of a pass; empty if the default is enough.
 
     Returns:
-        The bound; None if there are too few patients.
+        The bound as a dictionary; None if there are too few patients.
     """
     folder = Path(config.runs) / "held_out"
-    # The rounded weights are what users get, so they make the predictions. They are written here
-    # without a bound, which is not known yet.
+    # Predict with the weights that users get, which are rounded; the bound is not known yet.
     weights = folder / "weights"
     shutil.rmtree(weights, ignore_errors=True)
     weights.mkdir(parents=True)
     _write_weights(Path(config.runs), weights, bound=None, budget=budget)
     table = Path(str(config.held_out)).absolute()
     predictions, scores = folder / "predictions", folder / "scores"
+    # `evaluate` reads no checkpoint, and would score the labels of its default task.
+    checkpoint = last_checkpoint(Path(config.runs) / "all" / "fine")
+    metadata, _ = read_weights(checkpoint, stage="fine", key="fine")
+    train_config = metadata["config"]
+    label_values = train_config["data"]["label_values"] or {}
     run_steps(
         [
             [
@@ -221,18 +223,18 @@ def _calibrated_bound(
                 f"weights={text_of(str(weights))}",
                 *budget,
             ],
-            ["evaluate", f"pred={predictions}", f"ref={table}", f"output={scores}"],
+            evaluate_step(folder, table, train_config["task"], label_values),
         ]
     )
     patient_of = {case.name: case.patient for case in held_out}
-    # Patient to a pair for each region: agreement of the stages, and Dice.
+    # Patient to pairs (agreement of the two stages, Dice), one for each region of each scan.
     scores_of_patient: Scores = {}
     for row in read_csv(scores / METRICS_FILE):
         if row["trust"] not in CALIBRATING_TRUST:
             continue
         report = json.loads((predictions / f"{row['case']}.json").read_text(encoding="utf-8"))
-        # Without a box no region was found. An agreement on that says nothing about the Dice of
-        # regions that are found.
+        # Without a box the coarse stage found no region. Agreement on an absent region says
+        # nothing about the Dice of regions that are found.
         if row["region"] not in report["boxes"]:
             continue
         agreement = report["agreements"][row["region"]]
@@ -250,11 +252,11 @@ def read_bound(path: Path, config: RecipeConfig) -> dict[str, Any] | None:
     """Read the bound on Dice that `cross_validate` wrote.
 
     Args:
-        path: The file.
-        config: Names the experiments of these weights.
+        path: File of the bound.
+        config: Has the experiments of these weights.
 
     Returns:
-        The bound; None if there is none, or if it was calibrated with other experiments.
+        The bound; None if there is no file, or if the bound was calibrated with other experiments.
 
     Raises:
         UserError: If the file is damaged.

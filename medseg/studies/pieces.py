@@ -1,4 +1,4 @@
-"""Harder scans made of whole ones: parts along z, half chests, and painted disease.
+"""Harder scans made from whole scans: parts along z, half chests, and painted disease.
 
 Scans and labels are handled in the orientation of the networks: z from feet to head, x from the
 patient's right to left.
@@ -24,31 +24,31 @@ from medseg.preprocess.intensity import HU_LIMITS
 from medseg.preprocess.orient import orient
 from medseg.preprocess.scale import AS_STORED
 
-# Share of the organ's height that a part shows: `bases` and `apices` each, and `middle`.
+# Share of the organ's height (along z) that `bases` and `apices` show, each, and `middle`.
 SHARE_OF_END = 0.25
 SHARE_OF_MIDDLE = 0.35
-# An organ of less height is not cut into `bases`, `middle` and `apices`.
+# An organ with less height than this is not cut into `bases`, `middle` and `apices`.
 LEAST_HEIGHT_MM = 100.0
-# Distance of a part without organ (`below`, `above`) from the organ, whose reference may stop a
-# slice early.
+# Distance from the organ to a part without organ (`below`, `above`): a reference may end a slice
+# before the organ does.
 GAP_MM = 5.0
 # Least height of a part without organ.
 LEAST_MM = 15.0
-# A half chest with less than this share of a region's voxels shows only a sliver of it, and nothing
-# in view tells on which side the sliver lies.
+# With less than this share of an organ's voxels, a half chest shows a sliver of the organ: too
+# little to recognise the side of the sliver.
 LEAST_SHARE = 0.1
-# Trust in the reference of a region of which only a sliver is in view. Scores are summarised by
-# trust, so those of slivers stand apart.
+# Trust of the reference of an organ that a half chest shows as a sliver. Scores are summarised by
+# trust, so slivers get summaries of their own.
 SLIVER = "sliver"
 HALVES = ("right_half", "left_half")
-# Files of an image and of its labels.
+# Paths of the image and of the labels of a part.
 Files = tuple[Path, Path]
 
 
 def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: Path) -> list[Case]:
     """Cut a case along z, and between its two organs along x, and write the parts.
 
-    If all files exist, they are kept.
+    If the files of all parts exist, nothing is written.
 
     Args:
         case: Case with labels.
@@ -60,7 +60,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
     """
     labels, grid = oriented_labels(case)
     values = list(chain(*organs.values()))
-    # Per slice, (D,).
+    # Whether each slice shows an organ, (D,).
     has_organ = np.array([np.isin(plane, values).any() for plane in labels])
     depth, height, width = labels.shape
     boxes: dict[str, VoxelBox] = {}
@@ -90,7 +90,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
 def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
     """Paint disease into each organ of a CT, see `paint_disease`, and write the scan in HU.
 
-    If all files exist, they are kept.
+    If both files exist, nothing is written.
 
     Args:
         case: Case with labels, a CT.
@@ -107,17 +107,17 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
     files = _files(case, ["diseased"], folder)
     if not _exist(files):
         scan, scan_grid = oriented_image(case)
-        # The seed follows from the name: a case has the same disease in every study.
+        # The seed is a hash of the name, so that a case has the same disease in every study.
         rng = sample_rng(seed=zlib.crc32(case.name.encode()), n=0)
         image = torch.from_numpy(case.hu.apply(scan).astype(np.float32).clip(*HU_LIMITS))
         for values in present_organs:
             organ = torch.from_numpy(np.isin(labels, values).astype(np.uint8))
-            # In place; 1 is the value of the organ in its map.
+            # Paints in place; 1 is the value of the organ in `organ`.
             paint_disease(image, organ, 1, list(KINDS), rng, grid.spacing_mm)
         image_path, labels_path = files["diseased"]
         write_image(image_path, image.round().to(torch.int16).numpy(), scan_grid)
         write_labels(labels_path, labels, grid)
-    # The values of the case may need a conversion to HU, those of the new file need none.
+    # `hu` of the case converts stored values to HU; the new file already has HU.
     return [replace(painted, hu=AS_STORED) for painted in _as_cases(case, files)]
 
 
@@ -129,8 +129,9 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
         step_mm: Distance between slices.
 
     Yields:
-        Name and half-open range of slices. `bases` and `apices` extend to the end of the scan and
-        exist only if the organ ends before it; `below` and `above` contain no organ.
+        Name and half-open range of slices. `bases` extends to the lower end of the scan, `apices`
+        to the upper end; each exists only if the organ does not reach that end. `below` and `above`
+        contain no organ.
 
     Example:
         >>> dict(slice_ranges(np.array([False] * 6 + [True] * 20), 5.0))
@@ -147,7 +148,7 @@ def slice_ranges(has_organ: np.ndarray, step_mm: float) -> Iterator[tuple[str, t
     gap = math.ceil(GAP_MM / step_mm)
     least_height = math.ceil(LEAST_MM / step_mm)
     end_height = math.ceil(SHARE_OF_END * height)
-    # What the middle part leaves out at either end of the organ.
+    # Slices that the middle part leaves out at each end of the organ.
     margin = (height - math.ceil(SHARE_OF_MIDDLE * height)) // 2
     if first - gap >= least_height:
         yield "below", (0, first - gap)
@@ -166,10 +167,11 @@ def halves(
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Choose the columns of half chests.
 
-    A scan that shows exactly two organs is cut in the middle of their common extent along x.
+    A scan that shows exactly two organs is cut in the middle of their joint extent along x; any
+    other scan is not cut.
 
     Args:
-        labels: (D, H, W), x to the patient's left.
+        labels: Label map (D, H, W), x from the patient's right to left.
         organs: Values of each organ.
 
     Yields:
@@ -189,11 +191,11 @@ def halves(
 def _slivers(
     labels: np.ndarray, labels_of_part: np.ndarray, organs: Mapping[str, Sequence[int]]
 ) -> list[str]:
-    """Name the organs of which a part shows some voxels, but less than `LEAST_SHARE` of all.
+    """List the organs of which a part shows voxels, but fewer than the share `LEAST_SHARE`.
 
     Args:
-        labels: Labels of the whole scan.
-        labels_of_part: Labels of the part.
+        labels: Label map of the whole scan.
+        labels_of_part: Label map of the part.
         organs: Name of each organ to its values.
     """
     slivers = []
@@ -221,7 +223,7 @@ def oriented_labels(case: Case) -> tuple[np.ndarray, VoxelGrid]:
 
 
 def _files(case: Case, names: Iterable[str], folder: Path) -> dict[str, Files]:
-    """Name the files of each part of a case: name of the part to image and labels."""
+    """Map the name of each part of a case to the paths of its image and labels."""
     files = {}
     for name in names:
         stem = f"{case.name}_{name}"
@@ -237,7 +239,7 @@ def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:
     """Describe the parts of a case as cases of their own, in the order of `files`."""
     parts = []
     for name, (image, labels) in files.items():
-        # The files are NIfTI, so the part of a case that was a DICOM series has no series.
+        # The files of parts are NIfTI and have no series, even if the case is a DICOM series.
         part = replace(case, name=f"{case.name}_{name}", image=image, labels=labels, series=None)
         parts.append(part)
     return parts

@@ -13,6 +13,7 @@ from medseg.io.tables import latex_table, markdown_table, write_csv
 from medseg.runs.folder import read_summary
 from medseg.studies.held_out import patients_of
 
+# Row of a table: column to value.
 Row = Mapping[str, Any]
 
 POOLED_CSV = "pooled.csv"
@@ -32,6 +33,7 @@ COLUMNS = {
     "not_found": "not found",
     "false_regions": "found where absent",
 }
+# Column of the table of costs to its heading.
 COST_COLUMNS = {
     "fold": "fold",
     "run": "run",
@@ -45,9 +47,9 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
     """Pool the scores of held-out scans: mean and standard deviation over patients.
 
     The scans of one patient are averaged first: they are no independent observations. A region that
-    was not found counts with a Dice and an NSD of 0. It has no distance, so it is missing from the
-    mean HD95 and counted in the column `not_found`. Scans without the region are left out of all
-    means; those in which it was found nevertheless are counted in `false_regions`.
+    was not found counts with a Dice and an NSD of 0. Its HD95 is infinite and left out of the mean;
+    the column `not_found` counts such regions. Scans without the region are left out of all means;
+    `false_regions` counts those in which the region was predicted nevertheless.
 
     Args:
         rows: One per scan and region with `case`, `region`, `trust`, `volume_pred_ml`,
@@ -55,8 +57,8 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
         patients: Scan to its patient.
 
     Returns:
-        One row per region and trust. `<metric>` is the mean, None without a patient;
-        `<metric>_sd` is the standard deviation of a sample, None with fewer than two patients.
+        One row per region and trust. `<metric>` is the mean over patients, None without a patient;
+        `<metric>_sd` is the sample standard deviation, None with fewer than two patients.
     """
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -69,8 +71,8 @@ def pooled_rows(rows: Sequence[Row], patients: Mapping[str, str]) -> list[dict[s
 
 def _pooled_figures(rows: Sequence[Row], patients: Mapping[str, str]) -> dict[str, Any]:
     """Pool the scores of one region and trust, see `pooled_rows`."""
-    # Where the reference is empty, a score has no meaning (a Dice of 0 or 1, an infinite distance):
-    # such scans are only counted.
+    # Scores against an empty reference have no meaning (a Dice of 0 or 1, an infinite distance), so
+    # scans with such a reference are only counted.
     present = [row for row in rows if row["volume_ref_ml"] > 0]
     absent = [row for row in rows if row["volume_ref_ml"] == 0]
     figures: dict[str, Any] = {
@@ -87,7 +89,7 @@ def _pooled_figures(rows: Sequence[Row], patients: Mapping[str, str]) -> dict[st
 
 
 def _patient_means(rows: Sequence[Row], metric: str, patients: Mapping[str, str]) -> list[float]:
-    """Average the finite scores of each patient."""
+    """Compute the mean of the finite scores of each patient that has some."""
     scores: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if math.isfinite(row[metric]):
@@ -116,11 +118,11 @@ def fold_costs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def write_pooled(
     rows: Sequence[Row], cases: Mapping[str, Case], costs: Sequence[Row], output: Path
 ) -> None:
-    """Write the pooled scores as CSV, Markdown and LaTeX, the Markdown with the cost of the folds.
+    """Write the pooled scores as CSV, Markdown and LaTeX; the Markdown also has the costs.
 
     Args:
         rows: As for `pooled_rows`.
-        cases: Scan to its row of the case table; one without a patient is a patient of its own.
+        cases: Scan to its case; a scan without a patient is a patient of its own.
         costs: From `fold_costs`.
         output: Folder of the study.
     """
@@ -138,7 +140,7 @@ def write_pooled(
 
 
 def _readable(row: Row) -> dict[str, Any]:
-    """Replace the mean of each metric by a text with its standard deviation."""
+    """Replace the mean of each metric by a text, `mean ± standard deviation`."""
     texts = dict(row)
     for metric, decimals in POOLED_METRICS.items():
         mean, deviation = row[metric], row[f"{metric}_sd"]

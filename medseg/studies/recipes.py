@@ -1,7 +1,7 @@
 """Recipes of cascades: the chain of experiments that trains each stage, as resumable commands.
 
-A stage has one experiment or several, of which each starts from the weights of the one before. A
-training on phantoms may come first.
+The chain of a stage has one or more experiments; each starts from the weights of the previous one.
+A training on phantoms may come first.
 """
 
 import hashlib
@@ -24,11 +24,11 @@ from medseg.studies.train_arguments import compose_train, compose_unchecked, fol
 from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 
-# File beside the runs of a fold with their recipe: the experiments and arguments of `recipe_of`.
+# File with the recipe of the runs in a folder, see `recipe_of`.
 RECIPE_FILE = "experiments.json"
-# Hexadecimal digits that are kept of a SHA-256.
+# Number of hexadecimal digits of a SHA-256 that a recipe keeps.
 DIGEST_LENGTH = 12
-# Keys of the configuration that hold folders of the training machine.
+# Keys of the configuration that hold paths on the training machine.
 FOLDER_KEYS = (
     "run_dir",
     "resume",
@@ -45,8 +45,8 @@ FOLDER_KEYS = (
 def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:
     """Map each key that names experiments to its value.
 
-    The keys of the stages, `coarse` and `fine`, have a list; those of the trainings on phantoms,
-    `pretrain_…`, have one name or None.
+    `coarse` and `fine` have a list of names; `pretrain_coarse` and `pretrain_fine`, the trainings
+    on phantoms, have one name or None.
     """
     keys = ("coarse", "fine", "pretrain_coarse", "pretrain_fine")
     return {key: getattr(config, key) for key in keys}
@@ -56,26 +56,26 @@ def check_experiments(config: RecipeConfig, extra_arguments: Sequence[str] = ())
     """Refuse an experiment that `train` would refuse, before hours of training.
 
     Args:
-        config: Names the experiments.
-        extra_arguments: Further arguments of the trainings that are not on phantoms.
+        config: Has the experiments.
+        extra_arguments: Further arguments of all trainings but those on phantoms.
 
     Raises:
-        UserError: With the key that names the experiment.
+        UserError: Names the key of the experiment.
     """
     for key, names in experiments(config).items():
         if names is None:
             continue
         chain = [names] if isinstance(names, str) else names
         for name in chain:
-            # Nothing is written. Any folder will do: the default is Hydra's output folder, which
-            # only a running command has.
+            # Nothing is written to `run_dir`, but it must have a value: the default is Hydra's
+            # output folder, which exists only while a command runs.
             arguments = [f"experiment={text_of(name)}", "run_dir=none"]
             if not key.startswith("pretrain"):
                 arguments += extra_arguments
-            # `stage_steps` gives no coarse stage to trainings on phantoms, which all folds share:
-            # `compose_train` refuses a `pretrain_fine` that needs one.
+            # Only for `fine`: a `pretrain_fine` that needs a coarse stage is refused by
+            # `compose_train`, since `stage_steps` gives none to trainings on phantoms.
             if key == "fine" and needs_coarse_stage(name, key):
-                # The real checkpoint is still to be trained; any existing file passes the check.
+                # The coarse stage is not trained yet: any existing file passes the check.
                 stand_in = shipped_weights(INCLUDED_TASK, "coarse")
                 arguments.append(f"stage.coarse={text_of(str(stand_in))}")
             compose_train(arguments, key)
@@ -100,25 +100,25 @@ def stage_steps(
     phantom_runs: Path,
     extra_arguments: Mapping[str, Sequence[str]] | None = None,
 ) -> list[Step]:
-    """Make the commands that train one stage; those of finished runs are left out.
+    """Make the commands that train one stage; finished runs get no command.
 
     Args:
-        config: Names the chain of experiments of each stage, and the experiment on phantoms before
-            it; without one, the chain starts from random weights.
+        config: Has the chain of experiments of each stage, and the experiment on phantoms before
+            the chain; without it, the chain starts from random weights.
         stage: `coarse` or `fine`.
-        folder: Folder of the runs: the last one of the chain is in `<stage>`, those before it in
+        folder: Folder of the runs: the last run of the chain is `<stage>`, the runs before it are
             `<stage>_1`, `<stage>_2`, …
-        data: Arguments that select the training cases. Trainings on phantoms do not get them: they
+        data: Arguments that select the training cases; not given to trainings on phantoms, which
             use no patient data.
         phantom_runs: Folder of the runs on phantoms and of the cache, shared by all cascades of a
             study.
         extra_arguments: Experiment to further arguments of its training, see `coarse_arguments`.
     """
-    # The paths here need no quotes: a step is a command line, whose paths medseg quotes itself, see
-    # `PATH_KEYS` of `medseg.config.overrides`.
+    # The paths below need no quotes: a step is a command line, in which medseg quotes the values of
+    # `PATH_KEYS` itself, see `medseg.config.overrides`.
     cache = f"data.cache={phantom_runs / 'cache'}"
     steps: list[Step] = []
-    # Argument with the weights that the next training starts from.
+    # Argument that names the initial weights of the next training; empty for random weights.
     init_from: list[str] = []
     pretrain = getattr(config, f"pretrain_{stage}")
     if pretrain:
@@ -139,21 +139,21 @@ def stage_steps(
 
 def _phantom_run(phantom_runs: Path, experiment: str) -> Path:
     """Name the run folder of a training on phantoms."""
-    # The path of a file, joined to the folder as it is, could lead out of it: `/plans/a.yaml`.
+    # Joined to the folder unchanged, a path such as `/plans/a.yaml` would lead out of the folder.
     if experiment.endswith(FILE_SUFFIX):
         return phantom_runs / folder_name(experiment)
     return phantom_runs / experiment
 
 
 def coarse_arguments(config: RecipeConfig, folds: Sequence[Path]) -> dict[str, list[str]]:
-    """Name the coarse checkpoints of all folds for the fine experiments that take their output.
+    """Make the arguments with the coarse checkpoints of all folds, for fine experiments.
 
     Args:
-        config: Names the experiments.
+        config: Has the experiments.
         folds: Folder of each fold, which has the run `coarse`.
 
     Returns:
-        Experiment to its further arguments.
+        Fine experiment to its further arguments, if it takes the output of a coarse stage.
     """
     paths = [last_checkpoint(folder / "coarse") for folder in folds]
     checkpoints = ",".join(text_of(str(path)) for path in paths)
@@ -170,17 +170,17 @@ def recipe_of(
     arguments: Sequence[str] = (),
     fine_cases: Iterable[Case] | None = None,
 ) -> dict[str, Any]:
-    """Collect what decides the runs of a fold.
+    """Collect everything that determines the runs in a folder.
 
     Args:
         experiments: From `experiments`; empty for a single stage, which the arguments describe.
         cases: All cases of the table.
         arguments: Further arguments of the trainings.
-        fine_cases: Cases of the table of the fine stage; None: it has that of the coarse stage.
+        fine_cases: Cases of the table of the fine stage; None if both stages have one table.
 
     Returns:
-        The experiments, a digest of the names of the cases of each table, and the arguments if
-        there are any.
+        The experiments, a digest of the case names of each table, and the arguments if there are
+        any.
     """
     recipe: dict[str, Any] = {**experiments, "cases": _digest(cases)}
     if fine_cases is not None:
@@ -191,22 +191,22 @@ def recipe_of(
 
 
 def _digest(cases: Iterable[Case]) -> str:
-    """Hash the names of cases, in any order."""
+    """Hash the names of cases, independently of their order."""
     names = sorted(case.name for case in cases)
-    # Names come from file names, which may hold bytes that are no UTF-8.
+    # Names come from file names, which may hold bytes that are not valid UTF-8.
     text = "\n".join(names).encode("utf-8", "surrogateescape")
     return hashlib.sha256(text).hexdigest()[:DIGEST_LENGTH]
 
 
 def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
-    """Write the recipe of runs beside them, or compare it with that of earlier runs.
+    """Write the recipe of runs into their folder, or compare it with the recipe of earlier runs.
 
-    A study reuses finished runs, which would be wrong with another recipe. The file is overwritten
-    if no run has a checkpoint yet, since there is nothing to reuse.
+    A study reuses finished runs, which would be wrong with another recipe. While no run has a
+    checkpoint, there is nothing to reuse, and the file is overwritten.
 
     Args:
-        folder: Run folder, or folder of several.
-        recipe: From `recipe_of`; of a run outside any study, `arguments` alone.
+        folder: Run folder, or folder of several run folders.
+        recipe: From `recipe_of`; for a run outside any study, the key `arguments` alone.
 
     Raises:
         UserError: If earlier runs in the folder come from another recipe.
@@ -228,15 +228,15 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
 
 
 def check_same_recipe(folders: Sequence[Path]) -> None:
-    """Refuse folds that come from different recipes, whose networks must not be combined.
+    """Refuse folds of different recipes, whose networks must not be combined.
 
-    Folders without a file of their recipe, which older versions left, are passed over.
+    Folders of older versions have no recipe file and are not compared.
 
     Args:
         folders: Folder of each fold.
 
     Raises:
-        UserError: With the first key that differs.
+        UserError: Names the first key that differs.
     """
     recipe_folders = [folder for folder in folders if (folder / RECIPE_FILE).is_file()]
     if not recipe_folders:
@@ -245,7 +245,7 @@ def check_same_recipe(folders: Sequence[Path]) -> None:
     first_recipe = read_json(first_folder / RECIPE_FILE)
     for folder in other_folders:
         recipe = read_json(folder / RECIPE_FILE)
-        # All keys of both, each once.
+        # Keys of both recipes, each once.
         for key in dict.fromkeys([*first_recipe, *recipe]):
             if first_recipe.get(key) != recipe.get(key):
                 raise UserError(
@@ -256,16 +256,16 @@ def check_same_recipe(folders: Sequence[Path]) -> None:
 
 
 def without_folders(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Shorten the paths of the training machine in metadata of weights to their last part.
+    """Shorten the paths in a checkpoint's metadata to their last part.
 
-    Weights may be published, and paths may name people.
+    Weights may be published, and paths of the training machine may contain names of people.
     """
     config = OmegaConf.create(metadata["config"])
     for key in FOLDER_KEYS:
         value = OmegaConf.select(config, key)
         if isinstance(value, str):
             OmegaConf.update(config, key, Path(value).name)
-        # A list of paths.
+        # Otherwise the value is a list of paths, or None.
         elif value is not None:
             OmegaConf.update(config, key, [Path(path).name for path in value])
     return {**metadata, "config": OmegaConf.to_container(config)}

@@ -1,10 +1,10 @@
 """The `search` command: searches values of keys by trials, each a training in its own run folder.
 
-Optuna draws the values of each trial and decides which trials end early (pruning). It keeps the
-trials as a study in a journal file, which several processes may share. Optuna's own recovery of
-the trials of killed processes (heartbeats) needs a database and repeats a trial under another
-number. So here the process that runs a trial locks a file: a trial that is marked as running while
-its lock is free belongs to a process that was killed, and is resumed in its folder.
+Optuna draws the values of each trial and decides which trials end early (pruning). The trials are
+an Optuna study in a journal file, which several processes may share. Optuna's own recovery of the
+trials of killed processes (heartbeats) needs a database and repeats a trial under another number.
+So here the process that runs a trial locks a file: if a trial is marked as running while its lock
+is free, its process was killed, and the trial is resumed in its folder.
 """
 
 import json
@@ -56,6 +56,7 @@ from medseg.training.optimisation import make_scheduled_optimizer
 from medseg.training.options import TrainConfig
 from medseg.training.preemption import STOP
 
+# Files in the folder of the search, and the lock file in the folder of each trial.
 SEARCH_FILE = "search.yaml"
 JOURNAL_FILE = "study.journal"
 STUDY_LOCK_FILE = "study.lock"
@@ -64,17 +65,17 @@ TRIAL_LOCK_FILE = "trial.lock"
 OPEN_KEYS = frozenset(
     {"sweep.num_trials", "sweep.pruner", "sweep.prune_after_trials", "sweep.prune_after_steps"}
 )
-# Statuses with which a trial has ended, and is not resumed.
+# Statuses of a trial that has ended and is not resumed.
 ENDED = FAILURES | {Status.finished, Status.pruned}
 DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
     Objective.val_dice: "maximize",
     Objective.peak_gib: "minimize",
     Objective.seconds_per_step: "minimize",
 }
-# Number of results below which the importance of a key is noise.
+# Fewest trials with a result for importances of keys; with fewer, importances are noise.
 MIN_FOR_IMPORTANCES = 8
 
-# Composes the configuration of `train` with the values of a trial: key to value as text.
+# Function that composes the configuration of `train` from the values of a trial (key to text).
 Compose = Callable[[Mapping[str, str]], DictConfig]
 
 
@@ -82,7 +83,7 @@ def search(config: SearchConfig) -> int:
     """Run trials until there are `sweep.num_trials`; a search in an existing folder is resumed.
 
     Returns:
-        0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
+        Exit code: 0; 1 if no trial has a result; `EXIT_RESUME` if the system stopped the search.
 
     Raises:
         UserError: If an argument does not suit a search.
@@ -98,11 +99,11 @@ def search(config: SearchConfig) -> int:
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
     open_folder(folder, config)
-    # A stop signal so far has only set a flag, which is checked here. While a trial runs, signals
-    # are passed on to its process.
+    # Until here a stop signal has only set a flag, which is checked now. While a trial runs,
+    # signals are forwarded to its process.
     exit_if_asked()
     journal = SearchJournal(folder, config.sweep)
-    # The space may name groups and keys, so this joins the choices of both by the user.
+    # The space may contain groups and keys, so the user's choices of both are joined.
     journal.begin_with({**hydra_config.runtime.choices, **flat(plain(config))})
     for trial, overrides in journal.trials():
         status = run_trial(journal, trial, overrides, compose)
@@ -123,11 +124,11 @@ def composer(arguments: Sequence[str], sweep: SweepConfig) -> Compose:
 
     Args:
         arguments: Arguments of the search; those of `sweep` and of searched keys are left out.
-        sweep: The search.
+        sweep: Has the space, that is, the searched keys.
     """
     common = []
     for argument in arguments_for_train(arguments, SearchConfig):
-        # The user's value of a searched key is tried in the first trial, see `begin_with`.
+        # The user's value of a searched key is used in the first trial only, see `begin_with`.
         if key_of(argument) not in sweep.space:
             common.append(argument)
 
@@ -144,20 +145,20 @@ def check_space(sweep: SweepConfig, compose: Compose) -> None:
     Combinations of values are checked trial by trial.
 
     Raises:
-        UserError: Naming the key, the value and the cure.
+        UserError: Names the key, the value and what to do.
     """
     values_of_key = {key: _checked_values(parameter) for key, parameter in sweep.space.items()}
-    # Check number n takes the n-th value of each key. A key with fewer values than the longest one
-    # starts again from its first, so that every value is checked at least once.
+    # Check number n takes the n-th value of each key. A key with fewer values starts again from its
+    # first value, so that every value of every key is checked at least once.
     num_checks = max(map(len, values_of_key.values()))
     for number in range(num_checks):
         trial_values = {key: values[number % len(values)] for key, values in values_of_key.items()}
         try:
             config = to_typed(compose({**trial_values, "run_dir": "none"}), TrainConfig)
-            # Made only to check the arguments of optimiser and schedule.
+            # Built only to check the arguments of optimiser and schedule.
             make_scheduled_optimizer(config)
         except (HydraException, OmegaConfBaseException) as error:
-            # The configuration without the space has all keys, for a hint at a similar one.
+            # `compose({})` has all valid keys, so that the message can suggest a similar key.
             raise UserError(f"sweep.space: {explain(error, compose({}))}") from error
         except UserError as error:
             raise UserError(f"sweep.space: {error}") from error
@@ -172,16 +173,17 @@ def _checked_values(parameter: ParameterConfig) -> list[str]:
 
 
 def open_folder(folder: Path, config: SearchConfig) -> None:
-    """Write the configuration of a search into a new folder, or compare it with the earlier one.
+    """Write the configuration of a search into a new folder, or compare it with the saved one.
 
     Raises:
         UserError: If the folder belongs to another search.
     """
     path = folder / SEARCH_FILE
-    # If two processes begin at the same moment, one makes the file and the other one compares.
+    # If two processes start at the same moment, one creates the file and the other compares.
     if create_text(path, OmegaConf.to_yaml(OmegaConf.create(plain(config)))):
         return
     saved_config = OmegaConf.to_container(OmegaConf.create(read_yaml_text(path)))
+    # `decisive` drops keys that cannot change a result, such as the names of folders.
     saved = decisive(cast(dict[str, Any], saved_config))
     current = decisive(plain(config))
     changes = []
@@ -216,14 +218,14 @@ def run_trial(
     )
     texts = [f"{key}={value}" for key, value in overrides.items()]
     say(f"trial {trial.number}: {' '.join(texts)}")
-    # Recorded in `finally` if another exception than `UserError` ends the trial, such as
+    # Written in `finally` if the trial ends by an exception other than `UserError`, such as
     # SystemExit after a stop signal.
     status, message = Status.interrupted, ""
     try:
         config = to_config(compose({**overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
         settle(config)
         job = replace(job, signature=signature(plain(config)))
-        # Says that the trial is running, until its end is recorded below.
+        # Status `running`, until the end of the trial is written below.
         job.write(job_dir)
         status, message = run_job(trial, job_dir, config)
     except UserError as error:
@@ -235,7 +237,7 @@ def run_trial(
     if status is Status.finished:
         values = objective_values(journal.sweep.objectives, job_dir)
         result = ", ".join(f"{value:.4g}" for value in values)
-    # In the journal, an interrupted trial stays marked as running, so that it is resumed.
+    # An interrupted trial stays `RUNNING` in the journal, so that it is resumed.
     if status is not Status.interrupted:
         journal.close(trial.number, values, is_defect=status is Status.failed)
     say(f"trial {trial.number} {status.value.replace('_', ' ')}: {result}")
@@ -246,11 +248,11 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
     """Run or resume the training of a trial until it ends or is pruned.
 
     Returns:
-        Status of the trial, and its reason; empty if the training finished.
+        Status of the trial, and the reason of its end; the reason is empty if it finished.
     """
     if (job_dir / CONFIG_FILE).is_file():
         status = status_of_run(job_dir)
-        # The training has ended, but the search was killed before it recorded that.
+        # The training ended earlier, but the search was killed before it recorded the end.
         if status in ENDED:
             return status, read_summary(job_dir).get("message", "")
         config.resume = str(job_dir)
@@ -259,7 +261,7 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
     prune_reason = ""
 
     def is_behind() -> bool:
-        """Whether the trial should end now; called while it runs, until it returns True."""
+        """Whether the trial should end now; `run_in_process` polls this until it is True."""
         nonlocal prune_reason
         prune_reason = report_validations(trial, run_dir / HISTORY_FILE)
         return prune_reason != ""
@@ -267,7 +269,7 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
     exit_code = run_in_process(config, is_behind)
     # A training that has finished is not pruned, even if it was asked to stop at its last step.
     if exit_code == 0:
-        # Adds the validations since the last call of `is_behind`, since the pruner compares later
+        # Report the validations after the last call of `is_behind`: the pruner compares later
         # trials with them too.
         report_validations(trial, run_dir / HISTORY_FILE)
     elif prune_reason:
@@ -277,20 +279,21 @@ def run_job(trial: Trial, job_dir: Path, config: TrainConfig) -> tuple[Status, s
 
 
 def report_validations(trial: Trial, history: Path) -> str:
-    """Add the validations of a run to the journal that it does not have yet.
+    """Report the validations of a run that the journal lacks, and ask the pruner.
+
+    With two objectives nothing is reported or pruned: Optuna prunes by a single objective.
 
     Returns:
-        Why the trial should end now; "" if it should continue. With two objectives always "", and
-        nothing is added: Optuna prunes by a single objective.
+        Reason why the trial should end now; "" if it should continue.
     """
     if len(trial.study.directions) > 1:
         return ""
-    # Step of the last validation in the journal, by this process or one before it.
+    # Step of the last reported validation, also if an earlier process reported it.
     last_step = trial.study.get_trials(deepcopy=False)[trial.number].last_step
     dices: list[float] = []
     new_steps: list[int] = []
     for line in read_history(history):
-        # Lines of losses alone are no validations.
+        # Skip lines of losses alone, which are no validations.
         if not line.keys() >= {"step", "val_dice"}:
             continue
         step = int(line["step"])
@@ -310,7 +313,7 @@ def objective_values(objectives: Sequence[Objective], job_dir: Path) -> list[flo
     """Read the results of a finished run, one per objective.
 
     Raises:
-        UserError: If a result is missing. This ends the search, as no other trial would have it.
+        UserError: If a result is missing. This ends the search, as it would miss in every trial.
     """
     run = read_run(job_dir, job_dir.parent)
     results = {metric.key: metric.read(run) for metric in METRICS}
@@ -330,7 +333,7 @@ class SearchJournal:
 
     Args:
         folder: Folder of the search.
-        sweep: What is searched.
+        sweep: Space, objectives, sampler and pruner of the search.
     """
 
     def __init__(self, folder: Path, sweep: SweepConfig) -> None:
@@ -351,16 +354,15 @@ class SearchJournal:
         )
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
-        """Make the configuration as the user gave it the first trial.
+        """Queue a first trial with the user's own value of each searched key.
 
-        If the user's value of a searched key lies outside its range or choices, the sampler draws
-        one.
+        If that value lies outside the range or choices of the key, the sampler draws a value.
 
         Args:
-            values: Key or group to its value in this configuration.
+            values: Key or group to its value in the user's configuration.
         """
         with locked(self.folder / STUDY_LOCK_FILE):
-            # Another process, or an earlier start of the search, has made the first trial.
+            # Another process, or an earlier start of the search, has queued the first trial.
             if self.study.get_trials(deepcopy=False):
                 return
             first_values = {}
@@ -371,13 +373,13 @@ class SearchJournal:
             self.study.enqueue_trial(first_values)
 
     def trials(self) -> Iterator[tuple[Trial, dict[str, str]]]:
-        """Yield trials that only this process may run, each with its overrides.
+        """Yield trials that this process has locked, each with its overrides.
 
-        Trials that killed processes have left come first, then new ones.
+        Unfinished trials of killed processes come first, then new trials.
         """
         while True:
-            # A generator pauses at `yield`, so the lock is held until the caller asks for the next
-            # trial.
+            # The generator pauses at `yield` inside the block, so the lock is held until the caller
+            # asks for the next trial.
             with ExitStack() as trial_lock:
                 trial_and_overrides = self._next(trial_lock)
                 if trial_and_overrides is None:
@@ -388,17 +390,17 @@ class SearchJournal:
         """Choose the next trial, take its lock, and draw its values.
 
         Args:
-            trial_lock: Gets the lock of the trial.
+            trial_lock: Receives the lock of the trial.
 
         Returns:
-            The trial and its overrides; None if all of `num_trials` have begun, and those that have
-            not ended are run by other processes.
+            The trial and its overrides (key to value as text); None if all of `num_trials` have
+            begun and the unfinished trials are run by other processes.
         """
-        # Held while values are drawn too, because they depend on the trials that have begun.
+        # The study stays locked while values are drawn: they depend on the trials that have begun.
         with locked(self.folder / STUDY_LOCK_FILE):
             trials = self.study.get_trials(deepcopy=False)
-            # Trials are numbered from 0 in the order in which they begin, so the number of those
-            # that have begun is the next one. The trial of `begin_with` may still be waiting.
+            # Trials are numbered from 0 in the order in which they begin, so the next number is the
+            # number of trials that have begun. The queued trial of `begin_with` has not begun.
             next_number = sum(trial.state is not TrialState.WAITING for trial in trials)
             numbers = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
             if next_number < self.sweep.num_trials:
@@ -406,14 +408,14 @@ class SearchJournal:
             for number in numbers:
                 folder = self.folder / str(number)
                 folder.mkdir(exist_ok=True)
-                # The lock is not free: a living process runs this trial.
+                # If the lock is taken, a living process runs this trial.
                 if not trial_lock.enter_context(locked(folder / TRIAL_LOCK_FILE, wait_s=0)):
                     continue
                 self.study.sampler = self._make_sampler(number)
                 if number == next_number:
                     trial = self.study.ask()
                 else:
-                    # Optuna has no public way to take up a running trial.
+                    # Optuna has no public function that resumes a running trial.
                     trial = Trial(self.study, trials[number]._trial_id)
                 overrides = {}
                 for key, parameter in self.sweep.space.items():
@@ -424,11 +426,11 @@ class SearchJournal:
     def _make_sampler(self, number: int) -> BaseSampler:
         """Make the sampler of one trial.
 
-        With a seed for each trial, its values depend on its number and on the trials before it, but
-        not on interruptions.
+        Each trial has its own seed, so that its values depend on its number and the trials before
+        it, but not on interruptions.
         """
-        # The factor exceeds any number of trials, so that searches with other seeds share no seed
-        # of a trial. NumPy's seeds are below 2**32.
+        # The factor exceeds any number of trials, so that trials of searches with different seeds
+        # never share a seed. NumPy's seeds are below 2**32.
         seed = (self.sweep.seed * 100_003 + number) % 2**32
         if self.sweep.sampler is Sampler.random:
             return RandomSampler(seed=seed)
@@ -442,8 +444,8 @@ class SearchJournal:
 
         Args:
             number: Number of the trial.
-            values: One per objective; None = no result.
-            is_defect: Whether the trial ended for a reason that has nothing to do with its values.
+            values: Result of each objective; None = no result.
+            is_defect: Whether the trial ended for a reason unrelated to its drawn values.
         """
         if values is not None:
             state = TrialState.COMPLETE
@@ -452,7 +454,7 @@ class SearchJournal:
             state = TrialState.FAIL
         else:
             # The trial was pruned or refused, ran out of memory, or diverged. The sampler ranks it
-            # below all trials that have a result, and so avoids values like its own.
+            # below all trials with a result, and so avoids similar values.
             state = TrialState.PRUNED
         self.study.tell(number, values=values, state=state)
 
@@ -461,8 +463,8 @@ class SearchJournal:
         trials = self.study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         importances: dict[str, float] = {}
         if len(self.sweep.objectives) == 1 and len(trials) >= MIN_FOR_IMPORTANCES:
-            # Share of each key in what distinguishes the best trials (PED-ANOVA, Watanabe et al.,
-            # IJCAI 2023).
+            # Importance of each key for being among the best trials (PED-ANOVA, Watanabe et al.,
+            # IJCAI 2023); the importances sum to 1.
             importances = get_param_importances(self.study, evaluator=PedAnovaImportanceEvaluator())
         # Several trials may be best: with two objectives, all of the Pareto front.
         best = []
@@ -482,7 +484,7 @@ class SearchJournal:
 
 
 def range_text(parameter: ParameterConfig) -> str:
-    """Describe the values of a searched key for people.
+    """Describe the possible values of a searched key for reports.
 
     Example:
         >>> range_text(ParameterConfig(ParameterType.float, low=1e-4, high=0.01, log=True))
@@ -501,7 +503,7 @@ def range_text(parameter: ParameterConfig) -> str:
 
 
 def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
-    """Return the value of a key in a trial as text: drawn at the first call, then read again."""
+    """Return the value of a key in a trial as text: drawn at the first call, then the same."""
     if parameter.choices is not None:
         return trial.suggest_categorical(key, [text_of(choice) for choice in parameter.choices])
     # A key without choices has a range with both ends.
@@ -510,17 +512,17 @@ def _suggest(trial: Trial, key: str, parameter: ParameterConfig) -> str:
         step = int(parameter.step or 1)
         return str(trial.suggest_int(key, int(low), int(high), step=step, log=parameter.log))
     number = trial.suggest_float(key, low, high, step=parameter.step, log=parameter.log)
-    # Twelve digits: 0.6, not 0.6000000000000001.
+    # Twelve digits remove rounding errors: 0.6, not 0.6000000000000001.
     return f"{number:.12g}"
 
 
 def _value_in_space(parameter: ParameterConfig, value: Any) -> str | float | None:
-    """Convert the user's value of a key to what Optuna stores; None if the space lacks it."""
+    """Convert the user's value of a key to Optuna's type; None if it is outside the space."""
     if parameter.choices is not None:
         text = text_of(value)
         choices = [text_of(choice) for choice in parameter.choices]
         return text if text in choices else None
-    # Python counts booleans as integers.
+    # Booleans are excluded first, because `bool` is a subclass of `int`.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if not cast(float, parameter.low) <= value <= cast(float, parameter.high):

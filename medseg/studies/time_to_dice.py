@@ -40,25 +40,24 @@ COLUMNS = {
     "dice": "best Dice",
 }
 FORMATS = {"cpu_minutes": ".2f", "ratio": ".2f", "dice": ".4f", "step": ".0f"}
-# Columns of a validation in `history.csv` that are kept in `points.csv`.
+# Columns of a validation in `history.csv` that are copied to `points.csv`.
 SCORES = ("step", "val_dice", "val_dice_worst")
 
-# Line of `points.csv`: a validation, with the keys of `SCORES` and the `cpu_minutes` until then, or
-# the end of a process, with `cpu_minutes` only.
+# Line of `points.csv`: a validation, with the keys of `SCORES` and the `cpu_minutes` until the
+# validation; or the end of a process, with `cpu_minutes` only.
 Point = Mapping[str, float]
 
 
 def time_to_dice(config: TimeToDiceConfig) -> int:
     """Train each row until its Dice reaches the target or its time is used up.
 
-    A row is one configuration of the study; it becomes a line of `time_to_dice.csv`.
-
-    Writes `<row>/points.csv` at each validation, and `time_to_dice.csv` and `time_to_dice.md` after
-    each row. CPU minutes count all processes of a training: start, steps and validations. The cache
-    is filled before, and not counted. A study that was stopped is resumed when it starts again.
+    Writes `<row>/points.csv` at each validation, and a line of `time_to_dice.csv` and
+    `time_to_dice.md` after each row. CPU minutes count all processes of a training: start, steps
+    and validations. The cache is filled before the training, which is not counted. A study that was
+    stopped is resumed when it starts again.
 
     Returns:
-        0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
+        Exit code: 0; 1 if a row failed; `EXIT_RESUME` if the system stopped a training.
     """
     output = Path(config.output).absolute()
     rows = config.rows
@@ -70,7 +69,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         f"stage.validate_every={config.stage.validate_every}",
     ]
     arguments = arguments_for_train(HydraConfig.get().overrides.task, TimeToDiceConfig)
-    # A mistake in any row is found before the first one is trained.
+    # Compose all rows first, so that a mistake in any row is found before a training.
     configs = {}
     for name, row_arguments in rows.items():
         folder = output / folder_name(name)
@@ -80,7 +79,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     check_writable(output)
     table: list[dict[str, Any]] = []
     for name, row_config in configs.items():
-        # Rows after the first are also bounded by a multiple of its time, if it reached the target.
+        # If the first row reached the target, a multiple of its time limits the other rows.
         first_minutes = float("inf")
         if table and table[0]["outcome"] == "reached":
             first_minutes = table[0]["cpu_minutes"]
@@ -90,8 +89,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
             f"{limit_minutes:.1f} CPU minutes",
             flush=True,
         )
-        # Fills the cache before the clock of the row starts: rows share it, and the first one would
-        # be charged for all.
+        # Fill the cache before the time of the row counts: rows share the cache, and the first row
+        # would be charged for filling it.
         make_data_module(row_config).prepare_data()
         points, outcome = train_row(row_config, config, limit_minutes)
         line: dict[str, Any] = {
@@ -109,7 +108,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         if outcome == Status.interrupted.value:
             return EXIT_RESUME
     print((output / "time_to_dice.md").read_text(encoding="utf-8"), end="")
-    # A row that did not reach the target is a result too: the target is beyond its time or steps.
+    # A row that ran out of time (`stopped`) or steps (`ended`) is a result, no failure.
     successes = ("reached", "stopped", "ended")
     return 0 if all(line["outcome"] in successes for line in table) else EXIT_FAILED
 
@@ -117,8 +116,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
 def _figures(points: Sequence[Point], study: TimeToDiceConfig) -> dict[str, Any]:
     """Compute the columns `cpu_minutes`, `step` and `dice` (the best) of a row.
 
-    Minutes and steps are those until the first validation that reached the target, or until the end
-    of the row if none did.
+    Minutes and steps count until the first validation that reached the target, or until the end of
+    the row if no validation did.
     """
     dices = [point.get(study.metric, 0.0) for point in points]
     steps = [point.get("step", 0.0) for point in points]
@@ -129,21 +128,21 @@ def _figures(points: Sequence[Point], study: TimeToDiceConfig) -> dict[str, Any]
             break
     return {
         "cpu_minutes": end_point["cpu_minutes"],
-        # The end of a process is no validation, and has no step.
+        # A point for the end of a process has no step: take the last validation.
         "step": end_point.get("step", max(steps)),
         "dice": max(dices),
     }
 
 
 class _Progress:
-    """Validations of a row over all starts of the study, with the CPU minutes until each.
+    """Points of a row over all starts of the study, with the CPU minutes until each point.
 
     Attributes:
-        points: All lines of `points.csv` so far.
+        points: All lines of `points.csv` so far, see `Point`.
     """
 
     def __init__(self, run_dir: Path, study: TimeToDiceConfig) -> None:
-        # CPU time that this row is not charged for: earlier rows and the cache have taken it.
+        # CPU time so far, of earlier rows and the cache, which this row is not charged for.
         self._begin_s = cpu_s()
         self._history = run_dir / HISTORY_FILE
         self._path = run_dir.parent / "points.csv"
@@ -151,13 +150,13 @@ class _Progress:
         lines = read_csv(self._path) if self._path.is_file() else []
         self.points: list[Point] = []
         for line in lines:
-            # A line for the end of a process has empty cells.
+            # The line of the end of a process has empty cells, which are left out.
             self.points.append({key: float(value) for key, value in line.items() if value})
         self._earlier_minutes = max((point["cpu_minutes"] for point in self.points), default=0.0)
 
     @property
     def minutes(self) -> float:
-        """CPU minutes until now, with those of earlier starts."""
+        """CPU minutes of this row until now, including earlier starts of the study."""
         return self._earlier_minutes + (cpu_s() - self._begin_s) / 60
 
     @property
@@ -167,12 +166,12 @@ class _Progress:
         return any(point.get(study.metric, 0.0) >= study.target_dice for point in self.points)
 
     def add_validations(self) -> None:
-        """Add the validations that the history got since the last call."""
+        """Add the validations that were written to the history since the last call."""
         minutes = self.minutes
         metric = self._study.metric
         last_step = max((point.get("step", 0.0) for point in self.points), default=0.0)
         for line in read_history(self._history):
-            # Lines of losses alone are no validations.
+            # Skip lines of losses alone, which are no validations.
             if not line.keys() >= set(SCORES):
                 continue
             if line["step"] <= last_step:
@@ -185,7 +184,7 @@ class _Progress:
             )
 
     def end(self) -> None:
-        """Add the end of a process, because the minutes since its last validation count too."""
+        """Add the end of a process: the minutes since its last validation count too."""
         self._add({"cpu_minutes": self.minutes})
 
     def _add(self, point: Point) -> None:
@@ -200,8 +199,8 @@ def train_row(
 
     Args:
         config: Configuration of the row.
-        study: Names the metric and the target.
-        limit_minutes: Largest number of CPU minutes, with those of earlier starts.
+        study: Has the metric and the target.
+        limit_minutes: Largest number of CPU minutes, including earlier starts of the study.
 
     Returns:
         The points, at least one, and the outcome: `reached`, `stopped` (out of time), `ended` (all
@@ -211,21 +210,21 @@ def train_row(
     progress = _Progress(run_dir, study)
 
     def is_enough() -> bool:
-        """Whether the training should end; asked again and again while it runs."""
+        """Whether the training should end; `run_in_process` polls this while it runs."""
         progress.add_validations()
         return progress.is_reached or progress.minutes >= limit_minutes
 
     has_begun = (run_dir / CONFIG_FILE).is_file()
     # A row that has not begun is treated like an interrupted one: it has steps to make.
     status = status_of_run(run_dir) if has_begun else Status.interrupted
-    # `is_enough` first, because it adds validations of an earlier start that are only in the
-    # history.
+    # `is_enough` comes first in the condition: it also adds the validations of an earlier start
+    # that are in the history only.
     if not is_enough() and status is not Status.finished:
         config.resume = str(run_dir) if has_begun else None
         open_run(config)
         try:
             status = status_of(run_in_process(config, is_enough))
-        # In `finally`, because a study that is asked to stop ends by SystemExit.
+        # In `finally`, because a stop signal ends the study by SystemExit.
         finally:
             progress.add_validations()
             progress.end()
@@ -234,7 +233,7 @@ def train_row(
         return points, "reached"
     if status is Status.finished:
         return points, "ended"
-    # Checked before the limit, since a training may also fail when its time is nearly used up.
+    # Failures come before the limit: a training may also fail when its time is used up.
     if status in FAILURES:
         return points, str(read_summary(run_dir).get("message", status.value))
     if points[-1]["cpu_minutes"] >= limit_minutes:
@@ -243,9 +242,9 @@ def train_row(
 
 
 def cpu_s() -> float:
-    """Sum the CPU time of all processes that this one has started and their children, in s.
+    """Sum the CPU time of all descendants of this process, in s.
 
-    Those that have ended are included; this process itself is not.
+    Descendants that have ended are included; this process itself is not.
     """
     own_process = psutil.Process()
     own_times = own_process.cpu_times()
@@ -254,7 +253,7 @@ def cpu_s() -> float:
     for child in own_process.children(recursive=True):
         try:
             times = child.cpu_times()
-        # The child has just ended; from now on the times of its parent include its own.
+        # The child has just ended: from now on its time is in the `children_…` of its parent.
         except psutil.Error:
             continue
         total_s += times.user + times.system + times.children_user + times.children_system

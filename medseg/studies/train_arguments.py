@@ -1,4 +1,4 @@
-"""Arguments of the trainings that a study runs: selecting, merging, composing and checking them."""
+"""Functions that select, merge, compose and check the arguments of a study's trainings."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ def key_of(argument: str) -> str:
 
 
 def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str]:
-    """Keep the arguments of a study that `train` takes too.
+    """Select the arguments of a study that are also arguments of `train`.
 
     Args:
         arguments: Arguments of the study.
@@ -42,7 +42,7 @@ def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str
     study_keys = {field.name for field in fields(schema)} - train_keys
     train_arguments = []
     for argument in arguments:
-        # Schemas have the keys at the top level; `data.cases` is below `data`.
+        # `fields` of a schema are the keys at the top level, such as `data` for `data.cases`.
         top_key = key_of(argument).split(".")[0]
         if top_key not in study_keys:
             train_arguments.append(argument)
@@ -50,7 +50,7 @@ def arguments_for_train(arguments: Sequence[str], schema: type[Any]) -> list[str
 
 
 def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Keep one argument per key: a later argument replaces an earlier one, in its place.
+    """Keep one argument per key: a later argument takes the place of an earlier one.
 
     Example:
         >>> merge_arguments(["steps=5", "seed=1"], ["steps=9"])
@@ -69,13 +69,13 @@ def label_values_argument(label_values: Mapping[str, Any]) -> str:
         label_values: Label name to value.
     """
     items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
-    # With `+`, Hydra accepts names that the group does not have yet.
+    # `+` adds names that `data.label_values` does not have yet.
     return f"+data.label_values={{{', '.join(items)}}}"
 
 
 def search_path_overrides() -> list[str]:
     """List the arguments `hydra.searchpath=[…]` of this command."""
-    # Not initialised: the study was called as a function, not as a command.
+    # Hydra is not initialised if the study was called as a function, not as a command.
     if not HydraConfig.initialized():
         return []
     overrides = HydraConfig.get().overrides.hydra
@@ -113,14 +113,15 @@ def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
     """
     register_experiments(arguments)
     try:
-        # Folders of `--config-dir` need no argument: Hydra has them since this process started.
+        # Hydra knows folders of `--config-dir` since the start of this process: they need no
+        # argument.
         return hydra.compose("train", targets_first([*search_path_overrides(), *arguments]))
     except HydraException as error:
         raise UserError(f"{where}: {explain(error)}") from error
 
 
 def folder_name(name: str) -> str:
-    """Name the folder of a row; names that differ only in punctuation share one.
+    """Make the folder name of a row; names that differ only in punctuation give the same name.
 
     Example:
         >>> folder_name("isotropic 1 mm")
@@ -137,7 +138,7 @@ def check_names(rows: Sequence[str], *taken: str) -> None:
         *taken: Names of folders that no row may have.
 
     Raises:
-        UserError: With the names.
+        UserError: Lists the names of the rows.
     """
     folders = [*map(folder_name, rows), *taken]
     are_distinct = len(set(folders)) == len(folders)

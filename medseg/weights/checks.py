@@ -15,11 +15,12 @@ from torch import Tensor
 from medseg.errors import UserError
 from medseg.io.volume import MIN_SPACING_MM
 
-# Bounds far above the metadata of any run, which hold some hundred values, nested four deep.
+# Bounds far above the metadata of any run, which hold a few hundred values, nested four deep.
 MAX_VALUES = 100_000
 MAX_DEPTH = 20
 # Characters of a text.
 MAX_TEXT = 1_000_000
+# Integers beyond 64 bits have no use in metadata.
 MAX_INTEGER = 2**63
 # Axes of a tensor of weights; the tensor of a 3D convolution has five.
 MAX_AXES = 8
@@ -61,7 +62,7 @@ def check_plain(source: str, metadata: object) -> None:
     Plain values are None, numbers, texts, and dictionaries, lists and tuples of them.
 
     Args:
-        source: Key and value that the user gave, as `fine=a.ckpt`, for messages.
+        source: Key and value that the user gave, such as `fine=a.ckpt`, for messages.
         metadata: The metadata, as they were read.
 
     Raises:
@@ -99,7 +100,7 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
     """Refuse weights that are no dense tensors of finite numbers, or larger than their file.
 
     Args:
-        source: Key and value that the user gave, as `fine=a.ckpt`, for messages.
+        source: Key and value that the user gave, such as `fine=a.ckpt`, for messages.
         weights: Tensors by name.
         num_bytes: Size of the file.
 
@@ -198,7 +199,11 @@ def _check_range(key: str, value: Any) -> None:
 
 
 def _check_labels(task: Mapping[str, Any]) -> None:
-    """Refuse labels that are not numbered 1, 2, …, and regions of labels that do not exist."""
+    """Refuse labels that are not numbered 1, 2, …, and regions of labels that do not exist.
+
+    Raises:
+        ValueError: If the task is refused.
+    """
     labels = task["labels"]
     labels_of_regions: set[str] = set()
     for region in task["regions"] or ():
@@ -213,7 +218,10 @@ def _check_labels(task: Mapping[str, Any]) -> None:
 def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
     """Refuse a network with more blocks than the file has tensors of weights.
 
-    Building it could take for ever, before its weights are found missing.
+    Building such a network could take for ever, before its weights are found missing.
+
+    Raises:
+        ValueError: With the key and the value.
     """
     for key, value in _pairs({"model": model}):
         has_count_word = any(word in key for word in COUNT_WORDS)

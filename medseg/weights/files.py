@@ -27,8 +27,8 @@ from medseg.weights.checks import check_plain, check_tensors
 
 # To be increased when a key of the metadata changes its meaning.
 METADATA_FORMAT = 1
-# Values of the metadata's `region_mode` that this version can read: how the network of a stage
-# treats regions. None: older files have no such key.
+# Accepted values of the key `region_mode`, which only versions in the past wrote into the metadata:
+# how the network of a stage treats regions. None: the key is absent, as in new files.
 REGION_MODES = (None, "whole", "mirrored")
 # Stages that see the whole scan; older metadata call both `coarse`.
 WHOLE_STAGES = ("coarse", "single")
@@ -56,13 +56,13 @@ def load_checkpoint(
 
     Args:
         path: The file.
-        source: Key and value that the user gave, as `fine=a.ckpt`, for messages.
-        harmless_types: Types beyond tensors and plain values that it may hold, as
-            `torch.serialization.safe_globals` takes them.
+        source: Key and value that the user gave, such as `fine=a.ckpt`, for messages.
+        harmless_types: Types that the file may hold besides tensors and plain values, in the form
+            that `torch.serialization.safe_globals` takes.
         writer: Program that writes such checkpoints, for messages.
 
     Raises:
-        UserError: If it is missing, damaged, or holds more than tensors and plain values.
+        UserError: If the file is missing, damaged, or holds an object of another type.
     """
     _check_is_file(path, source)
     _check_parts(path, source, writer)
@@ -292,7 +292,8 @@ def write_weights(path: Path, metadata: dict[str, Any], weights: dict[str, Tenso
     Returns:
         SHA-256 of the file, in hexadecimal.
     """
-    # `save` refuses tensors that share memory, as do the weights of a block that has two names.
+    # `save` takes contiguous tensors only. It refuses tensors that share memory, such as those of a
+    # block that has two names.
     tensors = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
     # With sorted keys, equal metadata give equal bytes.
     content = save(tensors, {"medseg": json.dumps(metadata, sort_keys=True)})

@@ -236,15 +236,15 @@ def _label_rows(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Make the rows of the table of labels, each with its range of plausible volumes."""
     ranges_ml = task.get("volume_ml", {})
     # The range of a label may be stated under the name of a region that has this label only.
-    region_of = {}
+    region_of_label = {}
     for region in task.get("regions", []):
         if len(region["labels"]) == 1:
-            region_of[region["labels"][0]] = region["name"]
+            region_of_label[region["labels"][0]] = region["name"]
     rows = []
     for label, value in task.get("labels", {}).items():
         range_ml = ranges_ml.get(label)
-        if range_ml is None and label in region_of:
-            range_ml = ranges_ml.get(region_of[label])
+        if range_ml is None and label in region_of_label:
+            range_ml = ranges_ml.get(region_of_label[label])
         range_text = "not stated"
         if range_ml is not None:
             low_ml, high_ml = range_ml

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from pathlib import Path
 
+import nibabel as nib
 import numpy as np
 import pytest
 from dicom_files import save_grid
@@ -73,6 +74,25 @@ def test_overlapping_masks_count_for_the_last_label(tmp_path: Path) -> None:
             "of data.label_values"
         ),
     )
+
+
+def test_the_findings_of_all_masks_are_kept_once(tmp_path: Path) -> None:
+    names = ("body", "left", "right")
+    for name in names:
+        path = save(tmp_path / f"{name}.nii.gz", blocks()[1] // 2)
+        if name != "body":
+            mask = nib.load(path)
+            # The sform that counts stays; the qform now disagrees with it by one voxel along x.
+            affine = mask.affine.copy()
+            affine[0, 3] += SPACING_MM[2]
+            mask.header.set_sform(mask.affine, code=1)
+            mask.header.set_qform(affine, code=1)
+            nib.Nifti1Image(np.asanyarray(mask.dataobj), None, mask.header).to_filename(path)
+    volume, _ = read_reference(tmp_path, dict.fromkeys(names, "label"))
+    sentence = "the sform and the qform of the header disagree by up to 1 voxels"
+    assert [text for text in finding_texts(volume) if text.startswith(sentence)] == [
+        f"{sentence}: the sform is used, as ITK does"
+    ]
 
 
 def test_structures_of_one_label_may_overlap(tmp_path: Path) -> None:

@@ -46,6 +46,17 @@ def test_a_structure_that_the_task_lacks_takes_no_voxel_of_its_labels(tmp_path: 
     ]
 
 
+def test_an_empty_label_map_of_dicom_slices_is_refused(tmp_path: Path) -> None:
+    """Slices name no structures, unlike an RTSTRUCT: an empty series is a failed export."""
+    image, _ = blocks()
+    path = save(tmp_path / "ct.nii.gz", image)
+    # `save_grid` stores HU + 1024 with the matching intercept: these values are zeros.
+    save_grid(tmp_path / "labels", np.zeros_like(image), VoxelGrid(image.shape, (6.0, 4.0, 4.5)))
+    values: LabelValues = {LEFT: "left_lung", RIGHT: "right_lung"}
+    with pytest.raises(CaseRefusedError, match="the label map holds nothing but zeros"):
+        read_source(Case("a", path, tmp_path / "labels", "a"), LUNGS, values)
+
+
 def test_the_series_that_the_table_names_is_read_of_a_folder_with_several(tmp_path: Path) -> None:
     image, _ = blocks()
     for number, depth in ((1, 10), (2, 12)):

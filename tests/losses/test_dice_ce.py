@@ -222,6 +222,18 @@ def test_ignored_voxels_are_no_part_of_a_volume(include_background: bool, batch_
     assert loss(logits, target, 9).item() == pytest.approx(0.0, abs=1e-9), "nothing is wrong"
 
 
+@pytest.mark.parametrize(("include_background", "batch_dice"), SWITCHES)
+def test_the_ignored_value_may_be_that_of_a_class(
+    include_background: bool, batch_dice: bool
+) -> None:
+    loss = DiceCrossEntropyLoss(0.7, 1.3, include_background, batch_dice)
+    logits, target = problem(classes=4)
+    target %= 3  # no voxel of class 3
+    expected = loss(logits[:, :, :2], target[:, :2])
+    target[:, 2:] = 3
+    assert loss(logits, target, 3).item() == pytest.approx(expected.item(), rel=1e-12)
+
+
 def test_a_single_class_is_enough_where_the_background_counts() -> None:
     logits, target = torch.zeros(1, 1, 2, 2, 2), torch.zeros(1, 2, 2, 2, dtype=torch.long)
     assert DiceCrossEntropyLoss(include_background=True)(logits, target).item() == 0.0

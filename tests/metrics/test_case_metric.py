@@ -42,6 +42,26 @@ def test_dice_is_the_mean_of_ours(metric: Any) -> None:
     assert adapted(target, target, SPACING_MM) == pytest.approx(1.0), "no case remembers another"
 
 
+def test_counts_of_monai_become_a_score() -> None:
+    pred, target = maps()
+    metric = monai.metrics.ConfusionMatrixMetric(
+        metric_name="sensitivity", compute_sample=True, include_background=False
+    )
+    hits = [float((pred == value)[target == value].float().mean()) for value in (1, 2)]
+    adapted = CaseMetric(metric, 3)
+    assert adapted(pred, target, SPACING_MM) == pytest.approx(sum(hits) / 2, abs=1e-5)
+    assert adapted(target, target, SPACING_MM) == pytest.approx(1.0), "no case remembers another"
+    f_score = CaseMetric(monai.metrics.FBetaScore(), 3)
+    assert f_score(target, target, SPACING_MM) == pytest.approx(1.0)
+
+
+def test_several_scores_of_a_metric_are_refused() -> None:
+    names = ["sensitivity", "precision"]
+    several = CaseMetric(monai.metrics.ConfusionMatrixMetric(metric_name=names), 3)
+    with pytest.raises(ValueError, match="gives 2 scores"):
+        several(*maps(), SPACING_MM)
+
+
 def test_intersection_over_union_of_torchmetrics() -> None:
     pred, target = maps()
     dice = dice_per_label(pred, target, (1, 2))

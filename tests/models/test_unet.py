@@ -167,6 +167,11 @@ def test_senseless_arguments_are_refused(name: str, value: object) -> None:
         make(**{name: value})
 
 
+def test_a_first_level_wider_than_the_largest_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="width must be at most max_width=32"):
+        make(width=64, max_width=32)
+
+
 def test_refinement_of_a_network_at_full_resolution_is_refused() -> None:
     with pytest.raises(ValueError, match="refine must be 0"):
         make(stem="conv", refine=4)

@@ -141,6 +141,13 @@ def test_a_finished_run_names_the_command_that_follows(
         assert [str(checkpoint)] in (config.fine, config.single)
 
 
+def test_a_path_that_looks_like_a_placeholder_is_quoted(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "<run>" / "best.ckpt"
+    line = next_command(compose("train", "stage=single"), checkpoint)
+    assert shlex.split(line)[4] == f"single={checkpoint}"
+    assert "'single=" in line
+
+
 def test_the_next_stage_has_the_cases_and_the_split_of_the_first(tmp_path: Path) -> None:
     """Otherwise it would train on validated patients of the first stage, or refuse its cases."""
     (tmp_path / "cases.csv").touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import hydra
@@ -81,3 +82,12 @@ def test_a_damaged_file_is_no_plan() -> None:
         path.write_text("[", encoding="utf-8")
     assert compare_with_plan(config, {"peak_resident_mib": 1.0}) == {}
     assert past_errors() == []
+
+
+def test_damaged_entries_of_the_history_are_left_out() -> None:
+    damaged = ["text", {"seconds_per_step": "fast"}, {"seconds_per_step": None}]
+    path = machine_folder() / plans.RUNS_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([{"seconds_per_step": 1.5}] * 3 + damaged), encoding="utf-8")
+    (sentence,) = past_errors()
+    assert "in the last 3 planned runs" in sentence

@@ -50,7 +50,11 @@ def write_checkpoints(folder: Path) -> dict[str, torch.Tensor]:
             "format": METADATA_FORMAT,
             "stage": stage,
             "task": {"name": "lungs"},
-            "config": {"run_dir": "/home/x/run"},
+            "config": {
+                "run_dir": "/home/x/run",
+                "task": {"name": "spleens", "labels": {"spleen": 1}},
+                "data": {"label_values": {"spleen": 7}},
+            },
         }
         path = last_checkpoint(folder / "runs" / "all" / stage)
         path.parent.mkdir(parents=True)
@@ -200,6 +204,10 @@ def test_the_bound_is_that_of_the_worst_of_nine_held_out_patients(
     study.make_weights(make_config(tmp_path, held_out=table))
     predict, evaluate = steps[-2:]
     assert (predict[0], evaluate[0]) == ("predict", "evaluate")
+    # The task and the label values of the training, not those of the default task.
+    assert f"task={folder / 'task.yaml'}" in evaluate
+    assert "spleens" in (folder / "task.yaml").read_text(encoding="utf-8")
+    assert "+data.label_values={spleen: 7}" in evaluate
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     checksums = (tmp_path / "out" / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     assert all(line.split()[0] in card for line in checksums), "of the files with the bound"

@@ -49,7 +49,7 @@ class SoftDiceLoss(nn.Module):
 
 
 class Streak:
-    """Brighten one random slice of `image` (C, D, H, W).
+    """Brighten one random slice of `image` (C, D, H, W) by `strength`, in normalised units.
 
     Training calls `set_random_state` with a seed of its own before each sample.
     """

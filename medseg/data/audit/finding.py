@@ -16,7 +16,7 @@ class Kind(NamedTuple):
     """One kind of finding.
 
     Attributes:
-        severity: Its consequence.
+        severity: Consequence of the finding.
         message: Format of the sentence: a clause without a capital and without a full stop.
         cure: Format of the advice, a clause like the message; empty if there is none.
     """
@@ -38,7 +38,7 @@ _IGNORE_GRID = (
 # A key is the code of a finding, which results list and a user may ignore. The part after a colon
 # is a variant of the code with another sentence. `find` fills in the fields in braces.
 KINDS = {
-    # The readers of files format these sentences themselves.
+    # The readers of files give the whole sentence.
     "reading": Kind(WARNING, "{sentence}"),
     "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
@@ -341,14 +341,14 @@ class CaseAudit:
 
     Attributes:
         grid: Grid of the oriented scan, before any resampling.
-        hu: `min`, `p01`, `p50`, `p99`, `max` of the first channel, in HU if it is a CT, else in its
-            own unit.
-        voxels_sha256: Hash of the voxels; equal for copies of one scan.
+        hu: `min`, `p01`, `p50`, `p99`, `max` (percentiles) of the first channel, in HU if it is a
+            CT, else in its own unit.
+        voxels_sha256: Hash of the voxels of the first channel; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
-        thumbnail: Means of the image in 8 × 8 × 8 blocks, which nearly equal scans share; empty if
-            it is no CT.
+        thumbnail: Means of the first channel in 8 × 8 × 8 blocks, in HU, which nearly equal scans
+            share; empty if its values are not HU, or an axis has fewer than 8 voxels.
         profile: Areas of tissues along the body in mm², see `medseg.data.audit.tissue_profile`;
-            empty if it is no CT or too short.
+            empty if the values are not HU, or the scan is too short.
         findings: All findings, those that the case ignores included.
     """
 
@@ -361,7 +361,7 @@ class CaseAudit:
     profile: tuple[tuple[int, ...], ...] = ()
 
     def not_ignored(self, ignore_findings: Iterable[str], *severities: Severity) -> list[Finding]:
-        """List the findings of these severities that are not ignored."""
+        """List the findings of some severities whose codes are not in `ignore_findings`."""
         return [
             finding
             for finding in self.findings
@@ -369,7 +369,7 @@ class CaseAudit:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types for a JSON file."""
+        """Convert to plain types for a JSON file."""
         return asdict(self)
 
     @classmethod

@@ -27,17 +27,19 @@ SPIKE_CONTRAST = 10.0
 SPIKE_REACH = 25  # distance up to which a value is nearby, in HU
 MAX_SPIKES = 4  # most spikes that are excluded, the largest first
 
-PADDING_BELOW_HU = -1100  # interpolated air rings to about -1100, padding is -1500 or less
+# Lower values are padding. Interpolation of air overshoots to about -1100; padding is -1500 or
+# less.
+PADDING_BELOW_HU = -1100
 PADDING_SHARE = 0.001  # padding is reported if it is at least this share of the voxels
 # A spike in the range of tissue, or at the lowest value, is reported if it has at least this share
 # of the voxels.
 SPIKE_REPORT_SHARE = 0.01
-# Ranges in an image in HU: soft tissue, from fat to a heart with contrast agent; the gap between
-# air and fat; air and air-filled organs.
+# Ranges in an image in HU, low ≤ value < high: soft tissue, from fat to a heart with contrast
+# agent; the gap between air and fat; air and air-filled organs.
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
-FAT_HU = -50  # every CT has fat or air below this value
+FAT_HU = -50  # HU; every CT has fat or air below this value
 OFFSET_HU = 1024  # offset by which values are often stored too high or too low
 # Least share of soft tissue. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about
 # 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
@@ -49,7 +51,8 @@ DARK_SHARE = 0.01
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone if at least this share of its voxels has such values.
 PRESENT_SHARE = 0.001
-# Images with a range of values up to this are 8-bit or normalised: the range is too small for HU.
+# Largest difference of the highest and the lowest value in 8-bit and normalised images; HU of a CT
+# have a larger range.
 MAX_WINDOWED_RANGE = 256
 # Ranges to which programs scale a window, the narrowest first; and the window that the advice uses
 # as its example.
@@ -64,14 +67,14 @@ DIVIDED_HIGH = 4.1
 # of a stored number.
 DIVIDED_PADDINGS = (-2.048, -3.024)  # -2048 and -3024 HU
 DIVIDED_ROUNDING = 5e-4
-# Scanners clip air at -1024: a spike at the lowest value is normal up to this value.
+# Scanners clip air at -1024: a spike at the lowest value is normal if that value is at most this.
 FLOOR_HU = -1010
 # Clipping at or below the value of air loses nothing of the body.
 NOMINAL_AIR_HU = -1000
-# Upper clipping at this value or above is not reported.
+# Upper clipping at this value or above is not reported: only dense bone and metal are brighter.
 LOW_CEILING_HU = 1500
-# Blocks of a thumbnail along each axis, and the range of its values: metal and padding would
-# outweigh the rest.
+# Blocks of a thumbnail along each axis, and the range to which its values are clipped, since metal
+# and padding would outweigh the rest.
 THUMBNAIL_SIZE = 8
 THUMBNAIL_HU = (-1024, 400)
 
@@ -131,7 +134,7 @@ class ImageFacts:
 
     @cached_property
     def tissue(self) -> np.ndarray:
-        """Counts without spikes; with them if nothing else is left."""
+        """Counts without those of the spikes; all counts if nothing else is left."""
         tissue = self.counts.copy()
         for value in self.spikes:
             tissue[value + ZERO] = 0
@@ -182,7 +185,7 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
 
 
 def hash_voxels(image: np.ndarray) -> str:
-    """SHA-256 of the voxels of an oriented image.
+    """Compute the SHA-256 of the shape and the voxels of an oriented image.
 
     The hash is the same for all files, formats and storage orders of a scan.
     """
@@ -195,7 +198,9 @@ def hash_voxels(image: np.ndarray) -> str:
 def make_thumbnail(image_hu: np.ndarray) -> tuple[int, ...]:
     """Average an image (D, H, W), clipped to the range of air and tissue, in blocks.
 
-    Scans with fewer voxels along an axis than blocks have no thumbnail.
+    Returns:
+        Mean of each block, rounded to whole HU, in the order (z, y, x); empty if the image has
+        fewer voxels along an axis than blocks.
     """
     if min(image_hu.shape) < THUMBNAIL_SIZE:
         return ()
@@ -261,7 +266,7 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     """Check that the values of a CT are plausible, whatever the CT shows.
 
     Args:
-        facts: Its histogram.
+        facts: Histogram of the CT.
 
     Returns:
         Findings; an image that is not in HU gets one error and no other finding about its values.
@@ -270,7 +275,7 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     if scale_error is not None:
         return [scale_error]
     findings = [*_audit_padding(facts), *_audit_clipping(facts)]
-    # In a scan that was clipped above the values of air, air has the value of the clipping.
+    # In a scan that was clipped above the values of air, air has the value at which it was clipped.
     is_clipped = any(finding.code == "clipped" for finding in findings)
     if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
         findings.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
@@ -322,7 +327,7 @@ def _of_channel(finding: Finding, number: int) -> Finding:
 
 
 def _audit_scale(facts: ImageFacts) -> Finding | None:
-    """Find an error of the whole scale; the search ends at the first one.
+    """Find the first error of the whole scale; None if the values can be HU.
 
     The order matters: each check assumes that the image has none of the errors checked before.
     """
@@ -421,6 +426,10 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
     """Whether soft tissue lies where an offset would move it.
 
     The moved range of soft tissue holds enough voxels, and no fewer than the moved gap below it.
+
+    Args:
+        tissue: Counts of the values without spikes.
+        offset_hu: The offset.
     """
     soft_share = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
     gap_share = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)
@@ -433,6 +442,9 @@ def _is_inverted(tissue: np.ndarray) -> bool:
     An image in HU has more voxels of sparse than of dense bone. In an inverted image, air lies in
     the range of dense bone, which therefore has more voxels, and bone lies below soft tissue.
     Images with an offset, or of other modalities, have no voxels below soft tissue.
+
+    Args:
+        tissue: Counts of the values without spikes.
     """
     # Ranges of air and of the gap below soft tissue, negated: 500 to 1100 and 200 to 500 HU.
     dense_bone_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
@@ -449,7 +461,7 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
     """Find constants outside the region that the scanner measured."""
     padding_share = share_of(facts.counts, -np.inf, PADDING_BELOW_HU)
     if padding_share >= PADDING_SHARE:
-        # The sentence names the value of the padding if nearly all of it has one.
+        # The sentence names the value of the padding if nearly all of the padding has it.
         commonest_hu = int(np.argmax(facts.counts[: PADDING_BELOW_HU + ZERO])) - ZERO
         predicate = f"lie below {PADDING_BELOW_HU}"
         if share_of(facts.counts, commonest_hu, commonest_hu + 1) > 0.9 * padding_share:

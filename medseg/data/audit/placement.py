@@ -20,7 +20,8 @@ from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.orient import FACES
 from medseg.task import AIR_HU
 
-# For the fit, labels and image are read every STEP_MM, and the faces are moved by MOVED_MM.
+# For the fit, labels and image are sampled every STEP_MM, and the faces are moved aside by
+# MOVED_MM.
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
@@ -118,6 +119,9 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         image_hu: Oriented image in HU, (D, H, W).
         labels: Label map on the same grid.
         grid: Grid of both.
+
+    Returns:
+        One error, or nothing.
     """
     shifts = []
     for axis in range(3):
@@ -129,7 +133,8 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         is_labelled = np.moveaxis(labels[sampling] != 0, axis, -1)
         before_face = is_labelled[..., :-1]
         behind_face = is_labelled[..., 1:]
-        # The shifts are in voxels along the axis, 0 where none is found.
+        # Shifts of the faces at which a line enters the labels, and of those at which it leaves
+        # them, in voxels along the axis; 0 where none is found.
         shift_in = _edge_shift(lines_hu, behind_face & ~before_face)
         shift_out = _edge_shift(lines_hu, before_face & ~behind_face)
         # Both edges must have moved the same way, by numbers of voxels that differ by MIN_SHIFT at
@@ -139,7 +144,7 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         shift_mm = abs(shift) * grid.spacing_mm[axis]
         is_large = abs(shift) >= MIN_SHIFT and shift_mm >= MIN_SHIFT_MM
         if is_same_way and is_large:
-            # Here the faces of the volume: the names of both ends of the axis.
+            # `FACES` names both ends of each axis of a volume.
             low_end, high_end = FACES[axis]
             end = high_end if shift > 0 else low_end
             shifts.append(f"{abs(shift)} voxels towards the {end} end")

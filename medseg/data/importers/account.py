@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from medseg.io.inputs import leads_nowhere, volume_suffix
 
-# Most names in a row of the closing table.
+# Most names in a row of the closing table, which `medseg import` prints at its end.
 MAX_NAMES = 3
-# Keys of a row of the closing table and the headings of their columns, which are the same.
+# Key of a row of the closing table to the heading of its column, the same word.
 COLUMNS = {"what": "what", "number": "number", "became": "became", "why": "why", "names": "names"}
 
 
 class Fate(StrEnum):
-    """What became of something that an importer has found."""
+    """Whether something that an importer has found was used, merged or left out."""
 
     used = "used"
     merged = "merged"
@@ -68,7 +68,7 @@ class Account:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self.original_names: dict[str, str] = {}
-        # Absolute paths, in which links are not followed.
+        # Absolute paths of claimed files and folders, in which links are not resolved.
         self._claimed: set[str] = set()
         # Absolute path of a file or folder to the reason why it is left out.
         self._reasons: dict[str, str] = {}
@@ -140,9 +140,10 @@ class Account:
         """
         is_claimed = is_claimed or path in self._claimed
         why = self._reasons.get(path, why)
-        # A link counts as a file, unless it leads to claimed files: links may form a cycle.
-        is_closed_link = os.path.islink(path) and not self._claims_below(path)
-        if is_closed_link or not os.path.isdir(path):
+        # A link is followed only to claimed files, else it counts as a file: links may form a
+        # cycle.
+        is_unfollowed_link = os.path.islink(path) and not self._claims_below(path)
+        if is_unfollowed_link or not os.path.isdir(path):
             yield path, is_claimed, why
             return
         try:
@@ -156,12 +157,12 @@ class Account:
                 yield from self._walk(inner, is_claimed=is_claimed, why=why, is_deep=is_deep)
 
     def _claims_below(self, path: str) -> bool:
-        """Whether something in a folder is claimed; slow, but only called for links."""
+        """Whether something in a folder is claimed; slow, hence only called for links."""
         return any(claimed.startswith(path + os.sep) for claimed in self._claimed)
 
 
 def _reason_of(path: Path) -> str:
-    """Say why a file is not part of a data set that does not name it."""
+    """Say why a file that no importer claimed or explained is left out."""
     if path.name.startswith("."):
         return "hidden file"
     if leads_nowhere(path):

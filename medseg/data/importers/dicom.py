@@ -26,13 +26,13 @@ from medseg.wording import first_few
 def import_dicom(folder: Path) -> DataSet:
     """Read a folder of DICOM files.
 
-    Each series that a SEG or an RTSTRUCT refers to is a case, named after its patient; a patient
-    with several has the cases `<patient>_1`, `<patient>_2`, …. Structures whose names agree by
-    `plain_name` are one label.
+    Each series that a SEG or an RTSTRUCT refers to is a case, named after its patient; several
+    series of one patient are the cases `<patient>_1`, `<patient>_2`, …. Structures whose names
+    agree by `plain_name` are one label.
 
     Raises:
-        UserError: If there are no label files, none of them has its series, two of them label one
-            series, or the series are of several modalities.
+        UserError: If there are no label files, the folder has the series of none, two of them label
+            one series, the series are of several modalities, or two patients get one name.
     """
     catalogue = read_catalogue(folder)
     account = Account()
@@ -56,23 +56,23 @@ def import_dicom(folder: Path) -> DataSet:
     _account_series(catalogue, label_files, account)
     patients = {uid: _patient_name(series[uid], folder) for uid in label_files}
     _check_patients(patients, series)
-    # Number of labelled series of each patient, and of those that have been named so far.
-    counts = Counter(patients.values())
-    numbers: Counter[str] = Counter()
+    # Number of labelled series of each patient, and of those that have a name so far.
+    num_series = Counter(patients.values())
+    num_named: Counter[str] = Counter()
     cases = []
     structures: dict[str, tuple[str, ...]] = {}
-    names: list[str] = []
+    structure_names: list[str] = []
     for uid, file in label_files.items():
         patient = patients[uid]
-        numbers[patient] += 1
-        name = f"{patient}_{numbers[patient]}" if counts[patient] > 1 else patient
+        num_named[patient] += 1
+        name = f"{patient}_{num_named[patient]}" if num_series[patient] > 1 else patient
         cases.append(Case(name, series[uid].folder, file.path, patient, series=uid))
         structures[name] = file.names
-        names += file.names
+        structure_names += file.names
         for structure in file.empty:
             why = "empty there: nothing is enclosed, which states its absence"
             account.use(Kind.structure, f"{structure} of {name}", why)
-    labels = named_groups(sorted(names, key=plain_name), account)
+    labels = named_groups(sorted(structure_names, key=plain_name), account)
     return DataSet(
         format=DICOM,
         name=folder.name,
@@ -92,7 +92,7 @@ def _choose_labels(catalogue: Catalogue, folder: Path, account: Account) -> dict
         UID of each labelled series to its file.
 
     Raises:
-        UserError: If no file has its series, or a series has the labels of two files.
+        UserError: If the series of no file is below the folder, or two files label one series.
     """
     label_files: dict[str, LabelEntry] = {}
     without_series: list[Path] = []

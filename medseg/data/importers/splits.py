@@ -51,7 +51,10 @@ class Folds(NamedTuple):
 
 
 def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) -> Folds:
-    """Read the folds of nnU-Net, which trains each fold on the list `train` of that fold alone.
+    """Read the folds of nnU-Net.
+
+    nnU-Net trains a fold on the cases of its list `train` alone, not on all that it does not
+    validate.
 
     Args:
         paths: Where `splits_final.json` may lie.
@@ -59,8 +62,8 @@ def read_folds(paths: Sequence[Path], cases: Collection[str], account: Account) 
         account: Gets an entry for each file and each list.
 
     Raises:
-        UserError: If two files differ, a list names an unknown case, or a fold trains on a case
-            that it validates.
+        UserError: If two files differ, a file holds something else than folds, a list names an
+            unknown case, or a fold trains on no case or on a case that it validates.
     """
     existing = [path for path in paths if path.is_file()]
     if not existing:

@@ -1,8 +1,8 @@
 """Choice of spacing, patch, network and memory switches that fit a memory and a time.
 
-With more time the spacing becomes finer and the patch larger; with much more, the network becomes
-wider and a batch has two patches. The constants are rules of thumb; `README.md` of the package says
-where they come from.
+With more time the spacing becomes finer and the patch larger; with much more time, the network
+becomes wider and a batch has two patches. The constants are rules of thumb; their sources are in
+the `README.md` of this package.
 """
 
 import math
@@ -22,26 +22,27 @@ from medseg.studies.configure.setting import Setting
 # at 48 voxels, 0.04 at 12.
 VOXELS_ACROSS = 48
 LEAST_VOXELS_ACROSS = 12
-# Factor between a spacing that is tried and the next coarser one.
+# Factor between a candidate spacing and the next coarser candidate.
 COARSER = 2**0.25
-# Voxels that a training sees, divided by the voxels of the median scan.
+# Wanted and least number of passes: voxels that a training sees, over voxels of the median scan.
 WANTED_PASSES = 100
 LEAST_PASSES = 5
-# Optimiser steps of a training.
+# Wanted and least number of optimiser steps of a training.
 WANTED_STEPS = 500
 LEAST_STEPS = 100
 # Number of steps above which the time is better spent on a wider network.
 MANY_STEPS = 4 * WANTED_STEPS
 # Number of steps above which the time is better spent on batches of two patches.
 BATCH_STEPS = 16 * WANTED_STEPS
-# A patch has about as many voxels as a cube of one of these lengths, in voxels.
+# Candidate patches have about as many voxels as cubes with these side lengths, in voxels.
 CUBES = (128, 112, 96, 80, 64, 48, 32)
-# Length of the cube from which the speed of the machine is predicted.
+# Side length of the cube whose step predicts the speed of the machine, in voxels.
 REFERENCE_CUBE = 64
 # The smaller and the wider network, as names of files in `conf/model`.
 UNET, WIDE_UNET = "unet", "unet_lean"
-# Share of the time that trains; the rest prepares, starts, validates, predicts and scores. Spacing,
-# patch and network are chosen by it, but the number of steps follows from measured times.
+# Estimated share of the time for training steps; the rest prepares, starts, validates, predicts and
+# scores. It is used to choose spacing, patch and network; the number of steps follows from measured
+# times.
 TRAINING_SHARE = 0.7
 
 
@@ -50,7 +51,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         peak_gib: Peak of the memory of all processes together; on a GPU, of the memory of the GPU.
-        seconds: Duration of a step.
+        seconds: Duration of a step, in s.
     """
 
     peak_gib: float
@@ -74,8 +75,8 @@ class Wishes(NamedTuple):
         fit_gib: Memory that a training may take.
         hours: Time of the whole cross-validation.
         num_folds: Number of folds of the cross-validation.
-        memory: Sets of memory switches that may be chosen, as names of files in `conf/memory`, the
-            fastest first.
+        memory: Candidate sets of memory switches, as names of files in `conf/memory`, the fastest
+            first.
     """
 
     fit_gib: float
@@ -90,7 +91,7 @@ class Wishes(NamedTuple):
 
 
 def fits(prediction: Prediction, wishes: Wishes) -> bool:
-    """Whether a setting fits into the memory; the prediction may be too low by `MARGIN`."""
+    """Whether a setting fits into the memory, even if the true peak is higher by `MARGIN`."""
     return prediction.peak_gib * (1 + MARGIN) <= wishes.fit_gib
 
 
@@ -103,22 +104,22 @@ def choose(fingerprint: Fingerprint, wishes: Wishes, planner: Planner) -> Settin
         planner: Predicts memory and time of a setting.
 
     Raises:
-        UserError: If nothing fits into the memory, with the least that is needed.
+        UserError: If nothing fits into the memory; names the least memory that is needed.
     """
     finest_mm = next(spacings(fingerprint))
     reference = _make_setting(finest_mm, REFERENCE_CUBE, fingerprint, wishes, planner)
-    # The time of a step is taken as proportional to its voxels, so that one prediction is enough.
+    # The time of a step is assumed proportional to its voxels, so that one prediction is enough.
     voxels_per_s = reference.step_voxels / planner.predict(reference).seconds
     seen_voxels = voxels_per_s * wishes.training_s
     spacing_mm = affordable_spacing(fingerprint, seen_voxels)
-    # The largest patch first. Cubes of several lengths may make the same patch.
+    # Largest patch first. The dictionary drops repetitions: several cubes may give the same patch.
     all_settings = [_make_setting(spacing_mm, cube, fingerprint, wishes, planner) for cube in CUBES]
     settings = list(dict.fromkeys(all_settings))
     affordable_settings = []
     for setting in settings:
         if seen_voxels >= WANTED_STEPS * setting.step_voxels:
             affordable_settings.append(setting)
-    # With too little time for any patch, the smallest one is taken.
+    # If no patch is affordable, the smallest patch is the only candidate.
     setting = first_fitting(affordable_settings or settings[-1:], wishes, planner)
     return widened(setting, seen_voxels, wishes, planner)
 
@@ -130,10 +131,10 @@ def _make_setting(
 
     Args:
         spacing_mm: Spacing of the voxels, (z, y, x).
-        cube: Length of a cube with as many voxels as the patch.
+        cube: Side length, in voxels, of a cube with about as many voxels as the patch.
         fingerprint: Facts of the cases.
-        wishes: Has the switches.
-        planner: Knows the required multiple of a patch.
+        wishes: Has the candidate memory switches.
+        planner: States the required multiple of a patch.
     """
     setting = Setting(
         spacing_mm, patch_size=(cube, cube, cube), model=UNET, memory=wishes.memory[0]
@@ -144,17 +145,16 @@ def _make_setting(
 
 
 def spacings(fingerprint: Fingerprint) -> Iterator[Triple]:
-    """Yield the spacings to choose from, the finest first.
+    """Yield the candidate spacings, the finest first.
 
-    They reach from the one that gives the smallest label `VOXELS_ACROSS` voxels to the one that
-    gives it `LEAST_VOXELS_ACROSS`. No axis is finer than in the median scan, which holds no finer
-    detail.
+    At the finest spacing the smallest label is `VOXELS_ACROSS` voxels across, at the coarsest
+    `LEAST_VOXELS_ACROSS`. No axis is finer than in the median scan, which holds no finer detail.
     """
     _, size_mm = fingerprint.smallest_label
     voxel_mm = size_mm / VOXELS_ACROSS
-    # The factor 1.001: rounding noise must not leave out the coarsest spacing.
+    # The factor 1.001 keeps rounding errors from leaving out the coarsest spacing.
     while voxel_mm <= size_mm / LEAST_VOXELS_ACROSS * 1.001:
-        # Two digits are enough, and people read the numbers.
+        # Rounded to two digits for readers of the experiment.
         z, y, x = (float(f"{max(voxel_mm, mm):.2g}") for mm in fingerprint.spacing_mm)
         yield z, y, x
         voxel_mm *= COARSER
@@ -166,14 +166,14 @@ def scan_voxels(fingerprint: Fingerprint, spacing_mm: Triple) -> float:
 
 
 def affordable_spacing(fingerprint: Fingerprint, seen_voxels: float) -> Triple:
-    """Find the finest spacing at which a training sees `WANTED_PASSES` times a scan.
+    """Find the finest spacing at which a training sees `WANTED_PASSES` times a scan's voxels.
 
     Args:
         fingerprint: Facts of the cases.
         seen_voxels: Voxels that a training sees.
 
     Returns:
-        The spacing, (z, y, x); the coarsest one if the training sees less at all of them.
+        The spacing, (z, y, x); the coarsest spacing if the training sees fewer voxels at each.
     """
     *finer_spacings_mm, coarsest_mm = spacings(fingerprint)
     for spacing_mm in finer_spacings_mm:
@@ -183,13 +183,13 @@ def affordable_spacing(fingerprint: Fingerprint, seen_voxels: float) -> Triple:
 
 
 def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape) -> Shape:
-    """Make a patch with about the voxels of a cube, about equally long in mm along all axes.
+    """Make a patch with about as many voxels as a cube, about equally long in mm along all axes.
 
-    Each axis has a multiple of the divisor, and at least twice the divisor. Above that, it is no
-    longer than the scan, rounded up to a multiple.
+    Each length is a multiple of the divisor: at least twice the divisor, and otherwise at most the
+    length of the scan, rounded up to a multiple.
 
     Args:
-        cube: Length of the cube, voxels.
+        cube: Side length of the cube, voxels.
         spacing_mm: Spacing of the patch, (z, y, x).
         extent_mm: Lengths of the scan, (z, y, x).
         divisor: Required multiple, (z, y, x).
@@ -198,7 +198,7 @@ def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape
         >>> patch_shape(96, (1.0, 1.0, 1.0), (400.0, 300.0, 50.0), (16, 16, 16))
         (96, 96, 64)
     """
-    # Side of a cube in space that has `cube`³ voxels of this spacing.
+    # Side of a cube in space that holds `cube`³ voxels of this spacing.
     side_mm = cube * math.prod(spacing_mm) ** (1 / 3)
     lengths = []
     for voxel_mm, scan_mm, step in zip(spacing_mm, extent_mm, divisor, strict=True):
@@ -210,17 +210,17 @@ def patch_shape(cube: int, spacing_mm: Triple, extent_mm: Triple, divisor: Shape
 
 
 def first_fitting(settings: Sequence[Setting], wishes: Wishes, planner: Planner) -> Setting:
-    """Find the first setting that fits into the memory, with the fastest switches that do.
+    """Find the first setting that fits into the memory, with the fastest switches that fit.
 
-    All switches are tried on a setting before the next one is.
+    All switches are tried on a setting before the next setting is tried.
 
     Args:
-        settings: Settings, the preferred first; their switches are chosen here.
-        wishes: Memory and switches.
+        settings: Candidates, the preferred first; their switches are replaced.
+        wishes: Memory and candidate switches.
         planner: Predicts the memory of a setting.
 
     Raises:
-        UserError: If none fits, with the least memory that one of them needs.
+        UserError: If no setting fits; names the least memory that a setting needs.
     """
     least_gib = math.inf
     for setting in settings:
@@ -230,7 +230,7 @@ def first_fitting(settings: Sequence[Setting], wishes: Wishes, planner: Planner)
             if fits(prediction, wishes):
                 return switched
             least_gib = min(least_gib, prediction.peak_gib * (1 + MARGIN))
-    # Rounded up to a twentieth of a GiB.
+    # Rounded up to 0.05 GiB.
     nearest_gib = math.ceil(least_gib * 20) / 20
     raise UserError(
         f"fit_gib={wishes.fit_gib:g}: no setting fits; the smallest one needs {least_gib:.2f} GiB "
@@ -239,10 +239,16 @@ def first_fitting(settings: Sequence[Setting], wishes: Wishes, planner: Planner)
 
 
 def widened(setting: Setting, seen_voxels: float, wishes: Wishes, planner: Planner) -> Setting:
-    """Take the wider network if there is time for `MANY_STEPS` steps of the smaller one.
+    """Take the wider network if there is time for `MANY_STEPS` steps of the smaller network.
 
-    The setting stays if the wider network does not fit, or leaves time for less than
-    `WANTED_STEPS` steps.
+    The smaller network is kept if the wider network does not fit into the memory, or if there is
+    time for fewer than `WANTED_STEPS` steps of the wider network.
+
+    Args:
+        setting: Setting with the smaller network.
+        seen_voxels: Voxels that a training with the smaller network sees.
+        wishes: Memory and time.
+        planner: Predicts memory and time of a setting.
     """
     if seen_voxels < MANY_STEPS * setting.step_voxels:
         return setting
@@ -255,11 +261,11 @@ def widened(setting: Setting, seen_voxels: float, wishes: Wishes, planner: Plann
 
 
 def with_steps(setting: Setting, steps: int) -> Setting:
-    """Choose the batch size, and the number of steps that takes the same time.
+    """Choose the batch size, and the number of steps for which there is time.
 
     Args:
         setting: The setting.
-        steps: Number of steps of one patch that there is time for.
+        steps: Number of steps of one patch for which there is time.
     """
     batch_size = 1
     if steps >= BATCH_STEPS:
@@ -268,9 +274,9 @@ def with_steps(setting: Setting, steps: int) -> Setting:
 
 
 def least_steps(setting: Setting, fingerprint: Fingerprint) -> int:
-    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan.
+    """Count the steps of one patch in which a training sees `LEAST_PASSES` times a scan's voxels.
 
-    There are at least `LEAST_STEPS`.
+    The result is at least `LEAST_STEPS`.
     """
     num_seen_voxels = LEAST_PASSES * scan_voxels(fingerprint, setting.spacing_mm)
     return max(LEAST_STEPS, math.ceil(num_seen_voxels / math.prod(setting.patch_size)))
@@ -279,7 +285,7 @@ def least_steps(setting: Setting, fingerprint: Fingerprint) -> int:
 def with_smaller_patch(
     setting: Setting, fingerprint: Fingerprint, planner: Planner
 ) -> Setting | None:
-    """Take the next smaller patch, for a setting that took more memory than was predicted.
+    """Take the next smaller patch, for a setting that took more memory than predicted.
 
     Returns:
         The setting; None if there is no smaller patch.

@@ -19,6 +19,7 @@ from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import markdown_table
 from medseg.memory.device import pick_device_type
 from medseg.memory.precision import has_fast_bf16
+from medseg.planning.choose import MARGIN
 from medseg.runs.signature import plain
 from medseg.studies.command_steps import search_paths
 from medseg.studies.configure.choose import (
@@ -47,19 +48,20 @@ from medseg.task import LabelValues, Task
 from medseg.task_options import make_task
 from medseg.wording import shell_line
 
+# Files in the output folder.
 EXPERIMENT = "experiment.yaml"
 REPORT = "configure.md"
 FACTS = "configure.json"
-# Sets of memory switches to choose from, as names of files in `conf/memory`, the fastest first.
+# Candidate sets of memory switches, as names of files in `conf/memory`, the fastest first.
 SWITCHES = ("plain", "checkpoint")
-# The sets for devices that compute fast in bfloat16.
+# Candidate sets on devices that compute fast in bfloat16.
 HALF_SWITCHES = ("amp", "amp_checkpoint", "lean")
-# A setting is chosen anew if a step takes more than this multiple of its predicted time.
+# If a step takes more than this multiple of its predicted time, another setting is chosen.
 MOST_SLOWNESS = 1.5
 
 
 def configure(config: ConfigureConfig) -> int:
-    """Write an experiment that fits the cases, the memory and the hours, and say why.
+    """Write an experiment that fits the cases, the memory and the hours, with its reasons.
 
     Writes `experiment.yaml`, `configure.md` with the reasons, `configure.json` with the predicted
     numbers, and `fingerprint.csv`.
@@ -68,7 +70,7 @@ def configure(config: ConfigureConfig) -> int:
         Exit code, always 0.
 
     Raises:
-        UserError: If the wishes are impossible, with the nearest possible one.
+        UserError: If memory or hours are too little; names the nearest possible value.
     """
     task = make_task(config.task)
     cases = labelled_cases(config)
@@ -97,8 +99,8 @@ def configure(config: ConfigureConfig) -> int:
     try:
         setting = choose(fingerprint, wishes, planner)
         setting, costs = measure_setting(setting, fingerprint, wishes, planner, pilot)
-        # The prediction is of a step of one patch, like `costs`: `with_steps`, below, chooses the
-        # batch size. It may be a new one, for which the planner writes its file into the folder.
+        # Predicted here, for a step of one patch like `costs`: `with_steps` chooses the batch size
+        # later. If the setting is new, the planner writes a file into the folder of the pilot.
         prediction = planner.predict(setting)
     finally:
         shutil.rmtree(pilot.folder, ignore_errors=True)
@@ -118,13 +120,13 @@ def configure(config: ConfigureConfig) -> int:
 
 
 def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
-    """List the cases that a cross-validation uses, with the values in their label files.
+    """List the cases that a cross-validation uses, each with the label values in its file.
 
     Raises:
-        UserError: If the patients are too few for the folds, or the table has other folds.
+        UserError: If there are fewer patients than folds or than two, or the folds of the table do
+            not suit, see `check_folds`.
     """
-    # The second group of `find_cases` is synthetic scans, which are added to the table and only
-    # train.
+    # The second group of `find_cases` has synthetic scans, which are used for training only.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
     cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
     patients = {case.patient for case, _ in cases}
@@ -164,20 +166,20 @@ def measure_setting(
 ) -> tuple[Setting, Costs]:
     """Time a setting, and replace it if it is slow or takes too much memory.
 
-    If its steps are slower than predicted, a setting is chosen anew, once. As long as the setting
-    takes more memory than there is, it gets a smaller patch.
+    If a step is much slower than predicted (`MOST_SLOWNESS`), another setting is chosen, once. As
+    long as the setting takes more memory than `wishes.fit_gib`, its patch is made smaller.
 
     Returns:
-        The last setting, and what was measured of it.
+        The final setting, and its measured costs.
 
     Raises:
-        UserError: If the smallest patch takes too much memory, with the memory that it took.
+        UserError: If the smallest patch takes too much memory; names the measured memory.
     """
     costs = pilot.measure(setting)
     slowness = costs.step_s / planner.predict(setting).seconds
     if slowness > MOST_SLOWNESS:
-        # The planner predicts times of an idle machine, but other programs may share this one, so
-        # that the hours of the user are worth fewer hours of the planner.
+        # The planner predicts times of an idle machine. Other programs may slow this machine, so
+        # that it does in the user's hours what the planner predicts for fewer hours.
         hours = wishes.hours / slowness
         cheaper = choose(fingerprint, wishes._replace(hours=hours), planner)
         if cheaper != setting:
@@ -191,10 +193,10 @@ def measure_setting(
         )
         next_setting = with_smaller_patch(setting, fingerprint, planner)
         if next_setting is None:
-            # The wish in the message is 5 % above the measured peak, as the margin of predictions.
+            # The wish keeps the margin that predictions need.
             raise UserError(
                 f"fit_gib={wishes.fit_gib:g}: the smallest patch took {costs.peak_gib:.2f} GiB; "
-                f"the nearest possible wish is fit_gib={costs.peak_gib * 1.05:.2f}"
+                f"the nearest possible wish is fit_gib={costs.peak_gib * (1 + MARGIN):.2f}"
             )
         setting = next_setting
         costs = pilot.measure(setting)
@@ -202,8 +204,8 @@ def measure_setting(
 
 
 def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
-    """Write the command that trains the experiment, for the user to run."""
-    # Arguments that this command added for an imported data set; `cross_validate` adds them again.
+    """Format the command line that trains the experiment, for the user to run."""
+    # Arguments that medseg added for an imported data set; it adds them to `cross_validate` too.
     added_arguments = (f"task={IMPORTED}", VALUES)
     typed_arguments = []
     for argument in arguments:
@@ -222,9 +224,9 @@ def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
 
 
 def _as_typed(argument: str) -> str:
-    """Restore an argument as the user typed it: medseg put the value of a path key in quotes."""
+    """Restore an argument as the user typed it: medseg has quoted the values of path keys."""
     key, _, value = argument.partition("=")
-    # Without the first and the last character, which may be quotes.
+    # The value without its first and last character, which may be quotes.
     unquoted = value[1:-1]
     if key in PATH_KEYS and value == quote(unquoted):
         return f"{key}={unquoted}"
@@ -259,8 +261,8 @@ def report_text(
 ) -> str:
     """Write the report in Markdown.
 
-    It has the choices with their reasons, the expected time by part, and prediction beside
-    measurement.
+    The report has the choices with their reasons, the expected time of each part, and predicted
+    beside measured memory and time.
     """
     choices = {**group_choices(setting, task), **key_values(setting, task)}
     rows = []

@@ -26,7 +26,7 @@ class LabelFacts:
 
     Attributes:
         volume_ml: Volume of the label.
-        extent_mm: Lengths of its bounding box, (z, y, x).
+        extent_mm: Lengths of the label's bounding box, (z, y, x).
     """
 
     volume_ml: float
@@ -34,23 +34,26 @@ class LabelFacts:
 
     @property
     def size_mm(self) -> float:
-        """Distance across: diameter of a ball of this volume, or least length of a thinner box."""
-        # The volume of a ball is π/6 times its diameter cubed.
+        """Distance across: diameter of a ball of this volume, or the shortest side of the box.
+
+        The smaller of the two counts.
+        """
+        # A ball of diameter d has the volume V = π/6 · d³, so d = (6 V / π)^(1/3).
         diameter_mm = (6 * self.volume_ml * MM3_PER_ML / math.pi) ** (1 / 3)
         return min(diameter_mm, *self.extent_mm)
 
 
 @dataclass(frozen=True)
 class CaseFacts:
-    """Facts of one case that decide on a configuration.
+    """Facts of one case from which a configuration is chosen.
 
     Attributes:
         name: Name of the case.
-        shape: Size of the stored array in the orientation of networks, voxels, (D, H, W).
-        spacing_mm: Spacing of these voxels, (z, y, x).
+        shape: Size of the stored array, oriented to (D, H, W), voxels.
+        spacing_mm: Spacing of the stored voxels, (z, y, x).
         low: First percentile of the values of the first channel, in HU for a CT.
-        high: 99th percentile of these values.
-        labels: Label name to its size; labels that the case lacks are left out.
+        high: 99th percentile of the values of the first channel.
+        labels: Label name to size; labels that the case lacks are left out.
     """
 
     name: str
@@ -95,7 +98,7 @@ class Fingerprint:
 
     @cached_property
     def smallest_label(self) -> tuple[str, float]:
-        """Label with the least median distance across, and this median in mm."""
+        """Label with the smallest median distance across, and this median in mm."""
         sizes_mm: dict[str, list[float]] = {}
         for case in self.cases:
             for name, label in case.labels.items():
@@ -130,7 +133,7 @@ def read_fingerprint(cases: Sequence[tuple[Case, LabelValues]], task: Task) -> F
     """Read, audit and measure every case.
 
     Args:
-        cases: Cases that have labels, each with the values in its label file.
+        cases: Pairs of a case with labels and the label values in its file.
         task: Labels and channels.
 
     Raises:
@@ -148,13 +151,13 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
     Args:
         name: Name of the case.
         source: The case, oriented.
-        task: Names the labels.
+        task: Task with the labels to measure.
     """
     grid = source.grid
     labels: dict[str, LabelFacts] = {}
     if source.labels is not None:
-        # Slices of the bounding box of value v at index v - 1, None if the map lacks the value; the
-        # list ends at the largest value of the map.
+        # Item v - 1 has the slices of the bounding box of the value v, or None if the map lacks v.
+        # The list ends at the largest value in the map.
         boxes = ndimage.find_objects(source.labels)
         for label, value in task.labels.items():
             box = boxes[value - 1] if value <= len(boxes) else None
@@ -165,7 +168,7 @@ def facts_of(name: str, source: SourceCase, task: Task) -> CaseFacts:
             num_voxels = int(np.count_nonzero(source.labels[box] == value))
             volume_ml = num_voxels * math.prod(grid.spacing_mm) / MM3_PER_ML
             labels[label] = LabelFacts(volume_ml, (depth_mm, height_mm, width_mm))
-    # The field is named `hu`, but its values are in the unit of the first channel.
+    # In spite of its name, `hu` holds percentiles in the unit of the first channel.
     percentiles = source.audit.hu
     return CaseFacts(
         name=name,

@@ -33,16 +33,17 @@ from medseg.studies.train_arguments import merge_arguments
 from medseg.task import LabelValues, Task
 
 GIB = 2**30
+# Resampling of the spacing `anisotropic`, which `experiment_text` chooses.
 RESAMPLING = "antialiased"
 # Largest number of training cases of the pilot.
 NUM_TRAINED = 3
-# A training on the CPU uses 100 % of each of its cores. If all that it gets is less than this share
-# of one core, other programs take the rest.
+# A training on a free CPU uses 100 % of each of its cores. If all its threads together get less
+# than this percentage of one core, other programs use the CPU.
 BUSY_PERCENT = 70.0
-# Lines of the history over which the median of the seconds is taken.
+# Number of lines that the timed steps write to the history; the median of the lines is taken.
 NUM_LINES = 6
 
-# A case, and the values in its label file.
+# A case, and the label values in its file.
 LabelledCase = tuple[Case, LabelValues]
 
 
@@ -56,8 +57,8 @@ class Pilot:
         fingerprint: Facts of the same cases.
         task: Labels and channels.
         plain_task: Content of the group `task`, as plain types.
-        label_values: Content of `data.label_values`.
-        arguments: Arguments of `train` that the user gave.
+        label_values: Content of `data.label_values`: label name to value.
+        arguments: The user's arguments of `train`.
         timed_steps: Number of steps to time.
         is_on_processor: Whether the training runs on the CPU.
     """
@@ -84,7 +85,7 @@ class Pilot:
         steps = self.timed_steps
         text = experiment_text(replace(setting, steps=steps), self.task, reasons={})
         replace_text(self.folder / "experiment.yaml", text)
-        # The largest case shows the peak of the memory.
+        # The largest case is held out: its validation and prediction show the peak memory.
         held_out, _ = largest
         table_cases = [replace(held_out, split="val")]
         table_cases += [replace(case, split="train") for case, _ in training_cases]
@@ -105,11 +106,11 @@ class Pilot:
         step_s = median_of(run_dir, "seconds_per_step")
         if self.is_on_processor:
             _warn_if_busy(median_of(run_dir, "cpu_percent"))
-        # Start and end of a command, without the work on its case; taken to be the same for
+        # Start and end of a command, without the work on the case; assumed to be the same for
         # `predict` and `evaluate`.
         overhead_s = max(0.0, predict_s - largest_case_s)
-        # Times of the largest case are scaled to a mean case by the volume of the field of view: it
-        # is covered by tiles, and time is proportional to their number.
+        # Times of the largest case are scaled to a mean case by the volume of the field of view:
+        # the time is proportional to the number of tiles, which cover the field of view.
         mean_share = self._mean_share()
         train_peak_gib = summary["peak_resident_mib"] / 2**10
         predict_peak_gib = report["peak_resident_bytes"] / GIB
@@ -124,10 +125,10 @@ class Pilot:
         )
 
     def _prepare(self, cases: Sequence[LabelledCase], setting: Setting) -> float:
-        """Fill the cache of the pilot with some cases, and time it.
+        """Prepare some cases into the cache of the pilot, and time the preparation.
 
         Returns:
-            The seconds that all cases of the data set would take, in proportion to their voxels.
+            Seconds for all cases of the data set, extrapolated by their number of voxels.
 
         Raises:
             UserError: If a case cannot be used.
@@ -156,7 +157,7 @@ class Pilot:
 
     def _train_step(self, run_dir: Path) -> Step:
         """Make the command of the timed training."""
-        # These replace arguments of the user with the same keys.
+        # The arguments of the pilot replace the user's arguments with the same keys.
         pilot_arguments = [
             f"experiment={text_of(str(self.folder / 'experiment.yaml'))}",
             f"data.cases={self.folder / 'cases.csv'}",
@@ -182,7 +183,7 @@ class Pilot:
         """Run a command and return the seconds that it took.
 
         Raises:
-            UserError: If it fails, with its message.
+            UserError: If the command fails, with its message.
         """
         start_s = time.perf_counter()
         failure = run_and_get_failure(step)
@@ -196,7 +197,10 @@ def pick_cases(
 ) -> tuple[LabelledCase, list[LabelledCase]]:
     """Pick the largest case, and up to `NUM_TRAINED` cases of other patients to train on.
 
-    The cases lose the marks of the case table (split, folds): the pilot sets its own split.
+    Split and folds of the case table are removed from the cases: the pilot sets its own split.
+
+    Returns:
+        The largest case, and the training cases.
     """
     unmarked_cases = []
     for case, label_values in cases:
@@ -210,18 +214,22 @@ def pick_cases(
 def median_of(run_dir: Path, column: str) -> float:
     """Compute the median of a column of the history of a run.
 
-    The first line is left out if there are others, because its steps load and compile.
+    The first line is left out unless it is the only one: its steps load data and compile.
     """
     values = []
     for row in read_csv(run_dir / "history.csv"):
-        # A line that only records a validation has an empty cell.
+        # Lines of validations have an empty cell.
         if row.get(column):
             values.append(float(row[column]))
     return median(values[1:] or values)
 
 
 def _warn_if_busy(cpu_percent: float) -> None:
-    """Warn if the training got so little of the CPU that the times are too long."""
+    """Warn if other programs took so much of the CPU that the measured times are too long.
+
+    Args:
+        cpu_percent: CPU time of the training over elapsed time; 100 = one core.
+    """
     if cpu_percent < BUSY_PERCENT:
         say(
             f"configure: the timed steps got {cpu_percent:.0f} % of a processor core, so other "

@@ -29,9 +29,10 @@ class MachinePlanner:
 
     Args:
         task: Labels and channels.
-        largest: The case that takes the most memory.
-        arguments: Arguments of `train` that the user gave.
-        file: File that is overwritten with the experiment of each setting, to compose it.
+        largest: Case with the largest field of view, whose validation takes the most memory.
+        arguments: The user's arguments of `train`.
+        file: File that is overwritten with the experiment of each setting, from which Hydra
+            composes the configuration.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class MachinePlanner:
         self.file = file
         # Measured at the first prediction.
         self.machine: Machine | None = None
-        # Cached for each setting: a prediction takes seconds.
+        # Cached by setting: a prediction takes seconds.
         self.divisor = functools.cache(self._divisor)
         self.predict = functools.cache(self._predict)
 
@@ -64,7 +65,7 @@ class MachinePlanner:
         replace_text(self.file, experiment_text(setting, self.task, reasons={}))
         experiment = f"experiment={text_of(str(self.file))}"
         register_experiments([experiment])
-        # Size of the largest case at the spacing of the setting: its validation takes most memory.
+        # Shape of the largest case at the spacing of the setting.
         shape = [
             math.ceil(length_mm / voxel_mm)
             for length_mm, voxel_mm in zip(self.largest.extent_mm, setting.spacing_mm, strict=True)

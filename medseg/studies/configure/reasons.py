@@ -1,4 +1,4 @@
-"""Reasons of the choices, one sentence each, for the experiment and its report."""
+"""Reasons of the choices, one sentence each, for the experiment file and the report."""
 
 import math
 from collections.abc import Iterable
@@ -22,13 +22,20 @@ from medseg.task import Task
 def reasons_of(
     setting: Setting, fingerprint: Fingerprint, task: Task, wishes: Wishes, costs: Costs
 ) -> dict[str, str]:
-    """Say why each choice was made.
+    """Explain each choice.
+
+    Args:
+        setting: The choices.
+        fingerprint: Facts of the cases.
+        task: Labels and channels.
+        wishes: Memory and time that the user has.
+        costs: Measured times and memory.
 
     Returns:
         Group or key of the experiment to its reason.
     """
     label, size_mm = fingerprint.smallest_label
-    # Along the coarsest axis.
+    # Counted along the axis with the coarsest spacing.
     voxels_across = size_mm / max(setting.spacing_mm)
     modalities = joined(channel.modality for channel in task.channels)
     seen_voxels = setting.steps * setting.step_voxels
@@ -62,12 +69,12 @@ def reasons_of(
 
 
 def wishes_line(wishes: Wishes) -> str:
-    """Say how much memory and time the user has."""
+    """Describe the memory, the time and the folds that the user asked for."""
     return f"{wishes.fit_gib:g} GiB and {wishes.hours:g} h for {wishes.num_folds} folds"
 
 
 def passes_line() -> str:
-    """Say how the spacing follows from the time."""
+    """Describe how the spacing follows from the time."""
     return (
         f"The spacing is the finest at which a training sees {WANTED_PASSES} times the voxels of "
         f"a scan, among those that give the smallest label about {VOXELS_ACROSS} down to "
@@ -76,14 +83,14 @@ def passes_line() -> str:
 
 
 def _reason_of_model(setting: Setting) -> str:
-    """Say why the network was taken."""
+    """Explain the choice of the network."""
     if setting.model == "unet":
         return f"16 channels at half resolution; the wide one needs time for {MANY_STEPS} steps"
     return f"32 channels and eight at full resolution: there is time for {MANY_STEPS} steps"
 
 
 def _reason_of_flips(task: Task) -> str:
-    """Say why samples are mirrored or not."""
+    """Explain why samples are mirrored, or not."""
     if task.has_sides:
         return "names of labels have sides, which mirroring would exchange"
     return "left and right are mirrored: no name of a label has a side"
@@ -103,7 +110,7 @@ def joined(texts: Iterable[str]) -> str:
 
 
 def extent_text(fingerprint: Fingerprint) -> str:
-    """Write spacing and field of view of the cases in a line."""
+    """Describe spacing and field of view of the cases in one line."""
     spacing = joined(f"{voxel_mm:.3g}" for voxel_mm in fingerprint.spacing_mm)
     extent = joined(f"{length_mm:.0f}" for length_mm in fingerprint.extent_mm)
     largest = joined(f"{length_mm:.0f}" for length_mm in fingerprint.largest.extent_mm)

@@ -13,7 +13,7 @@ from medseg.task import Task
 
 @dataclass(frozen=True)
 class Setting:
-    """Choices for one stage.
+    """Choices of `configure` for the stage `single`.
 
     Attributes:
         spacing_mm: Spacing of the voxels, (z, y, x).
@@ -33,12 +33,12 @@ class Setting:
 
     @property
     def step_voxels(self) -> int:
-        """Voxels that a step sees."""
+        """Number of voxels in the batch of a step."""
         return self.batch_size * math.prod(self.patch_size)
 
 
 def group_choices(setting: Setting, task: Task) -> dict[str, str]:
-    """Map each group that the experiment overrides to the name of the file it chooses."""
+    """Map each configuration group that the experiment overrides to the chosen file name."""
     is_ct = all(channel.modality == "ct" for channel in task.channels)
     return {
         "stage": "single",
@@ -53,10 +53,10 @@ def group_choices(setting: Setting, task: Task) -> dict[str, str]:
 
 
 def key_values(setting: Setting, task: Task) -> dict[str, Any]:
-    """Map each key that the experiment sets to its value; keys of one group follow one another."""
+    """Map each key that the experiment sets to its value; keys of one group are adjacent."""
     values: dict[str, Any] = {"steps": setting.steps}
     if task.regions:
-        # Regions need a second stage, which refines them in crops.
+        # A single stage has no regions: a second stage would refine them in crops.
         values["task.regions"] = None
     return values | {
         "spacing.target_spacing_mm": list(setting.spacing_mm),
@@ -65,7 +65,7 @@ def key_values(setting: Setting, task: Task) -> dict[str, Any]:
         # `cross_validate` predicts with the weights of the last step, so one validation is enough.
         "stage.validate_every": setting.steps,
         "memory.accumulate": setting.batch_size,
-        # Axis 2 is x. Mirroring would exchange left and right.
+        # Axis 2 is x. Without sides, left and right may be exchanged by mirroring.
         "augment.flip_axes": [] if task.has_sides else [2],
     }
 
@@ -82,7 +82,7 @@ def experiment_text(
             without a reason gets no comment.
         head: Lines of the comment at the top.
     """
-    # Without the first line, Hydra would put all keys below a key `experiment`.
+    # Without `@package _global_`, Hydra would put all keys below a key `experiment`.
     lines = ["# @package _global_", *(f"# {line}" for line in head), "defaults:"]
     for group, choice in group_choices(setting, task).items():
         lines += _comment(reasons.get(group), "  ")
@@ -100,7 +100,7 @@ def experiment_text(
 
 
 def yaml_text(value: Any) -> str:
-    """Write a value of an experiment as YAML.
+    """Format a value of an experiment as YAML.
 
     Example:
         >>> yaml_text([2.0, 1.5, 1.5]), yaml_text(None), yaml_text(700)
@@ -110,7 +110,7 @@ def yaml_text(value: Any) -> str:
 
 
 def _comment(reason: str | None, indent: str) -> list[str]:
-    """Write a reason as a comment of one line; no line without a reason."""
+    """Format a reason as a list of one comment line; empty without a reason."""
     if not reason:
         return []
     return [f"{indent}# {reason}"]

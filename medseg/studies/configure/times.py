@@ -5,22 +5,22 @@ from dataclasses import dataclass
 
 from medseg.errors import UserError
 
-# Share of the hours that is planned. The rest is reserve, since a run may end early, but not late.
+# Share of the user's hours that is planned. The rest is reserve: a run may end early, but not late.
 PLANNED_SHARE = 0.92
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured seconds of the parts of a cross-validation, and the peak of the memory.
+    """Measured durations of the parts of a cross-validation, and the peak memory.
 
     Attributes:
         step_s: One optimiser step on one patch.
         prepare_s: Preparation of all cases, which happens once.
-        train_start_s: Start and end of a training, with its one validation of a single case.
-        predict_start_s: Start and end of a prediction command or of a scoring command.
-        case_s: Prediction of a mean case; its validation takes as long.
-        score_s: Scores and pictures of a mean case.
-        peak_gib: Peak of the memory.
+        train_start_s: Start and end of a training, including the validation of one case.
+        predict_start_s: Start and end of a `predict` command, or of an `evaluate` command.
+        case_s: Prediction of a case of mean size; a validation of the case takes as long.
+        score_s: Scores and pictures of a case of mean size.
+        peak_gib: Peak memory of training and prediction.
     """
 
     step_s: float
@@ -37,7 +37,7 @@ class Schedule:
     """Seconds of a cross-validation by part.
 
     Attributes:
-        costs: Measured seconds.
+        costs: Measured durations of the parts.
         num_folds: Number of folds.
         num_cases: Number of cases, each of which is held out in one fold.
     """
@@ -54,8 +54,8 @@ class Schedule:
             batch_size: Number of patches of a step.
         """
         costs = self.costs
-        # The training of a fold validates all its held-out cases. The first one is part of
-        # `train_start_s`.
+        # The training of a fold validates all held-out cases of the fold once. The validation of
+        # the first case is part of `train_start_s`.
         num_further_validations = max(0, self.num_cases - self.num_folds)
         return {
             "preparation of the cases": costs.prepare_s,
@@ -67,7 +67,7 @@ class Schedule:
         }
 
     def total_s(self, steps: int, batch_size: int = 1) -> float:
-        """Seconds of the whole cross-validation, see `parts`."""
+        """Compute the seconds of the whole cross-validation, see `parts`."""
         return sum(self.parts(steps, batch_size).values())
 
     def steps_within(self, hours: float, least_steps: int) -> int:
@@ -75,10 +75,10 @@ class Schedule:
 
         Args:
             hours: Time of the whole cross-validation.
-            least_steps: Number of steps below which a training teaches nothing.
+            least_steps: Fewest steps of a useful training.
 
         Raises:
-            UserError: If there is time for fewer than `least_steps`, with the hours that would do.
+            UserError: If there is time for fewer than `least_steps`; names the hours that suffice.
         """
         planned_s = PLANNED_SHARE * hours * 3600
         time_for_steps_s = planned_s - self.total_s(steps=0)
@@ -86,7 +86,7 @@ class Schedule:
         if steps >= least_steps:
             return steps
         needed_hours = self.total_s(least_steps) / PLANNED_SHARE / 3600
-        # Rounded up to two digits; `digit` is the unit of the second one.
+        # Rounded up to two significant digits; `digit` is one unit in the second digit.
         digit = 10 ** (math.floor(math.log10(needed_hours)) - 1)
         nearest_hours = math.ceil(needed_hours / digit) * digit
         raise UserError(
