@@ -81,7 +81,7 @@ class Warp(NamedTuple):
 class WindowShift:
     """Shift of the HU window by up to `hu` in either direction, like a scanner's calibration error.
 
-    It is applied while the scan is read. The whole window moves.
+    It is applied while the scan is read.
     """
 
     hu: float
