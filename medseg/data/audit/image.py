@@ -39,7 +39,7 @@ SPIKE_REPORT_SHARE = 0.01
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
-FAT_HU = -50  # HU; every CT has fat or air below this value
+FAT_HU = -50  # every CT has fat or air below this value
 OFFSET_HU = 1024  # offset by which values are often stored too high or too low
 # Least share of soft tissue, or of air that an error of the scale has moved. Images in HU have 8 to
 # 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
@@ -84,8 +84,8 @@ class ImageFacts:
     """Histogram of an image: a CT in HU, another modality in its own unit.
 
     Attributes:
-        low_hu: Lowest value.
-        high_hu: Highest value.
+        low_hu: Lowest value, of any modality.
+        high_hu: Highest value, of any modality.
         counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
             counts the value -32768.
     """
