@@ -40,8 +40,9 @@ def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: Spacin
     """Find the axis that nnU-Net resamples separately from the other two, by the nearest voxel.
 
     Args:
-        separate_z: `force_separate_z` of the plan: True = the coarsest axis of the source, False = no
-            axis, None = the coarsest axis of an anisotropic source, else of an anisotropic target.
+        separate_z: `force_separate_z` of the plan. True = the coarsest axis of the source, False =
+            no axis, None = the coarsest axis of an anisotropic source, else of an anisotropic
+            target.
         current_mm: Spacing of the source.
         new_mm: Spacing of the target.
 

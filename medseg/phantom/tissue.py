@@ -280,8 +280,8 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
     # Depth below the surface of the lung.
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
-    # `lung_hu` is meant for a breath of 0.8, at `down` = -10 mm. In expiration lungs are denser, and
-    # the gradient from their highest to their lowest part (HU per mm) is steeper.
+    # `lung_hu` is meant for a breath of 0.8, at `down` = -10 mm. In expiration lungs are denser,
+    # and the gradient from their highest to their lowest part (HU per mm) is steeper.
     expiration = 0.8 - spec.breath
     hu = (
         spec.lung_hu
