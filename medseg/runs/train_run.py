@@ -228,7 +228,7 @@ def _summarise(
             seconds_per_step.append(float(row["seconds_per_step"]))
     # 0 seconds: no step was timed.
     measured = {
-        "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
+        "peak_resident_mib": round(history.load.peak_device_bytes() / 2**20, 2),
         "seconds_per_step": median(seconds_per_step or [0.0]),
     }
     plan = {}
