@@ -383,6 +383,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     Returns:
         Matrix whose rows add up to one.
     """
+    # All slices that begin within the axis: slice i begins at (i - phase) · slice_voxels.
     num_slices = math.floor(size / slice_voxels + phase) + 1
     # Positions in voxels from the beginning of the axis: slices as a column, voxels as a row.
     slice_starts = ((np.arange(num_slices) - phase) * slice_voxels)[:, None]

@@ -137,7 +137,7 @@ def agree(first: ProcessCost, second: ProcessCost) -> bool:
 
     Memory is compared as the sum of all fields in bytes: the peak of a run with one worker.
     """
-    # All fields but the last, the seconds.
+    # The last field is not memory, but seconds.
     memory = [sum(cost[:-1]) for cost in (first, second)]
     if max(memory) - min(memory) > MEMORY_TOLERANCE * max(memory):
         return False

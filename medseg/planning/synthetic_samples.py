@@ -26,7 +26,7 @@ from medseg.training.assemble import make_data_module
 # what that training has counted is not counted here again.
 WARM_UP_LENGTH = 16
 # Samples are made and timed until there are MOST_SAMPLES, or have taken MOST_S seconds. Many are
-# needed because the draws of the augmentation differ: with patches of 64×64×64 voxels the peak of
+# needed because augmentation is random: with patches of 64×64×64 voxels the peak of
 # the memory after the first samples is half of the peak after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
 # Spacing of the synthetic probabilities for samples with a coarse channel. It does not change the

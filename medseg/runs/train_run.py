@@ -242,9 +242,9 @@ def _summarise(
         if row.get("seconds_per_step"):
             seconds_per_step.append(float(row["seconds_per_step"]))
     measured = {
-        # Resident memory with that of the workers; on GPUs, with that of the driver and of other
-        # programs.
-        "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
+        # On a CPU, resident memory with that of the workers; on GPUs, all memory that is taken,
+        # including that of the driver and of other programs.
+        "peak_resident_mib": round(history.load.peak_device_bytes() / 2**20, 2),
         # 0 where no step was timed.
         "seconds_per_step": median(seconds_per_step or [0.0]),
     }

@@ -28,7 +28,7 @@ from medseg.preprocess.orient import FACES
 from medseg.task import IGNORE, Region, Task, is_side_pair
 
 ABSENT = "absent"
-"""Trust in a reference that is empty because the region is absent."""
+"""Value of the column `trust_<region>` where the patient does not have the region."""
 
 GRID_TOLERANCE_MM = 0.1
 """Image and label map are on one grid if their corners agree within this.
@@ -137,13 +137,13 @@ def map_values(
     Args:
         labels: Label map (D, H, W), integers.
         task: Has the value of each label name.
-        label_values: Value in the file to label name; 0 is background, and a name that the task
-            does not know becomes background.
+        label_values: Value in the file to label name. The value 0 is always background; labels that
+            the task does not know become background.
         may_be_empty: Whether to accept a label map that holds only 0 and the ignore label.
 
     Returns:
-        Label map, uint8, with unknown values as background (the input itself if nothing changes);
-        and the findings.
+        Label map in the task's values, uint8, with unknown values as background (the input itself
+        if nothing changes); and the findings.
     """
     # Plane by plane: finding the values of all planes at once would sort a copy of the label map.
     values: set[int] = set()
@@ -426,8 +426,9 @@ def _audit_volumes(
     findings = []
     for name, (low, high) in task.volume_ml.items():
         volume_ml = volumes_ml[name]
-        is_small = 0 < volume_ml < low and name not in cut_names
-        if not is_small and volume_ml <= high:
+        is_too_small = 0 < volume_ml < low and name not in cut_names
+        is_too_large = volume_ml > high
+        if not (is_too_small or is_too_large):
             continue
         kind = "implausible_volume"
         if volume_ml > high * FAR_FACTOR:
