@@ -59,7 +59,7 @@ LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
 # Names of a folder of images and its folder of labels.
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
-# A lobe of a paired organ, as `plain_name` writes it: left_lung_upper_lobe.
+# A lobe of a paired organ, as `plain_name` writes it: left_lung_upper_lobe; group 1 is the organ.
 LOBE = re.compile(r"((?:left|right)_\w+)_(?:upper|middle|lower)_lobe")
 # Endings that programs add to the name of an image to form the name of its label map.
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
