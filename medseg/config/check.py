@@ -1,6 +1,6 @@
 """Check of a composed configuration: each key by itself, then the rules between keys.
 
-This module does not import torch, so that mistakes are reported without its seconds of loading.
+This module does not import torch, so that a mistake is reported before torch is loaded.
 """
 
 import copy

@@ -69,9 +69,10 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         values[key] = value
     path_text = values.get(KEY, "").strip("'\"")
     has_key = KEY in {field.name for field in fields(schema)}
-    # A run that is resumed has its configuration already.
+    # A run that is resumed has its configuration already. `auto` looks for a run of the same
+    # configuration, so it needs the plan.
     is_resumed = values.get("resume", "null") not in ("null", "auto")
-    # `Path("")` would be the working folder, which may be a model folder.
+    # An empty path is none: `Path("")` would be the working folder, which may be a model folder.
     if not has_key or is_resumed or not path_text:
         return list(arguments)
     path = Path(path_text)

@@ -47,7 +47,7 @@ from medseg.task import LabelValues, Task
 
 # Raise this number with every change by which the same sources give other arrays, another sidecar
 # or another folder name.
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 DIGEST_LENGTH = 8  # hexadecimal digits, in names of folders
 SIDECAR = "case.json"
 LABELS_FILE = "labels.npy"
@@ -446,12 +446,9 @@ def _entry_folder(
         "range_hu": list(HU_LIMITS),
         "channels": [[channel.modality, channel.normalise] for channel in task.channels],
         "ignore_label": task.ignore_label,
+        "resampling": resampling,
+        "structures": list(ordered_labels),
     }
-    # The default adds no key, so that entries of versions without the choice keep their folder.
-    if resampling != ANTIALIASED:
-        configuration["resampling"] = resampling
-    if ordered_labels:
-        configuration["structures"] = list(ordered_labels)
     # The files, and how they are read: runs that read a scan in two ways have two entries. If they
     # shared one entry, each run would rebuild the entry of the other.
     reading = _read_as(case)

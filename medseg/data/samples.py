@@ -155,9 +155,9 @@ class Samples(Dataset[Sample]):
     A sample of the coarse stage is a whole scan or a part of it. A sample of the fine stage is the
     crop of a region or a patch of this crop.
 
-    Items are cases in the coarse stage, and pairs of a case and a region in the fine stage. Samples
-    0 … len-1 take each item once, in a random order; the next len samples do so in another random
-    order, and so on without end.
+    Items are cases in the coarse stage, and pairs of a case and a region in the fine stage. Without
+    weights, samples 0 … len-1 take each item once, in a random order; the next len samples do so in
+    another random order, and so on without end. With weights, see `draw_from_pass`.
 
     Regions on the patient's right are mirrored along x, so that all look like left regions. The
     target of a region has the classes 1, 2, … in the order of the region's labels; other labels are
@@ -236,7 +236,7 @@ class Samples(Dataset[Sample]):
         return indices
 
     def _no_items(self, cases: Sequence[CachedCase], train_trust: Collection[str] | None) -> str:
-        """Say why no case can be trained on."""
+        """Say why there are no items to train on."""
         if train_trust is not None:
             return (
                 f"data.train_trust={' or '.join(train_trust)}: no training case has a region with "

@@ -67,9 +67,9 @@ class StepMemory:
             is one.
         input: The image.
         target: The reference.
-        saved: What autograd keeps from forward to backward, by the part of the network that made
-            it, in the order of `named_parts`.
-        offloaded: Saved tensors that wait in host memory.
+        saved: Bytes that autograd keeps from forward to backward, by the part of the network that
+            made them, in the order of `named_parts`.
+        offloaded: Saved bytes in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
         peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`,
@@ -128,7 +128,7 @@ def count_step(
         image_shape: (N, C, D, H, W) of a micro-batch.
         loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1,
             D, H, W).
-        make_optimizer: From parameters to an optimiser.
+        make_optimizer: Makes the optimiser from the parameters.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
         averages: Whether a moving average of the weights is kept.

@@ -43,8 +43,8 @@ from medseg.memory.tracker import Call, Operand
 # of these parts are still so large that the system maps new memory for each, as for all larger ones
 # (see `medseg.memory.heap`): the measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
-# On a GPU, operations with tensors of up to this share of the card's memory are measured whole: for
-# some of the slices cuDNN chooses another kernel, whose workspace says nothing of the whole.
+# On a GPU, operations with tensors of up to this share of its memory are measured whole: for a part
+# of the slices cuDNN may choose another kernel, whose workspace cannot be extrapolated.
 MEASURED_PART_OF_GPU = 1 / 8
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30

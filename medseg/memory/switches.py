@@ -35,7 +35,7 @@ def apply_switches(
 ) -> nn.Module:
     """Change how a network runs, but not the names of its weights.
 
-    Only `synchronise` changes what it computes. The order of the switches is fixed: layout, so that
+    Only `synchronise` changes the results. The order of the switches is fixed: layout, so that
     the others act on the weights as they are finally stored; norms, which checkpointing looks for;
     checkpointing of blocks; offloading of what the blocks still save; compilation of everything.
 

@@ -253,6 +253,7 @@ def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 
 def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
     """Paint fat, heart, vessels and central airways."""
     blood_hu = 41 + spec.contrast_hu
+    # Fat fills the cage above the diaphragm, up to 3 mm from the spine.
     fat = within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"])
     slab.paint(-92 + 12 * slab.tissue, fat)
     # The muscle of the heart is about 9 mm thick around its blood.
@@ -279,8 +280,8 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
     # Depth below the surface of the lung.
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
-    # `lung_hu` is meant for a breath of 0.8. In expiration lungs are denser, and the gradient from
-    # their highest to their lowest part (HU per mm) is steeper.
+    # `lung_hu` is meant for a breath of 0.8, at `down` = -10 mm. In expiration lungs are denser,
+    # and the gradient from their highest to their lowest part (HU per mm) is steeper.
     expiration = 0.8 - spec.breath
     hu = (
         spec.lung_hu

@@ -271,7 +271,7 @@ class StepModel:
         """Sum the bytes that are live at the start of a segment only under conditions on blocks.
 
         Args:
-            storages: What is live between the forward and the backward pass.
+            storages: Storages that are live between the forward and the backward pass.
             order: Place of each part in the forward pass. A missing part that saves or takes counts
                 as the first one, whose backward pass ends last.
             segment: Segment of the forward or the backward pass.

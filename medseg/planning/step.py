@@ -1,4 +1,4 @@
-"""Training step of a configuration: size of its input, and the count of its memory."""
+"""Training step and evaluation of a configuration: sizes of the inputs, counts of the memory."""
 
 import math
 from bisect import bisect_right

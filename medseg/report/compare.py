@@ -81,8 +81,8 @@ class Run:
         status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file
             gives a status.
         message: Why the run did not finish, or "".
-        settings: Resolved configuration, flat, without the keys that only name folders. A run that
-            never began has its overrides only.
+        settings: Values of the resolved configuration by dotted key, without keys that only name
+            folders; no `Setting`. A run that never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
         overrides: Arguments of the run by key, if it is a job of a multirun; else empty.
         summary: `summary.json`.

@@ -76,17 +76,15 @@ def paired_difference(
 
     Source:
         Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`,
-        and `scipy.stats.wilcoxon`, which is exact for up to 50 patients, and for up to 13 if some
-        gains are ties.
+        and `scipy.stats.wilcoxon`, exact for up to 50 patients, with ties for up to 13.
     """
     from scipy.stats import sem, t
 
     pairs = _finite_pairs(scores, baseline)
     if not pairs:
         return None
-    # Means of patients. Cases that count as independent samples would give 14 % false positives
-    # instead of 5 % with two scans of each of ten patients, and 37 % with five, see
-    # `docs/decisions/false_positives.csv`.
+    # Means of patients: with two scans of each of ten patients, cases as independent samples give
+    # 14 % false positives instead of 5 %, see `docs/decisions/false_positives.csv`.
     means = _patient_means(pairs, patients or {})
     case_gains = [score - baseline_score for score, baseline_score in pairs.values()]
     # Above 0 where the case is better, whether a higher or a lower score is better.

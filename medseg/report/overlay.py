@@ -306,7 +306,8 @@ def overlay_montage(
 def _view_box(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
     """Find the part of a volume to draw: the box of the labels with a margin.
 
-    It is at least `_MIN_VIEW_MM` long along each axis; without a label it is the whole volume.
+    The box is at least `_MIN_VIEW_MM` long along each axis, or as long as a shorter volume; it is
+    the whole volume without a label.
     """
     box = VoxelBox.from_mask(is_label)
     if box is None:

@@ -130,7 +130,7 @@ def pack_volumes(
     """
     low, high = CT_RANGE_HU
     if not is_ct:
-        # About 32 slices are enough for the percentiles.
+        # Every n-th slice, 32 to 63 in all, are enough for the percentiles.
         some_slices = image[:: max(1, len(image) // 32)]
         low, high = grey_range(some_slices, None)
     image, oriented_grid, orientation = orient(image, grid)

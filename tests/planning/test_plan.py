@@ -27,7 +27,7 @@ from medseg.memory.tracker import MemoryTracker, Timeline
 from medseg.planning import estimate, step
 from medseg.planning import plan as plan_app
 from medseg.planning.choose import MARGIN
-from medseg.planning.estimate import kept_between_steps
+from medseg.planning.estimate import kept_by_heap_in_step
 from medseg.planning.process import ProcessCost, SampleCost
 from medseg.runs.folder import open_run
 from medseg.training.assemble import make_trainer
@@ -192,7 +192,7 @@ def test_measured_kernels_give_the_peaks_and_the_seconds(
     # pages and the weights that they were forked with.
     loader_mib = 2 * 60 + 4 * batch_mib + 20 + with_workers["parameters"] / 2**20
     # Without workers the heap that a sample leaves is kept in this process.
-    heap_bytes = [kept_between_steps(with_workers["peak"], size) for size in (10 * 2**20, None)]
+    heap_bytes = [kept_by_heap_in_step(with_workers["peak"], size) for size in (10 * 2**20, None)]
     expected = (
         without_workers["resident_mib"]["training step"]
         + loader_mib

@@ -39,15 +39,15 @@ SPIKE_REPORT_SHARE = 0.01
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
-FAT_HU = -50  # HU; every CT has fat or air below this value
+FAT_HU = -50  # every CT has fat or air below this value
 OFFSET_HU = 1024  # offset by which values are often stored too high or too low
-# Least share of soft tissue. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about
-# 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
+# Least share of soft tissue, or of air that an error of the scale has moved. Images in HU have 8 to
+# 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
 # Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
-# In an inverted image, air has the values of bone: it has at least this many times more voxels in
-# the range of bone than in the range of air.
+# An inverted image has at least this many times as many voxels in the range of dense bone, where
+# its air lies, as in the range of air.
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone if at least this share of its voxels has such values.
 PRESENT_SHARE = 0.001
@@ -84,8 +84,8 @@ class ImageFacts:
     """Histogram of an image: a CT in HU, another modality in its own unit.
 
     Attributes:
-        low_hu: Lowest value.
-        high_hu: Highest value.
+        low_hu: Lowest value, of any modality.
+        high_hu: Highest value, of any modality.
         counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
             counts the value -32768.
     """

@@ -101,7 +101,10 @@ def _extents_mm(shape: Sequence[int], grid: VoxelGrid) -> list[float]:
 
 
 def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
-    """Describe the differences of two grids: shape, spacing, rotation, place."""
+    """Describe the differences of two grids: shape, spacing, rotation, place.
+
+    Spacings that differ by 0.1 % and axes that differ by 0.1 degrees count as equal.
+    """
     clauses = []
     is_same_shape = label_grid.shape == image_grid.shape
     if not is_same_shape:
@@ -180,7 +183,7 @@ def map_values(
 
 
 def _values_of(plane: np.ndarray) -> list[int]:
-    """List the values of a plane."""
+    """List the distinct values of a plane."""
     # Counting bytes is faster than `unique`, which sorts.
     if plane.dtype == np.uint8:
         return np.flatnonzero(np.bincount(plane.ravel())).tolist()
@@ -228,15 +231,16 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
             continue
         tight_mask = mask[box_in_crop.slices()]
         box = box_in_crop.shifted(labels_box.start)
-        centre = []
+        centre = []  # index (z, y, x)
         # The centre of mass needs only the number of voxels at each index of an axis; the indices
         # of all voxels would take far more memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
             counts = tight_mask.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))
             centre.append(box.start[axis] + offset)
-        centre_x_mm = float(grid.index_to_world_xyz_mm(centre)[0])
-        regions[region.name] = RegionFacts(region, box, centre[2], centre_x_mm)
+        _, _, x_index = centre
+        centre_x_mm, _, _ = grid.index_to_world_xyz_mm(centre)
+        regions[region.name] = RegionFacts(region, box, x_index, float(centre_x_mm))
     return regions
 
 
