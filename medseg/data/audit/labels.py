@@ -21,7 +21,7 @@ from medseg.anatomy.rules import (
     TOUCHING_CM2,
     UPSIDE_DOWN_EXCESS,
 )
-from medseg.data.audit.finding import find
+from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
@@ -67,11 +67,11 @@ def audit_grids(
     # Equal shapes in the files: perhaps only the header is wrong, and the user may ignore the
     # finding.
     if tuple(stored_image_shape) == tuple(stored_label_shape):
-        return [find("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
+        return [make_finding("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
     if label_grid.shape == image_grid.shape:
-        return [find("label_shape:axes", difference=difference)]
+        return [make_finding("label_shape:axes", difference=difference)]
     return [
-        find(
+        make_finding(
             "label_shape",
             shape=per_axis_text(label_grid.shape),
             image_shape=per_axis_text(image_grid.shape),
@@ -86,7 +86,7 @@ def audit_extent(grid: VoxelGrid) -> list[Finding]:
     if least_mm <= max(extents_mm) <= most_mm:
         return []
     return [
-        find(
+        make_finding(
             "implausible_size:scan",
             extent=per_axis_text(extents_mm),
             least_mm=least_mm,
@@ -157,12 +157,12 @@ def map_values(
     # `all` is true for a label map of zeros, too, which has no value in `present`.
     is_empty = all(label_values.get(value) == IGNORE for value in present)
     if is_empty and not may_be_empty:
-        findings.append(find("empty_labels", regions=", ".join(task.parts)))
+        findings.append(make_finding("empty_labels", regions=", ".join(task.parts)))
     unknown = [value for value in present if value not in label_values]
     if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
         plural = "s" if len(unknown) > 1 else ""
-        finding = find(
+        finding = make_finding(
             kind,
             s=plural,
             few=", ".join(map(str, unknown[:MAX_LISTED])),
@@ -274,13 +274,13 @@ def audit_labels(
     for region in task.regions:
         is_stated_absent = trust.get(region.name) == ABSENT
         if region.name not in regions and not is_stated_absent:
-            findings.append(find("missing_region", region=region.name))
+            findings.append(make_finding("missing_region", region=region.name))
     findings += _audit_position(image_hu, labels, grid, task, regions)
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         # A region without a side, such as the body, may be as long as the scan.
         if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
-            finding = find(
+            finding = make_finding(
                 "implausible_size:region",
                 name=facts.region.name,
                 extent=per_axis_text(extents_mm),
@@ -295,7 +295,7 @@ def audit_labels(
     findings += _audit_volumes(labels, grid, task, cut_ends)
     if cut_ends:
         descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
-        findings.append(find("cut_region", regions=" and ".join(descriptions)))
+        findings.append(make_finding("cut_region", regions=" and ".join(descriptions)))
     return findings
 
 
@@ -324,7 +324,7 @@ def _audit_position(
         return findings + _audit_mirrored(image_hu, labels, grid, task)
     # A finding of swapped sides names the position already.
     if not any(finding.code == "swapped_sides" for finding in findings):
-        findings.append(find("body_position", position=position, sign=sign))
+        findings.append(make_finding("body_position", position=position, sign=sign))
     return findings
 
 
@@ -358,18 +358,18 @@ def _audit_sides(
         if left.centre_x_mm <= right.centre_x_mm:
             sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
             kind = "swapped_sides:position" if position else "swapped_sides"
-            findings.append(find(kind, **names, **sides_mm, position=position))
+            findings.append(make_finding(kind, **names, **sides_mm, position=position))
         if is_side_pair(left.region, right.region):
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
-                findings.append(find("touching_regions", **names, area=contact_mm2 / 100))
+                findings.append(make_finding("touching_regions", **names, area=contact_mm2 / 100))
     # With regions on both sides, the sides were compared above.
     if image_hu is None or (lefts and rights):
         return findings
     for facts in (*lefts, *rights):
         off_mm, width_mm = _off_side_mm(image_hu, grid, facts)
         if off_mm > SIDE_SHARE * width_mm:
-            findings.append(find("doubtful_side", region=facts.region.name, off_mm=off_mm))
+            findings.append(make_finding("doubtful_side", region=facts.region.name, off_mm=off_mm))
     return findings
 
 
@@ -410,7 +410,7 @@ def _audit_mirrored(
     if not evidence.is_mirrored:
         return []
     kind = "mirrored_image" if evidence.is_confirmed else "mirrored_image:doubtful"
-    return [find(kind, sign=evidence.sentence)]
+    return [make_finding(kind, sign=evidence.sentence)]
 
 
 def _audit_volumes(
@@ -439,7 +439,7 @@ def _audit_volumes(
             kind = "implausible_volume:far"
         elif volume_ml < low / TINY_FACTOR:
             kind = "implausible_volume:tiny"
-        findings.append(find(kind, name=name, volume_ml=volume_ml, low=low, high=high))
+        findings.append(make_finding(kind, name=name, volume_ml=volume_ml, low=low, high=high))
     return findings
 
 
@@ -570,6 +570,8 @@ def audit_vanished(
     findings = []
     for name, volume_ml in volumes_before_ml.items():
         if volume_ml > 0 and name not in boxes:
-            finding = find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
+            finding = make_finding(
+                "vanished_region", region=name, volume_ml=volume_ml, spacing=spacing
+            )
             findings.append(finding)
     return findings
