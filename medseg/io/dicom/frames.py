@@ -648,12 +648,7 @@ def _make_slice(
         missing_rescale.append("intercept")
     sentences = []
     if is_hu and missing_rescale:
-        assumed = "their values are assumed to be HU"
-        if missing_rescale == ["slope"]:
-            assumed = "1 is assumed"
-        elif missing_rescale == ["intercept"]:
-            assumed = "0 is assumed"
-        sentences.append(f"slices without rescale {' and '.join(missing_rescale)}: {assumed}")
+        sentences.append(_rescale_warning(missing_rescale))
     sentences += _loss_warnings(header, pixels.transfer_syntax)
     return Frame(
         path=path,
@@ -759,6 +754,16 @@ def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float |
             "choose another series, or export it again."
         )
     return slope, intercept
+
+
+def _rescale_warning(missing: list[str]) -> str:
+    """Say what is assumed for a slope, an intercept or both, which the header of a CT lacks."""
+    assumed = "their values are assumed to be HU"
+    if missing == ["slope"]:
+        assumed = "1 is assumed"
+    elif missing == ["intercept"]:
+        assumed = "0 is assumed"
+    return f"slices without rescale {' and '.join(missing)}: {assumed}"
 
 
 def _loss_warnings(header: Dataset, transfer_syntax: uid.UID) -> list[str]:
