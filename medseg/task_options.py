@@ -161,15 +161,15 @@ class TaskOptions:
         yield from _window_clashes("task.window_hu", self.window_hu)
         for number, channel in enumerate(self.channels or ()):
             key = f"task.channels.{number}"
-            is_window = channel.normalise is Normalise.window
-            has_window = channel.window_hu is not None
-            if is_window != has_window:
+            needs_window = channel.normalise is Normalise.window
+            has_channel_window = channel.window_hu is not None
+            if needs_window != has_channel_window:
                 yield (
                     f"{key}: expected a window_hu (normalise=window), or normalise=zscore or "
                     f"percentile without one, but got normalise={channel.normalise.value} "
                     f"and window_hu={channel.window_hu}"
                 )
-            if is_window and channel.modality is not Modality.ct:
+            if needs_window and channel.modality is not Modality.ct:
                 yield (
                     f"{key}.normalise=window: values of modality={channel.modality.value} have no "
                     "common scale; choose zscore or percentile"

@@ -1,6 +1,6 @@
 """Contradictions of two stages: regions that one of them finds and the other does not.
 
-Doubtful regions that are tiny count as contradictions, too.
+A tiny region on which the stages agree little is a contradiction, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def remove_contradictions(
     for region in regions:
         volumes_ml[region.name] = sum(label_volumes_ml[label] for label in region.labels)
     contradicted: set[str] = set()
-    # A label that two regions share stays if one of them does.
+    # Labels that stay, even if a contradicted region has them too.
     trusted_labels: set[str] = set()
     for region in regions:
         if _is_contradicted(region.name, volumes_ml[region.name], agreements[region.name], task):
@@ -59,9 +59,9 @@ def remove_contradictions(
                 "stage marks"
             )
         elif region.name in contradicted:
-            removed = [label for label in region.labels if label not in trusted_labels]
-            _erase(labels, [task.labels[label] for label in removed])
-            label_volumes_ml.update(dict.fromkeys(removed, 0.0))
+            removed_labels = [label for label in region.labels if label not in trusted_labels]
+            _erase(labels, [task.labels[label] for label in removed_labels])
+            label_volumes_ml.update(dict.fromkeys(removed_labels, 0.0))
             absent.append(region.name)
             warnings.append(
                 f"no {region.name} found: the {volume_ml:.0f} ml of the fine stage do not match "

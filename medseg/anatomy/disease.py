@@ -1,7 +1,7 @@
 """Augmentation by disease: lesions painted into labelled lungs, and pleural fluid beside them.
 
 Dense lung keeps its label, so that networks learn to include it. Pleural fluid, which lies between
-lung and chest wall, becomes background. The two differ by density and place. Radii and shares lie
+lung and chest wall, becomes background: it differs in density and place. Radii and shares lie
 in ranges that chest CTs show; densities follow the terms of the Fleischner Society (Hansell et al.,
 Radiology 246 (2008) 697): ground glass leaves the vessels visible, consolidation hides them.
 """
@@ -46,9 +46,9 @@ BRANCHED_SHARE = 0.6
 # Distance of neighbouring branches, and range of their radii.
 BRANCH_GRAIN_MM = 24.0
 BRANCH_RADIUS_MM = (0.7, 2.5)
-# Fluid squeezes the air out of the lung beside it. Largest thickness of this layer of dense lung.
+# Largest thickness of the layer of dense lung beside fluid, which squeezes the air out of it.
 MAX_SQUEEZED_MM = 35.0
-# Meniscus of fluid at the wall: its largest height, and its width from the wall.
+# Meniscus of fluid at the wall: its largest height, and the distance to which it reaches inwards.
 MENISCUS_MM = 15.0
 WALL_MM = 20.0
 
@@ -87,10 +87,10 @@ class Place(NamedTuple):
     rng: np.random.Generator
 
     def ball(self, radius_mm: tuple[float, float], rough_mm: float) -> Tensor:
-        """Depth (D, H, W) in a rough ball about a random voxel of the organ; most balls are small.
+        """Depth (D, H, W) in a rough ball around a random voxel of the organ, as in `Lesion`.
 
         Args:
-            radius_mm: Least and largest radius.
+            radius_mm: Least and largest radius; small ones are more frequent.
             rough_mm: Standard deviation of the position of the border.
         """
         voxels = self.organ.flatten().nonzero()[:, 0]
@@ -114,7 +114,7 @@ class Place(NamedTuple):
         apex.
 
         Args:
-            max_share: Largest share. The least is 0.02, and small shares are more frequent.
+            max_share: Largest share. The least is 0.02; small shares are more frequent.
             tilt: See `back_mm`.
             rough_mm: Standard deviation of the position of the border.
         """
@@ -242,6 +242,7 @@ def paint_fluid(
     depth_mm = _pool(place, wall_mm) if is_pool else _layer(place, wall_mm)
 
     # The dense lung reaches deeper than the fluid, which is then painted over its outer part.
+    # Thin layers are more frequent.
     squeezed_mm = MAX_SQUEEZED_MM * rng.random() ** 2
     squeezed = Lesion(
         depth_mm + squeezed_mm, rng.uniform(*DENSE_HU), edge_mm=4.0, has_branches=True
@@ -259,8 +260,8 @@ def paint_missing(
 ) -> None:
     """Paint fluid or fat where a whole lung was, as after its removal; changes both arrays.
 
-    The whole lung becomes background; what belongs to other labels stays. An organ that is too
-    dense to be a lung stays as it is.
+    The whole lung becomes background; voxels of other labels stay. An organ that is too dense to be
+    a lung stays as it is.
 
     Args:
         image_hu: (D, H, W) float32.
@@ -286,13 +287,13 @@ def paint_missing(
 
 @dataclass(frozen=True)
 class LungEffect(Effect):
-    """Effect that paints into lungs of a sample: into its first channel and its labels, in place.
+    """Effect that paints into lungs: into the first channel and the labels of a sample, in place.
 
     Attributes:
         probability: Probability that a lung is painted, or that a sample is; each subclass says
             which of the two. If it is 0, nothing is drawn from the generator, so that samples are
             the same as without the effect.
-        window_hu: HU of -1 and 1 in the image.
+        window_hu: HU of the values -1 and 1 of the first channel; None if it is not in HU.
         organ_values: Labels of the organs that may be painted, see `Task.organ_values`.
 
     Raises:
@@ -346,9 +347,8 @@ class LungEffect(Effect):
 class Disease(LungEffect):
     """Effect that paints up to three lesions into a lung; voxels denser than a lesion stay.
 
-    The labels stay: they include consolidation, ground glass, a mass or collapse.
-    Only an organ whose median is at most `MAX_LUNG_HU` is painted; what belongs to another label
-    stays.
+    The labels stay: they include consolidation, ground glass, a mass or collapse. Only an organ
+    whose median is at most `MAX_LUNG_HU` is painted; voxels of other labels stay.
 
     Attributes:
         kinds: Keys of `KINDS`, of which each lesion is one.
@@ -428,7 +428,7 @@ def _fill(
     depth_mm: Tensor,
     range_hu: tuple[float, float],
 ) -> None:
-    """Fill the part of an organ below a surface with background of one density, in place.
+    """Fill the part of an organ below a surface with one density and the label 0, in place.
 
     Args:
         image_hu: Image (D, H, W).

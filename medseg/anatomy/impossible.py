@@ -1,4 +1,4 @@
-"""Components that are no organ: gas, and what lies beside the patient."""
+"""Removal of components that are no organ: gas, and objects beside the patient."""
 
 import numpy as np
 
@@ -28,21 +28,22 @@ def remove_impossible(
     # `Rejection` takes a function that reads a part of a mask by its slices: here `__getitem__`.
     reasons = []
     if task.least_hu is not None:
-        is_gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
+        gas = Rejection((image_hu < task.least_hu).__getitem__, MAX_GAS_SHARE)
         reasons.append(
-            (is_gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas")
+            (gas, f"the median of such a component is below {task.least_hu:g} HU, so it is gas")
         )
     # Only the values of a CT tell air, foam and tissue apart.
     if task.is_ct:
-        beyond = beyond_patient(image_hu, grid.spacing_mm)
-        is_beyond = Rejection(beyond.__getitem__, MAX_BEYOND_SHARE)
+        is_beyond = beyond_patient(image_hu, grid.spacing_mm)
+        beyond = Rejection(is_beyond.__getitem__, MAX_BEYOND_SHARE)
         reasons.append(
-            (is_beyond, "they lie beside the patient, as foam of the table and blankets do")
+            (beyond, "they lie beside the patient, as foam of the table and blankets do")
         )
     warnings = []
     # One reason after the other, so that each removal is reported with its reason.
     for rejection, reason in reasons:
         for name, value in task.labels.items():
+            # A list of one number, since there is one rejection.
             (num_removed,) = remove_components(labels, value, [rejection])
             volume_ml = num_removed * voxel_ml(grid)
             if volume_ml >= MIN_REPORTED_ML:

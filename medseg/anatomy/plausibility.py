@@ -227,18 +227,18 @@ def airless_warnings(labels: np.ndarray, image_hu: np.ndarray, task: Task) -> li
     few_labels, few_hu = labels[every_few], image_hu[every_few]
     warnings = []
     for pair in side_pairs(task):
-        # The median of each side that was found, and its name.
-        medians_hu = []
+        # The median in HU of each side that was found, and the name of the side.
+        medians = []
         for region in pair:
             values_hu = few_hu[np.isin(few_labels, task.region_values(region))]
             if len(values_hu):
-                medians_hu.append((float(np.median(values_hu)), region.name))
-        if len(medians_hu) < 2:
+                medians.append((float(np.median(values_hu)), region.name))
+        if len(medians) < 2:
             continue
-        (airy_hu, airy), (dense_hu, dense) = sorted(medians_hu)
+        (airy_hu, airy_name), (dense_hu, dense_name) = sorted(medians)
         if airy_hu <= AIRY_HU and dense_hu > AIRLESS_HU:
             warnings.append(
-                f"{dense} has no air (median {dense_hu:.0f} HU), {airy} is full of it "
+                f"{dense_name} has no air (median {dense_hu:.0f} HU), {airy_name} is full of it "
                 f"({airy_hu:.0f} HU): an organ that is ill throughout, or what lies in the place "
                 "of one that is missing; look at the result"
             )

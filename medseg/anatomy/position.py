@@ -65,8 +65,8 @@ def turned_pairs(
         num_front = is_dense[:, :half].sum((1, 2))
         num_back = is_dense[:, half:].sum((1, 2))
         num_slices = int(np.count_nonzero(num_front + num_back))  # slices with bone
-        num_usual = int(np.count_nonzero(num_back > num_front))
-        if num_slices and num_usual < SPINE_SHARE * num_slices:
+        num_denser_back = int(np.count_nonzero(num_back > num_front))
+        if num_slices and num_denser_back < SPINE_SHARE * num_slices:
             turned.append((left, right))
     return turned
 
@@ -85,7 +85,7 @@ def apex_excess(
     At its apex a lung is round and fills its bounding rectangle in a slice. At its base it is a rim
     around the dome of the diaphragm and leaves the rectangle nearly empty. The two ends fill 0.60
     to 0.81 and 0.18 to 0.51 of it on the measured scans and phantoms, however the patient leans.
-    Only regions that the scan does not cut are checked, and only those full of air are lungs.
+    Only regions full of air, which are lungs, are measured, and only if the scan does not cut them.
 
     Args:
         image_hu: Image (D, H, W) in HU.
@@ -95,7 +95,8 @@ def apex_excess(
         task: Labels and regions.
 
     Returns:
-        Difference of the filled shares, the mean of all lungs; 1 without a lung.
+        Difference of the filled shares, the mean of all lungs; without a lung 1, which is no sign
+        of a patient upside down.
     """
     excesses = []
     for region in task.regions:

@@ -36,10 +36,10 @@ def lone_side_warnings(
         lone = present[0]
         box = boxes[lone.name]
         z, y, _ = box.slices()
-        # Share of each plane across x, at the height of the region, that is denser than air.
+        # For each sagittal plane, the share of voxels denser than air in the z and y of the box.
         share = (image_hu[z, y] > BODY_HU).mean(axis=(0, 1))
-        # `body_share` is `share` counted from the face of the scan on the region's own side, where
-        # the body wall beside it would be; `stop` is the end of the region in this direction.
+        # `body_share` is `share` counted from the lateral face of the scan at which the body wall
+        # of the region would be; `stop` is the end of the region in this direction.
         if lone is left:
             absent = right
             body_share = share[::-1]

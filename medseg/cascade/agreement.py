@@ -14,29 +14,29 @@ MAX_DISTORTION = 2.0
 def agreement(
     coarse_labels: np.ndarray,
     coarse_grid: VoxelGrid,
-    labels: np.ndarray,
+    fine_labels: np.ndarray,
     grid: VoxelGrid,
     regions: Mapping[str, tuple[int, ...]],
 ) -> dict[str, float]:
     """Dice coefficient of the coarse and the fine labels of each region.
 
-    The final label map is sampled at the centres of the coarse voxels, by the nearest voxel.
+    At the centre of each coarse voxel, the label of the nearest fine voxel is taken.
 
     Args:
         coarse_labels: Label map (D, H, W) of the coarse stage.
         coarse_grid: Its grid.
-        labels: Final label map (D, H, W).
-        grid: Its grid, with the same axes.
-        regions: Label values of each region that the coarse stage found.
+        fine_labels: Label map (D, H, W) that was joined from the fine stage's results.
+        grid: Grid of `fine_labels`, with the same axes.
+        regions: Name to the label values of each region that was refined.
 
     Returns:
         Region name to a number in [0, 1]; 0 for a region that is in neither map.
     """
-    fine_labels = _at_centres(labels, grid, coarse_grid)
+    fine_at_coarse = _at_centres(fine_labels, grid, coarse_grid)
     agreements = {}
     for name, values in regions.items():
         coarse = np.isin(coarse_labels, values)
-        fine = np.isin(fine_labels, values)
+        fine = np.isin(fine_at_coarse, values)
         num_both = int((coarse & fine).sum())
         num_voxels = int(coarse.sum() + fine.sum())
         agreements[name] = 0.0
@@ -50,24 +50,24 @@ def agreement(
 def most_disputed_xyz_mm(
     coarse_labels: np.ndarray,
     coarse_grid: VoxelGrid,
-    labels: np.ndarray,
+    fine_labels: np.ndarray,
     grid: VoxelGrid,
 ) -> tuple[float, ...] | None:
     """Find where the two stages differ most.
 
-    The point is the centre of the different voxels in the axial coarse slice with the most of them.
+    The point is the centroid of the differing voxels in the axial coarse slice that has most of
+    them.
 
     Args:
-        coarse_labels: Label map (D, H, W) of the coarse stage.
+        coarse_labels: Label map (D, H, W) of the coarse stage, in LPS order: its slices are axial.
         coarse_grid: Its grid.
-        labels: Final label map (D, H, W).
-        grid: Its grid, with the same axes.
+        fine_labels: See `agreement`.
+        grid: Grid of `fine_labels`, with the same axes.
 
     Returns:
-        World point in mm, LPS; None where they are equal.
+        World point (x, y, z) in mm, LPS; None if the label maps are equal.
     """
-    differs = coarse_labels != _at_centres(labels, grid, coarse_grid)
-    # The slices along the first axis, z, are axial.
+    differs = coarse_labels != _at_centres(fine_labels, grid, coarse_grid)
     z = int(np.count_nonzero(differs, axis=(1, 2)).argmax())
     if not differs[z].any():
         return None
@@ -77,7 +77,11 @@ def most_disputed_xyz_mm(
 
 
 def nearest_voxels(source: VoxelGrid, target: VoxelGrid) -> list[np.ndarray]:
-    """Find the source voxel that is nearest to each voxel of a target grid with the same axes.
+    """Find the source voxel that is nearest to each target voxel.
+
+    Args:
+        source: Grid of the voxels to be found.
+        target: Grid with the same axes.
 
     Returns:
         Indices into the source along z, y and x, each as long as the target along that axis.
@@ -86,15 +90,16 @@ def nearest_voxels(source: VoxelGrid, target: VoxelGrid) -> list[np.ndarray]:
     # Index in `source` = scale * index in `target` + offset, on each axis.
     for axis, (scale, offset) in enumerate(target.axis_map_to(source)):
         positions = np.rint(scale * np.arange(target.shape[axis]) + offset)
-        # Centres beyond the source take its outermost voxels.
+        # Target voxels beyond the source take its outermost voxels.
         nearest.append(np.clip(positions, 0, source.shape[axis] - 1).astype(int))
     return nearest
 
 
 def _at_centres(labels: np.ndarray, grid: VoxelGrid, coarse_grid: VoxelGrid) -> np.ndarray:
-    """Read a label map at the centres of coarse voxels, each from its nearest voxel.
+    """Read a label map at the centre of each coarse voxel, by the nearest voxel of the map.
 
-    The result has the shape of the coarse grid.
+    Returns:
+        Label map with the shape of the coarse grid.
     """
     z, y, x = nearest_voxels(grid, coarse_grid)
     return np.asarray(labels[np.ix_(z, y, x)])
@@ -105,9 +110,11 @@ def distortion_warnings(name: str, grid: VoxelGrid) -> list[str]:
 
     Args:
         name: Content of the crop, for the message.
-        grid: Its grid.
+        grid: Its grid. A crop that was stretched to the fixed size has unequal spacings.
+
+    Returns:
+        One warning, or none.
     """
-    # The spacing of a crop of fixed size differs by axis where it was stretched.
     ratio = distortion(grid.spacing_mm)
     if ratio <= MAX_DISTORTION:
         return []

@@ -2,9 +2,9 @@
 
 Split conformal prediction with normalised scores (Lei et al., Journal of the American Statistical
 Association 113 (2018) 1094). Suppose that the same network segments the patients of the calibration
-and a new patient of the same population. Then, with at least the stated probability, every region
-of the new patient reaches its bound at the same time. This probability refers to a random choice of
-the calibration patients as well as of the new patient.
+and a new patient of the same population. Then, with at least the stated probability, all regions of
+the new patient reach their bounds. This probability refers to a random choice of the calibration
+patients as well as of the new patient.
 
 The patients that `make_weights held_out=` names are segmented by the networks themselves. In a
 cross-validation each patient is segmented by the networks that were trained without that patient,
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from medseg.inference.segmentation import StatedBound, rounded_down
 
-# Added to the disagreement 1 - agreement, by which errors are divided. Without it, full agreement
+# An error, 1 - Dice, is divided by 1 - agreement + OFFSET. With an offset of 0, full agreement
 # would promise a Dice of 1, and regions with nearly full agreement would decide about the factor,
 # since their errors would be divided by nearly 0.
 OFFSET = 0.02
@@ -36,7 +36,7 @@ class DiceBound:
         factor: Bound on the error of a region: 1 - Dice <= factor * (1 - agreement + offset).
         level: Share of patients whose regions all reach their bounds, in (0, 1).
         num_patients: Patients of the calibration.
-        offset: Added to the disagreement, > 0.
+        offset: Added to the disagreement 1 - agreement, > 0.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -62,12 +62,12 @@ class DiceBound:
             )
 
     def at(self, agreement: float) -> float:
-        """Dice coefficient that a region reaches whose stages agree this much, in [0, 1]."""
+        """Lower bound on a region's Dice coefficient if the stages agree this much, in [0, 1]."""
         # With little agreement the formula falls below 0, and a bound below 0 says nothing.
         return max(0.0, 1.0 - self.factor * (1.0 - agreement + self.offset))
 
     def stated(self, agreement: float) -> StatedBound:
-        """State the bound of a region whose stages agree this much, rounded down to four digits."""
+        """State the bound `at` an agreement, rounded down to four decimals."""
         return StatedBound(rounded_down(self.at(agreement), 4), self.level, self.num_patients)
 
 
@@ -84,7 +84,7 @@ def calibrate(scores: Scores, level: float) -> DiceBound | None:
         level: Share of patients for which the bound shall hold, in (0, 1).
 
     Returns:
-        The bound; None if there are too few patients for the level: 9 are needed for 0.9.
+        The bound; None if there are too few patients for the level: a level of 0.9 needs 9.
     """
     patient_factors = []
     for regions in scores.values():
@@ -111,6 +111,10 @@ def count_covered(groups: Sequence[Scores], level: float) -> int | None:
     Groups must differ by more than chance, as folds with networks of their own do. If patients were
     left out one by one, the number of covered patients would follow from the level alone, whatever
     the scores are.
+
+    Args:
+        groups: Scores of each group; no patient is in two of them.
+        level: See `calibrate`.
 
     Returns:
         The number; None if, for some group, the patients of the others are too few to calibrate.

@@ -42,9 +42,9 @@ from medseg.preprocess.orient import orient, oriented_grid
 from medseg.task import Region, Task
 
 Timed = Callable[[str], AbstractContextManager[None]]
-"""Function of the name of a step: a context that announces the step and records its seconds."""
+"""Maps the name of a step to a context manager that announces and times the step."""
 Deviations = list[tuple[Tensor, VoxelGrid]]
-"""Standard deviations (D, H, W) of the probabilities, and the grids of their crops."""
+"""For each crop, the standard deviation (D, H, W) of its probabilities, and its grid."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Cascade:
 
     @property
     def stages(self) -> tuple[TrainedStage, ...]:
-        """All stages, the first one first."""
+        """All stages, in the order in which they run."""
         if self.fine is None:
             return (self.coarse,)
         return (self.coarse, self.fine)
@@ -122,7 +122,7 @@ class Cascade:
     @property
     def waiting_bytes(self) -> float:
         """Size above which a seldom used array is a file, see `waits` in `medseg.io.scratch`."""
-        # No array is: files suit arrays that are read in the order in which they were written, and
+        # No limit: files suit arrays that are read in the order in which they were written, but
         # crops are read in any order.
         return math.inf
 
@@ -138,7 +138,7 @@ class Cascade:
 
     @property
     def task(self) -> Task:
-        """Task of the results: without the helper labels that the networks may know besides."""
+        """Task of the results: without the helper labels that the networks may also predict."""
         return self.last.task.without_helpers()
 
     @property
@@ -156,7 +156,7 @@ class Cascade:
 
     @property
     def steps(self) -> list[str]:
-        """Steps of `segment`, the keys of `durations_s`, which lacks regions that are not found."""
+        """Steps of `segment`; a result's `durations_s` lacks those of regions not found."""
         if self.fine is None:
             return ["segment", "join"]
         refining = [f"refine_{region.name}" for region in self.task.regions]
@@ -250,14 +250,11 @@ class Cascade:
                 images, grid, self.coarse, self.options, keep_probs=fine.has_coarse_channel
             )
         result.findings += localisation.findings
-        _note_crop(
-            result,
-            "localise",
-            "whole scan",
-            self.coarse,
-            localisation.tiling_plan,
-            localisation.crop_grid,
-        )
+        plan = localisation.tiling_plan
+        crop_grid = localisation.crop_grid
+        assert plan is not None, "`localise` runs the network"
+        assert crop_grid is not None, "`localise` runs the network"
+        _note_crop(result, "localise", "whole scan", self.coarse, plan, crop_grid)
         return localisation
 
     def _judge(
@@ -291,7 +288,7 @@ class Cascade:
         result.findings += warnings_of("implausible_volume", implausible)
 
     def _clean_up(self, labels: np.ndarray, grid: VoxelGrid, result: Segmentation) -> None:
-        """Apply the clean-up of the model, in place, and say what it changed.
+        """Apply the clean-up of the model, in place, and report the changes of volume.
 
         The clean-up is the last step that changes labels, since a cross-validation chose it on
         results of all other steps. The agreements of the stages are not computed again: the
@@ -332,7 +329,7 @@ class Cascade:
         return replace(self, options=replace(self.options, budget_gib=allowed_gib))
 
     def check_budget(self, grid: VoxelGrid) -> None:
-        """Refuse a scan whose planes exceed the budget, by its header alone.
+        """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
         Args:
             grid: Grid of the scan, in storage order.
@@ -372,10 +369,10 @@ class Cascade:
 
 
 def require_channels(task: Task, num_channels: int) -> None:
-    """Refuse a scan of another number of channels than that of the task.
+    """Refuse a scan whose number of channels is not that of the task.
 
     Raises:
-        UserError: With both numbers.
+        UserError: If the numbers differ.
     """
     if num_channels == len(task.channels):
         return
@@ -492,21 +489,21 @@ def _note_crop(
     step: str,
     name: str,
     stage: TrainedStage,
-    plan: TilingPlan | None,
-    grid: VoxelGrid | None,
+    plan: TilingPlan,
+    grid: VoxelGrid,
 ) -> None:
     """Note how a crop went through the network, and warn of the distortion of a fixed size.
 
     Args:
         result: Receives tiling plan, distortion and finding.
-        step: Step of `Cascade.steps`, the key of the notes.
+        step: Step of `Cascade.steps`, the key of plan and distortion.
         name: Content of the crop, for the warning.
         stage: The stage that saw the crop.
         plan: How the crop went through the network.
-        grid: Grid of the crop; None if there was no crop.
+        grid: Grid of the crop.
     """
     result.tiling_plans[step] = str(plan)
-    if stage.rule.size is not None and grid is not None:
+    if stage.rule.size is not None:
         result.distortions[step] = distortion(grid.spacing_mm)
         result.findings += warnings_of("distortion", distortion_warnings(name, grid))
 
@@ -524,21 +521,21 @@ def _compare_stages(
         localisation: Result of the coarse stage.
         labels: Joined label map (D, H, W).
         grid: Its grid.
-        values: Label values of each region that was refined.
-        result: Receives the figures.
+        values: Name to the label values of each region that was refined.
+        result: Receives the Dice coefficients and the point of least agreement.
     """
     coarse_labels, coarse_grid = localisation.labels, localisation.grid
     result.agreements = agreement(coarse_labels, coarse_grid, labels, grid, values)
     result.most_disputed_xyz_mm = most_disputed_xyz_mm(coarse_labels, coarse_grid, labels, grid)
 
 
-def _contiguous(labels: np.ndarray) -> np.ndarray:
-    """Return a label map in C order; a view in another order is copied."""
-    if labels.flags.c_contiguous:
-        return labels
+def _contiguous(volume: np.ndarray) -> np.ndarray:
+    """Return an array in C order; a view in another order is copied."""
+    if volume.flags.c_contiguous:
+        return volume
     # `new_array` uses a scratch file if the volume exceeds the memory.
-    copied = new_array(labels.shape, labels.dtype)
-    np.copyto(copied, labels)
+    copied = new_array(volume.shape, volume.dtype)
+    np.copyto(copied, volume)
     return copied
 
 
@@ -569,13 +566,13 @@ def refine(
         region: The region, one of the stage's task.
         stage: The fine stage.
         options: How the networks run; the defaults where None.
-        intensities: Map of each channel to the range of the network; None = chosen from `images`.
+        intensities: Intensity normalisation of each channel; None = chosen from `images`.
         localisation: Result of the coarse stage with its probabilities, for a stage with a coarse
             channel.
 
     Returns:
-        Probabilities (L, D, H, W) of the region's labels on the crop. Classes of other regions are
-        left out and so count as background.
+        Prediction on the crop, with probabilities (L, D, H, W) of the region's L labels only: what
+        they leave of 1 counts as background.
     """
     # Right sides are mirrored, as in training, so that they look like left ones to the network.
     flipped_axes = []
@@ -583,8 +580,9 @@ def refine(
         flipped_axes = [X_AXIS]
     image = _input_image(images, grid, crop, region, stage, flipped_axes, intensities, localisation)
     prediction = stage.predict_probs(image, options or InferenceOptions())
-    # Class 0 is the background, and the classes of the region follow. They are copied even if no
-    # axis is flipped: a view would keep the background and the classes of other regions in memory.
+    # Classes 1 to L are the labels of the region, whichever it is. Class 0 is the background, and
+    # classes above L belong to regions with more labels and to helper labels. They are copied even
+    # if no axis is flipped: a view would keep the other classes in memory.
     probs = _flipped(prediction.probs[1 : 1 + len(region.labels)], flipped_axes)
     if prediction.std is None:
         return prediction._replace(probs=probs)
@@ -605,7 +603,7 @@ def _input_image(
     """Make the input (C, D, H, W) of the fine stage for a region; arguments as for `refine`.
 
     The channels are made one after the other, so that only one of them is in memory in float32. The
-    crop is reversed along `flipped_axes`.
+    input is reversed along `flipped_axes`.
     """
     # The lattice at the stage's spacing, on which training stores its cases. A crop on another grid
     # is resampled from this lattice, as in training.

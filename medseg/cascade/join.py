@@ -45,10 +45,10 @@ def join(
         regions: Fine results, in any order.
         grid: Oriented native grid of the scan.
         task: Labels and regions.
-        image_hu: The scan on that grid, for the check against `task.least_hu`; None skips it. With
-            a localisation it is skipped too: the coarse stage has removed the gas.
-        localisation: Result of the coarse stage, which must mark a tenth of each component. None
-            skips this check.
+        image_hu: The scan on that grid, for the check against `task.least_hu`. None skips this
+            check, and so does a localisation: the coarse stage has removed the gas.
+        localisation: Result of the coarse stage. A component is removed if the coarse stage misses
+            more than `MAX_UNSEEN_SHARE` of it. None skips this check.
         warnings: Receives a sentence for each label that loses at least `MIN_REPORTED_ML` by the
             check against the coarse stage.
 
@@ -68,7 +68,7 @@ def join(
             remove_components(labels, value, gas, MIN_PART_FRACTION)
             continue
         unseen = Rejection(_unseen(localisation, grid, task, value), MAX_UNSEEN_SHARE)
-        # One number of voxels for each rejection.
+        # `remove_components` returns the number of removed voxels for each rejection.
         (num_removed,) = remove_components(labels, value, [unseen], MIN_PART_FRACTION)
         volume_ml = num_removed * voxel_ml(grid)
         if warnings is not None and volume_ml >= MIN_REPORTED_ML:
@@ -139,7 +139,7 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
     Where crops overlap, the larger value counts.
 
     Args:
-        shares: Values (D, H, W) in [0, 1], and the grid of the crop.
+        shares: For each crop, its values (D, H, W) in [0, 1] and its grid.
         grid: Oriented native grid.
 
     Returns:
@@ -158,10 +158,15 @@ def paste_percent(shares: list[tuple[Tensor, VoxelGrid]], grid: VoxelGrid) -> np
 
 
 def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int) -> ReadPart:
-    """Make a mask of native voxels outside of the coarse regions that a label belongs to.
+    """Mask of the native voxels outside all coarse regions to which a label belongs.
 
-    All labels of such a region count as seen: the stages may disagree about the border of two
-    lobes.
+    A region consists of all of its labels: the stages may disagree about the border of two lobes.
+
+    Args:
+        localisation: Result of the coarse stage.
+        grid: Oriented native grid.
+        task: Labels and regions.
+        value: Value of the label.
 
     Returns:
         A function that reads a part (d, h, w) of the mask by its slices. The whole mask would be a
@@ -173,7 +178,7 @@ def _unseen(localisation: Localisation, grid: VoxelGrid, task: Task, value: int)
         if value in region_values:
             seen_values.update(region_values)
     is_unseen = ~np.isin(localisation.labels, list(seen_values))  # on the coarse grid
-    # Per axis the coarse index of each native one.
+    # For each axis, the coarse index of each native index.
     coarse_indices = nearest_voxels(localisation.grid, grid)
 
     def read(part: tuple[slice, slice, slice]) -> np.ndarray:
@@ -192,11 +197,11 @@ def _native_box(crop_grid: VoxelGrid, grid: VoxelGrid) -> VoxelBox:
 
 
 class _Footprint(NamedTuple):
-    """Voxels of a crop that may get a label, by their probabilities; as rows and columns of planes.
+    """Rows and columns of a crop's planes with voxels that may get a label.
 
     Attributes:
         rows: Whether a row of a plane has such a voxel, (D, H).
-        columns: Whether a column of a plane has one, (D, W).
+        columns: Whether a column of a plane has such a voxel, (D, W).
     """
 
     rows: np.ndarray
@@ -206,11 +211,11 @@ class _Footprint(NamedTuple):
 def _footprint(probs: Tensor) -> _Footprint:
     """Find the voxels of a crop whose probabilities (L, D, H, W) may be enough for a label.
 
-    The background has what the L labels leave of one, so the largest of these L + 1 probabilities
-    is at least 1 / (L + 1): a label with less cannot win. Resampling makes no probability larger
-    than those that it reads.
+    The probability of the background is 1 minus the sum of the L labels, so the largest of these
+    L + 1 probabilities is at least 1 / (L + 1): a label with less cannot win. Resampling makes no
+    probability larger than those that it reads.
     """
-    # Half of that, to be safe from rounding.
+    # Half of 1 / (L + 1), to be safe from rounding.
     least_prob = 0.5 / (len(probs) + 1)
     _, depth, height, width = probs.shape
     rows = np.zeros((depth, height), dtype=bool)
@@ -234,8 +239,8 @@ def _claimable_box(
         grid: Oriented native grid.
         slab: Planes of the native grid.
     """
-    # How far the filter reaches, in voxels of the crop: one voxel of the crop, or one of a coarser
-    # native grid, which is `scale` voxels of the crop.
+    # Reach of the resampling filter in voxels of the crop: one voxel of the crop, or one voxel of a
+    # coarser native grid, which is `scale` voxels of the crop.
     reach = [math.ceil(max(1.0, scale)) for scale, _ in grid.axis_map_to(crop_grid)]
     # The planes of the crop that are read for the slab.
     box_read = crop_grid.box_from(grid, slab).expanded(reach).clipped(crop_grid.shape)
@@ -243,7 +248,7 @@ def _claimable_box(
     tight = _bounds(footprint.rows[planes], footprint.columns[planes])
     if tight.is_empty:
         return tight
-    # The voxels within reach of one with enough probability, then mapped to the native grid.
+    # All voxels within reach of a probable one, then mapped to the native grid.
     claimable = tight.shifted((planes.start, 0, 0)).expanded(reach).clipped(crop_grid.shape)
     return grid.box_from(crop_grid, claimable).intersect(slab)
 
@@ -292,9 +297,9 @@ def _claim(
     target: VoxelGrid,
     values: tuple[int, ...],
 ) -> None:
-    """Write a region's labels where they are more probable than its background.
+    """Write a region's labels where they are the most probable.
 
-    They must also be more probable than the labels of the regions before it.
+    They must be more probable than its background and than the labels of earlier regions.
 
     Args:
         labels: Label map (D, H, W) on the target grid; written in place.
@@ -307,7 +312,7 @@ def _claim(
     # Most probable label of the region so far, and its probability.
     top_values = np.full(target.shape, values[0], dtype=np.uint8)
     top_probs = resample_image(probs[0], source, target, outside=0.0).numpy()
-    # The background's probability is what the labels leave of one.
+    # Probability of the background: 1 minus the sum of the labels.
     background = 1 - top_probs
     for value, prob in zip(values[1:], probs[1:], strict=True):
         resampled = resample_image(prob, source, target, outside=0.0).numpy()

@@ -37,7 +37,7 @@ from medseg.task_options import code_texts
 from medseg.weights.checks import NATIVE, check_ranges
 from medseg.weights.files import checksum, read_weights
 
-# Attributes of `TrainedStage` that checkpoints must have in common for a mean of their results.
+# Attributes of `TrainedStage` that must be equal for checkpoints whose results are averaged.
 SAME_SETTINGS = (
     "task",
     "spacing_mm",
@@ -65,11 +65,12 @@ def load_stage(
 
     Args:
         path: Checkpoint, or safetensors file.
-        stage: The stage that it must be, `coarse` (or `single`) or `fine`. None accepts any, and
-            messages then call the key of the file `checkpoint`.
+        stage: The stage that the file must be of: `fine`, or `coarse` or `single`, which may stand
+            for each other; None = any. Messages name the file `<stage>=<path>`, or
+            `checkpoint=<path>` for None.
         device: Where it will run.
-        precision: Number format; None = as in training, fp32 where the device lacks it or only
-            emulates it.
+        precision: Number format; None = as in training. Where the device lacks that format, fp16
+            on a GPU and fp32 on a CPU.
         trusted: Prefixes of `trusted_targets` of the present command; the file itself can trust
             nothing.
         options: Two of them are used. `half_weights`: whether convolutions and linear layers store
@@ -97,7 +98,7 @@ def load_stage(
             f"{source}: its weights do not fit the network of its metadata "
             f"({first_line(error)}); take another copy"
         ) from error
-    # A file may hold anything: every error of the steps above becomes one sentence.
+    # A file may hold anything: every error in `_build_stage` becomes one sentence.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, UserError) as error:
         raise UserError(
             f"{source}: its metadata are damaged or of another version "
@@ -135,7 +136,7 @@ def _with_checked_model(
         trusted: See `load_stage`.
 
     Returns:
-        The metadata with tuples for lists, and a network that downloads nothing.
+        The metadata with tuples for lists, and `pretrained=False` for a network that has it.
     """
     try:
         metadata = to_tuples(metadata)
@@ -147,7 +148,7 @@ def _with_checked_model(
             "copy"
         ) from error
     if metadata["model"].get("pretrained"):
-        # Its weights are in the file: nothing is downloaded in order to be replaced.
+        # No download: the weights of the file would replace it at once.
         metadata["model"] = {**metadata["model"], "pretrained": False}
     return metadata
 
@@ -176,7 +177,7 @@ def _build_stage(
     """
     # Checked first: numbers out of range could fill the memory while the network is built.
     check_ranges(metadata, len(weights))
-    task = with_known_labels(Task.from_dict(metadata["task"]))
+    task = with_label_details(Task.from_dict(metadata["task"]))
     name = metadata["stage"]
     if name == "coarse" and not task.regions:
         name = "single"  # older files call it coarse
@@ -190,11 +191,12 @@ def _build_stage(
             metadata["model"], task, name, trusted, has_coarse_channel=has_coarse_channel
         )
 
-    # A network of damaged metadata may be larger than the memory. On the meta device it has shapes
-    # without values, and they must be those of the weights. Without `assign`, torch would warn that
-    # a copy to that device does nothing. Only code that the user trusts may build its network in
-    # real memory where the meta device fails.
+    # A network of damaged metadata may be larger than the memory. On the meta device a network has
+    # shapes without values. Only code that the user trusts may build its network in real memory
+    # where the meta device fails.
     meta_network = build_on_meta(make, may_compute=bool(trusted))
+    # Raises if the shapes are not those of the weights. `assign` avoids torch's warning that a copy
+    # to the meta device does nothing.
     meta_network.load_state_dict(weights, assign=True)
     network = make()
     training_precision = Precision(metadata["precision"]).value
@@ -220,6 +222,7 @@ def _build_stage(
         has_coarse_channel=has_coarse_channel,
     )
     # Older checkpoints lack these keys, and those that `metadata.get` reads above.
+    # Whole crops get at least the size of the patches of the training, see `TrainedStage`.
     if metadata.get("patch_size"):
         trained.least_size = _triple(metadata["patch_size"])
     if metadata.get("dice_bound"):
@@ -266,12 +269,12 @@ def _run_with_openvino(trained: TrainedStage, options: InferenceOptions) -> None
     """Let OpenVINO run the network of a stage, which comes from a single file.
 
     Raises:
-        UserError: If the device or `half_weights` does not go with it, or if OpenVINO was asked for
-            and does not work.
+        UserError: If OpenVINO does not support the device or `half_weights`, or if the options name
+            OpenVINO and it does not work.
     """
     if trained.device.type != "cpu":
         raise UserError(
-            "inference.backend=openvino runs on processors only; choose accelerator=cpu, or "
+            "inference.backend=openvino runs on CPUs only; choose accelerator=cpu, or "
             "inference.backend=torch"
         )
     if options.half_weights:
@@ -334,10 +337,11 @@ def load_stages(
     for trained in loaded:
         checkpoints.update(trained.checkpoints)
     others = [trained.network for trained in loaded[1:]]
-    # Networks run one after the other: the largest decides what fits. What a backend keeps adds up.
+    # Networks run one after the other: the largest decides what fits. The memory that backends keep
+    # adds up.
     bytes_per_voxel = max(trained.bytes_per_voxel for trained in loaded)
     backend_bytes = sum(trained.backend_bytes for trained in loaded)
-    # The other attributes are equal, so those of the first count. Only the bound on Dice may
+    # The other attributes are equal, so those of the first are taken. Only the bound on Dice may
     # differ, and `Cascade.dice_bound` ignores it where there are several networks.
     return replace(
         first,
@@ -349,7 +353,7 @@ def load_stages(
 
 
 def _triple(values: Sequence[Any]) -> Any:
-    """Convert numbers along z, y and x to a tuple.
+    """Return three numbers along (z, y, x), and refuse any other count.
 
     Raises:
         ValueError: If there are not three numbers.
@@ -358,10 +362,10 @@ def _triple(values: Sequence[Any]) -> Any:
     return z, y, x
 
 
-def with_known_labels(task: Task) -> Task:
-    """Complete the task of an older checkpoint from `conf/task/<name>.yaml`.
+def with_label_details(task: Task) -> Task:
+    """Add details of the labels that older checkpoints lack, from `conf/task/<name>.yaml`.
 
-    The file adds plausible volumes, codes and colours of the labels. Nothing is added if its labels
+    The details are plausible volumes, codes and colours. Nothing is added if the labels of the file
     are not those of the task.
     """
     path = conf_dir() / "task" / f"{task.name}.yaml"

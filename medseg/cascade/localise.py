@@ -84,8 +84,8 @@ def predict_body(
         intensities: See `localise`.
 
     Returns:
-        The prediction and its crop; the first channel (d, h, w) of the whole scan at the stage's
-        spacing, not normalised, and the grid of that channel.
+        The prediction, the crop that it covers, the first channel (d, h, w) of the whole scan at
+        the stage's spacing, not normalised, and the grid of this channel.
     """
     intensities = intensities or stage.intensities(images)
     lattice = grid.resampled(stage.spacing_mm)
@@ -101,8 +101,8 @@ def predict_body(
     first_modality = stage.task.channels[0].modality
     body_on_lattice = body_box(resampled[0].numpy(), lattice.spacing_mm, first_modality)
     body = scaled.box_from(lattice, body_on_lattice)
-    # A patch size of one voxel leaves the box of the body as it is: the input of the network is
-    # padded to a multiple of the divisor later.
+    # A patch size of one voxel does not enlarge the box of the body. `predict_probs` pads the input
+    # of the network to a multiple of the divisor.
     crop = stage.rule.crop(body, scaled, patch_size=(1, 1, 1), divisor=stage.divisor)
 
     def network_input(channel: Tensor, outside: float, intensity: Intensity) -> Tensor:
@@ -145,12 +145,12 @@ def localise(
         options: How the networks run; the defaults where None.
         scan_spacing_mm: Spacing of the original scan, (z, y, x), if the volume was resampled from
             it; None = that of `grid`.
-        intensities: Map of each channel to the range of the network, chosen from the original scan
-            if the volume was resampled from it; None = chosen from `images`.
+        intensities: Intensity normalisation of each channel, chosen from the original scan if the
+            volume was resampled from it; None = chosen from `images`.
         keep_probs: Whether the result has the probabilities.
 
     Returns:
-        Labels, boxes and warnings; an empty label map without boxes where nothing was found.
+        Labels, boxes and findings; only background and no boxes where nothing was found.
     """
     options = options or InferenceOptions()
     prediction, crop, resampled, lattice = predict_body(
@@ -167,20 +167,21 @@ def localise(
     labels = np.zeros(coarse_grid.shape, dtype=np.uint8)
     crop_labels = _without_helpers(most_probable(prediction.probs).numpy(), stage.task)
     labels[seen_in_scan] = crop_labels[seen_in_crop]
-    coarse_hu = view_or_resample(
+    # The first channel, in HU if it is a CT.
+    coarse_image = view_or_resample(
         resampled, lattice, Crop(crop.lattice, scan_box), stage.outside[0], stage.resampling
     ).numpy()
     # `remove_impossible` changes `labels` in place, through a view. It gets only what the network
     # saw, since only that can show where the patient ends.
     removal_warnings = remove_impossible(
-        labels[seen_in_scan], coarse_hu[seen_in_scan], coarse_grid, stage.task
+        labels[seen_in_scan], coarse_image[seen_in_scan], coarse_grid, stage.task
     )
     located = locate_regions(labels, coarse_grid, stage.task)
     findings = warnings_of("out_of_memory", prediction.warnings)
     findings += warnings_of("removed_parts", removal_warnings)
     findings += located.findings
     if stage.task.is_ct:
-        lone_warnings = lone_side_warnings(located.boxes, coarse_hu, coarse_grid, stage.task)
+        lone_warnings = lone_side_warnings(located.boxes, coarse_image, coarse_grid, stage.task)
         findings += warnings_of("doubtful_side", lone_warnings)
     mixed_warnings = side_warnings(
         prediction.probs.numpy()[:, *seen_in_crop], located.labels[seen_in_scan], stage.task
@@ -188,7 +189,7 @@ def localise(
     findings += warnings_of("doubtful_side", mixed_warnings)
     if stage.task.is_ct:
         turned_warnings = position_warnings(
-            coarse_hu, located.labels, located.boxes, coarse_grid, stage.task
+            coarse_image, located.labels, located.boxes, coarse_grid, stage.task
         )
         findings += warnings_of("body_position", turned_warnings)
     if keep_probs:
@@ -207,22 +208,24 @@ def _slices_in(box: VoxelBox, part: VoxelBox) -> tuple[slice, slice, slice]:
 
 
 def _without_helpers(labels: np.ndarray, task: Task) -> np.ndarray:
-    """Set the labels that belong to no region, which only help the network, to background."""
-    # New value of each class: organs keep their values.
+    """Set helper labels to background: those of no region, which only help to train the network."""
+    # New value of each class: organs keep their values, all others become 0.
     new_values = np.zeros(task.num_classes, dtype=np.uint8)
     new_values[list(task.organ_values)] = task.organ_values
     return new_values[labels]
 
 
 def locate_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> Localisation:
-    """Clean a coarse label map, find the regions in it and warn of what is not plausible.
+    """Clean a coarse label map, find the regions in it and warn of implausible ones.
 
     Args:
         labels: Label map (D, H, W), not cleaned.
         grid: Its oriented grid.
         task: Labels and regions.
+
+    Returns:
+        A cleaned copy of the labels, boxes and findings.
     """
-    # The map of the caller stays as it is.
     cleaned = labels.copy()
     for value in task.labels.values():
         remove_components(cleaned, value, min_fraction=MIN_PART_FRACTION)

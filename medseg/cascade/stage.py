@@ -37,7 +37,7 @@ from medseg.task import CleanUp, Task
 # Counted from the end, so that the axes fit images (D, H, W) and probabilities (K, D, H, W) alike.
 SPATIAL_AXES = (-3, -2, -1)
 X_AXIS = -1
-# Tiles of one pass on a GPU; a CPU gains nothing from more than one.
+# Most tiles of one pass on a GPU; a CPU gains nothing from more than one.
 MAX_BATCH = 8
 # Networks run one at a time: the budget holds for all of them together, and the TF32 switches
 # belong to the process.
@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
         std: Their standard deviation (D, H, W), float32, one number for all classes, from 0 to
             0.71, the square root of a half; None with a single checkpoint and no flips.
         tiling_plan: How the crop went through the network.
-        warnings: A sentence for each time that memory ran out.
+        warnings: A sentence for each way to run that ran out of memory, without repeats.
     """
 
     probs: Tensor
@@ -71,9 +71,9 @@ class TrainedStage:
         task: Labels, regions and window that it was trained for.
         spacing_mm: Spacing of its lattice in mm, (z, y, x); None keeps each scan's own.
         tile_size: Tile in voxels (z, y, x); None runs the whole volume or crop.
-        least_size: Size of the patches that it was trained on, (z, y, x). Whole crops of a region
-            get at least this size: in a scan that is a thin slab, a network that was trained on
-            larger patches lost half of the organ.
+        least_size: Size of the patches in training, (z, y, x). Whole crops of a region get at least
+            this size: in a scan that was a thin slab, a network saw less than in training and lost
+            half of the organ.
         region_margin_mm: Margin around the coarse region, in mm on every side.
         has_coarse_channel: Whether the network of a fine stage has one more input channel: the
             probability of the region by the coarse stage.
@@ -123,14 +123,14 @@ class TrainedStage:
 
     @property
     def divisor(self) -> tuple[int, int, int]:
-        """Required multiple of the network's input size, (z, y, x)."""
+        """Numbers of which the network's input size must be a multiple, (z, y, x)."""
         return self.network.divisor  # type: ignore[return-value]
 
     @property
     def outside(self) -> list[float]:
         """Value of each channel outside of a volume.
 
-        It is the lower end of its window, else the background of its modality.
+        The value is the lower end of the channel's window, else the background of its modality.
         """
         values = []
         for channel in self.task.channels:
@@ -163,7 +163,7 @@ class TrainedStage:
         return torch.float32
 
     def intensities(self, images: Sequence[np.ndarray]) -> list[Intensity]:
-        """Choose the map of each channel to the range of the network.
+        """Choose the intensity normalisation of each channel.
 
         Args:
             images: Image (D, H, W) of each channel of one case: the whole scan, since a crop has
@@ -180,7 +180,7 @@ class TrainedStage:
         return (self.network, *self.others)
 
     def use_tiles(self, tile_size: tuple[int, int, int], measured: str = "") -> None:
-        """Predict in tiles of a size; warn if it was validated in another.
+        """Predict in tiles of a size; warn if the stage was validated in another.
 
         Tiles show less context and change the statistics of norms.
 
@@ -291,7 +291,7 @@ class TrainedStage:
                     warnings.append(warning)
 
     def _smaller_slab_bytes(self, plan: TilingPlan, shape: tuple[int, int, int]) -> float | None:
-        """Choose the memory of slabs after a pass that ran out of memory: half of what it needed.
+        """Choose the memory of slabs after a pass that ran out of memory: half of its need.
 
         Args:
             plan: Plan of the pass.
@@ -363,7 +363,7 @@ class TrainedStage:
 
     @property
     def least_budget_gib(self) -> float:
-        """Smallest `inference.budget_gib` that `plan` accepts, with two decimals.
+        """Smallest `inference.budget_gib` that `plan` accepts, rounded up to two decimals.
 
         0 where the size of the network's input depends on the scan.
         """

@@ -28,7 +28,8 @@ def find_lr(config: FindLrConfig) -> int:
     The losses are written to `find_lr.csv` and `find_lr.png`.
 
     Returns:
-        0, or 1 where the loss never falls.
+        0, or 1 where there is no rate to suggest: the first loss is not finite, or the loss does
+        not fall for at least two steps.
 
     Raises:
         UserError: If the rates do not rise, or several ranks are asked for.
@@ -49,15 +50,24 @@ def find_lr(config: FindLrConfig) -> int:
     check_writable(output)
     lr_range = _train_with_rising_lr(config, output)
     lrs, losses = lr_range.lrs, lr_range.losses
+    if not losses:
+        say(
+            "the loss of the first step is NaN or infinite, which no learning rate has caused; "
+            "debug=anomaly names the operation, memory.precision=fp32 excludes overflows"
+        )
+        return EXIT_FAILED
     rows = [{"lr": lr, "loss": loss} for lr, loss in zip(lrs, losses, strict=True)]
     write_csv(output / "find_lr.csv", rows, ("lr", "loss"))
     suggested_lr = suggest_lr(lrs, losses)
-    if losses:
-        _draw(config, lr_range, suggested_lr, output / "find_lr.png")
+    _draw(config, lr_range, suggested_lr, output / "find_lr.png")
+    lowest_index = int(smoothed(losses).argmin())
     if suggested_lr is None:
-        say("the loss never falls; try a lower lowest_lr or more steps")
+        fault = "the loss never falls"
+        if lowest_index == 1:
+            fault = "the loss falls from the first step to the second only"
+        say(f"{fault}; try a lower lowest_lr or more steps")
         return EXIT_FAILED
-    lr_of_lowest_loss = lrs[int(smoothed(losses).argmin())]
+    lr_of_lowest_loss = lrs[lowest_index]
     say(
         f"suggested: {suggested_lr:.2g}, where the loss falls steepest "
         f"but at most a tenth of {lr_of_lowest_loss:.2g}, the rate of the lowest loss"
@@ -70,7 +80,13 @@ def find_lr(config: FindLrConfig) -> int:
 
 
 def _train_with_rising_lr(config: FindLrConfig, output: Path) -> LrRange:
-    """Train for `config.steps` steps at most; returns the rate and the loss of each step."""
+    """Train for `config.steps` steps at most; returns the rate and the loss of each step.
+
+    Args:
+        config: Configuration of the command.
+        output: Folder of the result. The trainer writes its files, such as those of a profiler,
+            there too, since this training has no run folder.
+    """
     # `LrRange` sets the rates, so the schedule must not change them. Nothing is logged.
     config = replace(
         config, schedule=CONSTANT_SCHEDULE, warmup_steps=0, logger={}, run_dir=str(output)

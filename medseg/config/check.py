@@ -1,6 +1,6 @@
 """Check of a composed configuration: each key by itself, then the rules between keys.
 
-Nothing here imports torch: a mistake is reported before anything heavy starts.
+This module does not import torch, so that a mistake is reported before torch is loaded.
 """
 
 import copy
@@ -35,11 +35,11 @@ from medseg.training.options import TrainConfig
 
 T = TypeVar("T")
 
-# A mapping that takes names which no schema has.
+# Last part of `data.label_values`, a mapping whose keys the user chooses.
 OPEN_KEY = "label_values"
 
-# Our keys of a setting, and the names of that setting in nnU-Net, MONAI, Lightning and
-# lightning-hydra-template; each text is a list divided by blanks. A command may lack some of the
+# Keys of a setting in medseg, to the names of this setting in nnU-Net, MONAI, Lightning and
+# lightning-hydra-template; each text is a list divided by blanks. A command may lack some of our
 # keys.
 FOREIGN_NAMES = {
     "optimizer.lr": "lr learning_rate initial_lr base_lr",
@@ -71,14 +71,14 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
     """Check a composed configuration, and convert it to the dataclasses of its schema.
 
     Args:
-        composed: What Hydra composed, or what a run folder holds.
+        composed: Configuration that Hydra composed, or that a run folder holds.
         schema: One of the roots in `medseg.config.schema`.
 
     Returns:
         An instance of `schema`; every tuple is a tuple of the declared length.
 
     Raises:
-        UserError: Naming the key, the value and the cure.
+        UserError: On the first mistake, with the key, the value and the cure.
     """
     config = to_typed(composed, schema)
     check_clashes(config)
@@ -91,7 +91,7 @@ def check_clashes(options: Any, key: str = "") -> None:
     Args:
         options: A dataclass of options; its method `clashes` yields a sentence for each
             contradiction.
-        key: Name of its group; empty for the root.
+        key: Dotted key of `options`; empty for the root.
 
     Raises:
         UserError: With the first sentence.
@@ -115,15 +115,16 @@ def check_clashes(options: Any, key: str = "") -> None:
 
 
 def to_typed(composed: DictConfig, schema: type[T]) -> T:
-    """Check one key at a time: names, types, ranges, targets.
+    """Check and convert one key at a time: names, types, ranges, targets.
 
-    The keys may still contradict each other.
+    Contradictions between keys are left to `check_clashes`. Arguments, result and errors as for
+    `to_config`.
     """
     schema_fields = dataclasses.fields(schema)  # type: ignore[arg-type]
     points = [field.name for field in schema_fields if field.name in EXTENSION_KEYS]
     if points:
-        # Before references are resolved: that fails where a reference names an argument which only
-        # another class has, and a class that is not allowed shall be refused as such.
+        # Classes are checked before references are resolved. A reference to an argument that the
+        # class lacks cannot be resolved, and that error would hide that the class is not allowed.
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
         trusted = composed.get("trusted_targets") or ()
         if trusted and not OmegaConf.is_list(trusted):
@@ -145,8 +146,8 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     for point in points:
         node = getattr(config, point)
         if point == "logger":
-            # OmegaConf has resolved its references to the environment in `config`; `values` still
-            # has them, see `resolved`.
+            # `config` contains the values of the environment; `values` keeps the references to
+            # them, see `resolved`.
             node = values["logger"]
         checked = _checked_node(point, node, values.get("trusted_targets", ()), composed)
         setattr(config, point, checked)
@@ -213,18 +214,18 @@ def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
         OmegaConfBaseException: On an unknown key, a wrong type or a missing value.
     """
     cached = _convert_pickled(schema, key, pickle.dumps(values))
-    # The caller may change its copy.
+    # A copy, because callers change the result, and the cached one is shared.
     return copy.deepcopy(cached)
 
 
-# OmegaConf takes 50 ms for all groups of `train`. The runs of a search or a study, and the tests,
-# differ in few of them. The values are pickled because a cache needs keys that can be hashed.
+# OmegaConf takes 50 ms for all groups of `train`. Most groups are equal in all runs of a search or
+# study, and in the tests. The values are pickled because a cache needs keys that can be hashed.
 @functools.lru_cache(maxsize=1024)
 def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
     """Convert the values of a group; the result is shared by all callers."""
     values = pickle.loads(pickled)
     # Schema and values are put below the key of the group, so that an error names the whole key.
-    # `unsafe_merge` may change its arguments, which nobody else has.
+    # `unsafe_merge` may change its arguments, which are used nowhere else.
     merged = OmegaConf.unsafe_merge({key: OmegaConf.structured(schema)}, {key: values})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
@@ -265,7 +266,7 @@ def _check_form(key: str, hint: Any, value: Any) -> None:
     allows_null = Any in kinds or types.NoneType in kinds
     if value is None and allows_null:
         return
-    kind = kinds[0]  # a union is of one type and None
+    kind = kinds[0]  # the schemas have no other unions than of a type and None
     container = _container_of(kind)
     has_wrong_form = container is not None and not isinstance(value, container)
     if value is None or has_wrong_form:
@@ -276,24 +277,24 @@ def _check_form(key: str, hint: Any, value: Any) -> None:
     if dataclasses.is_dataclass(kind):
         _check_forms(value, typing.cast(type, kind), key)
     elif container is not None:
-        item_kind = typing.get_args(kind)[-1]  # of a mapping the type of its values
+        item_kind = typing.get_args(kind)[-1]  # in `dict[str, V]` the type of the values, V
         for item_key, item in _items(value, key):
             _check_form(item_key, item_kind, item)
 
 
 def _expected_form(key: str, kind: Any, value: Any) -> str:
     """Say which form the type of a key requires; `value` has another one."""
-    found = ", but got null" if value is None else ""
+    but = ", but got null" if value is None else ""
     length = _tuple_length(kind)
     if dataclasses.is_dataclass(kind):
-        return f"{key}: expected a group of keys{found}; set them one by one, {key}.<name>=<value>"
+        return f"{key}: expected a group of keys{but}; set them one by one, {key}.<name>=<value>"
     if length is not None:
-        return f"{key}: expected a list of {length} numbers{found}; give it in brackets, {key}=[…]"
+        return f"{key}: expected a list of {length} numbers{but}; give it in brackets, {key}=[…]"
     if _container_of(kind) is list:
-        return f"{key}: expected a list{found}; give it in brackets, {key}=[…]"
+        return f"{key}: expected a list{but}; give it in brackets, {key}=[…]"
     if _container_of(kind) is dict:
-        return f"{key}: expected a mapping{found}; give it in braces, {key}={{name: value}}"
-    return f"{key}: expected a value{found}"
+        return f"{key}: expected a mapping{but}; give it in braces, {key}={{name: value}}"
+    return f"{key}: expected a value{but}"
 
 
 @functools.cache
@@ -303,7 +304,7 @@ def _hints_of(schema: type) -> dict[str, Any]:
 
 
 def _union_members(kind: Any) -> tuple[Any, ...]:
-    """List the members of a union; another type alone."""
+    """List the members of a union; for any other type, the type itself."""
     if isinstance(kind, types.UnionType):
         return typing.get_args(kind)
     return (kind,)
@@ -339,7 +340,7 @@ def _fill_label_values(values: dict[str, Any]) -> None:
     """
     task = values.get("task") or {}
     data = values.get("data") or {}
-    # Commands that read no reference labels lack this key.
+    # Only commands that read reference labels have the key `labels_column`.
     if "labels_column" not in data or not isinstance(task.get("labels"), dict):
         return
     if not data.get("label_values"):
@@ -443,7 +444,7 @@ def _explain_choice(sentence: str, lines: Sequence[str]) -> str:
 
     Args:
         sentence: First line of Hydra's message.
-        lines: The others: remarks, and the names of the files.
+        lines: Its other lines: remarks, and the names of the files.
     """
     remarks = (
         "Config search path",
@@ -456,7 +457,7 @@ def _explain_choice(sentence: str, lines: Sequence[str]) -> str:
     if not files:
         return sentence
     explanation = f"{sentence}; there are: {', '.join(files)}"
-    group = re.search(r"'([^']+)/[^']+'", sentence)
+    group = re.search(r"'([^']+)/[^']+'", sentence)  # such as 'loss/unknown'
     if group is not None and group[1] in ("model", "loss", "optimizer", "schedule"):
         explanation += f"; or name a class: {group[1]}._target_=package.Class"
     return explanation
@@ -471,8 +472,7 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
     # Such as data.label_values={liver: 7}: the key exists, so Hydra refused a name in its value.
     if last == OPEN_KEY and key in keys:
         return f"{key}: it has no such name yet; +{key}={{…}} adds names"
-    # `key` itself is among the keys where a file or `+` has set it, and "" is the root: neither is
-    # a suggestion.
+    # Neither the root nor `key` itself, which a file or `+` may have set, is a suggestion.
     keys -= {key, ""}
     # Such as data.label_values.liver=7.
     if parent.rpartition(".")[2] == OPEN_KEY and parent in keys:
@@ -490,8 +490,9 @@ def _explain_unknown_key(key: str, composed: DictConfig | None) -> str:
 def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
     """Find the keys that were probably meant by a key that does not exist.
 
-    These are keys that another framework calls so, else keys of the same name in another group,
-    else two keys of a similar name.
+    These are the keys of a setting that another framework calls by this name. If there are none:
+    keys of this name in other groups; and if there are none either, up to two keys of similar
+    spelling.
     """
     last = key.rpartition(".")[2]
     near = []
@@ -504,7 +505,7 @@ def _near_keys(key: str, keys: Sequence[str]) -> list[str]:
 
 
 def _keys(node: Any, key: str = "") -> Iterator[str]:
-    """List the dotted keys of nested mappings and their values; the root is ""."""
+    """Yield the dotted keys of a node and of everything nested in it; the root is ""."""
     yield key
     if not isinstance(node, dict):
         return
@@ -553,19 +554,19 @@ def _kind_and_knob(hint: Any) -> tuple[Any, Knob]:
 
 
 def _items(value: Any, key: str) -> list[tuple[str, Any]]:
-    """List the items of a mapping or a list with their keys; none of other values."""
+    """Pair each item of a mapping or a list with its dotted key; other values have no items."""
     if isinstance(value, dict):
         return [(f"{key}.{name}", item) for name, item in value.items()]
     if isinstance(value, list):
-        return [(f"{key}.{number}", item) for number, item in enumerate(value)]
+        return [(f"{key}.{index}", item) for index, item in enumerate(value)]
     return []
 
 
 def _tuple_length(kind: Any) -> int | None:
-    """Length of a type that is a tuple, or may be one; None for other types."""
-    for part in (kind, *typing.get_args(kind)):
-        if typing.get_origin(part) is tuple:
-            return len(typing.get_args(part))
+    """Length of a tuple type, or of the tuple in a union; None for other types."""
+    for member in _union_members(kind):
+        if typing.get_origin(member) is tuple:
+            return len(typing.get_args(member))
     return None
 
 
@@ -574,7 +575,7 @@ def _check_finite(key: str, value: Any) -> None:
 
     Args:
         key: Dotted key of the value, for messages.
-        value: A number, several, or something else.
+        value: Any value. Only floats, and those in a list or tuple, are checked.
     """
     for number in _as_sequence(value):
         if isinstance(number, float) and not math.isfinite(number):
@@ -593,8 +594,8 @@ def _check_range(key: str, value: Any, interval: str) -> None:
 
     Args:
         key: Dotted key of the value, for messages.
-        value: A number, several, or None. Two numbers of a key that ends in `_range` are bounds,
-            the lower one first.
+        value: A number, a list or tuple of numbers, or None. Two numbers of a key that ends in
+            `_range` are bounds, the lower one first.
         interval: The interval; empty where there is none.
     """
     if not interval or value is None:
@@ -611,10 +612,10 @@ def _check_range(key: str, value: Any, interval: str) -> None:
 
 
 def _lies_in(number: Any, interval: str) -> bool:
-    """Whether a value is a number of an interval such as `[0, 1)`; True and False are none."""
+    """Whether a value is a number in an interval such as `[0, 1)`; booleans are not."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return False
-    low, high = map(float, interval[1:-1].split(","))  # `float` reads inf too
+    low, high = map(float, interval[1:-1].split(","))  # `float` reads "inf", too
     # A round bracket excludes its bound.
     if interval.startswith("(") and number == low:
         return False
@@ -624,7 +625,7 @@ def _lies_in(number: Any, interval: str) -> bool:
 
 
 def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
-    """Refuse numbers that make no sense for a class, whether or not it checks them itself."""
+    """Refuse arguments of a class outside their known range, see `range_of`."""
     target = str(node.get(TARGET))
     for name, value in node.items():
         _check_range(f"{key}.{name}", value, range_of(point, target, name))
@@ -633,16 +634,16 @@ def _check_arguments(point: str, key: str, node: dict[str, Any]) -> None:
 def _checked_node(
     point: str, node: dict[str, Any], trusted: Sequence[str], composed: DictConfig
 ) -> dict[str, Any]:
-    """Check the node of an extension point; no class is imported before all nodes have passed.
+    """Check the node of an extension point, without importing its class.
 
-    Keys that a schema knows (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted
-    to its types.
+    Keys of a schema (`POINT_SCHEMAS`, `CLASS_SCHEMAS`) get its defaults and are converted to its
+    types.
     """
-    # Several loggers by name, or a sum of losses: their nodes have been checked one by one.
+    # Several loggers by name, or a sum of losses: `to_typed` has checked their nodes one by one.
     if TARGET not in node and (point == "logger" or "terms" in node):
         return node
     shared = POINT_SCHEMAS.get(point)
-    # A node that names no class has the one that is the default of `_target_` in the schema.
+    # A node without `_target_` has the class that is the default in the schema.
     target = node.get(TARGET, getattr(shared, TARGET, None))
     check_target(point, key=point, node={**node, TARGET: target}, trusted=trusted)
     schema = CLASS_SCHEMAS.get(str(target), shared)

@@ -1,7 +1,7 @@
 """Completion of the command line: keys, files of groups, and values that the key accepts.
 
-Hydra's own completion offers the positions of a list (`save=0=`) and, of a fixed set, the current
-value alone.
+Hydra's own completion offers the positions of a list (`save=0=`), and only the current value of a
+key with a fixed set of values.
 """
 
 import os
@@ -22,13 +22,14 @@ from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.knob import Knob, key_below
 from medseg.targets import TARGET
 
+# Composes arguments to a configuration; also returns the groups of files, see `commands.entry`.
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
 # Hydra's script for the shell asks for completions with one of these options and `QUERY`. The
 # command line to complete is in the environment variable COMP_LINE.
 COMPLETION_OPTIONS = ("-sc", "--shell-completion")
 QUERY = "query=bash"
-# Characters of a value that neither the shell nor Hydra's grammar reads as something else; those of
-# lists as `text_of` writes them are among them.
+# A value of these characters alone needs no quotes in the shell or in Hydra's grammar. Brackets and
+# commas are those of lists.
 PLAIN_CHARACTERS = frozenset(
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+./,[]:%@"
 )
@@ -65,7 +66,7 @@ def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
 
     Args:
         schema: Root dataclass of the command.
-        compose: Composes its configuration for arguments, and lists its groups of files.
+        compose: Composes the configuration of the command, and lists its groups of files.
         words: Arguments; the last one, maybe empty, is to be completed.
 
     Returns:
@@ -89,7 +90,7 @@ def complete(schema: type, compose: Compose, words: Sequence[str]) -> list[str]:
 
 
 def _composed(compose: Compose, words: Sequence[str]) -> tuple[DictConfig, list[str]]:
-    """Compose with the arguments before the last; without them where one of them is wrong."""
+    """Compose with the given arguments; without any if Hydra refuses one of them."""
     overrides = [word for word in words if not word.startswith("-") and "=" in word]
     try:
         return compose(overrides)
@@ -98,7 +99,7 @@ def _composed(compose: Compose, words: Sequence[str]) -> tuple[DictConfig, list[
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested mappings that are no mappings, each with its dotted name."""
+    """Yield all values in nested mappings that are not mappings, each with its dotted name."""
     if not isinstance(node, dict):
         yield path, node
         return
@@ -123,7 +124,7 @@ def _names(prefix: str, entries: Iterable[Key | Group], groups: Collection[str])
 
 
 def _folder_of(group: str) -> str:
-    """Folder of the files of a group, whose name may end in `@` and another place for its keys."""
+    """Folder of the files of a group: the part before the `@` in `group@place`."""
     return group.partition("@")[0]
 
 
@@ -131,8 +132,8 @@ def _values(
     key: str, prefix: str, entries: Iterable[Key | Group], groups: Collection[str]
 ) -> list[str]:
     """List the values of a key or a group of files."""
-    # `+` adds a key that the configuration lacks. If its value is a path, it can be completed all
-    # the same; the values of other added keys are not known.
+    # `+` adds a key that the configuration lacks. Only the values of path keys can be completed
+    # then.
     if key.lstrip("+") in PATH_KEYS:
         return list(_paths(prefix))
     if key in groups:
@@ -160,7 +161,7 @@ def _key_values(key: Key, prefix: str) -> list[str]:
         return ["true", "false"]
     if _is_choice(kind):
         return list(kind)
-    # The present class is not offered: named again, it would drop all arguments of the preset.
+    # The current class is not offered: to name it again would drop all arguments of the preset.
     is_class = key.name.rpartition(".")[2] == TARGET
     if is_class or key.value in (None, "???") or isinstance(key.value, dict):
         return []

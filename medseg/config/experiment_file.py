@@ -1,4 +1,4 @@
-"""Experiments outside of `conf/experiment`: `experiment=<file>.yaml` takes one from anywhere."""
+"""Experiments outside of `conf/experiment`: `experiment=<path>.yaml` names a file anywhere."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,8 @@ def register_experiments(arguments: Sequence[str]) -> None:
     """Let Hydra find each experiment that an argument names by its file.
 
     Args:
-        arguments: Arguments of a command. Those of other keys, names of `conf/experiment` and
-            lists for a sweep are passed over.
+        arguments: Arguments of a command. Other keys, experiments of `conf/experiment` and lists
+            for a sweep are ignored.
 
     Raises:
         UserError: If a file is missing, damaged, or no mapping of keys.
@@ -32,7 +32,7 @@ def register_experiments(arguments: Sequence[str]) -> None:
 
 
 def _register(value: str) -> None:
-    """Store the content of a file as the choice of its path in the group `experiment`."""
+    """Register a file with Hydra, so that its path is a choice of the group `experiment`."""
     path = Path(value)
     if not path.is_file():
         raise UserError(f"experiment={value}: there is no such file; check the path")
@@ -46,6 +46,6 @@ def _register(value: str) -> None:
         name,
         OmegaConf.create(content),
         group="/".join([GROUP, *folders]),
-        # An experiment holds keys of all groups, as this line of a file of `conf/experiment` says.
+        # An experiment has keys of all groups, like `# @package _global_` in `conf/experiment`.
         package="_global_",
     )

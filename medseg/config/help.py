@@ -16,7 +16,7 @@ from medseg.config.schema import CLASS_SCHEMAS, POINT_SCHEMAS
 from medseg.knob import Knob, key_below
 from medseg.targets import TARGET
 
-# Key of a sum of losses, which is a list of classes in the place of one class.
+# Key that lists the losses of a sum, in the place of the `_target_` of a single loss.
 TERMS = "terms"
 _TERMS_KNOB = Knob("Losses of the sum: their classes with arguments and `factor`.")
 _ARGUMENT_KNOB = Knob("Argument of the class.")
@@ -28,8 +28,8 @@ TYPE_NAMES = {
     list: "list",
     dict: "mapping",
 }
-# Shown as the type of a key that takes values of several types: the sentence about the key, on the
-# next line, names them.
+# Shown as the type of a key that takes values of several types. The sentence about the key, on the
+# next line of the output, names these types.
 ANY_TYPE = "see below"
 
 
@@ -38,10 +38,10 @@ class Key(NamedTuple):
 
     Attributes:
         name: Its dotted name; `<name>` and `<number>` stand for the items of a mapping and a list.
-        value: Its current value; `???` is one that must be given.
+        value: Its current value; `???` if it must be given.
         kind: Its declared type.
         knob: Its documentation.
-        choices: Files of its group, where it is chosen by a file.
+        choices: Names of the files that may be chosen for it; empty if it is no group of files.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Group(NamedTuple):
     Attributes:
         name: Its dotted name.
         sentence: What the keys are about.
-        choices: Its files, where it is chosen by a file.
+        choices: See `Key`.
     """
 
     name: str
@@ -86,14 +86,14 @@ def help_text(schema: type, composed: DictConfig, groups: Collection[str]) -> st
     """List all keys of a root schema, as `--help` prints them; arguments as for `list_keys`."""
     lines: list[str] = []
     for entry in list_keys(schema, composed, groups):
-        options = ""
+        choices_text = ""
         if entry.choices:
-            options = f" ({entry.name}={' | '.join(entry.choices)})"
+            choices_text = f" ({entry.name}={' | '.join(entry.choices)})"
         if isinstance(entry, Group):
-            lines.append(f"\n{entry.name}: {entry.sentence}{options}")
+            lines.append(f"\n{entry.name}: {entry.sentence}{choices_text}")
             continue
         lines.append(f"  {entry.name}={value_text(entry.value)}   {entry.type_text()}")
-        lines.append(f"      {entry.knob.sentence}{options}")
+        lines.append(f"      {entry.knob.sentence}{choices_text}")
     return "\n".join(lines)
 
 
@@ -102,8 +102,8 @@ def list_keys(schema: type, composed: DictConfig, groups: Collection[str]) -> It
 
     Args:
         schema: Root dataclass of `medseg.config.schema`.
-        composed: What Hydra composed from the command line; gives the current values.
-        groups: Groups of files of the command, whose files may be chosen.
+        composed: Configuration that Hydra composed from the command line, with the current values.
+        groups: Keys of the command that are groups of files.
     """
     values = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
     yield from _entries(schema, values, "", groups)
@@ -115,14 +115,14 @@ def _entries(
     """Yield the keys of a dataclass below `path`."""
     for field_name, hint in typing.get_type_hints(schema, include_extras=True).items():
         name = key_below(path, field_name)
-        # Keys that the composed configuration lacks have a default in the schema, or must be given
-        # (`???`). A default is an attribute of the class. A `default_factory` is not, but a key
-        # with one is always composed.
+        # Keys that the composed configuration lacks have a default in the schema, which is an
+        # attribute of the class, or must be given (`???`). Keys with a `default_factory`, which is
+        # no attribute, are always composed.
         value = values.get(field_name, getattr(schema, field_name, "???"))
         choices = group_files(name) if name in groups else ()
         group = _group_schema(name, hint, value)
         if group is not None:
-            # One line, whatever the line breaks of the docstring.
+            # The docstring without its line breaks.
             sentence = " ".join(inspect.cleandoc(group.__doc__ or "").split())
             yield Group(name, sentence, choices)
             yield from _entries(group, value, name, groups)
@@ -133,7 +133,7 @@ def _entries(
         kind, knob = typing.get_args(hint)  # of `Annotated[kind, knob]`
         yield Key(name, value, kind, knob, choices)
         yield from _item_entries(name, kind, groups)
-    # The class is not ours, see `_group_schema`: its arguments are in no schema.
+    # The schema of an extension point lists only the keys that medseg adds to any class.
     if schema in POINT_SCHEMAS.values():
         yield from _arguments(schema, values, path)
 
@@ -153,10 +153,10 @@ def _item_entries(name: str, kind: Any, groups: Collection[str]) -> Iterator[Key
     if isinstance(kind, types.UnionType):
         containers = typing.get_args(kind)  # such as a list, and None
     for container in containers:
-        place = "<number>" if typing.get_origin(container) is list else "<name>"
+        item_name = "<number>" if typing.get_origin(container) is list else "<name>"
         for item in typing.get_args(container):
             if dataclasses.is_dataclass(item):
-                yield from _entries(typing.cast(type, item), {}, f"{name}.{place}", groups)
+                yield from _entries(typing.cast(type, item), {}, f"{name}.{item_name}", groups)
 
 
 def _group_schema(name: str, hint: Any, value: Any) -> type | None:
@@ -175,7 +175,7 @@ def _group_schema(name: str, hint: Any, value: Any) -> type | None:
 
 
 def value_text(value: Any) -> str:
-    """Write a value as on the command line; `???` is one that must be given."""
+    """Write a value for readers; `???` is one that must be given."""
     if isinstance(value, dict):
         items = [f"{key}: {value_text(item)}" for key, item in value.items()]
         return f"{{{', '.join(items)}}}"
@@ -187,7 +187,7 @@ def value_text(value: Any) -> str:
 
 
 def _type_name(kind: Any) -> str:
-    """Name a type for readers, without its null.
+    """Name a type for readers; of a union with None, the other type.
 
     Example:
         >>> [_type_name(kind) for kind in (int, tuple[float, float] | None, list[str], Any)]

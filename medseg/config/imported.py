@@ -1,6 +1,6 @@
 """Task of imported data: that of a data set, or of the `task.yaml` beside a case table.
 
-It is used unless the command line chooses a task.
+A command uses this task unless its command line chooses another one.
 """
 
 import os
@@ -20,8 +20,8 @@ TASK_FILE = "task.yaml"
 # The task of the data is stored in memory as a file `imported` of the group `task`, which
 # `task=imported` chooses.
 IMPORTED = "imported"
-# Where the user chooses another task, the values of the labels in the files are still those of the
-# data. They are stored as the file `values` of a group `imported`, and this argument adds them.
+# If the user chooses another task, the label values are still those of the data. They are stored as
+# the file `values` of a group `imported`, and this argument adds them to the configuration.
 VALUES = f"+{IMPORTED}=values"
 # Keys that name a case table, and whether they also name a data set in the layout of another
 # program.
@@ -34,12 +34,15 @@ TASK_SUFFIXES = (".yaml", ".yml")
 def with_task(arguments: Sequence[str], schema: type) -> list[str]:
     """Add the task of the data that the arguments of a command name.
 
-    `task=<file>.yaml` names its file. Where `task` chooses another one, only the values of the
-    labels in the files are added.
+    `task=<file>.yaml` names the file of this task. If `task` chooses another one, only the label
+    values of the data are added.
 
     Args:
         arguments: Command line, before paths are quoted.
-        schema: Root of the configuration; one without a task stays as it is.
+        schema: Root of the configuration; without the key `task`, nothing is added.
+
+    Returns:
+        The arguments, with `task=imported` or `VALUES` where a task is found.
 
     Raises:
         UserError: If the data set or its task cannot be read.
@@ -72,14 +75,14 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
 
 
 def _store(name: str, content: dict[str, Any], group: str) -> None:
-    """Let Hydra find content, with keys of all groups, as a file of a group."""
+    """Register a mapping with keys of any group as the file `name` of a group of Hydra."""
     ConfigStore.instance().store(name, OmegaConf.create(content), group=group, package="_global_")
 
 
 def _with_imported_task(arguments: Sequence[str]) -> list[str]:
     """Replace the arguments that choose a task by `task=imported`.
 
-    Their order stays, because Hydra takes the later one of two arguments of a group.
+    The order stays, because Hydra takes the later one of two arguments of a group.
     """
     replaced = []
     for argument in arguments:
@@ -91,7 +94,7 @@ def _with_imported_task(arguments: Sequence[str]) -> list[str]:
 
 
 def _values_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Values of arguments `key=value` by their key, without quotes; the last of a key counts."""
+    """Read arguments `key=value` to values by key, without quotes; the last one of a key counts."""
     values = {}
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -106,8 +109,7 @@ def _find_source(values: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]
         values: Values of the arguments by their key.
 
     Returns:
-        The file or data set, None without one, and its groups `task` and `data`, empty without a
-        task.
+        The file or data set, or None; and its groups `task` and `data`, empty without a task.
     """
     task = values.get("task", "")
     if task.endswith(TASK_SUFFIXES):
@@ -140,7 +142,7 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
     from medseg.data.case_table import table_at
 
     folder = path if path.is_dir() else path.parent
-    # `table_at` finds the table in the folder of an import.
+    # For the folder of an import, `table_at` returns its case table; else the path itself.
     is_table = path.suffix.lower() == ".csv" or table_at(path) != path
     if is_table:
         file = folder / TASK_FILE

@@ -1,7 +1,7 @@
-"""Command line for Hydra: options and paths brought to its grammar, and arguments checked.
+"""Command line for Hydra: options and paths rewritten in Hydra's grammar, and arguments checked.
 
-Hydra reads `key=value` only, misreads paths without quotes, and takes options of its own only
-before the keys.
+Hydra reads `key=value` only, misreads paths without quotes, and accepts its own options only before
+the keys.
 """
 
 import json
@@ -44,9 +44,10 @@ PATH_KEYS = frozenset(
 )
 # Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
 TEXT_KEYS = PATH_KEYS | {"series_pick"}
-# Largest length of an argument in characters, and largest number of arguments. Hydra's parser takes
-# seconds for an argument of this length, and its time grows faster than the length.
+# Largest length of an argument in characters. Hydra's parser takes seconds for an argument of this
+# length, and its time grows faster than the length.
 MAX_LENGTH = 20_000
+# Largest number of arguments: several times the number of keys of any command.
 MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
 LIST_KEYS = frozenset({"coarse", "fine", "input", "weights"})
@@ -72,7 +73,7 @@ HYDRA_OPTIONS = frozenset(
         "--experimental-rerun",
     }
 )
-# Hydra's own option, in its two forms, whose value may be left out; it is one of `INFO_KINDS`.
+# Hydra's option `--info`, short and long. Its value, one of `INFO_KINDS`, may be left out.
 INFO_OPTIONS = frozenset({"-i", "--info"})
 INFO_KINDS = frozenset({"all", "config", "defaults", "defaults-tree", "plugins", "searchpath"})
 # Hydra's own options without a value.
@@ -91,11 +92,22 @@ HYDRA_SWITCHES = frozenset(
         "--shell-completion",
     }
 )
-# Words that Hydra and YAML read as a number, null or a truth value, not as a text.
+# Values that Hydra and YAML read as a number, null or a boolean, not as a text.
 NOT_A_TEXT = re.compile(r"[-+]?([\d_.]+([eE][-+]?\d+)?|inf|nan)|null|true|false", re.IGNORECASE)
 # One member of a list, with the comma before it: in quotes of either kind, where commas divide
 # nothing and a backslash escapes the next character, else up to the next comma.
-LIST_MEMBER = re.compile(r"""(?:\A|,)\s*('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^,]*?)\s*(?=,|\Z)""")
+LIST_MEMBER = re.compile(
+    r"""
+    (?: \A | , ) \s*
+    (
+        ' (?: [^'\\] | \\. )* '
+        | " (?: [^"\\] | \\. )* "
+        | [^,]*?
+    )
+    \s* (?= , | \Z )
+    """,
+    re.VERBOSE,
+)
 
 
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
@@ -123,8 +135,9 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         argument = waiting.pop(0)
         name, equals, value = argument.partition("=")
         # Only the long form of `INFO_OPTIONS`: `-i` is the option of the input here.
-        is_value_of_hydra = previous in HYDRA_OPTIONS or previous == "--info"
-        # No `key=value`, option, `~key` or `+key`, and not empty.
+        is_info_kind = previous == "--info" and argument in INFO_KINDS
+        is_hydra_value = previous in HYDRA_OPTIONS or is_info_kind
+        # Neither `key=value`, an option, `~key`, `+key`, nor empty.
         is_alone = not equals and argument[:1] not in ("-", "~", "+", "")
         if argument in options:
             if not waiting or waiting[0] in options:
@@ -134,7 +147,7 @@ def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
         elif name in options:  # such as `-o=<path>`
             key = options[name]
             path = value
-        elif positional_key and is_alone and not is_value_of_hydra:
+        elif positional_key and is_alone and not is_hydra_value:
             key = positional_key
             path = argument
         else:
@@ -161,9 +174,9 @@ def _values_of_key(key: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _cure_for_several_paths(command: str, key: str) -> str:
-    """Advise how to type an output or several scans; empty for other keys than `input`.
+    """Advise how to give an output or several scans; empty for other keys than `input`.
 
-    Whoever gives several paths may have meant one of these two.
+    A user who gives several paths as the input may have meant either.
     """
     if key != "input":
         return ""
@@ -174,20 +187,23 @@ def _cure_for_several_paths(command: str, key: str) -> str:
 
 
 def _is_list(key: str, value: str) -> bool:
-    """Whether the value of a key is a list of paths, and not the name of a file in brackets.
+    """Whether the value of a key is a list of paths.
 
-    False for keys that take no list.
+    False for keys that take no list, and for an existing file whose name has these brackets.
     """
     has_brackets = value.startswith("[") and value.endswith("]")
     if key not in LIST_KEYS or not has_brackets:
         return False
-    return not Path(value).exists()
+    try:
+        return not Path(value).exists()
+    except OSError:  # longer than the name of a file can be
+        return True
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
     """Move the options of Hydra before the keys.
 
-    Its parser takes keys in one piece only, without an option among them.
+    Hydra's parser accepts no option between two keys.
 
     Example:
         >>> options_first(["task=imported", "-m", "seed=1,2", "--config-dir", "mine", "stage=fine"])
@@ -205,7 +221,7 @@ def options_first(arguments: Sequence[str]) -> list[str]:
         if argument in HYDRA_OPTIONS and waiting:
             options.append(waiting.pop(0))
         elif argument in INFO_OPTIONS:
-            # Without a kind, Hydra would take the first `key=value` for it.
+            # Hydra would take the next argument, a `key=value`, for a kind that is left out.
             kind = "all"
             if waiting and waiting[0] in INFO_KINDS:
                 kind = waiting.pop(0)
@@ -224,9 +240,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
             f"expected at most {MAX_ARGUMENTS} arguments, but got {len(arguments)}; "
             "write them in a file and give --config-dir"
         )
-    is_sweep = {"-m", "--multirun"} & set(arguments)
-    show_options = {"-c", "--cfg", "--info", "-i"} & set(arguments)
-    if is_sweep and show_options:
+    # An option may have its value after an equals sign, as in `--cfg=job`.
+    names = {argument.partition("=")[0] for argument in arguments}
+    show_options = {"-c", "--cfg", "--info", "-i"} & names
+    if show_options and not names.isdisjoint(("-m", "--multirun")):
         raise UserError(f"{' '.join(sorted(show_options))} shows one configuration; leave out -m")
     for previous, argument in pairwise(["", *arguments]):
         if len(argument) > MAX_LENGTH:
@@ -237,8 +254,8 @@ def check_arguments(arguments: Sequence[str]) -> None:
             )
         # An argument after `--info` may be its kind, or already the first key.
         is_info_kind = previous in INFO_OPTIONS and argument in INFO_KINDS
-        is_value_of_hydra = previous in HYDRA_OPTIONS or is_info_kind
-        if not is_value_of_hydra:
+        is_hydra_value = previous in HYDRA_OPTIONS or is_info_kind
+        if not is_hydra_value:
             _check_argument(argument)
 
 
@@ -249,7 +266,7 @@ def _check_argument(argument: str) -> None:
         return
     if key.startswith("-"):
         example = ""
-        # This command has no such option. Other commands have some, and their key may be meant.
+        # An option of other commands: the user may mean its key.
         if key in _FILES:
             example = f", such as {_FILES[key]}=<path>"
         raise UserError(
@@ -257,13 +274,13 @@ def _check_argument(argument: str) -> None:
         )
     if not equals and not key.startswith("~"):
         raise UserError(f"{argument}: expected <key>={argument}; --help prints all keys")
-    # Of `+group@place`, the group.
+    # The group in `+group@place`.
     name = key.lstrip("+~").partition("@")[0]
     if not name:
         raise UserError(
             f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
-    # None of these words chooses a file of a group. A comma divides the values of a sweep.
+    # No number, null or boolean chooses a file of a group. A comma divides the values of a sweep.
     if any(NOT_A_TEXT.fullmatch(part.strip()) for part in value.split(",")):
         files = group_files(name)
         if files:
@@ -275,9 +292,12 @@ def _check_argument(argument: str) -> None:
 def quote_paths(arguments: Sequence[str]) -> list[str]:
     """Quote paths and other texts so that Hydra reads them unchanged.
 
-    Arguments other than `key=value` of `TEXT_KEYS` stay, as do `null` and quoted values. With `-m`
-    a comma in a path does not start a sweep. A value of `LIST_KEYS` in brackets is a list, unless
-    it is the name of a file; a comma inside one of its paths needs quotes.
+    This concerns the values of `TEXT_KEYS` and `experiment=<file>.yaml`, but not `null` and values
+    in quotes. With `-m` a comma in a path does not start a sweep. A value of `LIST_KEYS` in
+    brackets is a list, unless a file has this name; a comma inside one of its paths needs quotes.
+
+    Raises:
+        UserError: If a list lacks a path beside a comma.
 
     Example:
         >>> quote_paths(["input=Doe, John/a=b.nii", "seed=1,2", "fine=[a=b,(1)]"])
@@ -291,7 +311,7 @@ def quote_paths(arguments: Sequence[str]) -> list[str]:
 
 
 def _quote_path(argument: str) -> str:
-    """Quote the path, or each path of a list, of one argument."""
+    """Quote the path of an argument, or each path of a list; see `quote_paths`."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
     # Several experiments, divided by commas, are jobs of a sweep.
@@ -304,11 +324,15 @@ def _quote_path(argument: str) -> str:
     if not _is_list(name, value):
         return f"{key}={quote(value)}"
     inside = value[1:-1].strip()
-    # The expression would find one member in it, the empty text.
     if not inside:
         return argument
     members = []
     for path in LIST_MEMBER.findall(inside):
+        if not path:
+            raise UserError(
+                f"{key}: expected a path before and after each comma, but got {value}; "
+                "leave out the comma that has none"
+            )
         members.append(path if _is_quoted(path) else quote(path))
     return f"{key}=[{','.join(members)}]"
 
@@ -320,10 +344,10 @@ def _is_quoted(text: str) -> bool:
 
 def quote(text: str) -> str:
     """Quote a text so that Hydra's grammar reads it unchanged."""
-    # Inside quotes Hydra takes backslashes as escapes only directly before a quote.
-    # Before each quote of the text: twice the backslashes, and one more that escapes the quote.
+    # Inside quotes Hydra reads backslashes as escapes only directly before a quote. So before each
+    # quote of the text the backslashes are doubled, and another one escapes the quote.
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    # At the end, before the closing quote: twice the backslashes.
+    # At the end, before the closing quote, they are doubled.
     escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"'{escaped}'"
 
@@ -338,7 +362,7 @@ def text_of(value: Any) -> str:
     """
     if isinstance(value, str):
         is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
-        # Without quotes, Hydra would read `true`, `null` or `inf` as no text.
+        # Without quotes, Hydra would not read `true`, `null` or `inf` as a text.
         if is_plain and not NOT_A_TEXT.fullmatch(value):
             return value
         return quote(value)
@@ -347,4 +371,6 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict):
         members = [f"{key}:{text_of(member)}" for key, member in value.items()]
         return f"{{{','.join(members)}}}"
+    if isinstance(value, float):
+        return float.__repr__(value)  # JSON would write inf as `Infinity`, which is a text to Hydra
     return json.dumps(value)

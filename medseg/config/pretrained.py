@@ -1,7 +1,7 @@
 """Keys of a training that starts from a model folder of nnU-Net: its network and preprocessing.
 
-They become arguments that stand before those of the user, so that the user may replace each of
-them.
+The keys become arguments that precede those of the user, whose values win. Only another network is
+refused.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 
 KEY = "init_from"
 NETWORK = "medseg.models.plan_unet.PlanUNet"
-# Groups whose arguments decide what a plan leaves to the user.
+# Groups whose arguments, if the user gives any, can state a key of `PLANNED`.
 GROUPS = ("task", "stage", "spacing", "inference", "experiment", "+imported")
-# Keys that a plan sets unless the command line or its experiment states them.
+# Keys of the normalisation.
 CHANNEL_KEYS = frozenset({"task.channels", "task.window_hu"})
+# Keys that a plan sets unless the command line or an experiment states them.
 PLANNED = frozenset({"spacing", "stage.patch_size", "inference", *CHANNEL_KEYS})
-# Normalisation by case in a plan: ours, and the scale and shift from our values to the plan's.
+# Normalisation in a plan by statistics of each case, to (ours, scale, shift). A value of the plan
+# is scale * (our value) + shift.
 # `RescaleTo01Normalization` maps the smallest and the largest value of an image to 0 and 1, which
 # single outliers may decide. Ours maps two percentiles to -1 and 1.
 BY_CASE = {
@@ -36,12 +38,13 @@ BY_CASE = {
     "RescaleTo01Normalization": ("percentile", 0.5, 0.5),
 }
 CT = "CTNormalization"
-# Orientation of a plan to whether its network sees the axes z, y and x of a scan in LPS backwards.
+# Orientation of a plan, to whether its network sees the axes z, y and x of a scan in LPS reversed.
 FLIPS = {
     "stored": [False, False, False],
     "LPS": [False, False, False],
     "RAS": [False, True, True],
 }
+# Composes arguments to a configuration; also returns the groups of files, see `commands.entry`.
 Compose = Callable[[Sequence[str]], tuple[DictConfig, list[str]]]
 
 
@@ -53,6 +56,9 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         schema: Root of the configuration; one without `init_from` leaves the arguments as they are.
         compose: Composes arguments, see `medseg.commands.entry.compose`.
 
+    Returns:
+        The arguments of the plan, if there is one, and then those of the command line.
+
     Raises:
         UserError: If the folder cannot be used, a channel has no normalisation of ours, or the
             command trains several stages.
@@ -63,9 +69,10 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         values[key] = value
     path_text = values.get(KEY, "").strip("'\"")
     has_key = KEY in {field.name for field in fields(schema)}
-    # A run that is resumed has its configuration already.
+    # A run that is resumed has its configuration already. `auto` looks for a run of the same
+    # configuration, so it needs the plan.
     is_resumed = values.get("resume", "null") not in ("null", "auto")
-    # `Path("")` would be the working folder, which may be a model folder.
+    # An empty path is none: `Path("")` would be the working folder, which may be a model folder.
     if not has_key or is_resumed or not path_text:
         return list(arguments)
     path = Path(path_text)
@@ -88,6 +95,7 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
             f"{KEY}={path}: the network is that of its plan, but model={values['model']} chooses "
             "another one; leave one of them out"
         )
+    # The network of a plan segments whole scans, which is the stage `single`.
     stage_arguments = []
     if not {"stage", "experiment"} & values.keys():
         stage_arguments = ["stage=single"]
@@ -102,12 +110,12 @@ def with_plan(arguments: Sequence[str], schema: type, compose: Compose) -> list[
         *_channel_arguments(channels, stated),
     ]
     _tell(path, plan, composed, channels, stated)
-    # The arguments of the user come later, so they replace those of the plan.
+    # Of two arguments of a key, Hydra takes the later one: the user's.
     return [*planned, *arguments]
 
 
 def _arguments_of(keys: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Arguments that set one of some keys, or a part of one."""
+    """Select the arguments that set one of the keys, or a key below one."""
     chosen = []
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -164,7 +172,11 @@ def _channels_of(
 
 
 def _normalisation(channel: ChannelPlan) -> dict[str, Any]:
-    """Find our normalisation that is closest to that of a plan, as an item of `task.channels`."""
+    """Find our normalisation that is closest to that of a plan, as an item of `task.channels`.
+
+    Raises:
+        UserError: If there is none.
+    """
     if channel.scheme == CT:
         # The window to which nnU-Net clips a CT before it subtracts the mean.
         intensities = channel.intensities
@@ -184,7 +196,7 @@ def _scale_and_shift(ours: Mapping[str, Any], theirs: ChannelPlan) -> tuple[floa
 
     A window [low, high] is mapped to [-1, 1] here: HU = middle + half * ours. The network was
     trained on (HU - mean) / std, which is half / std * ours + (middle - mean) / std. So the network
-    sees the same HU with another window than that of the plan, too.
+    sees the same HU whichever window the user chooses.
 
     Args:
         ours: Item of `task.channels`.
@@ -201,7 +213,7 @@ def _scale_and_shift(ours: Mapping[str, Any], theirs: ChannelPlan) -> tuple[floa
     normalise, scale, shift = BY_CASE.get(theirs.scheme, ("", 1.0, 0.0))
     if ours.get("normalise") == normalise:
         return scale, shift
-    # The user has chosen a normalisation that the network does not know.
+    # The user has chosen a normalisation that the network was not trained with.
     return 1.0, 0.0
 
 
@@ -231,7 +243,7 @@ def _grid_arguments(plan: NnunetPlan, stated: set[str]) -> list[str]:
         else:
             spacing_mm = text_of(_in_stored_order(plan.spacing_mm, plan))
             arguments += [
-                "spacing=anisotropic",
+                "spacing=anisotropic",  # a target spacing for each axis
                 f"spacing.target_spacing_mm={spacing_mm}",
                 f"spacing.resampling={resampling}",
             ]
@@ -256,7 +268,7 @@ def _resampling_of(plan: NnunetPlan) -> str | None:
 
 
 def _in_stored_order(values: Sequence[Any], plan: NnunetPlan) -> list[Any]:
-    """Bring the values of a plan, one for each transposed axis, to the order z, y, x of a scan."""
+    """Reorder values of a plan, one for each transposed axis, to the axes z, y, x of a scan."""
     # Axis a of the plan is the stored axis `transpose[a]`.
     return [values[plan.transpose.index(axis)] for axis in range(3)]
 

@@ -5,8 +5,8 @@ builds the class without Hydra. `check.py` merges the values that Hydra composed
 of the command, such as `TrainConfig`. It refuses unknown keys, wrong types, missing values and
 numbers outside their range, whatever their source. A tuple's length is part of its type. Extension
 points (`model`, `optimizer`, `loss`, `schedule`, `logger`, …) are mappings with a `_target_`, see
-`medseg.targets`; classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command prints its
-keys with their documentation, which makes this file long: it stands beside each key.
+`medseg.targets`; some classes of ours have a schema in `CLASS_SCHEMAS`. `--help` of a command
+prints its keys with the documentation that stands beside them here.
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ from medseg.targets import EXTENSION_KEYS, EXTENSION_MAPS, ExtensionNode
 from medseg.task_options import Modality, TaskOptions
 from medseg.training.options import Metric, TrainConfig, TrainerOptions
 
-# See `medseg.planning.choose`.
+# What the switches that `plan` chooses may change, see `medseg.planning.choose`.
 Allow = StrEnum("Allow", ["same_result", "same_expectation", "other_run"])
-# See docs/import.md.
+# Layouts of data sets, see docs/import.md.
 ImportFormat = StrEnum(
     "ImportFormat", ["nnunet", "msd", "totalsegmentator", "luna16", "pairs", "dicom"]
 )
@@ -438,7 +438,7 @@ class CrossValidateConfig(TrainConfig, RecipeConfig):
 
     def __post_init__(self) -> None:
         """Let `cases` and `data.cases` name one table, and bring single experiments to lists."""
-        # Of the base classes, `RecipeConfig` alone has this method and `clashes`.
+        # `super()` is `RecipeConfig`: `TrainConfig` has neither this method nor `clashes`.
         super().__post_init__()
         # `cases` wins where both are given.
         self.cases = self.cases or self.data.cases
@@ -524,17 +524,17 @@ class DemoConfig:
     output: Annotated[str, Knob("Folder of all results.")]
 
 
-# Extension point to the keys that medseg adds to the arguments of every class there.
+# Extension point to the schema of the keys that medseg adds to the arguments of every class there.
 POINT_SCHEMAS: dict[str, type] = {"model": NetworkOptions, "loss": LossOptions}
-# Class of ours to all its keys.
+# Class of ours to the schema of all its keys.
 CLASS_SCHEMAS: dict[str, type] = {UNET: UNetOptions, DICE_CE: DiceCeOptions}
 
 
 def schema_defaults(schema: type) -> dict[str, Any]:
     """Collect the defaults of a schema by key, as Hydra composes them before the files of `conf/`.
 
-    Extension points take the keys of any class, see `ExtensionNode`. The member of an enumeration
-    is replaced by its name, as a YAML file has it.
+    Extension points take the keys of any class, see `ExtensionNode`. Members of enumerations become
+    their names, as in YAML.
     """
     defaults: dict[str, Any] = {}
     hints = get_type_hints(schema)

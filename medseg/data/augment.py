@@ -81,7 +81,7 @@ class Warp(NamedTuple):
 class WindowShift:
     """Shift of the HU window by up to `hu` in either direction, like a scanner's calibration error.
 
-    It is applied while the scan is read. The whole window moves.
+    It is applied while the scan is read.
     """
 
     hu: float
@@ -137,7 +137,7 @@ class Affine:
 class Flip(Effect):
     """Flip of each named axis (0 = z, 1 = y, 2 = x) with probability 0.5.
 
-    A task with sides never flips x.
+    A flip of x exchanges left and right: `augment.flip_axes` refuses it for a task with sides.
     """
 
     is_spatial: ClassVar[bool] = True
@@ -383,6 +383,7 @@ def thick_slice_matrix(size: int, slice_voxels: float, phase: float) -> np.ndarr
     Returns:
         Matrix whose rows add up to one.
     """
+    # All slices that begin within the axis: slice i begins at (i - phase) · slice_voxels.
     num_slices = math.floor(size / slice_voxels + phase) + 1
     # Positions in voxels from the beginning of the axis: slices as a column, voxels as a row.
     slice_starts = ((np.arange(num_slices) - phase) * slice_voxels)[:, None]

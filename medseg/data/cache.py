@@ -7,11 +7,12 @@ exists on this machine (only the cache was copied), an entry with the name of th
 machine is used, provided that there is exactly one.
 
 An entry is written to a temporary folder and renamed, so it is complete or absent; a lock lets one
-process at a time build it. A process that uses an entry notices when another one rebuilds it.
+process at a time build it. A process that uses an entry notices when another process rebuilds it.
+Folders `coarse-<hash>` inside an entry hold the probabilities of coarse stages.
 
 When a process first opens an entry, it compares the files of the entry with their stored checksums;
-the sidecar holds a digest of its own content. Preparing imports the readers of `medseg.io`; opening
-does not.
+the sidecar holds a digest of its own content. Only a process that builds an entry imports the
+readers of `medseg.io`.
 """
 
 import functools
@@ -46,7 +47,7 @@ from medseg.task import LabelValues, Task
 
 # Raise this number with every change by which the same sources give other arrays, another sidecar
 # or another folder name.
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 DIGEST_LENGTH = 8  # hexadecimal digits, in names of folders
 SIDECAR = "case.json"
 LABELS_FILE = "labels.npy"
@@ -146,8 +147,8 @@ class CoarseProbs:
     Cheap to pickle: the probabilities are mapped on each access.
 
     Attributes:
-        file: Probabilities of the background and all labels, (K, d, h, w) float16, on the grid of
-            the coarse stage.
+        file: File with the probabilities of the background and all labels, (K, d, h, w) float16, on
+            the grid of the coarse stage.
         grid: Grid of the probabilities.
     """
 
@@ -175,7 +176,10 @@ def coarse_probs(
             one.
         key: Identifies the coarse stage, such as the checksum of its checkpoint; each key has
             probabilities of its own.
-        predict: Returns the probabilities, (K, d, h, w), and their grid.
+        predict: Returns the probabilities, (K, d, h, w) float16, and their grid.
+
+    Raises:
+        UserError: If the probabilities cannot be written.
     """
     folder = case.folder / f"coarse-{_digest({'key': key})}"
     # One process predicts a case, the others wait for it: the ranks of a run share the cases.
@@ -254,16 +258,16 @@ def prepare_case(
         cache_dir: Root of the cache; made if needed.
         spacing_mm: Voxel spacing of the entry, (z, y, x); None keeps that of the scan.
         task: Labels, regions and channels; HU windows have no effect here.
-        label_values: Value in the file to label name. Several values may share a name; a name that
-            the task does not know becomes background.
+        label_values: Value, or name of a structure, in the file to label name. Several may share a
+            label; a label that the task does not know becomes background.
         resampling: Filter of the image, see `medseg.preprocess.resample`.
         read: Reads the case if its entry must be built; pass a cached function to read the files
             only once for several spacings. None: `read_source`.
 
     Raises:
-        CaseRefusedError: If the audit found an error.
-        UserError: If the sources are missing or cannot be read, or `label_values` lacks a label of
-            the task.
+        CaseRefusedError: If the audit found an error that the case does not ignore.
+        UserError: If the sources are missing or cannot be read, `label_values` lacks a label of the
+            task, or the cache cannot be written.
     """
     if case.labels is None:
         raise UserError(
@@ -353,14 +357,14 @@ def prepare_cases(
     """Audit each case and fill the cache; a failing case does not affect the others.
 
     Args:
-        cases: Cases with their label values (value in the file to label name).
+        cases: Cases with their label values, as in `prepare_case`.
         cache_dir: Root of the cache.
         task: Labels and regions.
         targets: Spacings and filters of the cache entries.
 
     Yields:
-        The audit of each case, and its image and labels where they could be read: from the cache,
-        or as read for a refused case.
+        Each case with its audit; and its entry for the first target, the case as it was read if it
+        was refused, or None if there is neither.
     """
     for case, label_values in cases:
         yield _prepare(case, label_values, cache_dir, task, targets)
@@ -369,7 +373,7 @@ def prepare_cases(
 def _prepare(
     case: Case, label_values: LabelValues, cache_dir: Path, task: Task, targets: Targets
 ) -> tuple[AuditedCase, CachedCase | SourceCase | None]:
-    """Audit one case and fill its cache entries.
+    """Audit one case and fill its cache entries; results as in `prepare_cases`.
 
     Its files are read once for all targets, and not at all if the entries are current.
     """
@@ -383,7 +387,7 @@ def _prepare(
             entry = prepare_case(
                 case, cache_dir, spacing_mm, task, label_values, resampling=resampling, read=read
             )
-            # The entries may have different findings, since other regions vanish at each spacing.
+            # The entries may have different findings: which regions vanish depends on the spacing.
             # Equal findings count once.
             findings += entry.audit.findings
             audit = replace(entry.audit, findings=tuple(dict.fromkeys(findings)))
@@ -420,7 +424,10 @@ def _entry_folder(
     label_values: LabelValues,
     resampling: str,
 ) -> Path:
-    """Make the path of an entry's folder, with hashes of everything that its arrays depend on."""
+    """Make the path of an entry's folder; its hashes cover all choices that change the arrays.
+
+    They do not cover the content of the files: the sidecar has their fingerprints.
+    """
     # Structures are named by text, values of a label map by whole numbers, which cannot be sorted
     # together.
     by_value = [pair for pair in label_values.items() if not isinstance(pair[0], str)]
@@ -439,12 +446,9 @@ def _entry_folder(
         "range_hu": list(HU_LIMITS),
         "channels": [[channel.modality, channel.normalise] for channel in task.channels],
         "ignore_label": task.ignore_label,
+        "resampling": resampling,
+        "structures": list(ordered_labels),
     }
-    # The default adds no key, so that entries of versions without the choice keep their folder.
-    if resampling != ANTIALIASED:
-        configuration["resampling"] = resampling
-    if ordered_labels:
-        configuration["structures"] = list(ordered_labels)
     # The files, and how they are read: runs that read a scan in two ways have two entries. If they
     # shared one entry, each run would rebuild the entry of the other.
     reading = _read_as(case)
@@ -529,7 +533,7 @@ def _intact_record(folder: Path) -> dict[str, Any] | None:
             stat = (folder / name).stat()
             if not is_intact(folder / name, crc32, stat.st_size, stat.st_mtime_ns):
                 return None
-    # Damaged JSON may raise any of these errors; the entry is then built again.
+    # Damaged JSON can raise any of these errors; the entry is then built again.
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return record
@@ -623,7 +627,7 @@ def _build(
     """Build an entry; the caller holds its lock.
 
     Returns:
-        Its sidecar.
+        Sidecar of the entry.
     """
     grid = source.grid.resampled(spacing_mm)
     # `read_source` refuses a case whose labels do not fit the image, or, if the case ignores that

@@ -31,7 +31,7 @@ SPLITS = ("train", "val", "test")
 TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
 FOLD_PREFIX = "fold_"
-FOLD_SIDES = ("train", "val")
+FOLD_SIDES = ("train", "val")  # cells of the columns fold_0, fold_1, …
 # File systems limit names to 255 bytes, and the cache names temporary folders after a case, with a
 # few bytes more.
 MAX_NAME_BYTES = 180
@@ -201,7 +201,7 @@ def read_case_table(
 
 
 def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None) -> None:
-    """Refuse a header that lacks a column, names one twice, or gives folds in two ways.
+    """Refuse a header that lacks a column, names a column twice, or gives folds in two ways.
 
     Args:
         path: The table, for messages.
@@ -599,8 +599,8 @@ def split_cases(
 
     1. With the fold `all` there are none: all but the test patients are trained on.
     2. They are `val_patients`.
-    3. If no fold is given, they are the patients that the table marks as `val`.
-    4. They are those whose column `fold` is `fold` (None is 0).
+    3. If no fold is given and the table marks patients as `val`, they are these.
+    4. If the table has numbers in the column `fold`, they are the patients with the number `fold`.
     5. They are fold `fold` of `num_folds`. These folds depend on the names of the patients alone,
        and differ by at most one patient in size. If no fold is given and the patients are fewer
        than the folds, there are as many folds as patients; a single patient is trained on without
@@ -612,15 +612,15 @@ def split_cases(
 
     Args:
         cases: All cases of the table.
-        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` validates none; None stands
-            for fold 0, unless rule 2 or 3 applies.
+        fold: The fold that is validated, 0 ≤ fold < num_folds; `all` validates none; None, no fold
+            is given, stands for 0 in rules 4 and 5.
         num_folds: Number of folds, at least 2.
         val_patients: Patients to validate on, in place of a fold.
         test_patients: Patients to keep away from training and validation.
 
     Raises:
-        UserError: If a patient is unknown or on two sides, the fold does not exist, or no case is
-            left for training.
+        UserError: If a patient is unknown or on two sides, the fold does not exist, keys contradict
+            each other, or no case is left for training.
     """
     val_patients = [normalise_name(name) for name in val_patients]
     test_patients = [normalise_name(name) for name in test_patients]

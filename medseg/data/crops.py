@@ -92,10 +92,10 @@ def draw_spacing_mm(
     if scans is not None:
         number = int(rng.choice(len(scans.shares), p=scans.shares))
         return clamp_spacing(range_mm, scans.spacings_mm[number])
-    low, high = map(math.log, range_mm)
-    log_z, log_in_plane = rng.uniform(low, high, size=2)
-    in_plane = math.exp(log_in_plane)
-    return math.exp(log_z), in_plane, in_plane
+    log_low, log_high = map(math.log, range_mm)
+    log_z, log_in_plane = rng.uniform(log_low, log_high, size=2)
+    in_plane_mm = math.exp(log_in_plane)
+    return math.exp(log_z), in_plane_mm, in_plane_mm
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Keys of the groups `stage`, `data` and `augment`: cases, and how samples are drawn from them."""
+"""Keys of the groups `stage`, `data` and `augment`: cases, and how samples are drawn from them.
+
+Each `Knob` holds the help text of a key, its allowed range and its unit; `neutral` keys do not
+change the results of a run.
+"""
 
 import unicodedata
 from collections.abc import Iterator, Sequence

@@ -110,12 +110,12 @@ def normalised_weights(weights: Sequence[float] | None, num_items: int) -> np.nd
 
 
 class StepBatchSampler(Sampler[list[int]]):
-    """Sampler of the numbers of each micro-batch, one optimiser step after the other.
+    """Sampler of the sample numbers of each micro-batch, one optimiser step after the other.
 
     Step s consumes the numbers s·B … (s+1)·B−1, where B is the global batch size. Accumulation
-    divides them into consecutive groups; each rank takes a consecutive part of each group as its
-    micro-batch. So one rank with accumulation 2 and two ranks without accumulation see the same
-    samples at every step. There is no state: a resumed run needs `start_step` alone.
+    divides these numbers into consecutive groups; each rank takes a consecutive part of each group
+    as its micro-batch. So one rank with accumulation 2 and two ranks without accumulation see the
+    same samples at every step. There is no state: a resumed run needs `start_step` alone.
 
     Ranks wait for each other at the end of a step. So if samples differ in size, those of a step
     are divided by size: from the largest to the smallest, each sample goes to the rank with the
@@ -129,7 +129,8 @@ class StepBatchSampler(Sampler[list[int]]):
         rank: Number of this process, 0 ≤ rank < num_ranks.
         num_ranks: Number of processes.
         start_step: First step whose micro-batches are yielded.
-        size: Size of the sample of a number, in any unit; None: all samples have the same size.
+        size: Computes the size of a sample from its number, in any unit; None: all samples have the
+            same size.
 
     Raises:
         ValueError: If B is not divisible by accumulate × num_ranks, or a number is out of its

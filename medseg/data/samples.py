@@ -43,7 +43,7 @@ from medseg.task import Region, Task
 # Number of random slices in which a boundary is searched; if none has a boundary, the patch lies
 # anywhere in the crop.
 BOUNDARY_TRIES = 8
-# Smallest share of the body's slices that a slab keeps.
+# Smallest share of the body's slices in a slab, the random range of slices of `stage.slab_share`.
 LEAST_SLAB = 0.15
 
 Sample = dict[str, Any]
@@ -155,9 +155,9 @@ class Samples(Dataset[Sample]):
     A sample of the coarse stage is a whole scan or a part of it. A sample of the fine stage is the
     crop of a region or a patch of this crop.
 
-    Items are cases in the coarse stage, and pairs of a case and a region in the fine stage. Samples
-    0 … len-1 take each item once, in a random order; the next len samples do so in another random
-    order, and so on without end.
+    Items are cases in the coarse stage, and pairs of a case and a region in the fine stage. Without
+    weights, samples 0 … len-1 take each item once, in a random order; the next len samples do so in
+    another random order, and so on without end. With weights, see `draw_from_pass`.
 
     Regions on the patient's right are mirrored along x, so that all look like left regions. The
     target of a region has the classes 1, 2, … in the order of the region's labels; other labels are
@@ -173,9 +173,9 @@ class Samples(Dataset[Sample]):
         jitter: Whether spacings and boxes of regions vary at random, as in training; otherwise
             `crops` chooses them as in prediction.
         weights: Relative frequency of each case, > 0; None draws all cases equally often.
-        train_trust: Accepted trusts in the reference. An item is then a region with one of them; in
-            the coarse stage, a case whose regions all have one of them or are absent. None accepts
-            all.
+        train_trust: Accepted values of the columns `trust_<region>`. An item is then a region with
+            an accepted value; in the coarse stage, a case whose regions all have one or are absent.
+            None accepts all.
 
     Raises:
         ValueError: If there are no cases, or a weight is not positive.
@@ -236,7 +236,7 @@ class Samples(Dataset[Sample]):
         return indices
 
     def _no_items(self, cases: Sequence[CachedCase], train_trust: Collection[str] | None) -> str:
-        """Say why no case can be trained on."""
+        """Say why there are no items to train on."""
         if train_trust is not None:
             return (
                 f"data.train_trust={' or '.join(train_trust)}: no training case has a region with "
@@ -266,8 +266,8 @@ class Samples(Dataset[Sample]):
 
     def __getitem__(self, n: int) -> Sample:
         """Make sample n, n ≥ 0."""
-        # The results of a run depend on the order of the draws from `rng`: it must not change. So a
-        # number is also drawn where the share that it is compared with is 0 or not set.
+        # The results of a run depend on the order of the draws from `rng`, which must not change.
+        # So a number is also drawn where the share that it is compared with is 0 or not set.
         case, region_index = self.items[draw_from_pass(self.seed, n, self.weights)]
         region = None if self.stage.sees_whole_scans else self.task.regions[region_index]
         rng = sample_rng(self.seed, n)
@@ -449,7 +449,7 @@ class Samples(Dataset[Sample]):
     def _choose_region(
         self, case: CachedCase, region: Region, rng: np.random.Generator
     ) -> tuple[_Scan, Crop]:
-        """Choose the crop of the region, a patch of it, or a crop from elsewhere in the scan."""
+        """Choose the crop of the region, a patch of this crop, or a crop elsewhere in the scan."""
         jitter_rng = rng if self.jitter else None
         crop = self.crops.crop(case, region, jitter_rng)
         if rng.random() < (self.stage.elsewhere_share or 0.0):
@@ -498,8 +498,8 @@ class Samples(Dataset[Sample]):
         Args:
             case: The case.
             crop: Where the patch may lie.
-            organ: Organ whose boundary a share `boundary_share` of the patches must hold; None
-                where there is none.
+            organ: Organ of which a share `boundary_share` of the patches must hold a boundary
+                voxel; None for a case without labelled voxels.
             patch_size: Size of the patch in voxels of the crop's lattice, (D, H, W).
             rng: Generator of the sample.
         """
@@ -543,8 +543,8 @@ class Samples(Dataset[Sample]):
             rng: Generator of the sample.
 
         Returns:
-            The voxel of the crop's lattice in which its centre lies, (z, y, x); None where none was
-            found.
+            Index (z, y, x) of the voxel of the crop's lattice that holds the centre of the voxel
+            found; None where none was found.
         """
         search_box = organ.box.intersect(case.grid.box_from(crop.lattice, crop.box))
         if search_box.is_empty:
@@ -659,9 +659,9 @@ def _cut(
 
 
 def _has_trust(case: CachedCase, task: Task, train_trust: Collection[str]) -> bool:
-    """Whether each region of a case has one of the trusts or is absent.
+    """Whether each region of a case has an accepted trust, or is stated as absent.
 
-    A region without an entry has no trust.
+    A region without a value in the column `trust_<region>` is not accepted.
     """
     accepted = {*train_trust, ABSENT}
     return all(case.trust.get(name) in accepted for name in task.parts)

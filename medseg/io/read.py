@@ -42,9 +42,9 @@ def _open(
         from medseg.io.nifti import open_nifti
 
         return open_nifti(path, channel, num_channels)
-    from medseg.io.simpleitk import open_text_volume
+    from medseg.io.simpleitk import open_nrrd_or_metaimage
 
-    return open_text_volume(path)
+    return open_nrrd_or_metaimage(path)
 
 
 def _explained(path: Path, read: Callable[[Path], Result]) -> Result:

@@ -64,13 +64,15 @@ class Rule(NamedTuple):
 # SimpleITK (in C++) and Python read the same.
 UNSIGNED_NUMBER = r"(\d{1,30}\.?\d{0,30}|\.\d{1,30})([eE][-+]?\d\d?)?"
 NUMBER = rf"[-+]?{UNSIGNED_NUMBER}"
+# Of a NRRD: (x,y,z), or (x,y,z,t) where `space` includes time.
 VECTOR = rf"\({NUMBER}(,{NUMBER}){{2,3}}\)"
 # Units of length other than mm, as whole words; Unicode has two letters mu, and both occur.
 OTHER_UNIT = r"(?<![a-zµμ])(m|cm|um|µm|μm|microns?|nm|in|inch|met(er|re)|micrometer)(?![a-z])"
 
 SIZES = Rule(r"[1-9]\d{0,8}", "a whole number for each axis", 1)
 NUMBERS = Rule(NUMBER, "a number for each axis", 1)
-POSITIVE_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
+# Without 0, for which `grid_from_columns` has a message of its own.
+UNSIGNED_NUMBERS = Rule(UNSIGNED_NUMBER, "a positive number for each axis", 1)
 # -1 says that the voxels are the last bytes of their file.
 NUM_BYTES = Rule(r"-1|\d{1,9}", "a number of bytes")
 # A text that names no unit but mm. A length in another unit would be ambiguous, since other
@@ -99,7 +101,7 @@ NRRD_RULES = {
     "sizes": SIZES,
     "space directions": Rule(f"{VECTOR}|none", "'(x,y,z)' or 'none' for each axis", 1),
     "space origin": Rule(VECTOR, "a point '(x,y,z)'"),
-    "spacings": POSITIVE_NUMBERS,
+    "spacings": UNSIGNED_NUMBERS,
     "axis mins": NUMBERS,
     "type": Rule(NRRD_TYPES, "a number type"),
     "encoding": Rule("|".join(NRRD_ENCODINGS), "raw, gzip, gz, bzip2, bz2, ascii, text or txt"),
@@ -129,7 +131,7 @@ META_GEOMETRY = {
     "DimSize": SIZES,
     "ElementType": Rule("MET_(U?(CHAR|SHORT|INT|LONG_LONG)|FLOAT|DOUBLE)", "a number type"),
     "ElementNumberOfChannels": Rule("1", "one number per voxel"),
-    **dict.fromkeys(META_SPACINGS, POSITIVE_NUMBERS),
+    **dict.fromkeys(META_SPACINGS, UNSIGNED_NUMBERS),
     **dict.fromkeys(META_ORIGINS, NUMBERS),
     **dict.fromkeys(META_DIRECTIONS, Rule(NUMBER, "a matrix of all axes", 2)),
 }
@@ -419,7 +421,7 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
     Args:
         path: File, for messages.
         values: The checked fields.
-        num_layers: Layers of the file: a voxel has one number, or one for each layer.
+        num_layers: Numbers per voxel that are accepted beside 1; see `open_nrrd_or_metaimage`.
 
     Returns:
         The grid, and NumPy's code of the voxel type.
@@ -478,6 +480,9 @@ def _meta_lines(values: dict[str, str]) -> list[str]:
 def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
     """Warn of spacing, orientation and origin that a header lacks.
 
+    Args:
+        values: The checked fields of a NRRD or a MetaImage, whose names differ.
+
     Returns:
         One sentence, with the values that are assumed instead; none if the header gives all.
     """
@@ -499,7 +504,7 @@ def _assumptions(values: dict[str, str]) -> tuple[str, ...]:
     return (f"the header gives {missing}; taken instead: {assumed}; check size, sides and place",)
 
 
-def open_text_volume(path: Path, num_layers: int = 1) -> LazyVolume:
+def open_nrrd_or_metaimage(path: Path, num_layers: int = 1) -> LazyVolume:
     """Read the header of a NRRD or MetaImage file and check that its files can hold the voxels.
 
     Args:
@@ -675,10 +680,10 @@ def open_layer(path: Path, layer: int) -> LazyVolume:
         layer: Which layer, from 0.
 
     Raises:
-        UserError: As for `open_text_volume`.
+        UserError: As for `open_nrrd_or_metaimage`.
     """
     num_layers = _num_layers(read_header(path).fields)
-    volume = open_text_volume(path, num_layers)
+    volume = open_nrrd_or_metaimage(path, num_layers)
     if num_layers == 1:
         return volume
     depth, height, width = volume.grid.shape
@@ -728,16 +733,19 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     """Convert an image, as if it were read from a file.
 
     Args:
-        image: `SimpleITK.Image` of three axes, one number per voxel, a CT in HU.
+        image: `SimpleITK.Image` of three axes, one number per voxel: HU of a CT, or intensities of
+            another modality.
         air: Value that replaces NaN and infinity, see `load_image`.
 
     Returns:
-        Volume of HU (D, H, W), int16 where that is exact, else float32, in the image's own order.
+        Volume of its values (D, H, W), int16 where that is exact, else float32, in the image's own
+        order.
 
     Raises:
         UserError: If it is no image, or not one regular 3D volume of numbers.
     """
     if not isinstance(image, SimpleITK.Image):
+        # The caller, `Segmenter`, passes everything that is none of the other types it takes.
         raise UserError(
             "expected a path, a Volume, an image of SimpleITK or nibabel, or an array, but got "
             f"{type(image).__name__}"
@@ -797,7 +805,7 @@ def _save(
         ) from error
 
 
-def write_text_volume(
+def write_nrrd_or_metaimage(
     path: Path, array: np.ndarray, grid: VoxelGrid, fields: Mapping[str, str] | None = None
 ) -> None:
     """Write voxels, compressed, to a .nrrd, .mha or .mhd.
@@ -823,7 +831,7 @@ def write_text_volume(
 
 
 def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
-    """Write a .mhd and its .zraw as `write_text_volume` does; `path` is not a link."""
+    """Write a .mhd and its .zraw as `write_nrrd_or_metaimage` does; `path` is not a link."""
     # In the name of a file with voxels, `%` and a leading LIST or LOCAL have a special meaning in
     # MetaImage.
     stem = path.name.removesuffix(path.suffix)
@@ -831,6 +839,7 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
         stem = f"voxels-{zlib.crc32(os.fsencode(stem)):08x}"
     old_files = _own_voxel_files(path, stem)
     voxels = _free_name(path.with_name(stem))
+    new_header = b""
     try:
         with replace_path(voxels) as part:
             # SimpleITK cannot write pairs where a folder has `%` in its name, so it writes one
@@ -845,10 +854,13 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 whole.unlink(missing_ok=True)
         # The header is written after the voxels, so that it never points to a file that does not
         # exist. The last line of the header gets the name of that file in place of LOCAL.
-        replace_bytes(path, header + f"{voxels.name}\n".encode(errors=RAW_NAMES))
+        new_header = header + f"{voxels.name}\n".encode(errors=RAW_NAMES)
+        replace_bytes(path, new_header)
     except BaseException:  # an interrupt as well
         with suppress(OSError):
-            voxels.unlink()
+            # An interrupt may come when the new header is in place already, and needs the voxels.
+            if not path.exists() or path.read_bytes() != new_header:
+                voxels.unlink()
         raise
     for file in old_files:
         file.unlink(missing_ok=True)

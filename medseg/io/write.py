@@ -44,12 +44,12 @@ def _write(path: Path, volume: Volume, structures: Sequence[Structure] = ()) -> 
 
         write_nifti(path, volume.array, volume.grid, volume.header, structures)
         return
-    from medseg.io.simpleitk import write_text_volume
+    from medseg.io.simpleitk import write_nrrd_or_metaimage
 
     fields = None
     if suffix == SEGMENTATION_SUFFIX:
         fields = slicer_fields(structures, volume.array)
-    write_text_volume(path, volume.array, volume.grid, fields)
+    write_nrrd_or_metaimage(path, volume.array, volume.grid, fields)
 
 
 def write_labels(

@@ -1,4 +1,4 @@
-"""Memory accounting: bytes of live tensors in a step or an evaluation, which is not computed."""
+"""Memory accounting: bytes of live tensors in a step or an evaluation, without computing it."""
 
 import contextlib
 import copy
@@ -43,8 +43,8 @@ NORM_WEIGHTS = {
     aten.native_group_norm.default: 1,
     aten.native_layer_norm.default: 2,
 }
-# Functions of features that CUDA's autocast computes in fp32 and the CPU's in half precision, each
-# as the module or class that has the function, and the function's name.
+# Functions that autocast computes in fp32 on CUDA and in half precision on a CPU, each as the
+# module or class that has the function, and the name of the function.
 FP32_ON_CUDA = (
     (F, "group_norm"),
     (F, "interpolate"),
@@ -67,9 +67,9 @@ class StepMemory:
             is one.
         input: The image.
         target: The reference.
-        saved: What autograd keeps from forward to backward, by the part of the network that made
-            it, in the order of `named_parts`.
-        offloaded: Saved tensors that wait in host memory.
+        saved: Bytes that autograd keeps from forward to backward, by the part of the network that
+            made them, in the order of `named_parts`.
+        offloaded: Saved bytes in host memory.
         peak: Largest total of live bytes during a step.
         peak_at: Phase at the peak, `forward`, `backward` or `update`, and the part of the network.
         peak_live: Bytes at the peak by kind: `parameters`, `gradients`, `optimizer state`, `input`,
@@ -128,7 +128,7 @@ def count_step(
         image_shape: (N, C, D, H, W) of a micro-batch.
         loss: Called as `loss(logits, target)` for each sample as in training, the target uint8 (1,
             D, H, W).
-        make_optimizer: From parameters to an optimiser.
+        make_optimizer: Makes the optimiser from the parameters.
         precision: Number format of forward and backward, see `medseg.memory.precision`.
         accumulate: Micro-batches per optimiser step.
         averages: Whether a moving average of the weights is kept.
@@ -351,7 +351,7 @@ def _assign_weights(network: nn.Module, tracker: MemoryTracker) -> None:
 
 
 def _copy_weights(network: nn.Module) -> list[Tensor]:
-    """Make the tensors that a moving average of the weights keeps."""
+    """Make the tensors that a moving average of the weights keeps; integers are not averaged."""
     tensors = network.state_dict().values()
     return [tensor.clone() for tensor in tensors if torch.is_floating_point(tensor)]
 
@@ -410,7 +410,7 @@ def _peak_by_kind(tracker: MemoryTracker) -> dict[str, int]:
 
 @contextlib.contextmanager
 def _cuda_precision() -> Iterator[None]:
-    """Make the fp32 copies of half-precision features that CUDA's autocast makes, on a CPU.
+    """Make the fp32 copies of CUDA's autocast on a CPU, too.
 
     The functions are replaced. A `TorchFunctionMode` would be shorter, but it does not reach the
     backward pass, in which checkpointed blocks are computed anew.
@@ -607,8 +607,8 @@ def _copied_bytes(func: Any, args: tuple[Any, ...], result: Any) -> int:
 
 
 # Kernels copy their inputs into layouts of their own, which a count of tensors does not see. So the
-# count is multiplied by this factor. Measured: 1.1 to 2.1 times the live tensors over stems, norms,
-# `refine`, precisions and processors.
+# count is multiplied by this factor. Peaks of 1.1 to 2.1 times the live tensors were measured with
+# several stems, norms, values of `refine`, precisions and processors.
 WORKSPACE = 2.5
 # Convolutions as a dispatch mode sees them in inference mode, and whether each is transposed.
 INFERENCE_CONVOLUTIONS = {

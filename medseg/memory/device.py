@@ -43,8 +43,8 @@ def pick_device_type(accelerator: Accelerator) -> str:
 def start_libraries(device: torch.device) -> None:
     """Run a convolution in each number format, so that a device's libraries load now.
 
-    Those of CUDA keep hundreds of MB of host memory and of the card from then on. Memory that is
-    measured afterwards contains them.
+    CUDA's libraries then occupy hundreds of MB of host memory and of GPU memory. Measurements of
+    memory after this call contain these bytes from the start.
     """
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         image = torch.zeros(1, 8, 8, 8, 8, dtype=dtype, device=device, requires_grad=True)
@@ -59,7 +59,7 @@ def use_supported_half(memory: MemoryOptions, accelerator: Accelerator) -> None:
 
     Args:
         memory: Changed in place.
-        accelerator: That of the run.
+        accelerator: Value of `trainer.accelerator`.
     """
     precision = supported_precision(memory.precision.value, pick_device_type(accelerator))
     if precision == memory.precision.value:
@@ -80,6 +80,9 @@ def stage_precision(name: str, asked: str | None, trained: str, device_type: str
             `inference_precision`.
         trained: Precision of the training.
         device_type: `cpu` or `cuda`.
+
+    Returns:
+        A precision that the device has, such as `bf16`.
     """
     if asked is None:
         precision = inference_precision(trained, device_type)

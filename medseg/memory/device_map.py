@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from medseg.memory.switches import names_below
+from medseg.memory.switches import matching_names
 
 
 def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
@@ -48,7 +48,7 @@ def named_parts(network: nn.Module) -> dict[str, list[nn.Module]]:
 def apply_device_map(network: nn.Module, device_map: Mapping[str, str], home: torch.device) -> None:
     """Move each part of a network to its device; inputs follow, the logits return to `home`.
 
-    Names and values of the weights stay.
+    Names and values of the weights do not change.
 
     Args:
         network: Network with a method `blocks()`, all of it on `home`.
@@ -99,10 +99,10 @@ class _JoinDevices(TorchFunctionMode):
         if is_copy or len({tensor.device for tensor in tensors}) < 2:
             return func(*args, **kwargs)
         weights = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
-        first = weights[0] if weights else tensors[0]
+        reference = weights[0] if weights else tensors[0]
 
         def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(first.device) if tensor.ndim else tensor
+            return tensor.to(reference.device) if tensor.ndim else tensor
 
         args, kwargs = tree_map_only(Tensor, moved, (args, kwargs))
         return func(*args, **kwargs)
@@ -114,7 +114,7 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
     Args:
         names: Names of the parts.
         device_map: Device by the name of a part, or by a pattern for several parts (`encoder`,
-            `encoder.*.block0`), see `names_below`.
+            `encoder.*.block0`), see `matching_names`.
 
     Raises:
         ValueError: If a name matches no part.
@@ -127,7 +127,7 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
     devices: dict[str, str] = {}
     # The longest pattern comes last, so that it overrides shorter ones.
     for pattern in sorted(device_map, key=len):
-        matches = names_below(names, pattern)
+        matches = matching_names(names, pattern)
         if not matches:
             raise ValueError(
                 f"device_map names {pattern!r}, which is no part of the network; "
@@ -138,7 +138,7 @@ def resolve_device_map(names: Sequence[str], device_map: Mapping[str, str]) -> d
 
 
 def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> dict[str, str]:
-    """Divide parts among devices so that the largest share of a device's memory is smallest.
+    """Divide parts among devices so that the fullest device uses the smallest share of its memory.
 
     Each device gets neighbouring parts in the order of the forward pass, so that little data passes
     between devices.
@@ -178,7 +178,7 @@ def plan_device_map(sizes: Mapping[str, int], capacities: Mapping[str, int]) -> 
             share = (sums[stop] - sums[start]) / capacity
             largest_other_share, other_stops = best_division(stop, device_index + 1)
             choices.append((max(share, largest_other_share), (stop, *other_stops)))
-        # Of equally good choices the one with the smallest index.
+        # Of equally good divisions, `min` takes the one with the smallest indices.
         return min(choices)
 
     _, stops = best_division(start=0, device_index=0)

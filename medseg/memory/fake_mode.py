@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 class QuickFakeMode(FakeTensorMode):
     """`FakeTensorMode` that leaves out element-wise operations in place.
 
-    They change the values of a tensor and not its shape, and a fake tensor has a shape alone. An
-    optimiser's step consists mostly of them. Fake tensors of one element are not skipped, because
-    torch may know their value, such as an optimiser's count of steps.
+    These change the values of a tensor, but a fake tensor has no values, only a shape. An
+    optimiser's step consists mostly of such operations. Fake tensors of one element are not
+    skipped, because torch may know their value, such as an optimiser's count of steps.
     """
 
     def __torch_dispatch__(
@@ -28,7 +28,7 @@ class QuickFakeMode(FakeTensorMode):
 
 @cache
 def _is_in_place(func: Any) -> bool:
-    """Whether an operation changes each element of its first argument by itself and returns it."""
+    """Whether an operation changes its first argument element by element, and returns it."""
     if torch.Tag.pointwise not in func.tags or not func._schema.arguments:
         return False
     # `alias_info` of an argument is None unless the result or a write shares its memory.

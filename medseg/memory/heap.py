@@ -48,8 +48,7 @@ def map_large_blocks() -> None:
     gives no huge pages, or the user has set glibc's variables.
     """
     is_glibc = platform.libc_ver()[0] == "glibc"
-    # Set by the user, or by the process that started this one: glibc has then read the variables
-    # of this process when it began.
+    # If the user or the parent process has set the variables, glibc has read them already.
     is_set = any(name in os.environ for name in (*PARAMETERS, "GLIBC_TUNABLES"))
     if is_set or not is_glibc or not _has_huge_pages():
         return

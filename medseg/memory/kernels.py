@@ -1,4 +1,4 @@
-"""Kernel costs: workspace and seconds of single operations, measured once a machine and kept."""
+"""Kernel costs: workspace and seconds of single operations, measured once per machine, stored."""
 
 import contextlib
 import gc
@@ -43,29 +43,32 @@ from medseg.memory.tracker import Call, Operand
 # of these parts are still so large that the system maps new memory for each, as for all larger ones
 # (see `medseg.memory.heap`): the measured time contains the page faults.
 MEASURED_BYTES = 40 * 2**20
-# On a GPU, operations with tensors of up to this share of the card's memory are measured whole: for
-# some of the slices cuDNN chooses another kernel, whose workspace says nothing of the whole.
+# On a GPU, operations with tensors of up to this share of its memory are measured whole: for a part
+# of the slices cuDNN may choose another kernel, whose workspace cannot be extrapolated.
 MEASURED_PART_OF_GPU = 1 / 8
 # An operation that cannot be divided and needs more is not measured.
 MAX_BYTES = 2**30
 # Operations are measured in groups. After each group its costs are written, so that a command that
 # is stopped keeps them, and the user is told how long the rest takes.
 GROUP_SIZE = 64
-# The operations of a group are timed in rounds of one run each, so that a processor that is slower
-# for a while is so for all of them. ROUNDS_S, in seconds, is the time for all groups together.
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_S = 3, 15, 15.0
-# If ROUNDS_S is too short for LEAST_ROUNDS, operations that take longer than this are timed once.
-# That is enough: in three rounds, the sums of 116 convolutions of 0.05 to 0.6 s were within 2 %.
+# In each round, every operation of a group is run once: a processor that is slower for a while then
+# affects all of them.
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+# Seconds for the rounds of all groups together.
+ROUNDS_S = 15.0
+# If ROUNDS_S is too short for LEAST_ROUNDS, operations that take longer than this, in seconds, are
+# timed once. That is enough: 116 convolutions of 0.05 to 0.6 s took, all together, the same time
+# within 2 % in three rounds.
 LONG_S = 0.05
 # The parts of an operation are multiples of 1 / d of its slices, where d is the greatest common
 # divisor of the depths of its tensors: so each tensor has a whole number of slices in each part. An
 # operation with a smaller d than this is not divided, because small numbers among its arguments
 # (kernel size, number of an axis) could be taken for a depth.
 LEAST_DIVISOR = 8
-# What torch raises for an operation that does not accept arguments made from their shapes alone, or
-# for which the memory is too small; any other exception is a defect of ours.
+# Exceptions of torch for an operation that does not accept arguments made from shapes alone, or
+# that lacks memory; any other exception is a defect of this module.
 OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
-# Beginning of the name, for the profiler, of a run of an operation; the number of the run follows.
+# Name of an operation's run for the profiler, to which the number of the run is appended.
 MARK = "medseg operation "
 aten = torch.ops.aten
 # Position of the weight among the arguments: it has five axes too, but no slices.
@@ -300,7 +303,7 @@ class KernelCosts:
 
     def _write(self, measured: Mapping[str, Cost]) -> None:
         """Add costs to the file."""
-        # The file is read again, because another process may have added costs in the meantime.
+        # A new object reads the file again: another process may have added costs in the meantime.
         stored = KernelCosts(self.path.parent, self.device)
         stored.costs |= measured
         stored._circumstances |= {key: self._circumstances[key] for key in measured}
@@ -317,8 +320,7 @@ class KernelCosts:
             operation that fails.
         """
         lasting = dict.fromkeys(calls, 0)
-        # The libraries are loaded before, so that this does not count as a part of the first
-        # operation.
+        # Libraries are loaded first, so that they do not count as a cost of the first operation.
         start_libraries(self.device)
         for key, call in calls.items():
             with self._noted_failure(key):
@@ -409,6 +411,7 @@ class KernelCosts:
             torch.cuda.synchronize()
 
     def _watched_on_gpu(self, calls: Mapping[str, Call]) -> dict[str, Run]:
+        """Do the same as `_watched` by the statistics of torch's allocator."""
         watched = {}
         for key, call in calls.items():
             with self._noted_failure(key):
@@ -440,9 +443,9 @@ class KernelCosts:
     def _seconds(self, call: Call) -> float:
         """Time one run of an operation.
 
-        The run must not be repeated at once. In a step each operation runs among others, and its
-        code and its tensors are no longer in the processor's caches. A repetition would find them
-        there: steps took 10 to 25 % longer than the sum of repeated operations.
+        An operation must not be run twice in a row. In a step each operation runs among others, and
+        its code and its tensors are no longer in the processor's caches. A repetition would find
+        them there: steps took 10 to 25 % longer than the sum of repeated operations.
         """
         clock = self._clock()
         run = self._prepared(call)
@@ -453,7 +456,7 @@ class KernelCosts:
 
     def _prepared(self, call: Call) -> Callable[[], Any]:
         """Make tensors for an operation's arguments; return it as a function without arguments."""
-        # An operation that writes into its arguments gets tensors that no other one uses.
+        # An operation that writes into its arguments gets tensors of its own.
         buffers = {} if call.operation._schema.is_mutable else self._buffers
         places = itertools.count()
 
@@ -470,9 +473,9 @@ class KernelCosts:
     def _as_tensor(
         self, operand: Operand, buffers: dict[tuple[int, torch.dtype], Tensor], place: int
     ) -> Tensor:
-        """Take a tensor from the buffer of its place among the arguments.
+        """Make a tensor as a view of the buffer for its place among the arguments.
 
-        To make a new tensor would take longer than many operations.
+        Filling a new tensor would take longer than many operations.
         """
         # Number of elements from the first of the tensor to its last, gaps included.
         num_elements = 0
@@ -629,8 +632,8 @@ def _dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
         stride: Strides of the other tensor. Those of repeated axes, 0, stay.
     """
     dense = [0] * len(shape)
-    # The innermost axis first. Two axes have equal strides only if one of them has length 1, for
-    # elements would overlap otherwise; the later axis is taken for the inner one.
+    # The innermost axis first. Of two axes with equal strides one has length 1, because elements
+    # would overlap otherwise; the later axis is taken for the inner one.
     axes_from_innermost = sorted(range(len(shape)), key=lambda axis: (stride[axis], -axis))
     step = 1
     for axis in axes_from_innermost:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Each precision in the words of Lightning's trainer.
+# Each precision by its name in Lightning's trainer, which has none for TF32: see `set_tf32`.
 PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 # Number formats of autocast; the other precisions store fp32.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -103,7 +103,7 @@ def has_fast_bf16(device_type: str) -> bool:
 
 
 def lightning_precision(precision: str, device_type: str) -> str:
-    """Name a precision in the words of Lightning's trainer.
+    """Return the name of a precision in Lightning's trainer.
 
     Its `16-mixed` would silently mean bf16 on a CPU, so the device is checked.
 
@@ -119,7 +119,7 @@ def set_tf32(precision: str) -> None:
 
     Torch's default allows it in convolutions.
     """
-    # In torch's words "high" products may use TF32, and "highest" ones compute in fp32.
+    # "high" allows TF32 in matrix products, "highest" computes them in fp32.
     if precision == "tf32":
         _set_precision("high", in_convolutions=True)
     else:

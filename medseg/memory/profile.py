@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import psutil
 
-SAMPLE_INTERVAL_S = 0.05
+SAMPLE_INTERVAL_S = 0.05  # of `MemoryProfile`
 # Files of this process that name its control groups and where they are mounted.
 CGROUPS, MOUNTS = Path("/proc/self/cgroup"), Path("/proc/self/mountinfo")
 
@@ -136,7 +136,7 @@ def control_groups() -> list[ControlGroup]:
 
 
 def _group_folders(group_path: PurePosixPath, version: int, mounts: Sequence[str]) -> list[Path]:
-    """List the folders of a control group and of those around it, as far as they are mounted here.
+    """List the folders of a control group and its parents, as far as they are mounted here.
 
     Args:
         group_path: Path of the group in its hierarchy.
@@ -158,7 +158,7 @@ def _group_folders(group_path: PurePosixPath, version: int, mounts: Sequence[str
         # The path in the hierarchy that is mounted, and where it is mounted.
         root, mount_point = mount_text.split(" ")[3:5]
         top = Path(mount_point.replace("\\040", " "))  # a space in a path is written \040
-        # A container sees only its own group, under the name that it has outside.
+        # In a container only its own group is mounted, but the path may be that of the host.
         if not group_path.is_relative_to(root):
             return [top]
         innermost = top / group_path.relative_to(root)
@@ -180,7 +180,7 @@ def reset_peak_resident() -> None:
 def release_free_memory() -> None:
     """Give the free pages of the C library's heap back to the system.
 
-    glibc keeps up to 0.3 GB of them after a network.
+    glibc keeps up to 0.3 GB of them after a network has run.
     """
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
@@ -192,7 +192,7 @@ def timed_step(
 ) -> Iterator[None]:
     """Announce a step of a case and record its seconds, unless it fails.
 
-    Memory that the step before has freed is given back to the system first.
+    First the memory that the previous step has freed is given back to the system.
 
     Args:
         durations_s: Gets the seconds under the name of the step.
@@ -210,7 +210,7 @@ def timed_step(
 def private_bytes(pid: int) -> int:
     """Memory of a process that it shares with no other.
 
-    Where the system does not tell, all its resident memory counts; 0 for a process that has ended.
+    If the system does not report it, all its resident memory counts; 0 if the process has ended.
     """
     try:
         sizes_kib = _sizes_kib(pid, "smaps_rollup")
@@ -294,8 +294,8 @@ class MemoryProfile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # The lock is held, so that the thread is not in the middle of a sample: the sample below is
-        # the last one.
+        # With the lock, the thread is not in the middle of a sample. So the sample below is the
+        # last one.
         with self._lock:
             self._is_over.set()
         self._sample()

@@ -92,7 +92,8 @@ def _convolution(
     output_padding: Sequence[int],
     num_groups: int,
 ) -> Tensor:
-    # The weight is (outputs, inputs / groups, *kernel), or with inputs and outputs exchanged.
+    # The weight is (outputs, inputs / groups, *kernel); transposed (inputs, outputs / groups,
+    # *kernel).
     num_channels = weight.shape[0]
     if is_transposed:
         num_channels = weight.shape[1] * num_groups
@@ -117,7 +118,10 @@ def _chosen_convolution(
     is_transposed: bool,
     _: Any,
 ) -> Tensor:
-    """Make the result of `convolution_by`, which always has neither dilation nor groups."""
+    """Make the result of `convolution_by`, which has neither dilation nor groups.
+
+    Its last argument chooses the kernel, on which the shape does not depend.
+    """
     return _convolution(
         features,
         weight,
@@ -132,7 +136,7 @@ def _chosen_convolution(
 
 
 def _norm(features: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernels keep the statistics in fp32, also for features in half precision.
+    # The kernels keep the statistics of each channel in fp32, also for half-precision features.
     mean = features.new_empty(features.shape[1], dtype=torch.float32)
     inverse_deviation = features.new_empty(features.shape[1], dtype=torch.float32)
     return features.new_empty(features.shape), mean, inverse_deviation
@@ -165,7 +169,7 @@ def _repeated(tensor: Tensor, repeats: Sequence[int]) -> Tensor | None:
 
 def _padded(features: Tensor, num_added: Sequence[int], _: float = 0) -> Tensor:
     shape = list(features.shape)
-    # Torch lists the numbers of the last axis first: (before, after, before, after, ...).
+    # Torch lists the added voxels of the last axis first: (before, after, before, after, ...).
     nums_before, nums_after = num_added[::2], num_added[1::2]
     for axis, num_before in enumerate(nums_before):
         shape[-1 - axis] += num_before + nums_after[axis]
@@ -175,7 +179,7 @@ def _padded(features: Tensor, num_added: Sequence[int], _: float = 0) -> Tensor:
 def _pooled(
     features: Tensor, kernel_size: Sequence[int], stride: Sequence[int] = (), *others: Any
 ) -> Tensor | None:
-    # Only the pooling of a residual encoder: windows side by side, and no other option (padding).
+    # Only the pooling of a residual encoder: windows side by side, no padding or other option.
     if others or len(kernel_size) != features.ndim - 2 or list(stride) != list(kernel_size):
         return None
     pooled_sizes = map(operator.floordiv, features.shape[2:], stride)

@@ -1,4 +1,4 @@
-"""Memory switches: recomputed blocks, offloaded activations, channels-last and compilation."""
+"""Memory switches: recomputed blocks, offloaded activations, channels-last, compilation."""
 
 import contextlib
 import functools
@@ -33,10 +33,11 @@ def apply_switches(
     synchronise: bool = False,
     device_type: str = "cpu",
 ) -> nn.Module:
-    """Change how a network runs, never what it computes or what its weights are called.
+    """Change how a network runs, but not the names of its weights.
 
-    The order is fixed: layout (all others see its weights), norms (checkpointing looks for them),
-    checkpointing (of blocks), offload (of what the blocks still save), compilation (of everything).
+    Only `synchronise` changes the results. The order of the switches is fixed: layout, so that
+    the others act on the weights as they are finally stored; norms, which checkpointing looks for;
+    checkpointing of blocks; offloading of what the blocks still save; compilation of everything.
 
     Args:
         network: Network with a method `blocks()` that names its blocks, like `StageNetwork`.
@@ -54,8 +55,10 @@ def apply_switches(
         The same network, changed in place.
 
     Raises:
-        ValueError: If two switches exclude each other or one has no effect on the device.
+        ValueError: If switches exclude each other, one has no effect on the device, or
+            `checkpointing` is unknown or names no block.
     """
+    # An empty list names no block.
     has_checkpoints = checkpointing != "none" and len(checkpointing) > 0
     if compile:
         # A recomputed norm must not update its statistics twice, see `_recomputed`.
@@ -74,14 +77,14 @@ def apply_switches(
         offload_activations(network, device_type)
     if compile:
         # In place: the wrapper that torch.compile returns would put `_orig_mod.` before every name.
-        # Without `dynamic` torch would treat sizes as variables from the second shape on, e.g. in
-        # the first validation, and torch cannot do that for every network.
+        # With its default, `dynamic=None`, torch would treat sizes as variables from the second
+        # shape on, e.g. in the first validation, which it cannot do for every network.
         network.compile(mode=compile_mode.replace("_", "-"), dynamic=has_many_shapes)
     return network
 
 
 def _check_compilation(*, offload: bool, synchronise: bool, pauses_statistics: bool) -> None:
-    """Refuse the switches that compiled code cannot serve.
+    """Refuse switches that cannot be combined with compilation.
 
     Raises:
         ValueError: If one of them is on.
@@ -134,11 +137,12 @@ def switch_on(
 
 
 def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
-    """Run a network without compilation in the context, also where it has been compiled.
+    """Make a context in which a network runs uncompiled.
 
-    Each whole case of a validation has a shape of its own, which would be compiled.
+    A validation evaluates whole cases, and each new shape would be compiled.
     """
-    # `torch.compiler.set_stance` imports torch's compiler, which takes a second.
+    # Only for a compiled network: `torch.compiler.set_stance` imports torch's compiler, which takes
+    # a second.
     is_compiled = network._compiled_call_impl is not None
     if not is_compiled:
         return contextlib.nullcontext()
@@ -146,10 +150,10 @@ def uncompiled(network: nn.Module) -> AbstractContextManager[Any]:
 
 
 def use_channels_last(network: nn.Module) -> None:
-    """Store weights channels-last, to which convolutions then bring their features.
+    """Store weights channels-last; convolutions with such weights return channels-last features.
 
     The channels of a voxel are then neighbours in memory, which convolutions in half precision
-    prefer. Names and values stay. The image stays as it is: a copy of it would be in memory for the
+    prefer. Names and values stay. The image is not converted: its copy would be in memory for the
     whole pass.
     """
     for weight in network.parameters():
@@ -167,7 +171,7 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     Args:
         blocks: Named blocks, those that save the most bytes first.
         policy: `none`; `all`; `sqrt`, the first ceil(sqrt(n)) of the n blocks; or names and
-            patterns, see `names_below`. In a UNet a level has eight times the voxels of the next
+            patterns, see `matching_names`. In a UNet a level has eight times the voxels of the next
             coarser one and half the channels: it saves four times the bytes for twice the
             operations. So the finest blocks give the most memory per second of recomputation.
 
@@ -187,7 +191,7 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
         return names[: counts[policy]]
     chosen: set[str] = set()
     for pattern in policy:
-        matches = names_below(names, pattern)
+        matches = matching_names(names, pattern)
         if not matches:
             raise ValueError(
                 f"checkpointing names {pattern!r}, which is no block; "
@@ -197,20 +201,20 @@ def select_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) 
     return [name for name in names if name in chosen]
 
 
-def names_below(names: Sequence[str], pattern: str) -> list[str]:
-    """List the names that a pattern stands for.
+def matching_names(names: Sequence[str], pattern: str) -> list[str]:
+    """List the names that a pattern matches.
 
     Args:
         names: All names.
         pattern: One of the names; the beginning of names up to a dot, such as `encoder.0`; or a
-            pattern of shells, such as `encoder.*.block0`.
+            shell pattern, such as `encoder.*.block0`.
     """
 
-    def is_meant(name: str) -> bool:
+    def matches(name: str) -> bool:
         is_same_or_below = name == pattern or name.startswith(f"{pattern}.")
         return is_same_or_below or fnmatchcase(name, pattern)
 
-    return [name for name in names if is_meant(name)]
+    return [name for name in names if matches(name)]
 
 
 def checkpoint_blocks(blocks: Mapping[str, nn.Module], policy: str | Sequence[str]) -> list[str]:
@@ -306,8 +310,8 @@ def _paused_statistics(norms: list[_NormBase]) -> Iterator[None]:
 
 # Whether `HostCopies.to_host` is copying a tensor now. Each thread has a value of its own.
 _copies_to_host: ContextVar[bool] = ContextVar("copies_to_host", default=False)
-# Bytes of a block of pinned memory. Torch rounds each allocation of pinned memory up to a power of
-# two, so a block for each tensor could take twice the bytes of the tensors.
+# Bytes of a block of pinned memory (16 MiB). Torch rounds each allocation of pinned memory up to a
+# power of two, so a block for each tensor could take twice the bytes of the tensors.
 HOST_BLOCK_BYTES = 2**24
 
 
@@ -335,7 +339,7 @@ def offload_activations(network: nn.Module, device_type: str) -> None:
 def save_to_host(network: nn.Module) -> None:
     """Wrap the network's forward pass so that saved activations go to the host and come back.
 
-    They come back in the same memory layout. Not used is torch's `save_on_cpu`: it copies the
+    They come back in the same memory layout. Torch's `save_on_cpu` is not used: it copies the
     parameters too, and returns channels-last activations in contiguous layout.
     """
     forward = network.forward
@@ -381,7 +385,7 @@ def _is_dense(tensor: Tensor) -> bool:
     expected_stride = 1
     # From the innermost axis, with the smallest stride, outwards.
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        # The stride of such an axis is never used, and may be any number.
+        # The stride of an axis of length 1 is never used, and may be any number.
         if length == 1:
             continue
         if stride != expected_stride:

@@ -31,7 +31,7 @@ class Owner(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """Form of a tensor among the arguments of an operation."""
+    """Shape, strides and number format of a tensor among the arguments of an operation."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -239,8 +239,9 @@ class MemoryTracker(TorchDispatchMode):
         has_timeline = self._timeline is not None
         if has_timeline and torch.is_inference_mode_enabled() and _is_composite(func):
             # In a training step torch decomposes this operation before its parts come here; in
-            # inference mode it does not. Decomposed here too, an evaluation has the same parts, so
-            # that each is measured once. `with self`: the tracker is off inside of this method.
+            # inference mode it does not. The tracker decomposes it too, so that training and
+            # evaluation consist of the same operations, each of which is measured once. `with self`
+            # because torch switches the tracker off inside this method.
             with self:
                 return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         owner = Owner(HOST) if is_copying_to_host() else self.now
@@ -250,9 +251,9 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.aten.lift_fresh.default:
             argument_owner = owner
         self._see_all((args, tuple(kwargs.values())), argument_owner)
-        # Views take no memory and next to no time. The marks that an optimiser sets for a profiler
-        # have an address among their arguments, so that each would have another key, and would be
-        # measured in every plan.
+        # Views are not recorded: they take no memory and next to no time. Nor are the marks that an
+        # optimiser sets for a profiler: their arguments contain an address, so each would have a
+        # new key and be measured again in every plan.
         is_recorded = has_timeline and not func.is_view and func.namespace != "profiler"
         if is_recorded:
             segment, key = self._record(func, args, kwargs)
@@ -269,6 +270,7 @@ class MemoryTracker(TorchDispatchMode):
             segment.heap_bytes.append(self._live_heap_bytes)
         if self._live_bytes + workspace_bytes > self.peak_bytes:
             self.restart_peak()
+            # Only the peak contains the workspace, which the operation has freed again.
             self.peak_bytes += workspace_bytes
             self.peak_live[owner] += workspace_bytes
         return result
@@ -287,9 +289,7 @@ class MemoryTracker(TorchDispatchMode):
         self._add(owner, entry.num_bytes)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Note that an operation of the present part saves a tensor.
-
-        This is the hook for packing in `saved_tensors_hooks`.
+        """Note that an operation of the part `now` saves a tensor: `pack_hook` of autograd.
 
         Returns:
             The tensor without its graph: an operation that saves its own result would otherwise
@@ -300,7 +300,7 @@ class MemoryTracker(TorchDispatchMode):
         return tensor if tensor.is_leaf else tensor.detach()
 
     def take(self, arguments: Any, part: str) -> None:
-        """Note that a part takes the tensors among its arguments, which may be nested."""
+        """Note that a part takes the tensors in its arguments, which may be nested."""
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
                 self._takers[leaf.untyped_storage()._cdata].add(part)
@@ -357,7 +357,7 @@ class MemoryTracker(TorchDispatchMode):
         """Find the live bytes of a kind by the part of the network that made them."""
         bytes_by_part = {}
         for owner, num_bytes in self.live.items():
-            # The count of an owner whose storages are gone stays, as 0.
+            # An owner whose storages have all been freed stays in `live`, with 0 bytes.
             if owner.kind == kind and num_bytes:
                 bytes_by_part[owner.part] = num_bytes
         return bytes_by_part

@@ -145,6 +145,7 @@ def _normals_table() -> np.ndarray:
         for order in itertools.permutations(range(3)):
             for flips in itertools.product((1, -1), repeat=3):
                 moved = corners.transpose(order)[:: flips[0], :: flips[1], :: flips[2]]
+                # Bit i of the code is corner i, as in `inside`.
                 code = int((moved.reshape(-1) << np.arange(8)).sum())
                 # Flips do not change absolute normals. Several moves may lead to one code: their
                 # areas are the same, so it does not matter which is written last.

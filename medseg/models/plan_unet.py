@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from medseg.errors import UserError
 from medseg.models.traits import outputs_of
 
+# Classes of `dynamic_network_architectures` that a plan or a file of weights may name.
+UNETS = ("PlainConvUNet", "ResidualEncoderUNet")
 # Classes that a plan may name as part of its network, by the last part of their names.
 PARTS: Mapping[str, type[nn.Module]] = {
     "Conv2d": nn.Conv2d,
@@ -46,7 +48,7 @@ def build_unet(
     """Build a U-Net with nnU-Net's layers and names of weights.
 
     Args:
-        class_name: `PlainConvUNet` or `ResidualEncoderUNet`.
+        class_name: One of `UNETS`.
         arguments: Its arguments in a plan, where classes are names such as `torch.nn.LeakyReLU`.
         channels: Channels of the image.
         num_heads: Channels of the logits.
@@ -56,9 +58,11 @@ def build_unet(
         A network from images (N, C, d, h, w) to logits (N, K, d, h, w), or to a list of logits.
 
     Raises:
-        ValueError: If a part is not known, or the arguments do not fit.
+        ValueError: If the class or a part is not known, or the arguments do not fit.
         UserError: If `dynamic_network_architectures` is missing.
     """
+    if class_name not in UNETS:
+        raise ValueError(f"{class_name[:60]} is no known U-Net; expected one of {UNETS}")
     bound = dict(arguments)
     for key in PART_KEYS:
         bound[key] = _part(bound.get(key), key)
@@ -114,7 +118,7 @@ class PlanUNet(nn.Module):
     Args:
         in_channels: Channels of the image, C.
         num_classes: Classes with the background, K.
-        unet: `PlainConvUNet` or `ResidualEncoderUNet`.
+        unet: One of `UNETS`.
         arguments: Its arguments in the plan.
         transpose: Axes of the image that become the axes 0, 1 and 2 of the network.
         flips: Whether the network sees the axes z, y and x of the image reversed.

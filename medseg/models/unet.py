@@ -21,9 +21,9 @@ from medseg.models.blocks import (
 )
 
 STEMS = ("conv", "strided", "space_to_depth")
-# Most planes of features in a part of `Head._logits_by_parts`. A part needs at least 3 planes,
-# because `Conv3d` computes fewer in fp32; parts of at most 8 have at least 4 (9 planes become 5
-# and 4). Not larger, because the allocator reuses only small blocks (`medseg.memory.heap`).
+# Largest number of planes of features in a part of `Head._logits_by_parts`. Not larger, because the
+# allocator reuses only small blocks (`medseg.memory.heap`). Not smaller, because `Conv3d` computes
+# fewer than 3 planes in fp32; with 8, a split gives parts of at least 4 (9 planes become 5 and 4).
 PART_PLANES = 8
 
 

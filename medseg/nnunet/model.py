@@ -438,6 +438,8 @@ class NnunetModel:
         prepared = self.prepare_scan(volume, more_channels, result, on_step)
         seconds_before = self.watch.seconds
         with timed_step(result.durations_s, on_step, SEGMENT), self._naming_the_folder():
+            # Each plane of the network may touch the whole label map of a scan that is not axial,
+            # so that label map stays in memory.
             result.labels = new_array(volume.array.shape, np.uint8, waits=volume.grid.is_axial)
             self._segment(prepared, self.crop_of(result.labels, prepared.box, volume.grid))
         result.pass_s += self.watch.seconds - seconds_before

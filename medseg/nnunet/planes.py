@@ -39,13 +39,15 @@ class Planes(Protocol):
 def separate_axis(separate_z: bool | None, current_mm: SpacingMm, new_mm: SpacingMm) -> int | None:
     """Find the axis that nnU-Net resamples separately from the other two, by the nearest voxel.
 
-    It is the coarsest axis of an anisotropic source, else of an anisotropic target; None if there
-    is no such axis.
-
     Args:
-        separate_z: `force_separate_z` of the plan; None = only if source or target is anisotropic.
+        separate_z: `force_separate_z` of the plan. True = the coarsest axis of the source, False =
+            no axis, None = the coarsest axis of an anisotropic source, else of an anisotropic
+            target.
         current_mm: Spacing of the source.
         new_mm: Spacing of the target.
+
+    Returns:
+        The axis; None if there is none, or if several axes are the coarsest.
     """
     if separate_z is False:
         return None

@@ -1,4 +1,4 @@
-"""Slab execution of nnU-Net's networks, with the values of one pass.
+"""Slab execution of nnU-Net's networks, whose logits equal those of one pass.
 
 See `medseg.inference.slab_pass`. A convolution runs slab by slab, with the kernel that torch would
 choose for the whole image. A norm follows when all slabs are done, some channels at a time: torch
@@ -51,7 +51,7 @@ def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape)
         num_channels: Channels of the image.
         patch_size: Size of the image, (z, y, x).
     """
-    # An unbounded pass notes the budget that each layer would need.
+    # A pass without a bound records the budget that its layers need, in `least_bytes`.
     unbounded = _NnunetPass(math.inf, device=META, storage=META)
     image = torch.empty((1, num_channels, *patch_size), device=META)
     with meta_layers():

@@ -1,9 +1,9 @@
 """The patient: tables of the body, measures of one patient, and signed distances of its parts.
 
-The canonical frame is LPS in mm with z = 0 at the carina (about the fifth thoracic vertebra) and
-x = 0 in the middle. A patient's size is a scale per axis from the canonical frame to the world. All
-positions, sizes and distances in this module are canonical mm. Numbers in formulas are choices of
-this model, not measurements.
+The canonical frame is LPS in mm with z = 0 at the carina (about the fifth thoracic vertebra), x = 0
+in the middle and y = 0 near the middle of the chest. A patient's size is a scale per axis from the
+canonical frame to the world. All positions, sizes and distances in this module are canonical mm.
+Numbers in formulas are choices of this model, not measurements.
 
 The tables hold typical values of adult supine chest CT: tracheal radius 8–10 mm, ascending aorta
 diameter 30–38 mm, pulmonary trunk 25–29 mm (Truong et al., Circ Cardiovasc Imaging 5 (2012) 147),
@@ -135,7 +135,7 @@ class Patient:
         heart_size: Factor of the size of the heart, about 1.
         tube_size: Factor of the radii of vessels and airways, about 1.
         shift_x_mm: Shift of the mediastinum towards a missing lung.
-        gap_mm: Half thickness of the tissue between the lungs in front of the heart.
+        half_gap_mm: Half thickness of the tissue between the lungs in front of the heart.
         muscle_mm: Muscle outside the ribs.
     """
 
@@ -150,7 +150,7 @@ class Patient:
     heart_size: float
     tube_size: float
     shift_x_mm: float
-    gap_mm: float
+    half_gap_mm: float
     muscle_mm: float
 
     def landmark_z_mm(self, name: str) -> float:
@@ -200,7 +200,7 @@ def draw_patient(spec: PhantomSpec) -> Patient:
         heart_size=draw(1.0, 0.13),
         tube_size=draw(mean_tube_size, 0.13),
         shift_x_mm=shift_x_mm,
-        gap_mm=0.7 if spec.is_touching else draw(7.5, 4.5),
+        half_gap_mm=0.7 if spec.is_touching else draw(7.5, 4.5),
         muscle_mm=draw(mean_muscle_mm, 5),
     )
 
@@ -259,9 +259,9 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     body["cage"] = either(halves[1].cage, halves[-1].cage)
     # `SIDES` and `effusion_mm` both begin with the left.
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
-        # Negative on this side of the chest, beginning 0.5 `gap_mm` beside the middle: the lungs
-        # stay apart also where the mediastinum is thinnest.
-        beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.gap_mm
+        # Negative on this side of the chest, from half of `half_gap_mm` beside the middle on: the
+        # lungs stay apart also where the mediastinum is thinnest.
+        beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.half_gap_mm
         cavity = within(
             halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm
         )
@@ -385,7 +385,7 @@ def measure_mediastinum(patient: Patient, slab: Slab, body: Fields) -> Field:
     points = slab.points
     centre_y, _, plate_half_mm = by_level(MIDLINE, points.z)
     # Below the great vessels of the neck the lungs come close to each other behind the sternum.
-    front_half_mm = np.where(points.z < 55, patient.gap_mm, plate_half_mm)
+    front_half_mm = np.where(points.z < 55, patient.half_gap_mm, plate_half_mm)
     # The plate passes from its width at the spine to that at the front between y = -25 and -55 mm.
     frontness = np.clip((-points.y - 25) / 30, 0, 1)
     half_mm = plate_half_mm + (front_half_mm - plate_half_mm) * frontness

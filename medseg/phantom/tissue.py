@@ -135,8 +135,8 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
     # The trunk by `TRUNK` or, where it reaches farther, the rib cage with ribs and muscle.
     muscle = union(trunk, cage - (11 + 0.4 * patient.muscle_mm), 14)
 
-    # A number that is whole on the axis of each rib. Ribs fall by 75 mm, about three vertebrae,
-    # on their way from the spine to the front.
+    # A number that is whole on the axis of each rib; rib 0 meets the spine at z = 13 mm. Ribs fall
+    # by 75 mm, about three vertebrae, on their way from the spine to the front.
     rib_number = (z + 75 * np.clip((70 - y) / 200, 0, 1) - 13) / VERTEBRA_MM
     # Twelve ribs, from -7 to 4.
     nearest_rib = np.clip(np.round(rib_number), -7, 4)
@@ -160,7 +160,7 @@ def paint_chest_wall(slab: Slab, patient: Patient, body: Fields) -> None:
             muscle = union(muscle, arm, blend_mm=16)
             humerus = tube(points, [shoulder, elbow], (15, 10))
             bones.append(humerus)
-    # The fat under the skin is thicker towards the front and the feet.
+    # The fat is thicker towards the front and the feet; 2 mm of skin lie over it.
     skin: Field = muscle - spec.fat_mm * np.clip(0.75 - y / 330 - z / 500, 0.3, 1.6) - 2
     if spec.is_female:
         for side in SIDES:
@@ -253,6 +253,7 @@ def measure_organ(patient: Patient, points: Points, organ: Organ, size: float = 
 def paint_mediastinum(slab: Slab, spec: PhantomSpec, body: Fields) -> None:
     """Paint fat, heart, vessels and central airways."""
     blood_hu = 41 + spec.contrast_hu
+    # Fat fills the cage above the diaphragm, up to 3 mm from the spine.
     fat = within(body["cage"], -body["abdomen"], 3 - body["column"], 3 - body["bone"])
     slab.paint(-92 + 12 * slab.tissue, fat)
     # The muscle of the heart is about 9 mm thick around its blood.
@@ -279,8 +280,8 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
     # Depth below the surface of the lung.
     depth_mm = -either(body["left_lung"], body["right_lung"])
     down = -points.y if spec.is_prone else points.y
-    # `lung_hu` is meant for a breath of 0.8. In expiration lungs are denser, and the gradient from
-    # their highest to their lowest part (HU per mm) is steeper.
+    # `lung_hu` is meant for a breath of 0.8, at `down` = -10 mm. In expiration lungs are denser,
+    # and the gradient from their highest to their lowest part (HU per mm) is steeper.
     expiration = 0.8 - spec.breath
     hu = (
         spec.lung_hu

@@ -64,7 +64,7 @@ class Candidate:
 
     def fastest(self, budget: int) -> Option | None:
         """Find the fastest recomputed blocks within a budget of resident bytes; None: none fit."""
-        # If so, a phase other than the step, such as the validation, does not fit.
+        # A phase other than the step, such as the validation, may exceed the budget by itself.
         if self.beside.peak_resident > budget:
             return None
         # The model only knows the tensors of the step, not the other memory of the run.
@@ -340,6 +340,7 @@ def smaller_runs(
     def width_and_voxels(run: tuple[int | None, int, Shape]) -> tuple[int, int]:
         """Return the sort key of a run: width first, then voxels per step."""
         width, batch_size, patch = run
+        # Without a width to vary, it is None in all runs.
         return width or 0, batch_size * math.prod(patch)
 
     for width, batch_size, patch in sorted(runs, key=width_and_voxels, reverse=True):

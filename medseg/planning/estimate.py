@@ -17,7 +17,7 @@ from medseg.memory.kernels import KernelCosts
 from medseg.memory.tracker import Timeline
 from medseg.planning.process import ProcessCost, SampleCost, process_cost, sample_cost
 from medseg.planning.recomputation import duration, rise
-from medseg.planning.step import count_evaluation, count_memory
+from medseg.planning.step import count_evaluation, count_memory, is_planned_for_gpu
 from medseg.processors import num_processors
 from medseg.targets import TARGET
 from medseg.training.data_module import propose_workers
@@ -34,8 +34,8 @@ BUFFER_GROWTH = 1.125
 # (`KEPT_BYTES`): ten trainings of five networks held 18 to 60 MiB more than their tensors, and
 # those with small steps about 1.5 times their tensors.
 STEP_KEPT_BYTES, STEP_KEPT_SHARE = 48 * 2**20, 0.5
-# On a GPU the allocator takes more of the card than the tensors need, by this share of them: free
-# memory in fragments.
+# On a GPU the allocator takes more memory than the tensors need, by this share of them: free memory
+# in fragments.
 FRAGMENTS = 0.05
 # The allocator of a GPU takes segments of this size for tensors of 1 to 10 MiB (`kLargeBuffer` of
 # torch's CUDACachingAllocator). The last of them is hardly used, and is added as a whole.
@@ -46,8 +46,8 @@ SEGMENT_BYTES = 20 * 2**20
 class Estimate:
     """Memory and time of a run on one device.
 
-    As `estimate_beside` makes it, `compute_seconds` and the entries STEP of `allocator` and
-    `resident` are incomplete: `with_step` adds the training step.
+    In the result of `estimate_beside`, `compute_seconds` and the entries STEP of `allocator` and
+    `resident` are incomplete until `with_step` adds the training step.
 
     Attributes:
         memory: Exact count of the live tensors of a training step.
@@ -93,9 +93,9 @@ class Estimate:
         # Loaders and training run side by side, and the slowest of three sets the pace: the
         # training, the loaders, and the work of both together divided among all processors.
         worker_s = self.loader_seconds / self.num_workers
-        compute_s = self.compute_seconds * self.busy_processors
-        processor_s = compute_s + self.other_seconds + self.loader_seconds
-        return max(training_s, worker_s, processor_s / num_processors())
+        compute_processor_s = self.compute_seconds * self.busy_processors
+        all_processor_s = compute_processor_s + self.other_seconds + self.loader_seconds
+        return max(training_s, worker_s, all_processor_s / num_processors())
 
     def with_step(self, allocated: int, resident: int, seconds: float) -> "Estimate":
         """Add the peaks and the seconds of a training step to the estimate of everything else.
@@ -118,9 +118,9 @@ class Estimate:
         )
 
     def room_for_step(self, budget: int) -> int:
-        """Return the bytes of tensors that may be added to a step within a budget.
+        """Return the bytes of tensors that may be added to the step within a budget.
 
-        Before `with_step` these are all tensors of the step.
+        Before `with_step` this is the room for all tensors of the step.
 
         Args:
             budget: Resident bytes; on a GPU, bytes of the card.
@@ -206,7 +206,8 @@ class Machine:
         The cost is kept for later calls.
         """
         # Everything that the cost depends on.
-        switches = config.memory.precision, config.memory.channels_last
+        memory = config.memory
+        switches = memory.precision, memory.channels_last, is_planned_for_gpu(config)
         key = repr((config.model, config.inference.tile_size, switches, shape, min_mapped_bytes()))
         if key not in self._evaluations:
             case_bytes, timeline = count_evaluation(config, shape)
@@ -305,7 +306,7 @@ def kept_bytes(timeline: Timeline, costs: KernelCosts) -> int:
     return peak_with_heap - peak
 
 
-def kept_between_steps(peak: int, sample_bytes: int | None) -> int:
+def kept_by_heap_in_step(peak: int, sample_bytes: int | None) -> int:
     """Bytes of free memory that the heap of the training process keeps during a step.
 
     Args:
@@ -342,7 +343,7 @@ def estimate_beside(
 ) -> Estimate:
     """Estimate memory and time of a run without the operations of its training step.
 
-    These are validation, checkpoints, loader and processes. `Estimate.with_step` adds the step.
+    It contains validation, checkpoints, loader and processes. `Estimate.with_step` adds the step.
 
     Args:
         config: Checked configuration.
@@ -378,13 +379,13 @@ def estimate_beside(
         busy_processors = 1
     else:
         validation_sample = machine.sample(config, validation_shape, is_training=False)
-        libraries = machine.lasting(used_keys(timeline) | evaluation.keys)
-        loader = loader_bytes(config, num_workers, process, sample, memory)
+        library_bytes = machine.lasting(used_keys(timeline) | evaluation.keys)
+        all_worker_bytes = loader_bytes(config, num_workers, process, sample, memory)
         resident = _host_bytes(
             config,
             memory,
             evaluation,
-            in_all_phases=process.main + libraries + loader,
+            in_all_phases=process.main + library_bytes + all_worker_bytes,
             shared_batch_bytes=shared_batch_bytes,
             sample_bytes=None if num_workers else sample.num_bytes,
             # Not the sum: a picture is drawn after the case was evaluated.
@@ -438,14 +439,14 @@ def _host_bytes(
         validation_bytes: Memory of making the sample of the largest case, or of drawing it.
     """
     between_steps = in_all_phases + shared_batch_bytes + memory.optimizer_state
-    # What a checkpoint contains.
-    saved = memory.parameters + memory.optimizer_state
-    buffer = round(BUFFER_GROWTH * saved)
+    # A checkpoint contains these two.
+    weights_and_state = memory.parameters + memory.optimizer_state
+    buffer = round(BUFFER_GROWTH * weights_and_state)
     # Before the network runs, the sample is made while the weights are in memory.
     making_validation_sample = memory.parameters + validation_bytes
     resident = {
         # `with_step` adds the tensors of the step, with the batch and the optimiser's state.
-        STEP: in_all_phases + kept_between_steps(memory.peak, sample_bytes),
+        STEP: in_all_phases + kept_by_heap_in_step(memory.peak, sample_bytes),
         # An evaluation includes the weights and the sample.
         VALIDATION: between_steps + max(evaluation.resident, making_validation_sample),
         CHECKPOINT: between_steps + memory.parameters + buffer,
@@ -455,7 +456,8 @@ def _host_bytes(
         gradients = memory.gradients if config.memory.accumulate > 1 else 0
         # The samples of a batch, and the batch into which they are stacked.
         batches = 2 * (memory.input + memory.target)
-        resident[LOADING] = in_all_phases + saved + gradients + sample_bytes + batches
+        loading = weights_and_state + gradients + sample_bytes + batches
+        resident[LOADING] = in_all_phases + loading
     return resident
 
 

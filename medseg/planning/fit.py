@@ -41,8 +41,7 @@ GIB = 2**30
 # A row of the front is printed only if its peak is lower than that of the last printed row by at
 # least this share. The file has all rows.
 STEP_DOWN = 0.05
-# Times that the search is repeated for a lower budget, because the count of the chosen set exceeds
-# the model's.
+# Most searches for a set whose counted peak fits. Each search after the first has a lower budget.
 TRIES = 3
 
 # A chosen set of switches: its candidate, its option with the counted peak, and its estimate.
@@ -340,6 +339,7 @@ def print_room(
     samples = samples_per_micro_batch(config)
     room = max(0, run_estimate.room_for_step(budget))
     bytes_a_sample = growth(2 * samples, shape) / samples
+    # At least 1 byte: a peak in the update of the weights does not depend on the samples.
     most_samples = samples + int(room / max(1.0, bytes_a_sample))
     print(
         "\nlargest batch with these switches, extrapolated from two counted steps: "

@@ -53,7 +53,8 @@ def plan(config: PlanConfig) -> int:
         0, or 1 if the run does not fit into the budget, or no switches do.
 
     Raises:
-        UserError: If keys exclude or miss each other, or a part of the step cannot be counted.
+        UserError: If keys contradict each other, one is missing, or a part of the step cannot be
+            counted.
     """
     _check_keys(config)
     use_supported_half(config.memory, config.trainer.accelerator)
@@ -130,10 +131,10 @@ def _cure(peak_phase: str, *, is_case_too_large: bool) -> str:
 
 
 def _check_keys(config: PlanConfig) -> None:
-    """Check the keys that need or exclude each other.
+    """Refuse keys without those that they need, and keys that exclude each other.
 
     Raises:
-        UserError: If a key is missing, or has no meaning beside another.
+        UserError: On the first such key.
     """
     budget_gib = config.memory.budget_gib
     if config.largest_batch and budget_gib is None:

@@ -137,7 +137,7 @@ def agree(first: ProcessCost, second: ProcessCost) -> bool:
 
     Memory is compared as the sum of all fields in bytes: the peak of a run with one worker.
     """
-    # All fields but the last, the seconds.
+    # The last field is not memory, but seconds.
     memory = [sum(cost[:-1]) for cost in (first, second)]
     if max(memory) - min(memory) > MEMORY_TOLERANCE * max(memory):
         return False
@@ -160,7 +160,7 @@ def averaged(first: ProcessCost, second: ProcessCost) -> ProcessCost:
 
 
 def _watched_training(arguments: list[str], run_dir: Path) -> ProcessCost:
-    """Run a training in a process of its own, in which `RehearsalWatch` measures its cost.
+    """Run a training in a separate process, in which `RehearsalWatch` measures the cost.
 
     Args:
         arguments: Those of the training.
@@ -207,7 +207,7 @@ def sample_cost(
 ) -> SampleCost:
     """Measure the making of samples of a synthetic case, or read an earlier measurement.
 
-    The samples are made in a process of its own.
+    The samples are made in a separate process.
 
     Args:
         config: Checked configuration.

@@ -188,16 +188,16 @@ class StepModel:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         sets = self._literal_sets()
-        # Variables: one a block, then one a set of literals.
+        # Variables: one per block, then one per set of literals.
         rows, limits = self._constraints(sets, budget)
-        # A measured difference may be below zero by chance. The small constant lets the solver
-        # prefer fewer blocks where recomputation costs nothing.
+        # A measured difference may be below zero by chance. The nanosecond lets the solver prefer
+        # fewer blocks where recomputation costs nothing.
         block_costs = [max(0.0, self.extra_seconds[block]) + 1e-9 for block in self.blocks]
         set_costs = [0.0] * len(sets)
         costs = np.array(block_costs + set_costs)
         with without_output():
             result = milp(
-                # At most 1, so that the solver's absolute tolerances suit them.
+                # Scaled to at most 1, to suit the absolute tolerances of the solver.
                 costs / costs.max(),
                 constraints=LinearConstraint(rows, ub=limits),
                 # 1 = integer, 0 = real. For given blocks the smallest values that the rows allow
@@ -271,7 +271,7 @@ class StepModel:
         """Sum the bytes that are live at the start of a segment only under conditions on blocks.
 
         Args:
-            storages: What is live between the forward and the backward pass.
+            storages: Storages that are live between the forward and the backward pass.
             order: Place of each part in the forward pass. A missing part that saves or takes counts
                 as the first one, whose backward pass ends last.
             segment: Segment of the forward or the backward pass.

@@ -28,9 +28,9 @@ class RehearsalWatch(pl.Callback):
     * `main`: bytes of the training process when it evaluates a case.
     * `helpers`: bytes of its child processes other than loader workers.
     * `pictures`: further bytes of the training process when it draws a validation or saves.
-    * `worker`: bytes that a loader worker does not share, mean.
+    * `worker`: bytes that a loader worker does not share, mean over the workers.
     * `copies`: bytes that the workers hold together, see `bytes_beside`.
-    * `seconds`: processor time of a step without network, loss and optimiser, median.
+    * `seconds`: processor time of a step without network, loss and optimiser, median of the steps.
 
     Args:
         path: File, written when the training ends.

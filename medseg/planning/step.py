@@ -1,4 +1,4 @@
-"""Training step of a configuration: size of its input, and the count of its memory."""
+"""Training step and evaluation of a configuration: sizes of the inputs, counts of the memory."""
 
 import math
 from bisect import bisect_right
@@ -113,8 +113,16 @@ def _whole_shape(config: PlanConfig, max_voxels: int | None) -> Shape:
     shape = network_size((depth, height, width), divisor)
     if max_voxels is None:
         return shape
+    # `network_size` doubles a depth that is bounded to the divisor itself.
     depth = bounded_depth(shape, max_voxels, divisor[0])
     return network_size((depth, *shape[1:]), divisor)
+
+
+def is_planned_for_gpu(config: TrainConfig) -> bool:
+    """Whether a run is counted as on a GPU, even if this machine has none."""
+    # Only GPUs offload, or train in fp16.
+    needs_gpu = config.memory.offload or config.memory.precision is Precision.fp16
+    return needs_gpu or pick_device_type(config.trainer.accelerator) == "cuda"
 
 
 def count_memory(
@@ -144,16 +152,14 @@ def count_memory(
     samples = samples or samples_per_micro_batch(config)
     # Compiled code chooses which tensors it saves, and these cannot be counted: the network is
     # counted without compilation.
-    uncompiled = replace(memory, compile=False)
-    # Only GPUs offload, or train in fp16.
-    needs_gpu = memory.offload or memory.precision is Precision.fp16
-    is_gpu = needs_gpu or pick_device_type(config.trainer.accelerator) == "cuda"
+    options = replace(memory, compile=False)
+    is_gpu = is_planned_for_gpu(config)
     device_type = "cuda" if is_gpu else "cpu"
 
     def make_configured() -> nn.Module:
         return switch_on(
             make_network(config),
-            uncompiled,
+            options,
             device_type,
             sync_batchnorm=config.trainer.sync_batchnorm,
         )
@@ -187,7 +193,9 @@ def count_memory(
 
 
 def evaluation_bytes(config: TrainConfig, shape: Shape) -> tuple[int, int]:
-    """Count the live bytes of the evaluation of one case, without the optimiser's state.
+    """Count the bytes of the evaluation of one case, without the optimiser's state.
+
+    Counted are live tensors, and the workspaces that are known without measuring.
 
     Args:
         config: Checked configuration.
@@ -243,12 +251,12 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
         (1, num_channels, *pass_shape),
         run_pass,
         precision=config.memory.precision.value,
-        is_gpu=pick_device_type(config.trainer.accelerator) == "cuda",
+        is_gpu=is_planned_for_gpu(config),
     )
     target_bytes = math.prod(shape)  # uint8
     if tile_size is None:
         return target_bytes, timeline
-    # A case that is smaller than a tile is padded to it.
+    # A case that is smaller than a tile is padded to the tile.
     padded_shape = tuple(map(max, shape, pass_shape))
     num_voxels = math.prod(padded_shape)
     num_layer_voxels = pass_shape[0] * math.prod(padded_shape[1:])
@@ -256,6 +264,7 @@ def count_evaluation(config: TrainConfig, shape: Shape) -> tuple[int, Timeline]:
     # float32 sums of one layer of tiles, and the copy with which they move on to the next layer.
     sums_bytes = 2 * num_classes * num_layer_voxels * 4
     probs_bytes = num_classes * num_voxels * 2  # float16
-    # float32 image and its padded copy
-    image_bytes = 2 * num_channels * num_voxels * 4
+    image_bytes = num_channels * math.prod(shape) * 4  # float32
+    if padded_shape != shape:
+        image_bytes += num_channels * num_voxels * 4  # the padded copy
     return target_bytes + sums_bytes + probs_bytes + image_bytes, timeline

@@ -21,18 +21,18 @@ from medseg.preprocess.intensity import Intensity, intensity_of
 from medseg.task import Task
 from medseg.training.assemble import make_data_module
 
-# Voxels along each axis of a first sample, beside the margins of a crop. Like the tiny training
-# that measures a loader worker (`REHEARSAL`), it loads the libraries and fills the heap, so that
-# what that training has counted is not counted here again.
+# Voxels along each axis of a first sample, beside the margins of a crop. This sample loads
+# the libraries and fills the heap. Their memory is not counted here, because the tiny training
+# (`REHEARSAL`) has measured it as a part of a loader worker.
 WARM_UP_LENGTH = 16
 # Samples are made and timed until there are MOST_SAMPLES, or have taken MOST_S seconds. Many are
-# needed because the draws of the augmentation differ: with patches of 64×64×64 voxels the peak of
+# needed because augmentation is random: with patches of 64×64×64 voxels the peak of
 # the memory after the first samples is half of the peak after thirty.
 MOST_SAMPLES, MOST_S = 48, 3.0
 # Spacing of the synthetic probabilities for samples with a coarse channel. It does not change the
 # cost of the channel, which depends on the voxels of the sample.
 COARSE_MM = 4.0
-# Voxels by which the volume is longer than a sample that is cut out of it.
+# Voxels by which the volume is longer, along each axis, than a sample that is cut out of it.
 BORDER = 16
 
 

@@ -57,9 +57,9 @@ UP_TO_DATE = "up to date"
 # A budget of this size is enough for our UNet, run in slabs, on the field of view of any scanner. A
 # smaller budget is checked against the header of each scan before the voxels are read.
 SURE_BUDGET_GIB = 0.9
-# From twice this number of cases on, only every second, third, … header is read for the forecast of
-# a batch.
-MAX_FORECASTS = 50
+# Least number of headers that are read for the forecast of a large batch: from twice this number of
+# cases on, only every second, third, … header is read.
+LEAST_FORECASTS = 50
 
 
 @dataclass
@@ -90,7 +90,7 @@ class BatchCase:
 
 
 class Observer:
-    """Receives what a prediction tells its caller while it runs.
+    """Receives the events of a running prediction.
 
     The methods do nothing until a subclass replaces them.
     """
@@ -120,6 +120,9 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
     """Load the model folder, or the cascade of each range of spacings.
 
     The number of threads and, under torchrun, the GPU of this process are set first.
+
+    Returns:
+        The model of each range; for a model folder one, which serves all scans.
 
     Raises:
         UserError: If the device, the precision or a checkpoint is not usable.
@@ -179,7 +182,7 @@ def make_batch(
         range_models: The loaded models.
         config: Configuration of the prediction.
         num_cases: Number of cases of the batch.
-        observer: Is told what happens.
+        observer: Receives the events of the prediction.
 
     Raises:
         UserError: If the process already holds too much.
@@ -187,7 +190,7 @@ def make_batch(
     device = pick_device(config.accelerator, "accelerator")
     if device.type == "cuda":
         # The libraries of a GPU take memory of the host. They start before `share_memory` measures
-        # what the process holds, so that it includes them.
+        # the memory of the process, so that the measurement includes them.
         start_libraries(device)
     backend_bytes = sum(range_model.model.backend_bytes for range_model in range_models)
     shares = share_memory(config.inference.max_ram_gib, backend_bytes)
@@ -219,7 +222,7 @@ class Batch:
         config: Which result files are written, and whether results that are up to date are made
             again.
         num_cases: Number of cases.
-        observer: Is told what happens.
+        observer: Receives the events of the prediction.
     """
 
     range_models: list[RangeModel]
@@ -230,7 +233,7 @@ class Batch:
     observer: Observer
 
     def describe_cost(self, cases: Sequence[BatchCase]) -> str | None:
-        """Say what the cases are expected to cost; None if no header can be read.
+        """Describe the expected memory and time of the cases; None if no header can be read.
 
         Cases that have a report are left out, unless they are made again. Of many cases the headers
         of only some are read.
@@ -243,7 +246,7 @@ class Batch:
         # Expected seconds of each case in `forecasts`; None for a model that has no rate on this
         # machine yet.
         durations_s: list[float | None] = []
-        step = max(1, len(new_cases) // MAX_FORECASTS)
+        step = max(1, len(new_cases) // LEAST_FORECASTS)
         for case in new_cases[::step]:
             # Any reader may fail. The case reports it in its turn.
             with suppress(Exception):
@@ -428,8 +431,8 @@ def run_overlapped(
         Result of `finish` for each case.
 
     Raises:
-        Exception: The first exception of a step ends the whole; steps must return the errors of
-            single cases as values.
+        Exception: The first exception of a step ends the whole run; steps must return the errors
+            of single cases as values.
     """
     answers: list[Answer] = []
     # Each variable that refers to a case keeps its scan in memory, so they are cleared early.

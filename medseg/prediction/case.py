@@ -40,7 +40,7 @@ class CaseData:
         volume: The first channel, set by `read_case`; `segment_case` replaces its voxels by the
             labels.
         result: The segmentation, set by `segment_case`.
-        picture_voxels: What the pictures need of the voxels, set by `segment_case`.
+        picture_voxels: Voxels that the pictures need, set by `segment_case`.
         more_channels: The other channels on the grid of the first, (D, H, W) each, set by
             `read_case`; `segment_case` drops them.
         sources: Fingerprint of the files of each channel when they were read; None where they could
@@ -135,7 +135,7 @@ def segment_case(
     config: PredictConfig,
     on_step: Callable[[str], None] | None = None,
 ) -> None:
-    """Segment a scan, keep what its pictures need of the voxels, and drop them.
+    """Segment a scan, keep the voxels that its pictures need, and drop all others.
 
     Args:
         scan: The scan.

@@ -1,7 +1,7 @@
 """Report of a case, `<case>.json`.
 
-It is written after all results of the case, and read by later predictions, which skip a case whose
-results are up to date.
+The report is written after all results of the case. Later predictions read it, and skip a case
+whose results are up to date.
 """
 
 import fcntl
@@ -53,10 +53,11 @@ def write_case(
         case: What is written.
         earlier_report: Report that was there when the scan was read; empty without one.
         config: Which files are written.
-        expect: Makes the forecast of a case from its grid.
+        expect: Makes the forecast of a case from its model and grid.
 
     Returns:
-        The report: times in s, memory, boxes, volumes in ml, warnings, and what decides the result.
+        The report: times in s, memory, boxes, volumes in ml, warnings, and the settings that decide
+        the result.
 
     Raises:
         UserError: If a file cannot be written, or a prediction of another scan has written it
@@ -68,10 +69,10 @@ def write_case(
         # read, or deleted it. A new report of the same scan may be replaced.
         present_report = read_report(output)
         is_new = bool(present_report) and present_report != earlier_report
-        other_input = present_report.get("input")
-        if is_new and other_input != scan.place:
+        present_input = present_report.get("input")
+        if is_new and present_input != scan.place:
             raise UserError(
-                f"{output}: another prediction, of {other_input}, has written it while "
+                f"{output}: another prediction, of {present_input}, has written it while "
                 "this one ran; give another output"
             )
         with case.measured("write"):
@@ -103,7 +104,7 @@ def _write_report(
         chosen: The model.
         case: The segmented scan.
         outputs: Files that were written.
-        expect: Makes the forecast of a case from its grid.
+        expect: Makes the forecast of a case from its model and grid.
     """
     result = case.result
     volume = case.volume

@@ -1,6 +1,6 @@
 """Forecast of a prediction: the memory of a case, step by step, and its time.
 
-It needs only the grid of the scan, which is in the header of its file.
+A forecast needs only the grid of the scan, which is in the header of its file.
 """
 
 import json
@@ -46,12 +46,12 @@ IMAGE_BYTES = 4  # of an image at the spacing of a stage, float32
 PROBABILITY_BYTES = 2  # of a stored probability, float16
 SUM_BYTES = 4  # of a probability that is summed up over tiles, float32
 # Memory of a pass with the workspaces of its kernels, as a multiple of its live tensors. These are
-# counted on a small image; of a large one fewer bytes a voxel are live, since the head predicts a
-# few planes at a time. So the factor is below 1. Measured on phantoms of 1 to 520 slices in bf16.
+# counted on a small image. A large image has fewer live bytes per voxel, since the head predicts a
+# few planes at a time: so the factor is below 1. Measured on phantoms of 1 to 520 slices in bf16.
 # Budgets are checked with the larger factor `WORKSPACE`, to be on the safe side.
 USUAL_WORKSPACE = 0.75
 # Box of the body with the table, (z, y, x): the share of each axis of the scan that it takes, and
-# its largest extent, which counts where the field of view is wide. Medians of 33 scans.
+# its largest extent in mm, which counts where the field of view is wide. Medians of 33 scans.
 BODY_SHARE = (1.0, 0.8, 1.0)
 BODY_MM = (math.inf, 360.0, 480.0)
 # Bytes that resampling needs for each voxel of the slabs that are resampled at a time, one slab for
@@ -69,14 +69,14 @@ JOINING_BYTES = 18 * 2**20
 # goes through one of our networks takes this many units more. Measured on two cores of an AMD EPYC
 # with the included weights.
 NETWORK_TIME = 5
-# Time that each case of a model of nnU-Net takes, however small, in the same unit: about 20 ms for
-# checks, statistics and report.
+# Fixed time of each case of a model of nnU-Net, in the same unit: about 20 ms for checks,
+# statistics and report.
 CASE_TIME = 1.5e6
 # Memory that a model of nnU-Net takes when a scan is read, beside the scan. The libraries that read
 # scans are loaded before.
 READING_BYTES = 4 * 2**20
-# Memory that such a model takes from its first pass on, beside the scan and its arrays. The pass
-# compiles kernels and leaves freed memory in the heap.
+# Memory that a model of nnU-Net takes from its first pass on, beside the scan and its arrays. The
+# pass compiles kernels and leaves freed memory in the heap.
 PASS_BYTES = 15 * 2**20
 # Number of finished cases of a model whose rates are kept.
 MAX_CASES = 20
@@ -376,6 +376,7 @@ def _heap_bytes(num_voxels: int) -> int:
     if maps_large_blocks():
         return 0
     num_threads = min(torch.get_num_threads(), MAX_THREADS)
+    # A small scan frees less than a heap holds.
     return (num_threads - 1) * min(THREAD_HEAP_BYTES, IMAGE_BYTES * num_voxels)
 
 
@@ -442,7 +443,7 @@ def _pass_bytes(
     """
     plan = stage.plan(shape, options)
     num_voxels = math.prod(shape)
-    # Size of a network's input, and of the crop after it is padded to at least that.
+    # Size of a network's input, and of the crop after it is padded to at least that size.
     network_shape = network_size(plan.tile_size or shape, stage.divisor)
     padded_shape: Shape = tuple(map(max, shape, network_shape))  # type: ignore[assignment]
     num_padded = math.prod(padded_shape)
@@ -452,7 +453,7 @@ def _pass_bytes(
         pass_bytes += _held(input_bytes * num_padded, array_bytes)
     # Tiles and slabs fill a result that exists from the start. The result of a single pass adds
     # nothing to the peak, as it is made when the features of the network are freed.
-    is_single_pass = plan == TilingPlan(tile_size=None)
+    is_single_pass = plan == TilingPlan(tile_size=None)  # neither tiles nor slabs
     if not is_single_pass:
         pass_bytes += _held(PROBABILITY_BYTES * num_classes * num_padded, array_bytes)
     if stage.has_views(options):
@@ -489,6 +490,7 @@ def _pass_voxels(stage: TrainedStage, shape: Shape, options: InferenceOptions) -
     network_shape = network_size(stage.tile_size or shape, stage.divisor)
     num_tiles = 1
     if stage.tile_size:
+        # A crop smaller than a tile is padded to its size.
         depth, height, width = map(max, shape, network_shape)
         boxes = tile_boxes((depth, height, width), network_shape, options.overlap)
         num_tiles = len(boxes)

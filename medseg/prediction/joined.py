@@ -116,7 +116,7 @@ def join_values(
     """Give each label of several models a value.
 
     A label in `label_values` has the value that is stated there. The others count from 1 in their
-    order and leave those values out. A name that several models have is one label.
+    order and skip the stated values. A name that several models have is one label.
 
     Args:
         labels_by_part: Names of the labels of each model.

@@ -71,8 +71,8 @@ def load_cascade(
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where a CPU
             lacks it. A GPU without bf16 computes in fp16 instead.
         options: Tiles of the last stage, memory, backend and flips; None = the defaults. If no
-            backend is named, it is torch; on a CPU without bf16 it is the quicker one whose memory
-            fits.
+            backend is named, it is torch; on a CPU without bf16 it is OpenVINO if that is quicker
+            and its memory fits.
         trusted: Prefixes of classes beyond the white list that a checkpoint may name.
 
     Raises:
@@ -98,7 +98,7 @@ def load_cascade(
         stages_to_load = [("single", single)]
     stages = _load_in_order(stages_to_load, device, precision, trusted, options)
     if options.tile_size is not None:
-        # The warning states what was measured with the included weights, so only they get it.
+        # The warning states a measurement with the included weights, so only they get it.
         checkpoints_of_last = fine if len(stages) > 1 else coarse
         is_included = not single and not checkpoints_of_last
         warning = TILE_WARNING if is_included else ""
@@ -166,7 +166,7 @@ def load_model_folders(
     options: InferenceOptions | None = None,
     trusted: Sequence[str] = (),
 ) -> ScanModel:
-    """Load model folders; of several, a later label is painted over an earlier one.
+    """Load model folders; the labels of a later one are painted over those of an earlier one.
 
     Args:
         weights: For each model a folder of medseg or nnU-Net, the parent of a folder of nnU-Net, or
@@ -297,7 +297,7 @@ def pick_model(scan: Scan, range_models: Sequence[RangeModel]) -> tuple[RangeMod
 
 
 def result_settings(model: ScanModel, precision: str | None) -> dict[str, Any]:
-    """List what decides the result of a model beside the scan, in plain types.
+    """List the settings that decide the result of a model for a scan, in plain types.
 
     These are the checkpoints by content, the precision, and the inference options except for the
     memory, which changes no label.

@@ -13,7 +13,7 @@ from medseg.memory.profile import memory_limit_bytes, resident_bytes
 # Memory of libraries that load with the first scan, and of kernels that are compiled for it;
 # measured. A forecast counts less, see `medseg.prediction.forecast.FIRST_SCAN_BYTES`.
 LIBRARIES_BYTES = 60 * 2**20
-# Memory of slabs that are resampled, and of components of a label, at most.
+# Largest memory of the slabs that are resampled and of the components of a label.
 SLABS_BYTES = 240 * 2**20
 # Memory that a prediction takes after its weights are loaded, beside networks and arrays.
 OVERHEAD_BYTES = LIBRARIES_BYTES + SLABS_BYTES
@@ -45,6 +45,9 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
         backend_bytes: Memory that the backends take with the first pass, see
             `TrainedStage.backend_bytes`.
 
+    Returns:
+        The shares; infinite without a bound.
+
     Raises:
         UserError: If the process already holds too much.
     """
@@ -66,7 +69,7 @@ def share_memory(max_ram_gib: float | None, backend_bytes: int = 0) -> MemorySha
 
 
 def backend_room_bytes(max_ram_gib: float | None, budget_gib: float) -> float:
-    """Measure the memory that is left for OpenVINO beside a pass that takes all of its budget.
+    """Compute the memory that is left for OpenVINO beside a pass that takes all of its budget.
 
     Torch needs no such room: its libraries are loaded already, and a pass that does not fit runs in
     slabs.

@@ -296,10 +296,10 @@ class PredictConfig:
         if self.by_spacing is None:
             return
         ranges = self.by_spacing
-        names_by_bounds = sorted(ranges, key=lambda name: ranges[name].range_mm)
+        sorted_names = sorted(ranges, key=lambda name: ranges[name].range_mm)
         previous_name = ""
         previous_high_mm = 0.0
-        for name in names_by_bounds:
+        for name in sorted_names:
             range_options = ranges[name]
             key = f"by_spacing.{name}"
             range_mm = list(range_options.range_mm)

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
 
-# First columns of the table of scores that `evaluate` writes, by which it is known: it has the same
-# name as the summary of a batch.
+# First columns of the table of scores that `evaluate` writes. They tell it from the summary of a
+# batch, which has the same file name.
 METRIC_KEYS = ("region", "trust", "metric")
 
 
@@ -65,7 +65,7 @@ def predict_scans(config: PredictConfig, observer: Observer | None = None) -> li
 
     Args:
         config: Checked configuration.
-        observer: Is told what happens.
+        observer: Receives the events of the prediction.
 
     Returns:
         The cases with their outcomes.
@@ -119,7 +119,7 @@ def _predict_source(
     Args:
         source: The input; the unpacked folder of an archive.
         config: Checked configuration.
-        observer: Is told what happens.
+        observer: Receives the events of the prediction.
         archive: Archive that the input was unpacked from.
     """
     is_on_ray = config.engine is Engine.ray
@@ -281,10 +281,10 @@ def _scans_of_folder(
 
 
 def _refuse_on_several_processes(config: PredictConfig) -> None:
-    """Refuse what the processes of torchrun cannot share.
+    """Refuse keys that the processes of torchrun cannot share.
 
     Raises:
-        UserError: Names the key that asks for it.
+        UserError: Names the key.
     """
     if config.engine is Engine.ray:
         raise UserError(
@@ -336,7 +336,7 @@ def _predict_here(
         cases: The cases.
         range_models: Models to choose from.
         config: Configuration of the prediction.
-        observer: Is told what happens.
+        observer: Receives the events of the prediction.
     """
     batch = make_batch(range_models, config, len(cases), observer)
     cost_sentence = batch.describe_cost(cases)

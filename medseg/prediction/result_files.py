@@ -1,6 +1,6 @@
 """Result files of a case, except for its report.
 
-Their paths, their writers, and what pictures keep of the voxels until they are written.
+Their paths, their writers, and the voxels that pictures keep until they are written.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ from medseg.task import LabelValues, Task
 # Folder beside the label maps. Its files hold the standard deviation of the probabilities of
 # several checkpoints or flips, in percent.
 UNCERTAINTY = "uncertainty"
-# Kind of file, as `save` names it, to what follows the name of the case in the name of the file.
+# Kind of file, as in `save`, to the end of its name, which follows the name of the case.
 ENDINGS = {
     "preview": ".preview.png",
     "viewer": SUFFIX,
@@ -55,7 +55,7 @@ DICOM_KINDS = ("dicom_seg", "rtstruct")
 
 @dataclass(frozen=True)
 class PictureVoxels:
-    """What the pictures of a case keep of its voxels, which are dropped once it is segmented.
+    """Voxels that the pictures of a case need; all others are dropped once it is segmented.
 
     Attributes:
         slices: Slices of the preview; empty if none is written.
@@ -117,7 +117,7 @@ def check_kinds(scan: Scan, save: Sequence[Save]) -> None:
 def take_picture_voxels(
     scan: Scan, volume: Volume, result: Segmentation, task: Task, config: PredictConfig
 ) -> PictureVoxels:
-    """Copy what the pictures of a case need of its voxels.
+    """Copy the voxels that the pictures of a case need.
 
     If the case has reference labels that cannot be used, a warning is added to the result.
 
@@ -202,7 +202,7 @@ def write_results(
         volume: Grid and header of the scan. Its array is not used: `segment_case` has replaced the
             voxels by the labels, to free them.
         result: The segmentation.
-        picture_voxels: What the pictures need of the voxels of the scan.
+        picture_voxels: Voxels of the scan that the pictures need.
         task: Labels, and the window of the preview.
         config: Options of some kinds of files.
 

@@ -89,7 +89,7 @@ class Scan(NamedTuple):
 
     def identity_with(self, volume: Volume) -> Identity:
         """Return patient, study and series as the read volume states them, else as known before."""
-        has_own = any(volume.identity)
+        has_own = any(volume.identity)  # at least one field is not empty
         return volume.identity if has_own else self.identity
 
     def reading(self) -> dict[str, Any]:

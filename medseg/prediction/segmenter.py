@@ -39,7 +39,7 @@ class Segmenter:
 
     Args:
         coarse: Checkpoint or `.safetensors` file of the coarse stage, or several, which are
-            averaged.
+            averaged; none = the included weights.
         fine: The same for the fine stage; none for a task without regions.
         single: In place of both, one or several checkpoints of a model of one stage.
         weights: In place of all, a model folder or a list of them; see `load_model_folders`.
@@ -49,8 +49,8 @@ class Segmenter:
         ensemble: With several folders of nnU-Net in `weights`, whether their probabilities are
             averaged; else the labels of a later folder cover those of an earlier one.
         accelerator: `auto`, `cpu` or `gpu`.
-        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training, fp32 where the
-            device lacks it.
+        precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training. Where the device
+            lacks that format, fp16 on a GPU and fp32 on a CPU.
         options: Tiles, memory budget, backend and flips; None = the defaults.
         trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as
             `my_package.`.
@@ -128,8 +128,8 @@ class Segmenter:
             UserError: If the scan cannot be read as one regular 3D volume, all its voxels have one
                 value, a channel is missing, or an array has no affine.
         """
-        # The number is set again for this thread of the caller: if it has started while another
-        # thread resampled, it may have inherited a limit of one torch thread.
+        # Torch keeps this number for each thread. A thread of the caller that started while another
+        # one resampled may have inherited a limit of one torch thread.
         torch.set_num_threads(self.num_threads)
         start_s = time.perf_counter()
         task = self.cascade.task
@@ -238,6 +238,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = Non
     Raises:
         UserError: If it cannot be read, or is an array without an affine.
     """
+    # Replaces NaN and infinity.
     air = AIR_HU if modality == "ct" else 0
     if isinstance(scan, Volume):
         is_finite = bool(np.isfinite(scan.array).all())
@@ -247,7 +248,7 @@ def _to_volume(scan: str | Path | Volume | Any, modality: str, affine: Any = Non
         def read_slices() -> Iterator[np.ndarray]:
             return map(np.ravel, scan.array)
 
-        # Read like a file, by `load_image`, which replaces NaN and infinity.
+        # Read like a file, by `load_image`, which makes the replacement.
         lazy = LazyVolume(
             Path("Volume"), scan.grid, scan.array.dtype, read_slices, findings=scan.findings
         )

@@ -55,7 +55,7 @@ def pick_series(
     for scan in scans:
         volumes = _volumes_of(scan, modality, on_file)
         if not volumes:
-            # The reader of the scan says what is there instead.
+            # The reader of the scan reports which files are there instead.
             picked.append(scan)
             continue
         for listed in volumes:

@@ -192,14 +192,14 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
         UserError: If a file of the summary cannot be written. Nothing is raised if a case has
             failed too: its error is reported instead.
     """
-    total = total_name(task.labels)
-    new_entries = [_entry_of(case, total) for case in cases]
+    total_label = total_name(task.labels)
+    new_entries = [_entry_of(case, total_label) for case in cases]
     new_names = {entry.name for entry in new_entries}
     # Another prediction into the folder must not write between the reading and the writing.
     with locked_folder(folder):
-        entries = [*_earlier_entries(folder, new_names, total), *new_entries]
+        entries = [*_earlier_entries(folder, new_names, total_label), *new_entries]
         try:
-            _write_files(folder, entries, task, total)
+            _write_files(folder, entries, task, total_label)
         except UserError:
             # Cases may have failed for the same reason, such as a full disk. This error must not
             # hide theirs.
@@ -208,24 +208,26 @@ def write_summary(folder: Path, cases: Sequence[BatchCase], task: Task) -> None:
                 raise
 
 
-def _write_files(folder: Path, entries: Sequence[SummaryEntry], task: Task, total: str) -> None:
+def _write_files(
+    folder: Path, entries: Sequence[SummaryEntry], task: Task, total_label: str
+) -> None:
     """Write the three files of a summary.
 
     Args:
         folder: Folder of the results.
         entries: All scans.
         task: See `write_summary`.
-        total: From `total_name`.
+        total_label: From `total_name`.
 
     Raises:
         UserError: If a file cannot be written.
     """
-    columns = summary_columns(entries, task, total)
+    columns = summary_columns(entries, task, total_label)
     keys = [column.key for column in columns]
     rows = [entry.cells(keys, SEPARATOR) for entry in entries]
     write_csv(folder / SUMMARY_FILE, rows, keys)
     write_spreadsheet(folder / SPREADSHEET_FILE, _sheets(columns, entries))
-    cards = [_card_of(entry, folder, total) for entry in entries]
+    cards = [_card_of(entry, folder, total_label) for entry in entries]
     write_contact_sheet(folder / PAGE_FILE, cards, structures_of(task))
 
 
@@ -237,7 +239,7 @@ def total_name(labels: Mapping[str, int]) -> str:
     return name
 
 
-def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> list[Column]:
+def summary_columns(entries: Sequence[SummaryEntry], task: Task, total_label: str) -> list[Column]:
     """List the columns: texts, and figures of all labels.
 
     The labels are those of the task, and those of other tasks whose cases are in the folder. A
@@ -246,7 +248,7 @@ def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> 
     Args:
         entries: All scans.
         task: See `write_summary`.
-        total: From `total_name`.
+        total_label: From `total_name`.
     """
     # Dictionaries instead of sets, because the order of a set of texts differs from process to
     # process.
@@ -255,26 +257,26 @@ def summary_columns(entries: Sequence[SummaryEntry], task: Task, total: str) -> 
         for key in entry.row:
             if key not in TEXT_KEYS:
                 numeric_keys[key] = None
-    labels = dict.fromkeys([total, *task.labels])
+    labels = dict.fromkeys([total_label, *task.labels])
     # Every label has a volume: the keys of these columns name the labels of other tasks.
     volume_ending = f"_{VOLUME.ending}"
     for key in numeric_keys:
         if key.endswith(volume_ending):
             labels[key.removesuffix(volume_ending)] = None
     columns = list(COLUMNS_BEFORE_FIGURES)
-    columns += [_figure_column(VOLUME, label, total) for label in labels]
+    columns += [_figure_column(VOLUME, label, total_label) for label in labels]
     for label in labels:
-        columns_in_hu = [_figure_column(figure, label, total) for figure in FIGURES_IN_HU]
+        columns_in_hu = [_figure_column(figure, label, total_label) for figure in FIGURES_IN_HU]
         has_figure = any(column.key in numeric_keys for column in columns_in_hu)
         if task.is_ct or has_figure:
             columns += columns_in_hu
     return [*columns, *COLUMNS_AFTER_FIGURES]
 
 
-def _figure_column(figure: Figure, label: str, total: str) -> Column:
-    """Describe the column of a figure of one label, or of all together if `label` is `total`."""
+def _figure_column(figure: Figure, label: str, total_label: str) -> Column:
+    """Describe the column of a figure of one label; `total_label` stands for all together."""
     shown_label = label.replace("_", " ")
-    part = "all labels together" if label == total else f"the label {shown_label}"
+    part = "all labels together" if label == total_label else f"the label {shown_label}"
     return Column(
         key=f"{label}_{figure.ending}",
         heading=f"{shown_label}: {figure.heading} ({figure.unit})",
@@ -284,7 +286,7 @@ def _figure_column(figure: Figure, label: str, total: str) -> Column:
     )
 
 
-def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
+def _entry_of(case: BatchCase, total_label: str) -> SummaryEntry:
     """Make the entry of a case of this batch, which may have failed."""
     if case.exit_code:
         identity = case.scan.identity
@@ -299,17 +301,17 @@ def _entry_of(case: BatchCase, total: str) -> SummaryEntry:
     if report is None:
         # The case was skipped, since its results are up to date: the earlier report counts.
         report = read_report(case.output)
-    return _entry_of_report(case.scan.name, report, total)
+    return _entry_of_report(case.scan.name, report, total_label)
 
 
-def _entry_of_report(name: str, report: Mapping[str, Any], total: str) -> SummaryEntry:
+def _entry_of_report(name: str, report: Mapping[str, Any], total_label: str) -> SummaryEntry:
     """Make the entry of a case that has a result."""
     warnings = list(map(str, report.get("warnings", [])))
-    row = _row_of(name, report, total)
+    row = _row_of(name, report, total_label)
     return SummaryEntry(row, warnings, information_in_report(report), report)
 
 
-def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[SummaryEntry]:
+def _earlier_entries(folder: Path, new_names: set[str], total_label: str) -> list[SummaryEntry]:
     """Make the entries of scans that earlier predictions into the folder have listed.
 
     Each is made from the report of its case. A row without a report, such as that of a scan that
@@ -318,7 +320,7 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
     Args:
         folder: Folder of the results.
         new_names: Names of the cases of this prediction, which are left out.
-        total: From `total_name`.
+        total_label: From `total_name`.
     """
     path = folder / SUMMARY_FILE
     if not path.exists():
@@ -343,7 +345,7 @@ def _earlier_entries(folder: Path, new_names: set[str], total: str) -> list[Summ
             continue
         report = read_report(folder / f"{name}.nii.gz")
         if report:
-            entries[name] = _entry_of_report(name, report, total)
+            entries[name] = _entry_of_report(name, report, total_label)
         else:
             warnings = _sentences(row.get("warnings"))
             information = _sentences(row.get("information"))
@@ -369,13 +371,13 @@ def _earlier_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return cells
 
 
-def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
+def _row_of(name: str, report: Mapping[str, Any], total_label: str) -> dict[str, Any]:
     """Make the row of a case from its report.
 
     Args:
         name: Name of the case.
         report: Content of `<case>.json`. Those of older versions lack some keys.
-        total: From `total_name`.
+        total_label: From `total_name`.
     """
     identity = report.get("identity") or {}
     volumes_ml = report.get("volume_ml") or {}
@@ -386,7 +388,7 @@ def _row_of(name: str, report: Mapping[str, Any], total: str) -> dict[str, Any]:
     for label, volume_ml in volumes_ml.items():
         figures_by_label[label] = {**statistics.get(label, {}), "ml": volume_ml}
     # Set last, so that it replaces a label of another task that has the name of the total.
-    figures_by_label[total] = total_figures
+    figures_by_label[total_label] = total_figures
     row: dict[str, Any] = {
         "case": name,
         "status": report.get("status"),
@@ -451,13 +453,13 @@ def _sheets(columns: Sequence[Column], entries: Sequence[SummaryEntry]) -> dict[
     }
 
 
-def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
+def _card_of(entry: SummaryEntry, folder: Path, total_label: str) -> Card:
     """Describe a case for the page `index.html`.
 
     Args:
         entry: The case.
         folder: Folder of the results; pictures that lie there are linked.
-        total: From `total_name`.
+        total_label: From `total_name`.
     """
     row = entry.row
     report = entry.report
@@ -471,12 +473,16 @@ def _card_of(entry: SummaryEntry, folder: Path, total: str) -> Card:
         if (folder / file_name).is_file():
             picture_files[kind] = file_name
     agreements = report.get("agreements") or {}
+    total_ml = row.get(f"{total_label}_ml")
+    volumes_ml = {total_label: total_ml, **report.get("volume_ml", {})}
+    # Set again, so that it replaces a label of another task that has the name of the total.
+    volumes_ml[total_label] = total_ml
     return Card(
         name=entry.name,
         status=row.get("status") or "",
         patient=row.get("patient") or "",
         date=row.get("date") or "",
-        volumes_ml={total: row.get(f"{total}_ml"), **report.get("volume_ml", {})},
+        volumes_ml=volumes_ml,
         warnings=entry.warnings,
         information=entry.information,
         codes=list(dict.fromkeys(warning_codes)),  # each once

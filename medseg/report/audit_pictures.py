@@ -23,9 +23,10 @@ _TITLE_PX = 38
 _LINE_PX = 14
 _GAP_PX = 10
 _HEADER_PX = 50
-# Severity of a finding to its colour, the worst first.
+# Severity of a finding to its colour, the most severe first.
 _SEVERITY_COLOURS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
-# Letters of 8 points that fit into a line below the slices of a case, and largest number of lines.
+# Number of characters of 8 points that fit into a line below the slices of a case, and largest
+# number of these lines.
 _LINE_LENGTH = 74
 _MAX_LINES = 7
 
@@ -35,7 +36,7 @@ class Slice(NamedTuple):
 
     Attributes:
         plane: `coronal` or `axial`.
-        image_hu: Image in HU, (rows, columns).
+        image_hu: Image in HU, or in the units of another modality, (rows, columns).
         labels: Label values of the same shape; None for a case without labels.
         spacing_mm: Distance of neighbouring rows, and of neighbouring columns, in mm.
     """
@@ -74,7 +75,7 @@ def cut_slices(
         labels: Label map of the same shape, or None.
         spacing_mm: Voxel spacing in mm, (z, y, x).
     """
-    # An oriented volume has the axes (z, y, x): coronal slices are across y, axial ones across z.
+    # The axes are (z, y, x). Coronal slices are perpendicular to y, axial ones to z.
     coronal = _cut_slice("coronal", 1, image_hu, labels, spacing_mm)
     axial = _cut_slice("axial", 0, image_hu, labels, spacing_mm)
     return coronal, axial
@@ -117,7 +118,7 @@ def audit_pictures(
 
     Args:
         cases: The cases, at least one, in the order of drawing.
-        path: PNG file to write; pictures of an earlier call that had more are removed.
+        path: PNG file of the first picture; surplus pictures of an earlier call are removed.
         title: Line at the top.
         label_names: Label value to name; only these values are drawn, in this order of colours.
         window_hu: Values that are drawn black and white; None takes percentiles of each slice.
@@ -191,7 +192,7 @@ def _write_legend(canvas: Canvas, names: Sequence[str]) -> None:
     # From right to left, so that the last name ends at the right edge.
     left_px = canvas.width_px
     for number in reversed(range(len(names))):
-        # A letter in bold type of 10 points is about 7.5 pixels wide.
+        # A bold character of 10 points is about 7.5 pixels wide.
         left_px -= 7.5 * len(names[number]) + 2 * _GAP_PX
         text = names[number].replace("_", " ")
         canvas.write(left_px, 17, text, color=colour_of(number), fontsize=10, fontweight="bold")

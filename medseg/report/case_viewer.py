@@ -1,4 +1,4 @@
-"""Viewer of a case: its content from the arrays, the statistics and the report of a prediction.
+"""Content of the viewer of a case, from arrays, statistics and the report of a prediction.
 
 `medseg.report.viewer` writes the page.
 """
@@ -20,7 +20,7 @@ from medseg.preprocess.orient import orient, orientation_of
 from medseg.report.overlay import colour_of
 from medseg.task import Task
 
-if TYPE_CHECKING:  # it imports Jinja2, which takes 10 MiB of memory
+if TYPE_CHECKING:  # this module imports Jinja2, which takes 10 MiB of memory
     from medseg.report.viewer import ViewerVolumes
 
 # The viewer of a case is called `<case>.html`.
@@ -74,7 +74,7 @@ def pack_case(
         grid: Grid of both.
         reference: Reference label values, (D, H, W), or None.
         task: Labels, and whether the values are HU.
-        max_mb: Largest size of the page in 10⁶ bytes.
+        max_mb: Largest size of the page in 10⁶ bytes; by default that of `viewer.max_mb`.
     """
     from medseg.report.viewer import pack_volumes
 
@@ -92,7 +92,7 @@ def pack_case(
     for index, (pred_slice, target_slice) in enumerate(zip(pred, target, strict=True)):
         is_equal = pred_slice == target_slice
         for row, values in enumerate((pred_slice, target_slice, pred_slice[is_equal])):
-            # Values above those of the task, such as that of ignored voxels, are cut off.
+            # Larger values belong to no label of the task, and are cut off.
             counts[row] += np.bincount(values.ravel(), minlength=num_values)[:num_values]
         num_different = pred_slice.size - int(np.count_nonzero(is_equal))
         if num_different > most_different:
@@ -145,7 +145,7 @@ def write_case_viewer(
         rows[value] = written_figures(statistics.labels.get(name, {}))
         if name in packed.dice:
             rows[value]["Dice"] = f"{packed.dice[name]:.3f}"
-    # The headings of all rows, each once: a label without voxels has no figures in HU.
+    # The headings of all rows, each once. A label without voxels has no figures in HU.
     columns = list(dict.fromkeys(chain(*rows.values())))
     places: dict[str, Sequence[float]] = {}
     if packed.worst_xyz_mm is not None:
@@ -197,9 +197,10 @@ def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     """
     # A label that was not measured has no figures at all; its volume is shown as 0.
     texts = {"ml": f"{figures.get('ml') or 0:.0f}"}
-    # All figures in HU are None if one of them is. The percentiles are whole numbers already.
+    # Either all figures in HU are numbers, or all are None. The percentiles are whole numbers.
     if figures.get("mean_hu") is not None:
-        share = figures["share_below_minus_950_hu"] or 0
+        share = figures["share_below_minus_950_hu"]
+        assert share is not None, "the mean is a number"
         texts["mean HU"] = f"{figures['mean_hu']:.0f}"
         texts["5 … 95 % HU"] = f"{figures['p5_hu']} … {figures['p95_hu']}"
         texts["< −950 HU"] = f"{100 * share:.1f} %"

@@ -16,7 +16,7 @@ from medseg.report.compare import MISSING
 from medseg.report.differences import METHOD, Difference
 from medseg.report.html import data_uri, render_page
 
-# Colours of the style sheet; with more regions they repeat.
+# Number of hues in the style sheet; with more regions they repeat.
 _NUM_HUES = 8
 # Score to its title, in the order of the columns.
 _TITLES = {
@@ -82,7 +82,7 @@ def render_cases(
     Args:
         rows: Scores of each case and region: `case`, `region`, `trust`, the scores of
             `medseg.metrics.scores.score_region` and further metrics.
-        statistics: Statistics of each region and metric over all trusts.
+        statistics: Statistics of each region and metric, over references of any trust.
         files: Case to its picture and viewers.
         title: Heading.
         folder: Folder of the evaluation, as shown to the reader.
@@ -90,7 +90,7 @@ def render_cases(
         say: Receives a sentence about each picture that cannot be read.
         notes: Heading to the lines below it: failures, warnings, cases without a partner; a heading
             without lines is left out.
-        costs: Pairs of a name and a figure for the top of the page.
+        costs: Pairs of a name and a value for the top of the page.
         baseline: Name of the baseline; "" without one, and then `baseline_dices`, `compared` and
             `pairing` are empty.
         baseline_dices: Case and region to the Dice of the baseline.
@@ -103,7 +103,7 @@ def render_cases(
     regions = list(dict.fromkeys(row["region"] for row in rows))
     anchors = {case: f"case-{number}" for number, case in enumerate(worst_first(rows))}
     page_rows = _page_rows(sorted(rows, key=_badness), regions, anchors, baseline_dices)
-    # The points are part of the page: keys that no chart uses would only make it larger.
+    # The page contains the points: keys that no chart uses would only make it larger.
     points = []
     for row in page_rows:
         points.append({key: row[key] for key in _POINT_KEYS})
@@ -135,7 +135,7 @@ def render_cases(
 
 
 def _mean_dices(statistics: Sequence[Row]) -> list[tuple[str, str]]:
-    """List the mean Dice of each region, as pairs of a name and a figure."""
+    """List the mean Dice of each region, as pairs of a name and a value."""
     tiles = []
     for row in statistics:
         if row["metric"] == "dice":
@@ -226,7 +226,7 @@ def _difference_charts(
 
 
 def worst_first(rows: Sequence[Row]) -> list[str]:
-    """List the cases in the order of the page: by their lowest Dice, then by the HD95 there."""
+    """List the cases in the order of the page: by their lowest Dice, then by its row's HD95."""
     cases = [row["case"] for row in sorted(rows, key=_badness)]
     # A case has a row for each region. The first of its rows, its worst, decides its place.
     return list(dict.fromkeys(cases))

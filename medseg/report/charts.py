@@ -1,7 +1,7 @@
 """Charts of the pages as Vega-Lite specifications.
 
-They are plain dictionaries that the page's script draws as SVG. Colours are variables of the
-page's style sheet: `--s<number>` of a setting, `--hue-<number>` of a region.
+Specifications are plain dictionaries that the page's script draws as SVG. Colours are variables of
+the page's style sheet: `--s<number>` of a setting, `--hue-<number>` of a region.
 """
 
 import math
@@ -23,9 +23,10 @@ from medseg.report.compare import (
 )
 from medseg.report.plots import rank_offsets
 
+# Height of a chart, and of one of the many charts of keys.
 _HEIGHT_PX = 260
 _SMALL_HEIGHT_PX = 200
-# Least number of results for charts over keys: with fewer, they show no more than the table does.
+# Least number of results for charts over keys: with fewer, the table shows as much.
 _MIN_RESULTS = 4
 # Largest number of charts of keys on a page.
 _MAX_KEYS = 9
@@ -273,7 +274,8 @@ def dice_by_region(rows: Rows) -> Chart:
         "axis": {"labelAngle": 0 if len(names) < 5 else -35},
     }
     y = _axis("Dice", points, "y", is_dice=True)
-    # The domain is wider than the offsets in [0, 1): the points stay in the middle of their place.
+    # The domain is wider than the offsets in [0, 1), so the points stay near the middle of the
+    # space of their region.
     offset = {"field": "offset", "type": "quantitative", "scale": {"domain": [-0.6, 1.6]}}
     box = {
         "type": "boxplot",
@@ -300,7 +302,7 @@ def volume_errors(rows: Rows) -> Chart:
     points = [{**row, "x": row["volume_ref_ml"], "y": row["error_ml"]} for row in rows]
     x = _axis("reference volume in ml", points, "x")
     y = _axis("prediction minus reference in ml", points, "y")
-    # Whether a volume is over- or underestimated is seen only beside zero.
+    # The axis includes zero, which divides over- from underestimated volumes.
     y["scale"] = {"zero": True}
     tooltip = _tooltip(
         case="case", region="region", volume_ref_ml="reference ml", error_ml="difference ml"
@@ -347,7 +349,7 @@ def _case_look(tooltip: Rows) -> dict[str, Any]:
     return {"color": _COLOUR, "href": {"field": "link"}, "tooltip": tooltip}
 
 
-# Without a scale, the field has colours instead of categories.
+# `"scale": None`: the values of the field are colours, not categories to which Vega gives colours.
 _COLOUR = {"field": "colour", "type": "nominal", "scale": None}
 # Colour, link and opacity of a setting. The page's script sets `lit` to the number of the setting
 # under the pointer, and the other settings fade.
@@ -500,9 +502,9 @@ def _axis(
         "scale": {"zero": False, "padding": 8},
     }
     if isinstance(values[0], str):
-        # Names of fewer than 40 letters in all fit side by side; longer ones are turned.
-        num_letters = sum(map(len, set(values)))
-        labels = {"labelAngle": 0 if num_letters < 40 else -35, "labelLimit": 110}
+        # Names of fewer than 40 characters together fit side by side; longer ones are turned.
+        num_characters = sum(map(len, set(values)))
+        labels = {"labelAngle": 0 if num_characters < 40 else -35, "labelLimit": 110}
         return {**axis, "type": "nominal", "sort": None, "scale": {}, "axis": labels}
     low = min(values)
     high = max(values)

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from medseg.report.differences import (
     Difference,
+    case_means,
     is_established,
-    mean_of_cases,
     paired_difference,
 )
 from medseg.wording import first_few
@@ -30,8 +30,8 @@ REPEAT_KEYS = ("seed", "data.fold")
 MISSING = "–"
 # Largest number of settings that a sentence names.
 MAX_NAMED = 5
-# Largest number that is taken from a file of a run: a larger one means damage, and would overflow
-# in the arithmetic of charts.
+# Largest magnitude of a number that is taken from a file of a run: a larger one means damage, and
+# would overflow in the arithmetic of charts.
 LARGEST = 1e30
 
 
@@ -81,8 +81,8 @@ class Run:
         status: `finished`, `running`, `refused`, … as in `job.json`; `unfinished` where no file
             gives a status.
         message: Why the run did not finish, or "".
-        settings: Resolved configuration, flat, without the keys that only name folders. A run that
-            never began has its overrides only.
+        settings: Values of the resolved configuration by dotted key, without keys that only name
+            folders; no `Setting`. A run that never began has its overrides only.
         has_config: Whether `settings` is the whole configuration.
         overrides: Arguments of the run by key, if it is a job of a multirun; else empty.
         summary: `summary.json`.
@@ -120,8 +120,8 @@ class Metric(NamedTuple):
         key: Column of `report.csv`.
         title: Heading of a column in the page.
         description: One sentence for the heading's tooltip.
-        read: Function of a run that returns its value; None where the run does not have it.
-        format: Function of a value that returns its text in the page.
+        read: Function that returns the value of a run; None where the run has none.
+        format: Function that returns the text of a value for the page.
         better: 1 when more is better, -1 when less is, 0 when neither.
     """
 
@@ -165,7 +165,7 @@ def format_count(number: float) -> str:
         >>> [format_count(n) for n in (950, 12_300, 999_900, 1_450_000)]
         ['950', '12.3 k', '1 M', '1.45 M']
     """
-    # The value that is shown decides the unit: 999,900 is a million.
+    # The rounded value decides the unit: 999,900 is a million.
     rounded = float(f"{number:.3g}")
     for size, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if rounded >= size:
@@ -183,7 +183,7 @@ def _reader(
     Args:
         key: Key of the summary; None reads the history only.
         column: Column of the history; None reads the summary only.
-        pick: Function of the values of the column that returns the number.
+        pick: Function that computes the number from the values of the column.
 
     Returns:
         Function of a run that returns the number, or None where the run has none.
@@ -194,7 +194,7 @@ def _reader(
         # Python counts True as a number.
         if isinstance(summary_value, bool):
             summary_value = None
-        # NaN is not <= anything.
+        # The comparison is false for NaN, too.
         if isinstance(summary_value, int | float) and abs(summary_value) <= LARGEST:
             return float(summary_value)
         if column is None:
@@ -312,7 +312,7 @@ class Setting(NamedTuple):
 
     def case_means(self) -> dict[str, float]:
         """Average the Dice of each case over its labels."""
-        return mean_of_cases(self.cases)
+        return case_means(self.cases)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Card:
         statuses = list(STATUS_WORDS)
         # Unknown statuses come last.
         status_rank = statuses.index(self.status) if self.status in statuses else len(statuses)
-        # A scan without an agreement comes before those that have one, which is at least 0.
+        # An agreement is at least 0: a scan without one comes first.
         agreement = -1.0 if self.least_agreement is None else self.least_agreement
         return status_rank, agreement, -len(self.warnings), self.name
 

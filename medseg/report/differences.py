@@ -1,4 +1,4 @@
-"""Paired differences between the scores of two results on the same cases."""
+"""Paired differences between the scores of two results on the same cases, by patient."""
 
 from collections.abc import Collection, Mapping
 from statistics import fmean
@@ -11,8 +11,8 @@ METHOD = (
     "95 % interval of Student's t distribution and p of Wilcoxon's signed-rank test over the "
     "differences of the patients, each the mean over the cases of a patient"
 )
-# Decimals to which gains are rounded before they are compared: smaller differences are rounding
-# errors of means. They count as zero, or as ties in the rank test.
+# Decimals to which gains are rounded before they are compared: smaller gains are rounding errors of
+# means. They count as zero, and gains that are equal after rounding are ties in the rank test.
 _DIGITS = 9
 
 
@@ -56,7 +56,7 @@ FORMATS = {**dict.fromkeys(_SCORES, ".6f"), "wilcoxon_p": ".4g"}
 def paired_difference(
     scores: Mapping[str, float],
     baseline: Mapping[str, float],
-    better: int = 1,
+    direction: int = 1,
     patients: Mapping[str, str] | None = None,
 ) -> Difference | None:
     """Compare two results patient by patient.
@@ -68,7 +68,7 @@ def paired_difference(
     Args:
         scores: Case to its score.
         baseline: Case to the score of the baseline; only common cases count.
-        better: 1 when more is better, -1 when less is better.
+        direction: 1 when more is better, -1 when less is better.
         patients: Case to its patient; a case that is missing is a patient of its own.
 
     Returns:
@@ -76,19 +76,19 @@ def paired_difference(
 
     Source:
         Student's t for paired samples, as in `scipy.stats.ttest_rel(...).confidence_interval()`,
-        and `scipy.stats.wilcoxon`, exact for up to 50 patients without ties and 13 with some.
+        and `scipy.stats.wilcoxon`, exact for up to 50 patients, with ties for up to 13.
     """
     from scipy.stats import sem, t
 
     pairs = _finite_pairs(scores, baseline)
     if not pairs:
         return None
-    # Means of patients, since cases that count as independent samples would give 14 % false
-    # positives with two scans of each patient, and 36 % with five.
+    # Means of patients: with two scans of each of ten patients, cases as independent samples give
+    # 14 % false positives instead of 5 %, see `docs/decisions/false_positives.csv`.
     means = _patient_means(pairs, patients or {})
     case_gains = [score - baseline_score for score, baseline_score in pairs.values()]
     # Above 0 where the case is better, whether a higher or a lower score is better.
-    case_merits = better * np.round(case_gains, _DIGITS)
+    case_merits = direction * np.round(case_gains, _DIGITS)
     gains = means[:, 0] - means[:, 1]
     mean_gain = float(gains.mean())
     ci95_low = None
@@ -143,18 +143,18 @@ def is_established(
     gains = np.round(means[:, 0] - means[:, 1], _DIGITS)
     if len(gains) < 2:
         return False
-    # Two-sided, although only a gain counts: as careful as the intervals of the page.
+    # Two-sided, although only a gain counts: as strict as the 95 % intervals that reports show.
     level = (1 - CONFIDENCE) / num_comparisons
     least_t = t.ppf(1 - level / 2, len(gains) - 1)
     # t = mean / standard error, without a division by 0 where all gains are equal.
     return bool(gains.mean() > least_t * sem(gains))
 
 
-def mean_of_cases(scores: Mapping[tuple[str, str], float]) -> dict[str, float]:
+def case_means(scores: Mapping[tuple[str, str], float]) -> dict[str, float]:
     """Average the scores of each case over its labels or regions.
 
     Args:
-        scores: Case and label, or region, to the score.
+        scores: Case and label, or case and region, to the score.
     """
     scores_by_case: dict[str, list[float]] = {}
     for (case, _), score in scores.items():
@@ -226,11 +226,11 @@ def _patient_means(
 
 
 def _wilcoxon_p(gains: np.ndarray) -> float:
-    """Compute the two-sided p of the signed-rank test; gains of zero are left out."""
+    """Compute the two-sided p of the signed-rank test over gains other than 0; 1 without any."""
     from scipy.stats import wilcoxon
 
     rounded_gains = np.round(gains, _DIGITS)
-    changes = rounded_gains[rounded_gains != 0]
-    if not len(changes):
+    nonzero_gains = rounded_gains[rounded_gains != 0]
+    if len(nonzero_gains) == 0:
         return 1.0
-    return float(wilcoxon(changes).pvalue)
+    return float(wilcoxon(nonzero_gains).pvalue)

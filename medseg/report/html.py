@@ -34,7 +34,7 @@ def render_page(
         template: File in `page/`.
         kind: Word for the kind of page, such as `report`, which is shown above the heading.
         title: Heading.
-        tiles: Pairs of a name and a figure for the top of the page.
+        tiles: Pairs of a name and a value for the top of the page.
         charts: Group to its charts. The template gets them as `figures`: group to pairs of the
             index of a chart in `specs` and its heading.
         values: Further values of the template.
@@ -93,12 +93,12 @@ def data_uri(path: Path, say: Callable[[str], None]) -> str:
     try:
         with Image.open(path) as opened:
             image = opened.convert("RGB")
-    # The types other than OSError are those that Pillow raises for a damaged header: of a broken
-    # part, of a part that is too short, and of a size that is too large.
+    # Besides OSError, these are the errors of Pillow for a damaged file: SyntaxError for a broken
+    # part, ValueError for one that is too short, and the last for a size that is too large.
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         say(f"{path} is left out: {error}")
         return ""
-    # `thumbnail` keeps the proportions. Its limit of the height is too large to matter.
+    # `thumbnail` keeps the proportions. The limit of the height is too large to matter.
     image.thumbnail((_MAX_WIDTH_PX, 10 * _MAX_WIDTH_PX))
     file = io.BytesIO()
     # `subsampling=0` keeps colour in full resolution: the outlines are one pixel wide.

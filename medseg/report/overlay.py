@@ -23,9 +23,9 @@ _DPI = 100
 # Plane to the axis of an oriented volume (z, y, x) along which its slices follow each other.
 PLANES = {"axial": 0, "coronal": 1, "sagittal": 2}
 
-# Slices of each plane, by the share of the labelled voxels that lies before a slice. Unlike shares
-# of the volume, these shares choose slices that all show a label, and a sagittal slice in each of
-# two organs side by side.
+# Slices of each plane, each given by the share of the labelled voxels that lies before it. These
+# slices all show a label, and the sagittal ones show each of two organs side by side. Shares of the
+# volume would not ensure that.
 _FRACTIONS = {"axial": (0.08, 0.36, 0.64, 0.92), "coronal": (0.3, 0.65), "sagittal": (0.25, 0.75)}
 # Planes in each row of the picture.
 _ROWS = (("axial",), ("coronal", "sagittal"))
@@ -38,6 +38,7 @@ _WIDTH_PX = 1280
 _MAX_ROW_PX = 400
 _HEADER_PX = 56
 _GAP_PX = 4
+# Largest number of characters of the title.
 _MAX_TITLE = 48
 
 
@@ -107,7 +108,7 @@ class Canvas:
 
         Args:
             box_px: Left, top, right and bottom of the slice in the figure, in pixels.
-            image_hu: Image, (rows, columns).
+            image_hu: Image in HU, or in the units of another modality, (rows, columns).
             values: Label values in the order of colours; other values are not drawn.
             window_hu: Values that are drawn black and white.
             is_up: Whether rows run upwards.
@@ -247,7 +248,7 @@ def overlay_montage(
     on the viewer's left, superior is up, anterior is up in axial and left in sagittal slices.
 
     Args:
-        image_hu: Image, (D, H, W).
+        image_hu: Image in HU, or in the units of another modality, (D, H, W).
         pred: Predicted label values, (D, H, W); 0 is background.
         reference: Reference label values, (D, H, W), or None.
         spacing_mm: Voxel spacing in mm, (z, y, x).
@@ -305,7 +306,8 @@ def overlay_montage(
 def _view_box(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> VoxelBox:
     """Find the part of a volume to draw: the box of the labels with a margin.
 
-    It is at least `_MIN_VIEW_MM` long along each axis; without a label it is the whole volume.
+    The box is at least `_MIN_VIEW_MM` long along each axis, or as long as a shorter volume; it is
+    the whole volume without a label.
     """
     box = VoxelBox.from_mask(is_label)
     if box is None:
@@ -389,7 +391,7 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
 
 
 def draw_marks(axes: Any, plane: str, caption: str) -> None:
-    """Write the letters of the patient's sides and a caption on a slice."""
+    """Write the letters of the patient's sides (A and P, or R and L) and a caption on a slice."""
     from matplotlib.patheffects import withStroke
 
     style = {
@@ -425,7 +427,7 @@ def _draw_header(
         for name, colour in ERROR_COLOURS.items():
             entries.append(Patch(facecolor=colour, label=name))
     # At the right end of the header, vertically centred.
-    anchor = (1 - 4 / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px)
+    anchor = (1 - _GAP_PX / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px)
     canvas.figure.legend(
         handles=entries,
         loc="center right",

@@ -8,7 +8,7 @@ import numpy as np
 
 from medseg.io.atomic import replace_path
 
-# Colours of our results, of others beside them, and of lines that mark a limit.
+# Colours of the results of medseg, of baselines beside them, and of lines that mark a limit.
 _OURS = "#0369a1"
 _OTHERS = "#94a3b8"
 _LIMIT = "#b91c1c"
@@ -17,7 +17,7 @@ _COLOURS = ("#0369a1", "#c2410c", "#15803d", "#be185d", "#a16207", "#6d28d9")
 _MAX_NAME_LETTERS = 28
 # Style of the lines of a box.
 _BOX = {"color": "#9ca3af"}
-# Values of `trust` of scores whose points are filled; "" = not given.
+# Values of `trust` of scores whose points are filled; "" = not stated.
 _SURE_TRUST = ("", "reference")
 
 
@@ -69,7 +69,7 @@ def write_png(figure: Any, path: Path) -> None:
 
 
 def shortened(text: str, max_letters: int) -> str:
-    """Cut a text to a number of letters, the last of them an ellipsis; a shorter text stays."""
+    """Cut a text to `max_letters` characters, the last one an ellipsis; a shorter text stays."""
     if len(text) <= max_letters:
         return text
     return f"{text[: max_letters - 1]}…"
@@ -80,7 +80,8 @@ def rank_offsets(num_points: int) -> np.ndarray:
 
     The offsets are not random: a plot of the same scores looks the same.
     """
-    # Multiples of the golden ratio, modulo 1, are evenly distributed, whatever their number.
+    # Multiples of 0.618, the golden ratio minus 1, modulo 1 are evenly distributed, whatever their
+    # number.
     return (np.arange(num_points) * 0.618) % 1
 
 

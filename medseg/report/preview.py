@@ -15,16 +15,16 @@ from medseg.report.plots import shortened, write_png
 # Up to this number, the labels are written below each other; more are written in three columns.
 MAX_FULL_LINES = 6
 
-# Layout of the picture, which is as wide as three panels and two gaps.
+# Layout of the picture, which is as wide as three panels and two gaps. A panel holds a slice.
 _WIDTH_PX = 1280
 _PANEL_PX = 424
 _GAP_PX = 4
 _HEADER_PX = 48
 _LINE_PX = 20
-# Largest number of letters of the title, and largest number of warnings.
+# Largest number of characters of the title, and largest number of warnings.
 _MAX_TITLE = 90
 _MAX_WARNINGS = 8
-# Letters of 10 points that fit into a line.
+# Number of characters of 10 points that fit into a line.
 _LINE_LETTERS = 170
 
 
@@ -54,7 +54,7 @@ def cut_slices(
 ) -> list[PreviewSlice]:
     """Copy the slice of each plane with the largest labelled area.
 
-    Where nothing is labelled it is the middle one.
+    Without any label these are the slices in the middle.
 
     Args:
         image: Oriented volume, (D, H, W).
@@ -130,6 +130,7 @@ def draw_preview(
         column, line = divmod(number, num_label_lines)
         left_px = 12 + column * _WIDTH_PX / num_columns
         top_px = slices_bottom_px + 24 + _LINE_PX * line
+        # A name of 28 bold characters fits into the 190 pixels before the figures.
         name = shortened(structure.name.replace("_", " "), max_letters=28)
         canvas.write(left_px, top_px, name, color=structure.colour, fontsize=10, fontweight="bold")
         canvas.write(left_px + 190, top_px, figures.get(structure.value, ""), fontsize=10)

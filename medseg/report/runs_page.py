@@ -68,7 +68,7 @@ def render(
         "progress": [],
         "differences": differences(baseline_rows, "Difference of the Dice"),
     }
-    # Statuses that are neither a success nor a failure.
+    # Statuses of runs that have not failed, but have no final result.
     open_statuses = OPEN | {PRUNED}
     failures = []
     for run in runs:
@@ -164,7 +164,7 @@ def _run_texts(comparison: Comparison) -> list[list[str]]:
 
 
 def _tiles(runs: Sequence[Run]) -> list[tuple[str, Any]]:
-    """Make the pairs of a name and a figure at the top of the page.
+    """Make the pairs of a name and a value at the top of the page.
 
     They are the number of runs, in all and by status, and the time of training.
     """
@@ -305,7 +305,8 @@ def shown_metrics(comparison: Comparison) -> list[Metric]:
     for metric in METRICS:
         # The known values, each once.
         values = {metric.read(run) for run in comparison.runs} - {None}
-        if len(values) > 1 or (values and metric.better):
+        has_direction = metric.better != 0
+        if len(values) > 1 or (values and has_direction):
             metrics.append(metric)
     return metrics
 
@@ -367,7 +368,7 @@ def _cells(
         if can_be_best and mean is not None:
             eligible_means.add(mean)
     best_mean = None
-    # Where all are equal, none is marked.
+    # Where all means are equal, none is marked.
     if metric.better and len(eligible_means) > 1:
         best_mean = max(eligible_means, key=lambda mean: mean * metric.better)
     cells = []

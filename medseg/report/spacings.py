@@ -6,14 +6,15 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from medseg.io.tables import markdown_table
-from medseg.report.differences import is_established, mean_of_cases
+from medseg.report.differences import case_means, is_established
 
-# Classes of slice thickness: upper ends of all but the last one, and names.
+# Classes of slice thickness: upper bounds of all but the last class, and names of all.
 THICKNESS_BOUNDS_MM = (1.5, 3.0)
 THICKNESSES = ("≤ 1.5 mm", "1.5–3 mm", "> 3 mm")
 # Name of all classes together.
 ALL = "all"
-# Values of `trust` of sure references; only their scores count in a mean. "" = not given.
+# Values of `trust` for a reliable reference, called sure below; only scores with one count in a
+# mean. "" = not stated.
 SURE = ("reference", "")
 STAGES = ("coarse", "fine")
 
@@ -23,8 +24,8 @@ class Strategy(NamedTuple):
 
     Attributes:
         name: Name of the row.
-        costs: Stage (`STAGES`) to its costs, such as `spacing`, `step_peak_mib` and `step_s`, see
-            `_cost_table`; empty where the strategy failed.
+        costs: Stage, from `STAGES`, to its costs, such as `spacing`, `step_peak_mib` and `step_s`,
+            see `_cost_table`; empty where the strategy failed.
         scores: One per held-out case and region: `case`, `slice_mm`, `region`, `trust`, `dice`,
             `nsd_1mm`, `nsd_2mm`, `hd95_mm`, `predict_s` and `predict_peak_gb`.
         missing: Held-out case without a result to the reason.
@@ -83,7 +84,7 @@ def _sure_scores(strategy: Strategy, thickness: str) -> list[dict[str, Any]]:
 
 
 def prediction_costs(strategy: Strategy) -> tuple[float, float]:
-    """Compute mean seconds and largest peak in GB over the predicted cases; NaN without a case."""
+    """Compute mean seconds and largest memory peak in GB of a prediction; NaN without a case."""
     if not strategy.scores:
         return math.nan, math.nan
     # By case, since the scores of all its regions have the same costs.
@@ -180,8 +181,8 @@ def _tied(
         rival_dices = _sure_dices(strategies[rival], thickness)
         # Pairs of case and region.
         common = best_dices.keys() & rival_dices.keys()
-        best_means = mean_of_cases({key: best_dices[key] for key in common})
-        rival_means = mean_of_cases({key: rival_dices[key] for key in common})
+        best_means = case_means({key: best_dices[key] for key in common})
+        rival_means = case_means({key: rival_dices[key] for key in common})
         if not is_established(best_means, rival_means, patients, num_pairs):
             tied.append(rival)
     return tied

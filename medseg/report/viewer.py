@@ -39,9 +39,9 @@ DIFFERENCES = [
 ]
 
 _FOLDER = Path(__file__).parent / "viewer_page"
-# Bytes of the page beside niivue and the volumes: markup, style sheet and text.
+# Bytes of the page without niivue and the volumes: markup, style sheet and text.
 _PAGE_BYTES = 40_000
-# Highest compression ratio of the grey values of a CT, which have one byte each. A number of bins
+# Highest ratio by which the grey values of a CT, of one byte each, are compressed. A number of bins
 # that would not fit even with this ratio is not tried.
 _BEST_RATIO = 4
 
@@ -52,8 +52,8 @@ class LabelBox:
 
     Attributes:
         start: Voxel of the scan where the first voxel of the map lies, (z, y, x).
-        step: Voxels of the scan from one voxel of the map to the next, along each axis; 1 unless
-            the map would be too large.
+        step: Distance of neighbouring voxels of the map in voxels of the scan, along each axis; 1
+            unless the map would be too large.
         shape: Voxels of the map, (D, H, W).
     """
 
@@ -126,11 +126,11 @@ def pack_volumes(
         grid: Grid of both.
         reference: Reference label values, (D, H, W), or None.
         is_ct: Whether the values are HU; other values are drawn between their percentiles.
-        max_mb: Largest size of the page in 10⁶ bytes.
+        max_mb: Largest size of the page in 10⁶ bytes; by default that of `viewer.max_mb`.
     """
     low, high = CT_RANGE_HU
     if not is_ct:
-        # About 32 slices are enough for the percentiles.
+        # Every n-th slice, 32 to 63 in all, are enough for the percentiles.
         some_slices = image[:: max(1, len(image) // 32)]
         low, high = grey_range(some_slices, None)
     image, oriented_grid, orientation = orient(image, grid)
@@ -201,12 +201,12 @@ def _pack_labels(
         labels: Predicted label values of the oriented scan, (D, H, W).
         reference: Label values of the reference, (D, H, W), or None.
         grid: Grid of both.
-        max_bytes: Size of both in the page above which voxels are left out.
+        max_bytes: Largest size of both maps in the page; above it voxels are left out.
 
     Returns:
         The box, and as NIfTI files the label map and the differences (None without a reference).
     """
-    # Generators: the mask of each plane is made when it is needed, and none of the volume.
+    # Generators: only the mask of one plane is in memory at a time.
     label_masks = (plane > 0 for plane in labels)
     if reference is not None:
         label_masks = (

@@ -50,6 +50,9 @@ _LOST_RANK = (
     "NCCL error",
 )
 
+# Beginning of the message of a rank whose connection to another rank broke off.
+_LOST_RANK_MESSAGE = "the connection to another rank broke off"
+
 # Exit code to status. `exit_code_of` returns the first code of a status, so the order matters.
 _STATUS_OF = {
     0: Status.finished,
@@ -130,6 +133,29 @@ def end_of(
     return code, message, False
 
 
+def explains(written: Status, written_message: str, status: Status, message: str) -> bool:
+    """Whether the end of one rank is the cause of the end of another rank.
+
+    A rank that fails breaks the connections of the others, and torchrun asks them to stop.
+
+    Args:
+        written: Status of the rank that ended first.
+        written_message: Its message.
+        status: Status of the other rank.
+        message: Its message.
+    """
+    return _cause_level(written, written_message) > _cause_level(status, message)
+
+
+def _cause_level(status: Status, message: str) -> int:
+    """Order of the ends of ranks: an end may be the cause of those with a lower number."""
+    if message.startswith(_LOST_RANK_MESSAGE):
+        return 0
+    if status is Status.interrupted:
+        return 1
+    return 2
+
+
 def _end_by_library(error: BaseException, line: str) -> tuple[int, str] | None:
     """Exit code and message where Lightning or torch's compiler refuses the configuration.
 
@@ -185,7 +211,7 @@ def _end_by_machine(
         return EXIT_FAILED, f"a loader worker ended ({line}); {resume_note}"
     if _is_lost_rank(error):
         return EXIT_FAILED, (
-            f"the connection to another rank broke off ({line}); "
+            f"{_LOST_RANK_MESSAGE} ({line}); "
             f"the log of that rank is in the folder ranks; {resume_note}"
         )
     return None

@@ -21,11 +21,12 @@ from medseg.runs.folder import (
     VERSIONS_FILE,
     read_config,
     read_record,
+    read_summary,
     write_end,
 )
 from medseg.runs.plans import compare_with_plan
 from medseg.runs.ranks import join_ranks, rank, redirect_output, share_among_ranks
-from medseg.runs.status import end_of, num_oom_kills, status_of
+from medseg.runs.status import Status, end_of, explains, num_oom_kills, status_of
 from medseg.targets import TARGET
 from medseg.training.options import DebugOptions, Profiler, TrainConfig
 from medseg.training.preemption import STOP
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 def run_rank(config: TrainConfig) -> int:
     """Train as one rank, and write `summary.json` however the training ends.
 
-    Only rank 0 locks the run folder.
+    Only rank 0 locks the run folder. Of several ranks that fail, the summary names the end that is
+    the cause of the others.
 
     Args:
         config: Configuration of an opened run folder.
@@ -78,17 +80,28 @@ def run_rank(config: TrainConfig) -> int:
             else:
                 say(message)
             with suppress(UserError):  # the disk is full
-                write_end(run_dir, status_of(code), message)
+                _write_end_of_rank(run_dir, status_of(code), message)
             return code
     return 0
+
+
+def _write_end_of_rank(run_dir: Path, status: Status, message: str) -> None:
+    """Write how this rank ended, unless another rank has written the cause of this end."""
+    # The summary of an earlier start has been removed, so another rank of this start wrote this.
+    written = read_summary(run_dir)
+    if written:
+        written_status = Status(written.get("status"))
+        if explains(written_status, str(written.get("message", "")), status, message):
+            return
+    write_end(run_dir, status, message)
 
 
 def train_run(config: TrainConfig) -> dict[str, Any]:
     """Build, train and summarise a run; a run with `checkpoints/last.ckpt` continues from there.
 
     Args:
-        config: Configuration of an opened run folder; changed in place to the ranks that were
-            started, and to the precision of the GPU.
+        config: Configuration of an opened run folder. Changed in place: its batch is divided among
+            the ranks that were started, and its precision becomes one that the GPU has.
 
     Returns:
         The summary that is written to `summary.json`.
@@ -149,6 +162,8 @@ def train_run(config: TrainConfig) -> dict[str, Any]:
     if last_checkpoint.is_file():
         start_step = load_checkpoint(last_checkpoint, f"resume={run_dir}")["global_step"]
         start_path = str(last_checkpoint)
+    # Before the trainer exists: Lightning takes a process group that it finds, and its own would
+    # lack the backends and the restarts of `join_ranks`.
     join_ranks()
     trainer = make_trainer(config, callbacks, start_step)
     if trainer.is_global_zero:
@@ -188,10 +203,10 @@ def _optional_callbacks(config: TrainConfig, run_dir: Path) -> list[Any]:
     callbacks: list[Any] = []
     # Crops of a fixed size are stretched: the callback prints by how much.
     if config.spacing.strategy is SpacingStrategy.fixed_size:
-        names = ["whole scan"]
+        crop_names = ["whole scan"]
         if config.stage.name is StageName.fine:
-            names = list(config.task.regions or {})
-        callbacks.append(Distortions(names))
+            crop_names = list(config.task.regions or {})
+        callbacks.append(Distortions(crop_names))
     if config.logger:
         callbacks.append(LearningRateMonitor("step"))
     is_profiled = config.debug.profiler is Profiler.torch
@@ -226,9 +241,11 @@ def _summarise(
         # The cell is empty in lines of a validation.
         if row.get("seconds_per_step"):
             seconds_per_step.append(float(row["seconds_per_step"]))
-    # 0 seconds: no step was timed.
     measured = {
-        "peak_resident_mib": round(history.load.peak_resident_bytes() / 2**20, 2),
+        # On a CPU, resident memory with that of the workers; on GPUs, all memory that is taken,
+        # including that of the driver and of other programs.
+        "peak_resident_mib": round(history.load.peak_device_bytes() / 2**20, 2),
+        # 0 where no step was timed.
         "seconds_per_step": median(seconds_per_step or [0.0]),
     }
     plan = {}
@@ -241,6 +258,7 @@ def _summarise(
         "steps": trainer.global_step,
         "val_dice_best": best_score,
         "train_s": round(history.train_s(), 1),
+        # Of this process alone: on GPUs what torch has allocated, else resident memory.
         "peak_gib": round(peak_bytes(history.load.uses_gpu) / 2**30, 3),
         **measured,
         "plan": plan,
@@ -321,7 +339,7 @@ def _note_start(run_dir: Path, start: dict[str, Any]) -> None:
 
     Args:
         run_dir: The run folder.
-        start: Values beside the configuration on which the result depends: seed and versions.
+        start: The seed and the versions of the software, on which the result depends too.
     """
     path = run_dir / VERSIONS_FILE
     starts = [*read_record(path, list), start]

@@ -72,7 +72,7 @@ def make_module(
             "choose trainer.sync_batchnorm=false"
         )
     if device_type == "cpu":
-        # So that large tensors return to the system when they are freed.
+        # Mapped blocks return large tensors to the system when they are freed.
         map_blocks(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
     switched = switch_on(
@@ -242,7 +242,7 @@ def make_data_module(
         paths = config.stage.coarse_folds
         stages = [_load_coarse("stage.coarse_folds", path, config) for path in paths]
         coarse_by_case = _coarse_stage_by_case(config, stages)
-        # For the cases that are not in `coarse_by_case`, the phantoms, any of the stages will do.
+        # Cases that are not in `coarse_by_case` are phantoms, for which any of the stages will do.
         coarse = stages[0]
     if sources is None:
         sources = find_sources(config.data, config.task)
@@ -451,12 +451,12 @@ def _balance_parts(
     # state.
     lasting_bytes = memory.parameters + memory.gradients + memory.optimizer_state
     bytes_per_weight_byte = lasting_bytes / memory.parameters
-    sizes = {}
+    part_bytes = {}
     # In the order of the forward pass; parts that did not run in the counted step come last.
     for name in dict.fromkeys((*memory.order, *parts)):
         weight_bytes = 0
         for module in parts[name]:
             weight_bytes += sum(parameter.nbytes for parameter in module.parameters())
         activation_bytes = memory.saved.get(name, 0)
-        sizes[name] = activation_bytes + round(bytes_per_weight_byte * weight_bytes)
-    return plan_device_map(sizes, gpu_bytes)
+        part_bytes[name] = activation_bytes + round(bytes_per_weight_byte * weight_bytes)
+    return plan_device_map(part_bytes, gpu_bytes)

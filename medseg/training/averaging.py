@@ -9,8 +9,8 @@ class WeightAverage:
     """Averages the weights that a network has after each optimiser step.
 
     After the first step the average is the weights w_1; each later step k makes it
-    decay · average + (1 - decay) · w_k. Running statistics of norms are averaged too; counters,
-    which are integers, are not.
+    decay · average + (1 - decay) · w_k. Running statistics of norms are averaged too; integer
+    counters are not.
 
     Args:
         network: Network in training.
@@ -19,12 +19,12 @@ class WeightAverage:
 
     def __init__(self, network: nn.Module, ema_decay: float) -> None:
         self.network = network
-        # Called with averages and weights, changes the averages; its third argument is not used.
+        # Called with averages and weights, changes the averages; ignores its third argument.
         self._blend = get_ema_multi_avg_fn(ema_decay)
         self._values: dict[str, Tensor] = {}  # the average, by the network's names
 
     def update(self) -> None:
-        """Take the weights after a step into the average."""
+        """Update the average with the weights after a step."""
         weights = self._weights()
         if not self._values:
             self._values = {name: weight.clone() for name, weight in weights.items()}
@@ -46,7 +46,7 @@ class WeightAverage:
         return dict(self._values)
 
     def load(self, values: dict[str, Tensor]) -> None:
-        """Take over the average from the weights of a checkpoint, counters among them."""
+        """Load the average from the weights of a checkpoint, without its counters."""
         self._values = {name: values[name].clone() for name in self._weights()}
 
     def _weights(self) -> dict[str, Tensor]:

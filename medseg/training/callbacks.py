@@ -23,7 +23,7 @@ SCORE_COLUMNS = ("step", "case", "label", "dice", "picture", "patient")
 
 @dataclass(frozen=True)
 class View:
-    """Names and orientation for drawing the samples of one region.
+    """Label names and orientation for drawing the samples of one region.
 
     Attributes:
         label_names: Name of the label by its class of the network.
@@ -94,8 +94,8 @@ class ValidationPictures(pl.Callback):
             return
         finally:
             # Parts of a figure refer to each other, so that only the garbage collector frees them.
-            # Its own runs look at old objects seldom: up to seven pictures of 7 MiB each would stay
-            # in memory. This call takes up to 0.3 s.
+            # It seldom looks at old objects by itself: up to seven pictures of 7 MiB each would
+            # stay in memory. This call takes up to 0.3 s.
             gc.collect()
         self.drawn[case, region] = path.name
         for logger in trainer.loggers:
@@ -169,7 +169,7 @@ class ValidationScores(pl.Callback):
 
 
 def _mean_dice(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Average the Dice over the rows of a validation, of which there must be one at least."""
+    """Average the Dice over the rows of a validation, at least one."""
     return fmean(row["dice"] for row in rows)
 
 
@@ -178,7 +178,7 @@ def _typed_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Raises:
         KeyError: If a column is missing.
-        ValueError: If a text should be a number, and is none.
+        ValueError: If a step or Dice is no number.
     """
     typed_rows = []
     for row in rows:
@@ -240,8 +240,7 @@ class Distortions(pl.Callback):
     ) -> None:
         """Print the distortion of each case that a batch shows for the first time."""
         for stack in batch:
-            # `tolist` makes the CPU wait for the GPU, so stacks of cases whose regions are all
-            # printed are skipped.
+            # Stacks without anything new are skipped, because `tolist` waits for the GPU.
             if all(map(self._is_printed, stack["case"])):
                 continue
             regions = stack["region"].tolist()

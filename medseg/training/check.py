@@ -42,9 +42,10 @@ from medseg.training.options import LrScaling, TrainConfig
 
 # This logger writes its files with Python alone, so the name of its folder need not be UTF-8.
 CSV_LOGGER = "lightning.pytorch.loggers.CSVLogger"
-# The first steps are tried with optimiser and schedule.
+# Number of first steps that are tried with optimiser and schedule.
 NUM_OPTIMISER_STEPS = 2
-# The steps after them, up to this one, are tried with the schedule alone: some microseconds each.
+# The steps after these, up to this number, are tried with the schedule alone, in some microseconds
+# each.
 MAX_TRIED_STEPS = 2000
 
 
@@ -99,9 +100,9 @@ def _check_callbacks(config: TrainConfig) -> None:
 
 
 def _check_loggers(config: TrainConfig) -> None:
-    """Make the loggers in a temporary folder.
+    """Make the loggers, with a temporary folder in place of the run folder.
 
-    Some of them write files at once, and the run may still be refused.
+    Some loggers write files as soon as they are made, and the run may still be refused.
     """
     other_loggers = _list_targets(config.logger) - {CSV_LOGGER}
     needs_utf8 = len(other_loggers) > 0
@@ -141,10 +142,10 @@ def _redirected(node: Any, run_dir: str, folder: str) -> Any:
     if isinstance(node, dict):
         return {key: _redirected(value, run_dir, folder) for key, value in node.items()}
     if isinstance(node, str):
-        # The run folder as a whole path, also after a scheme (`sqlite:///`). Characters of names
-        # must not be beside it, so that the `log` in the name of a class stays.
+        # The run folder as a whole path, also after a scheme (`sqlite:///`): without a letter,
+        # digit, `_`, `.` or `-` beside it, so that the `log` in the name of a class stays.
         whole_path = rf"(?<![\w.-]){re.escape(run_dir)}(?![\w.-])"
-        # A function, because `re.sub` would take a backslash in a text for an escape.
+        # A function, because in a string `re.sub` would take a backslash for an escape.
         return re.sub(whole_path, lambda _: folder, node)
     return node
 
@@ -163,7 +164,7 @@ def _check_optimisation(config: TrainConfig) -> None:
         first_step = step_from_zero(optimizer_factory)
         has_growing_steps = grows_with_gradient(optimizer_factory)
     name = class_name(config.optimizer)
-    # The gradient of the step of `step_from_zero`. A step along it has a positive product with it.
+    # The gradient of `step_from_zero`. A positive dot product means a step along the gradient.
     gradient = torch.linspace(-1.0, 1.0, len(first_step))
     climbs = float(first_step @ gradient) > 0
     if climbs:
@@ -211,8 +212,8 @@ def _check_rates(optimizer: torch.optim.Optimizer, schedule: Any, steps: int) ->
             raise ValueError(f"the learning rate of step {step + 1} is {rates[0]}")
         schedule.step()
     if steps > MAX_TRIED_STEPS:
-        # Jump to the last step: torch's schedules count their steps in `last_epoch`, and one that
-        # is made of others has them in `_schedulers`.
+        # Jump to the last step: torch's schedules count their steps in `last_epoch`. A schedule
+        # that combines others, as the warm-up does, keeps them in `_schedulers`.
         inner_schedules = getattr(schedule, "_schedulers", ())
         for counting_schedule in (schedule, *inner_schedules):
             counting_schedule.last_epoch = steps - 1
@@ -244,8 +245,8 @@ def _check_sizes(config: TrainConfig, network: StageNetwork) -> None:
     `medseg.training.clashes` checks those of our UNet.
     """
     if stated_divisor(config.model, config.spacing) is None:
-        # An instance norm needs two voxels at the deepest level. A network that accepts one input
-        # size alone has them at that size, which is checked below.
+        # An instance norm needs two voxels at the deepest level. A network with a fixed input size,
+        # which is checked below, has them.
         instance_norms = (InstanceNorm, _InstanceNorm)
         has_norm = any(isinstance(module, instance_norms) for module in network.modules())
         needs_two_voxels = has_norm and network.traits.fixed_size is None

@@ -44,11 +44,11 @@ class Checkpoints(Checkpoint):
         self.patience = patience
         self.stop = stop
         # The first three are saved in the checkpoint under these names.
-        self.best_score: float | None = None
+        self.best_score: float | None = None  # largest mean Dice of a validation
         self.num_worse = 0  # validations since the best one
         self.owes_validation = False  # the step is saved, its validation has not ended
         self.is_leaving = False  # any rank is asked to stop, and the step is saved
-        self.has_saved = False  # since the last step began
+        self.has_saved = False  # whether a file was written since the last step began
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the best score, the validations since, and whether a validation comes first."""
@@ -102,16 +102,15 @@ class Checkpoints(Checkpoint):
         """Save if a checkpoint is due; request the last validation."""
         step = trainer.global_step
         is_last = step == trainer.max_steps
-        # So that the run ends with a validation: Lightning validates once more when it stops,
-        # whatever the interval.
+        # With `should_stop` Lightning ends the run with a validation, whatever the interval.
         trainer.should_stop = trainer.should_stop or is_last
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not is_step_done:
             return
         has_cases = sum(trainer.num_val_batches) > 0
         if is_last:
-            # With validation cases the last step is saved after its validation: a run that resumes
-            # from its last step would not make that validation any more.
+            # With validation cases the last step is saved after its validation, because a run that
+            # resumes from its last step makes no validation.
             if not has_cases:
                 self._save(trainer, "last.ckpt", weights_only=False)
             return
@@ -140,7 +139,7 @@ class Checkpoints(Checkpoint):
         if self.best_score is None or score > self.best_score:
             self.best_score = score
             self.num_worse = 0
-            # Before `last.ckpt`, which holds the best score: the file of that score must exist.
+            # Before `last.ckpt`, which states the best score: the file of that score must exist.
             self._save(trainer, "best.ckpt", weights_only=True)
         self._save(trainer, "last.ckpt", weights_only=False)
         self._end_if_worse(trainer)
@@ -182,14 +181,14 @@ class Checkpoints(Checkpoint):
         """
         self.has_saved = True
         path = self.folder / name
-        # Only the first rank writes the file: under a temporary name, which is replaced at the end.
+        # Only the first rank writes a file, under a temporary name until it is complete.
         destination: AbstractContextManager[Path] = nullcontext(path)
         if trainer.is_global_zero:
             destination = replace_path(path)
         with destination as written_path:
             trainer.save_checkpoint(written_path, weights_only=weights_only)
-            # The loggers write before the file takes its name: a run that resumes from it then has
-            # all lines up to here.
+            # The loggers write before the file gets its name, so that a run that resumes from it
+            # has all lines up to here.
             self._flush_loggers(trainer)
 
     def _flush_loggers(self, trainer: pl.Trainer) -> None:

@@ -1,6 +1,6 @@
-"""Contradictions between keys of several groups of `train`.
+"""Checks for contradictions between keys of several groups of `train`.
 
-Those between keys of one group stand beside these keys, in the module `options` of its package.
+Contradictions within one group are found beside its keys, in the module `options` of its package.
 """
 
 import math
@@ -28,7 +28,7 @@ CHAINABLE_SCHEDULES = (
     "PolynomialLR",
     "StepLR",
 )
-# Kinds of devices that are certain to be used with an accelerator; with `auto` none is.
+# Kinds of devices that a run with an accelerator uses for certain; `auto` leaves them open.
 DEVICE_KINDS = {Accelerator.cpu: {"cpu"}, Accelerator.gpu: {"cuda"}, Accelerator.auto: set[str]()}
 
 
@@ -63,7 +63,7 @@ def _start_clashes(init_from: str | None) -> Iterator[str]:
 def _size_clashes(config: TrainConfig) -> Iterator[str]:
     """Check that the sizes of network inputs lie within the crop.
 
-    If the divisor is known without building the network, they must be multiples of it.
+    If the divisor is known without building the network, the sizes must be multiples of it.
     """
     divisor = stated_divisor(config.model, config.spacing)
     if divisor is not None:
@@ -198,8 +198,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     if warmup_steps >= steps:
         yield f"warmup_steps={warmup_steps}: the run has only steps={steps}; choose fewer"
     total_steps = config.schedule.get("total_steps")
-    # A run folder to resume is left to `medseg.runs.folder`, which knows its former steps: if these
-    # pass the end of the schedule already, the run may go on.
+    # `medseg.runs.folder` checks a run folder to resume: it knows the steps of the earlier run,
+    # and lets the run go on if those already passed the end of the schedule.
     names_run_folder = config.resume not in (None, "auto")
     ends_early = total_steps is not None and total_steps < steps
     if ends_early and not names_run_folder:
@@ -216,9 +216,11 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
 
 
 def _lr_bounds(config: TrainConfig) -> tuple[tuple[str, float], tuple[str, float]]:
-    """Find key and value of the lowest and of the highest learning rate.
+    """Find the stated bounds of the learning rate.
 
-    Where none is stated, they are 0 and infinite, with an empty key.
+    Returns:
+        Key and value of the lowest rate, then of the highest; ("", 0) and ("", infinity) where they
+        are not stated.
     """
     schedule = config.schedule
     lowest = ("", 0.0)
@@ -237,12 +239,12 @@ def _optimiser_clashes(config: TrainConfig) -> Iterator[str]:
     """Check the average of the weights and the scaling of the rates."""
     steps = config.steps
     decay = config.ema_decay
-    # An average over as many steps as the run has is accepted: steps >= 1 / (1 - decay). In a
-    # shorter run the weights of the first step would be a third of the average, or more. The bound
-    # is a little lower than 1, for the rounding of 1 - 0.9.
+    # The average covers about 1 / (1 - decay) steps, which must not exceed those of the run. In a
+    # shorter run the weights of the first step would be a third of the average, or more. 1e-6
+    # allows for rounding, as in 1 - 0.9.
     if decay is not None and steps * (1 - decay) < 1 - 1e-6:
-        # The largest accepted decay is (steps - 1) / steps. It is rounded down, in integers, to two
-        # digits more than the number of steps has.
+        # The largest accepted decay is (steps - 1) / steps. It is rounded down, by an integer
+        # division, to two decimals more than `steps` has digits.
         scale = 100 * 10 ** len(str(steps))
         scaled_decay = (steps - 1) * scale // steps
         yield (
@@ -267,8 +269,8 @@ def _side_clashes(config: TrainConfig) -> Iterator[str]:
             f"augment.flip_axes={flip_axes}: a flip along x (axis 2) swaps the sides that "
             f"task={config.task.name} distinguishes; leave axis 2 out"
         )
-    # A flip along any axis mirrors the body: turned, it looks like one with exchanged sides. The
-    # fine stage takes the side of its crop from the coarse stage.
+    # A flip along any axis makes a mirror image of the body, which is a rotated body with exchanged
+    # sides. The fine stage may flip, because it gets the side of its crop from the coarse stage.
     if config.stage.name is not StageName.fine:
         yield (
             f"augment.flip_axes={flip_axes}: with flips the {config.stage.name} stage cannot "

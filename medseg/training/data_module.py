@@ -69,7 +69,7 @@ class CasesDataModule(pl.LightningDataModule):
         coarse_by_case: Case name to the coarse stage that it gets in place of `coarse`.
 
     Attributes:
-        rule: How the grid of a sample is laid on that of the cache.
+        rule: How the grid of a sample is derived from the grid of the cache entry.
         num_workers: Loader processes; samples do not depend on it.
         prefetch: Batches that each loader process makes ahead.
         pin_memory: Whether batches are put in page-locked memory; None = where the run
@@ -170,7 +170,7 @@ class CasesDataModule(pl.LightningDataModule):
         )
         # Lightning attaches its trainer; other users of the module have one process.
         is_first_rank = self.trainer is None or self.trainer.is_global_zero
-        # `plan` sets up the module without cases, and puts in a synthetic one afterwards.
+        # `plan` sets up the module without cases, and adds a synthetic one afterwards.
         if is_first_rank and self.train_cases:
             self._note_absent_classes()
 
@@ -384,7 +384,7 @@ def _case_changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         "removed": [name for name in then if name not in now],
         "changed": [name for name in names_in_both if now[name] != then[name]],
     }
-    # Dictionaries with the same keys are compared without their order, lists with it.
+    # Key views compare as sets, lists also by order.
     if then.keys() == now.keys() and list(then) != list(now):
         changes["in another order"] = list(now)
     return [f"{first_few(names)} {change}" for change, names in changes.items() if names]
@@ -415,12 +415,12 @@ class TrainLoader(DataLoader[Any]):
         try:
             iterator = super().__iter__()
             # When this process ends, Python sends SIGTERM to the workers that still run and waits
-            # for them. They block SIGTERM, so it would wait for ever, unless they are killed first.
+            # for them. They block SIGTERM, so Python would wait for ever: they are killed first.
             workers = getattr(iterator, "_workers", None)
             if workers:
-                # None in place of an object: `_kill` is called only when this process ends. If the
-                # iterator is deleted before, torch ends the workers itself. Finalizers without a
-                # priority would be called only after that wait.
+                # None in place of an object, so that `_kill` is called only when this process ends;
+                # torch ends the workers of an iterator that is deleted before. With a priority,
+                # because finalizers without one are called only after that wait.
                 Finalize(None, _kill, (id(iterator), workers), exitpriority=0)
             return iterator
         finally:
@@ -443,7 +443,7 @@ def _kill(iterator_id: int, workers: Sequence[BaseProcess]) -> None:
 
 
 class _FirstBatch(Dataset[Any]):
-    """Data set that repeats the samples of the first step."""
+    """Data set that repeats the samples of the first step; a sampler gives it any number n."""
 
     def __init__(self, samples: Dataset[Any], batch_size: int) -> None:
         self.samples = samples
@@ -484,7 +484,7 @@ def coarse_boxes(case: CachedCase, coarse: TrainedStage, task: Task) -> dict[str
 def kept_probs(case: CachedCase, coarse: TrainedStage, task: Task) -> CoarseProbs:
     """Open the probabilities of the coarse stage that are kept in the cache entry of a case.
 
-    The first call predicts them. Arguments as in `coarse_boxes`.
+    The first call predicts and stores them. Arguments as in `coarse_boxes`.
     """
 
     def predict() -> tuple[np.ndarray, VoxelGrid]:
@@ -493,7 +493,7 @@ def kept_probs(case: CachedCase, coarse: TrainedStage, task: Task) -> CoarseProb
         assert localisation.probs_grid is not None, "it comes with them"
         return localisation.probs.numpy(), localisation.probs_grid
 
-    # The checksums of the checkpoints. Other weights or another precision predict anew.
+    # Checksums of the checkpoints, and precision: with another key the stage predicts anew.
     key = [*coarse.checkpoints.values(), coarse.precision]
     return coarse_probs(case, " ".join(key), predict)
 
@@ -510,13 +510,13 @@ def _localise(
     for intensity, fine_channel, image, channel in zip(
         case.intensities, task.channels, case.images, coarse.task.channels, strict=True
     ):
-        # The case has the intensity map of the fine stage, which is used if both stages scale the
-        # channel alike. A case has no map for a channel with a CT window.
+        # The intensity map of the case is that of the fine stage: it is used if both stages scale
+        # the channel alike. For a channel with a CT window the case has none.
         if not intensity or channel != fine_channel:
             intensity = intensity_of(image, channel.modality, channel.normalise, channel.window_hu)
         intensities.append(intensity)
     images = [np.asarray(image) for image in case.images]
-    # No budget: training has no key for it, and a lack of memory is reported in one sentence.
+    # No memory budget: training has no key for one.
     options = InferenceOptions(budget_gib=math.inf)
     return localise(
         images,

@@ -31,9 +31,9 @@ class DeviceMapStrategy(SingleDeviceStrategy):
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the state, that of each weight onto the weight's device.
+        """Load the state of each weight onto the device of the weight.
 
-        Lightning would move all of it to `home`.
+        Lightning would move the whole state to `home`.
         """
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)

@@ -129,7 +129,7 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     check_transform = partial(
         transforms.check_transform,
         has_sides=task.has_sides and not augment.allow_mirroring,
-        is_coarse=not is_fine,  # a single stage sees both sides, too
+        is_coarse=config.stage.sees_whole_scans,  # of a single stage too
         num_channels=len(task.channels),
         has_coarse_channel=config.stage.coarse_channel,
     )
@@ -137,7 +137,8 @@ def make_transforms(config: TrainConfig) -> transforms.Transforms | None:
     for index, node in enumerate(augment.transforms):
         # The word "effects" stands for all effects that the keys of `augment` set.
         if node == "effects":
-            # Some fields of the effects are no keys, because the task decides them.
+            # Fields of the effects that the task sets, not a key. Effects in HU change the first
+            # channel, so they get its window.
             task_values = {
                 "window_hu": task.channels[0].window_hu,
                 "organ_values": organ_values,

@@ -1,6 +1,6 @@
 """History callback: `history.csv` with losses, learning rates, scores and machine load.
 
-Without a progress bar its lines are printed, too.
+Without a progress bar, it also prints each line.
 """
 
 import math
@@ -67,16 +67,16 @@ class History(pl.Callback):
         self.rows: list[dict[str, Any]] = []  # on the first rank only
         self.device = torch.device("cpu")  # of the losses
         self.load = MachineLoad(uses_gpu=False)
-        # Duration of the earlier attempts of a resumed run, and the start of this one.
-        self.earlier_s = 0.0
-        self.start_s = time.perf_counter()
+        self.earlier_s = 0.0  # duration of the earlier attempts of a resumed run
+        # The next three are readings of `time.perf_counter`.
+        self.start_s = time.perf_counter()  # when this attempt started
+        # When the last line was written, plus the duration of each validation since then, so that
+        # the difference to the present is the duration of the steps alone.
+        self.last_time_s = 0.0
+        # When a validation started after which no step has begun yet.
+        self.pause_start_s: float | None = None
         self.lr = 0.0  # of the present step
         self.last_step = 0  # of the last line
-        # Time of the last line. Each validation since then moves it on by its duration, so that the
-        # difference to the present time is the duration of the steps alone.
-        self.last_time_s = 0.0
-        # Start of a validation after which no step has begun yet.
-        self.pause_start_s: float | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Describe the progress of the history, for the checkpoint.
@@ -162,11 +162,12 @@ class History(pl.Callback):
         watched = {f"watch/{name}": value for name, value in load.items()}
         for logger in trainer.loggers:
             logger.log_metrics(watched, step - 1)  # loggers count steps from 0
+        steps_s = now_s - self.last_time_s
         row: dict[str, Any] = {
             "step": step,
             "loss": round(loss, 6),
             "lr": self.lr,
-            "seconds_per_step": round((now_s - self.last_time_s) / (step - self.last_step), 4),
+            "seconds_per_step": round(steps_s / (step - self.last_step), 4),
             "peak_gib": round(peak_bytes(self.load.uses_gpu) / 2**30, 3),
         }
         row |= {name: round(value, 3) for name, value in load.items()}
@@ -221,6 +222,7 @@ class History(pl.Callback):
 
 
 def _cell(value: Any) -> str:
+    """Write a value of a line, a float with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

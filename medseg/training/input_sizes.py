@@ -17,8 +17,8 @@ from medseg.training.options import TrainConfig
 def stated_divisor(model: Mapping[str, Any], spacing: SpacingOptions) -> Shape | None:
     """Find the required multiple of the network's input size where the configuration decides it.
 
-    A spacing that is not known yet, because the data decide it, counts as the same for all axes,
-    which requires the largest multiple.
+    A spacing that the data decide is not known yet. It counts as the same along all axes, which
+    requires the largest multiple.
 
     Returns:
         Multiple in voxels (z, y, x): `model.divisor`, or that of our UNet; None for a network that
@@ -42,7 +42,7 @@ def choose_strides(model: Mapping[str, Any], spacing: SpacingOptions) -> tuple[S
 
 
 def input_sizes(config: TrainConfig) -> dict[str, Shape]:
-    """List the sizes of network inputs by key, where a key states one."""
+    """List the sizes of network inputs, in voxels (D, H, W), by the keys that state them."""
     sizes = {
         "spacing.size": config.spacing.size,
         "stage.patch_size": config.stage.patch_size,

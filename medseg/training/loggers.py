@@ -1,4 +1,4 @@
-"""Loggers of a resumed run: log entries of repeated steps are dropped."""
+"""Log entries of a resumed run: those of steps that it repeats are dropped."""
 
 import warnings
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def drop_repeated_steps(logger: Logger, start_step: int) -> None:
         def before_start(rows: Rows) -> Rows:
             return [row for row in rows if int(row["step"]) < start_step]
 
-        # Read before `experiment`, which deletes the file, and warns of that.
+        # Read first: access to `experiment` deletes the file, and warns that it does.
         kept_rows = earlier_rows(Path(logger.log_dir) / "metrics.csv", before_start)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -9,18 +9,18 @@ import lightning.pytorch as pl
 import numpy as np
 from scipy.ndimage import gaussian_filter1d
 
-# Divergence is judged by running means of the losses over so many steps.
+# Steps of the running means of the losses by which divergence is judged.
 WINDOW = 5
 # The run ends when the last mean exceeds the lowest mean by more than this multiple of the lowest.
 DIVERGED_RISE = 3.0
-# The rate of the lowest loss is at least this multiple of a suggested rate.
+# A suggested rate is at most the rate of the lowest loss divided by this.
 BELOW_LOWEST = 10.0
 
 
 class LrRange(pl.Callback):
     """Raises the rate evenly on a logarithmic scale, one rate per optimiser step.
 
-    It ends the run when the loss diverges.
+    When the loss diverges, the callback ends the run.
 
     Args:
         lowest_lr: Rate of the first step.
@@ -62,7 +62,7 @@ class LrRange(pl.Callback):
         loss = fmean(self._micro_losses)
         self._micro_losses = []
         if math.isfinite(loss):
-            # The rate of this step: all steps before had finite losses, or the run had ended.
+            # The rate of this step: all steps before had finite losses, else the run had ended.
             self.lrs.append(self.planned_lrs[len(self.lrs)])
             self.losses.append(loss)
         if not math.isfinite(loss) or has_diverged(self.losses):
@@ -83,22 +83,22 @@ def has_diverged(losses: Sequence[float]) -> bool:
 def smoothed(losses: Sequence[float]) -> np.ndarray:
     """Smooth the noise of single batches with a Gaussian.
 
-    Unlike a running mean of the steps so far it does not lag behind the losses.
+    Unlike a running mean of the steps so far, the smoothed losses do not lag behind.
     """
-    sigma = max(1.0, len(losses) / 25)  # in steps
+    sigma = max(1.0, len(losses) / 25)  # steps: a share of the run, at least one
     return gaussian_filter1d(np.asarray(losses, dtype=float), sigma=sigma, mode="nearest")
 
 
 def suggest_lr(lrs: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Suggest a rate below that of the lowest loss, where a run is about to diverge.
+    """Suggest a rate well below that of the lowest loss, at which a run is about to diverge.
 
     It is the rate at which the smoothed loss falls steepest over the logarithm of the rate, but at
-    most a tenth of the rate of its minimum: the loss often falls steepest just before the minimum,
-    whose place depends on single batches.
+    most a tenth of the rate of the lowest smoothed loss. The loss often falls steepest just before
+    its minimum, whose place depends on single batches.
 
     Args:
         lrs: Rates, rising.
-        losses: Loss of the step made at each.
+        losses: Loss of the step at each rate.
 
     Returns:
         The rate, or None where the loss never falls, or over a single step only.

@@ -17,15 +17,14 @@ class MachineLoad:
     Nothing here waits for a device: the allocator and the driver keep the numbers.
 
     Attributes:
-        uses_gpu: Whether the run computes on GPUs. For a run on the CPU those of the machine are
-            not read.
+        uses_gpu: Whether the run computes on GPUs; otherwise the GPUs of the machine are not read.
     """
 
     def __init__(self, uses_gpu: bool) -> None:
         self.uses_gpu = uses_gpu
         self.process = psutil.Process()
-        self.last_s = time.perf_counter()  # time of the last reading
-        self.cpu_s: dict[int, float] = {}  # processor time at that time, by process id
+        self.last_s = time.perf_counter()  # at the last reading
+        self.cpu_s: dict[int, float] = {}  # processor time until the last reading, by process id
         self.worker_bytes = 0  # the largest so far, see `bytes_beside`
         self.read()  # the first reading, from which the processor time counts
 
@@ -53,9 +52,10 @@ class MachineLoad:
                 shared_bytes = getattr(memory, "shared", 0)  # on Linux alone
                 host_bytes += max(0, memory.rss - shared_bytes)
         now_s = time.perf_counter()
-        # All of the time of a process that is new since the last reading was used since then.
+        elapsed_s = now_s - self.last_s
+        # A process that is new since the last reading counts with all of its processor time.
         busy_s = sum(seconds - self.cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
-        load = {"host_gib": host_bytes / 2**30, "cpu_percent": 100 * busy_s / (now_s - self.last_s)}
+        load = {"host_gib": host_bytes / 2**30, "cpu_percent": 100 * busy_s / elapsed_s}
         self.cpu_s = cpu_s
         self.last_s = now_s
         child_pids = [pid for pid in cpu_s if pid != self.process.pid]
@@ -65,24 +65,24 @@ class MachineLoad:
             load |= _gpu_load()
         return load
 
-    def peak_resident_bytes(self) -> int:
-        """Find the largest memory that this process and its workers have taken so far, in bytes.
+    def peak_device_bytes(self) -> int:
+        """Find the largest memory of the device that was in use so far, in bytes.
 
-        For a run on the CPU this is resident memory. For a run on GPUs it is the memory that is
-        taken on them, including that of the driver and of other programs.
+        For a run on the CPU this is the resident memory of this process and its workers. For a run
+        on GPUs it is their memory in use, including that of the driver and of other programs.
         """
         if self.uses_gpu:
             return sum(map(_gpu_peak_bytes, _used_gpus()))
-        # The sum is at least the peak: the two may have been largest at different times.
+        # An upper bound: this process and its workers may have had their peaks at different times.
         return peak_resident_bytes() + self.worker_bytes
 
 
 def peak_bytes(uses_gpu: bool) -> int:
-    """Find the largest memory held so far, in bytes.
+    """Find the largest memory that this process has held so far, in bytes.
 
     Args:
-        uses_gpu: Whether the run computes on GPUs. It is then what this process has allocated on
-            all of them, else what is resident.
+        uses_gpu: Whether to count what torch has allocated on all GPUs; otherwise resident memory
+            is counted.
     """
     if uses_gpu:
         # A device map uses several GPUs.
@@ -91,7 +91,7 @@ def peak_bytes(uses_gpu: bool) -> int:
 
 
 def _used_gpus() -> list[int]:
-    """List the GPUs on which this process has held memory; its current one if there is none."""
+    """List the indices of the GPUs on which this process has held memory; else its current GPU."""
     numbers = range(torch.cuda.device_count())
     used_numbers = [number for number in numbers if torch.cuda.max_memory_reserved(number)]
     if not used_numbers:
@@ -100,10 +100,10 @@ def _used_gpus() -> list[int]:
 
 
 def _gpu_peak_bytes(number: int) -> int:
-    """Estimate the most bytes of a GPU that were taken at a time.
+    """Estimate the most bytes of a GPU that were in use at a time.
 
-    That is the most that torch's allocator has held, and what is taken beside it now: by the
-    driver, by libraries and by other programs.
+    The estimate is the peak of torch's allocator plus what the driver, libraries and other programs
+    use now.
     """
     free, total = torch.cuda.mem_get_info(number)
     beside_allocator = total - free - torch.cuda.memory_reserved(number)
@@ -114,12 +114,12 @@ def _gpu_load() -> dict[str, float]:
     """Read the GPU columns of `MachineLoad.read`."""
     num_bytes = sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count())))
     load = {"gpu_gib": num_bytes / 2**30}
-    # `torch.cuda.utilization` needs this package.
+    # `torch.cuda.utilization` needs pynvml.
     try:
         from pynvml import NVMLError
     except ModuleNotFoundError:
         return load
-    # It fails on a slice of a GPU (MIG), and where the driver does not answer.
+    # `utilization` fails on a slice of a GPU (MIG), and where the driver does not answer.
     with suppress(NVMLError, RuntimeError):
         load["gpu_percent"] = fmean(map(torch.cuda.utilization, _used_gpus()))
     return load

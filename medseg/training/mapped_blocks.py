@@ -1,4 +1,4 @@
-"""Smallest size of the memory blocks that a training maps, chosen by its network's results.
+"""Choice of the size from which a training on a CPU maps memory blocks, by its network's results.
 
 A mapped block is a memory map of its own outside the heap, see `medseg.memory.heap`.
 """
@@ -78,7 +78,7 @@ def heap_result_bytes(
 
 
 class _Results(TorchDispatchMode):
-    """Notes the number of values of each new tensor, in `num_values`."""
+    """Records the number of values of each new tensor in `num_values`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,8 +21,9 @@ from medseg.training.averaging import WeightAverage
 from medseg.weights.files import NETWORK_PREFIX
 
 Stack = dict[str, Any]
+"""Samples of one shape: by key a tensor or a list with one entry per sample."""
 Batch = list[Stack]
-"""Stacks of samples of one shape, see `medseg.data.samples.collate`."""
+"""Stacks of a micro-batch, made by `medseg.data.samples.collate`."""
 
 # Key of a checkpoint. Where its `state_dict` is the moving average of the weights, the weights from
 # which the next step starts are kept here.
@@ -144,12 +145,12 @@ class SegmentationModule(pl.LightningModule):
             self.average.update()
 
     def on_validation_epoch_start(self) -> None:
-        """Validate the average of the weights, where there is one: it is what is saved."""
+        """Validate the average of the weights if there is one, because checkpoints hold it."""
         if self.average is not None:
             self.average.exchange()
 
     def predict_labels(self, image: Tensor) -> Tensor:
-        """Predict the classes of one case as prediction does.
+        """Predict the classes of one case in the same way as `predict`.
 
         Args:
             image: (1, C, D, H, W).
@@ -179,8 +180,8 @@ class SegmentationModule(pl.LightningModule):
             Predicted labels, uint8 (D, H, W), 0 beyond the scan.
         """
         (stack,) = batches  # of one case
-        # Freed memory of the last steps or of the last case returns to the system: otherwise the
-        # memory of this case might add to it.
+        # Return freed memory of the last steps or the last case to the system, so that this case
+        # does not add to it.
         release_free_memory()
         # Prediction drops voxels beyond the scan when it pastes the crop back, so they do not
         # count. The stack is changed in place, because the picture shows its target.
@@ -190,7 +191,7 @@ class SegmentationModule(pl.LightningModule):
         target = stack["target"][0]
         ignore_value = self.metadata.get("task", {}).get("ignore_label")
         if ignore_value is not None:
-            # No score counts voxels that are background in prediction and reference.
+            # Ignored voxels become background in both, where no score counts them.
             is_ignored = target == ignore_value
             labels = labels.masked_fill(is_ignored, 0)
             target = target.masked_fill(is_ignored, 0)
@@ -228,7 +229,7 @@ class SegmentationModule(pl.LightningModule):
             self.log("val/dice_worst", min(dice), rank_zero_only=False)
 
     def _scores_of_all_ranks(self) -> dict[tuple[str, int, int | str], float]:
-        """Collect the scores of this validation, which all ranks must call together."""
+        """Collect the scores of this validation; all ranks must call this together."""
         if self.trainer.world_size == 1:
             return self.val_scores
         scores_of_ranks: list[Any] = [None] * self.trainer.world_size
@@ -245,8 +246,8 @@ class SegmentationModule(pl.LightningModule):
         """
         checkpoint["medseg"] = {**self.metadata, "step": self.global_step}
         if self.average is not None:
-            # A run resumes only from a checkpoint with the state of the optimiser; others need no
-            # weights but the average.
+            # A run resumes only from a checkpoint with the state of the optimiser; other
+            # checkpoints need only the average.
             if "optimizer_states" in checkpoint:
                 checkpoint[RAW_WEIGHTS] = checkpoint["state_dict"]
             weights = dict(checkpoint["state_dict"])
@@ -285,8 +286,8 @@ def _mean_of_defined(scores: Sequence[float]) -> float:
         The mean; NaN where no score is defined, or one is infinite.
     """
     defined = [score for score in scores if not math.isnan(score)]
-    # A distance is infinite where a label was not found at all. Without such scores the mean would
-    # be better than the predictions.
+    # A distance is infinite where a label was not found at all. A mean without such scores would
+    # hide these failures.
     if defined and all(map(math.isfinite, defined)):
         return fmean(defined)
     return math.nan

@@ -27,7 +27,8 @@ from medseg.training.plan_weights import load_plan_weights
 from medseg.weights.checks import check_arguments
 from medseg.weights.files import read_weights
 
-# A class that initial weights lack starts with the logits of the background plus this number.
+# Added to the background's logits to start a class that initial weights lack: its probability is
+# then a seventh (e^-2) of that of the background.
 RARE_LOGIT = -2.0
 
 
@@ -38,9 +39,9 @@ def make_network(config: TrainConfig) -> StageNetwork:
         UserError: If the arguments contradict each other.
     """
     node = network_node(config.model, config.spacing)
-    # `predict` refuses a checkpoint with an argument above a limit. Such an argument is refused
-    # here too, before time is spent on a training. Our UNet needs no check: with such an argument
-    # it does not fit into memory, so it cannot be trained.
+    # `predict` refuses a checkpoint with an argument above a limit, so such an argument is refused
+    # before training too. Our UNet needs no check: with such an argument it would not fit into
+    # memory.
     if node[TARGET] != UNET:
         try:
             check_arguments(node)
@@ -67,11 +68,11 @@ def network_node(model: dict[str, Any], spacing: SpacingOptions) -> dict[str, An
     """
     node = {}
     for name, value in model.items():
-        # The devices of its parts do not describe a network.
+        # The devices are no property of the network.
         if name == "device_map":
             continue
-        # Null is a value of an argument of the class. In these two keys, which are no arguments, it
-        # means that medseg finds the value itself.
+        # For these two keys, which are no arguments of the class, None means that the value is
+        # found by tracing. An argument of the class may be None.
         if value is None and name in ("divisor", "blocks"):
             continue
         node[name] = value
@@ -133,9 +134,10 @@ def load_initial_weights(network: StageNetwork, config: TrainConfig) -> None:
     old_classes = _classes_of_file(metadata, config.stage.name, key)
     new_classes = _labels_of_classes(make_task(config.task), config.stage.name)
     sources = _match_classes(old_classes, new_classes)
-    is_same = sources == list(range(len(old_classes)))
-    has_common_label = any(sources)  # 0 is the background
-    if has_common_label and not is_same:
+    has_same_classes = sources == list(range(len(old_classes)))
+    # Neither None (no class) nor 0, the background.
+    has_common_label = any(sources)
+    if has_common_label and not has_same_classes:
         weights = _with_matched_classes(config, weights, len(old_classes), sources)
     try:
         network.load_state_dict(weights)
@@ -238,11 +240,11 @@ def _with_matched_classes(
         sources: For each class of the network the class of the weights, from `_match_classes`.
     """
     is_rare = torch.tensor([source is None for source in sources])
-    indices = torch.tensor([source or 0 for source in sources])  # None: those of the background
+    indices = torch.tensor([source or 0 for source in sources])  # the background for None
     selected = dict(weights)
     for name in _logit_weights(config):
         value = weights.get(name)
-        # Weights of another network, which the caller refuses.
+        # The weights are those of another network, which the caller refuses.
         if value is None or value.shape[0] % num_old != 0:
             continue
         # (outputs, ...) -> (classes, outputs per class, ...)
@@ -254,8 +256,9 @@ def _with_matched_classes(
 
 
 def _logit_weights(config: TrainConfig) -> list[str]:
-    """Name the weights of the layers that make the logits: one class more changes their shape."""
-    # A label in no region adds a class in every stage. No other label may be called `IGNORE`.
+    """Name the weights of the layers that make the logits, whose shape depends on the classes."""
+    # One label more, which is in no region, adds a class in every stage. Its name is `IGNORE`,
+    # because no other label may have that name.
     labels = {**config.task.labels, IGNORE: len(config.task.labels) + 1}
     wider_config = replace(config, task=replace(config.task, labels=labels))
     wider_weights = make_network_on_meta(wider_config).state_dict()
@@ -269,11 +272,10 @@ def _logit_weights(config: TrainConfig) -> list[str]:
 def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
     """Complete the node of a network for a comparison with another one.
 
-    Metadata of an older version may lack arguments of our UNet, or the class, which then is our
-    UNet.
+    Metadata of an older version may lack arguments of our UNet. Without a class they mean our UNet.
     """
     node = {TARGET: UNET, **to_tuples(node)}
-    node.pop("blocks", None)  # they change no result
+    node.pop("blocks", None)  # recomputed blocks, which do not change the network
     if node[TARGET] != UNET:
         return node
     completed = {}
@@ -281,7 +283,7 @@ def _with_defaults(node: dict[str, Any]) -> dict[str, Any]:
         if parameter.default is not parameter.empty:
             completed[name] = parameter.default
     completed |= node
-    # Without strides the network has these; the other node may state the same ones.
+    # The strides that the UNet has by default; the other node may state them.
     if not completed["strides"]:
         completed["strides"] = level_strides(None, count_strides(completed))
     return completed

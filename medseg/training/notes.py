@@ -1,4 +1,4 @@
-"""Allowed combinations of keys that may surprise; a run prints them when it begins."""
+"""Notes on allowed combinations of keys that may surprise; a run prints them when it begins."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from medseg.training.options import TrainConfig
 
 
 def notes(config: TrainConfig, has_batch_norm: bool = False) -> list[str]:
-    """Describe each combination that may surprise in a sentence.
+    """Describe in a sentence each combination of keys that may surprise.
 
     Args:
         config: Checked configuration.
@@ -89,7 +89,7 @@ def _batch_notes(config: TrainConfig, has_batch_norm: bool) -> Iterator[str]:
         if config.trainer.sync_batchnorm:
             samples_by_key[key] = samples_per_pass * ranks
     loss_nodes = [config.loss, *config.loss.get("terms", [])]
-    # The names of this argument in our losses, and in those of MONAI.
+    # The argument is called `batch_dice` in our losses, and `batch` in MONAI's.
     for key in ("batch_dice", "batch"):
         if any(node.get(key) for node in loss_nodes):
             samples_by_key[f"loss.{key}=true"] = samples_per_pass

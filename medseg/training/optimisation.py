@@ -15,7 +15,7 @@ MOMENTUM_SCHEDULES = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_sch
 LR_KEYS = ("lr", "max_lr", "base_lr", "eta_min")
 # Ratio of the two gradients with which `grows_with_gradient` tries an optimiser.
 GRADIENT_RATIO = 100.0
-# After so many steps all adaptive optimisers of torch and pytorch_optimizer have begun to adapt.
+# Steps after which all adaptive optimisers of torch and pytorch_optimizer have begun to adapt.
 ADAPTED_STEPS = 20
 
 
@@ -49,7 +49,7 @@ def make_schedule(
         trusted: Prefixes of `trusted_targets`.
     """
     if group[TARGET] in MOMENTUM_SCHEDULES:
-        # A value of the group comes later, and replaces this one.
+        # The group comes last, so its own value takes precedence.
         group = {"cycle_momentum": False, **group}
     scaled_group = scale_rates(group, lr_factor)
     optimizer_later = None  # the caller gives it later, see `bind_target`
@@ -62,7 +62,7 @@ def make_schedule(
 
     def with_warmup(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         warmup = LinearLR(optimizer, start_factor=1 / (warmup_steps + 1), total_iters=warmup_steps)
-        # The rate of a step is the product of both factors.
+        # Both schedules multiply the rate, so that a step has the product of their factors.
         return ChainedScheduler([warmup, schedule_factory(optimizer)], optimizer)
 
     return with_warmup
@@ -89,11 +89,15 @@ def make_scheduled_optimizer(config: TrainConfig) -> Callable[[Any], torch.optim
 
 
 def propose_lr(config: TrainConfig, batch_size: int) -> float:
-    """Scale `optimizer.lr` to another batch size: linearly, or by the square root if adaptive.
+    """Scale `optimizer.lr` to another batch size.
 
-    With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is returned unchanged.
+    The rate grows linearly (Goyal et al. 2017), for an adaptive optimiser with the square root
+    (Malladi et al. 2022). With `lr_scaling` the run scales the rate itself, so `optimizer.lr` is
+    returned unchanged.
 
-    Source: Goyal et al. 2017 (linear); Malladi et al. 2022 (square root, for adaptive optimisers).
+    Args:
+        config: Configuration with the rate, and with the batch size for which it was chosen.
+        batch_size: The other batch size.
     """
     lr = float(config.optimizer["lr"])
     if config.lr_scaling is not LrScaling.none:
@@ -121,8 +125,8 @@ def grows_with_gradient(make: Callable[[Any], torch.optim.Optimizer]) -> bool:
     longer_step = step_from_zero(make, scale=GRADIENT_RATIO, num_steps=ADAPTED_STEPS)
     length = float(step.norm())
     longer_length = float(longer_step.norm())
-    # Of the two steps, the second is GRADIENT_RATIO times as long if steps grow with the gradient,
-    # and about as long as the first if they do not: the root of the ratio lies between the two.
+    # If steps grow with the gradient, `longer_length` is GRADIENT_RATIO times `length`, otherwise
+    # about the same. The threshold is the geometric mean of the two.
     return longer_length > GRADIENT_RATIO**0.5 * length
 
 
@@ -137,7 +141,7 @@ def step_from_zero(
         num_steps: Number of steps.
 
     Returns:
-        The last step: the weights after it, (number of weights).
+        The last step: the weights after it, a vector.
     """
     weight = nn.Parameter(torch.zeros(2, 1, 3, 3, 3))
     optimizer = make([weight])
@@ -159,8 +163,8 @@ def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
     """Multiply the learning rates among the arguments of a group.
 
-    A rate may be a list, with one number for each parameter group. Null is left to the class, which
-    accepts or refuses it.
+    A rate may be a list, with one number for each parameter group. None stays, for the class to
+    accept or refuse.
     """
     scaled = dict(group)
     for key in LR_KEYS:

@@ -45,7 +45,7 @@ def load_plan_weights(network: StageNetwork, config: TrainConfig) -> None:
             f"{key}: the configured network is {type(unet).__name__}, not that of its plan; leave "
             "model out"
         )
-    ((fold, file),) = folder.checkpoints.items()  # `open_fold` gives one
+    ((fold, file),) = folder.checkpoints.items()  # `open_fold` gives one fold
     weights = read_checkpoint(file, key).weights
     fresh_weights = unet.network.state_dict()
     has_same_labels = _has_same_labels(folder.plan, config)

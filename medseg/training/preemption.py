@@ -29,11 +29,11 @@ class StopRequest:
         self.is_safe = False
 
     def install(self) -> None:
-        """Handle the signals; outside the main thread, where Python forbids it, do nothing."""
+        """Install the handlers; outside the main thread, where Python forbids it, do nothing."""
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 signal.signal(number, self._note)
-            # A process that ignores interrupts, as in the background of a shell, goes on doing so.
+            # A process that ignores interrupts, such as a background job of a shell, still does.
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 signal.signal(signal.SIGINT, self._interrupt)
 
@@ -48,7 +48,7 @@ class StopRequest:
             raise Preempted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Handle a stop signal: record it, and end at once if that is safe."""
         was_asked = self.is_asked
         self.is_asked = True
         # Only for the first signal: a second one must not disturb the process while it ends.

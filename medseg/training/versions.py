@@ -23,7 +23,7 @@ def collect_versions() -> dict[str, str]:
 def _commit() -> str:
     """Describe the commit of the checkout that holds this file, or return an empty text.
 
-    Asked once: this process has loaded its code, and a later commit does not change that.
+    Cached, because a later commit does not change the code that this process has loaded.
     """
     root = Path(__file__).resolve().parents[2]  # of the repository
     if not (root / ".git").exists():

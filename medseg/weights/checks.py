@@ -46,13 +46,14 @@ NATIVE = "native"
 INTERVALS = ("range_mm", "window_hu")
 # Largest number among the arguments of a network, such as a number of channels.
 MAX_ARGUMENT = 65536
-# Number of names under which a file may list one tensor: MONAI's DynUNet lists its blocks twice.
-MAX_NAMES = 2
-# An argument of a network with one of these words in its name is taken to count blocks, each of
-# which has at least one tensor of weights.
+# Largest total size of the tensors, as a multiple of the size of the file. It exceeds 1 because a
+# file holds a shared tensor once: MONAI's DynUNet lists each of its blocks under two names.
+MAX_SIZE_RATIO = 2
+# An argument of a network with one of these words in its name counts blocks, each of which has at
+# least one tensor of weights.
 COUNT_WORDS = ("block", "depth", "layer", "unit")
-# An argument with one of these words in its name too is the size of a block instead, such as
-# `block_channels`.
+# An argument whose name has one of these words counts no blocks, whatever other words the name has:
+# `block_channels` is the size of a block.
 SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
@@ -97,7 +98,7 @@ def check_plain(source: str, metadata: object) -> None:
 
 
 def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> None:
-    """Refuse weights that are no dense tensors of finite numbers, or larger than their file.
+    """Refuse weights that are no dense tensors of finite numbers, or far larger than their file.
 
     Args:
         source: Key and value that the user gave, such as `fine=a.ckpt`, for messages.
@@ -105,8 +106,8 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
         num_bytes: Size of the file.
 
     Raises:
-        UserError: If a tensor is sparse, expanded, shared, of another type, or holds NaN or
-            infinity.
+        UserError: If a tensor is not dense or holds NaN or infinity, or if all tensors together
+            have more than `MAX_SIZE_RATIO` times the bytes of the file.
     """
     total_bytes = 0
     for name, value in weights.items():
@@ -124,8 +125,8 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
         if is_dense:
             # A tensor that repeats its memory (`Tensor.expand`) counts as if it were written out.
             total_bytes += value.numel() * value.element_size()
-        # With more bytes than the file holds, memory is repeated, or shared by too many names.
-        if not is_dense or total_bytes > MAX_NAMES * num_bytes:
+        # Tensors have far more bytes than their file only if they are expanded, or share memory.
+        if not is_dense or total_bytes > MAX_SIZE_RATIO * num_bytes:
             raise UserError(
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
                 "sparse, expanded, shared or of another type); take another copy"
@@ -165,7 +166,8 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
         is_native = key == "spacing_mm" and value == NATIVE
         if value is not None and not is_native:
             _check_range(key, value)
-    # Older checkpoints have no `grid_rule` (see `GridRule`).
+    # `_check_range` takes any number of values; `load_stage` counts those of the other sizes and of
+    # the spacing. Older checkpoints have no `grid_rule` (see `GridRule`).
     rule = metadata.get("grid_rule", {})
     size = rule.get("size")
     has_three_numbers = isinstance(size, (list, tuple)) and len(size) == 3

@@ -17,7 +17,7 @@ from oracle import stage as oracle_stage
 from medseg.cascade import load as stages
 from medseg.cascade.bound import DiceBound
 from medseg.cascade.cascade import Cascade
-from medseg.cascade.load import load_stage, load_stages, with_known_labels
+from medseg.cascade.load import load_stage, load_stages, with_label_details
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.errors import UserError
@@ -223,10 +223,10 @@ def test_older_weights_know_the_plausible_volumes_of_their_task() -> None:
     assert set(stage.task.volume_ml) == set(stage.task.codes) == {"left_lung", "right_lung"}
     known = make_task(compose().task)
     own = replace(known, volume_ml={"left_lung": (1.0, 2.0)}, codes={}, colours={})
-    assert with_known_labels(own) == replace(known, volume_ml={"left_lung": (1.0, 2.0)})
+    assert with_label_details(own) == replace(known, volume_ml={"left_lung": (1.0, 2.0)})
     other = replace(stage.task, labels={"lung": 1}, regions=(), volume_ml={}, codes={})
-    assert with_known_labels(other) == other
-    assert with_known_labels(replace(other, name="../lungs")).volume_ml == {}
+    assert with_label_details(other) == other
+    assert with_label_details(replace(other, name="../lungs")).volume_ml == {}
 
 
 def test_initial_weights_may_predate_an_argument_of_the_network(tmp_path: Path) -> None:

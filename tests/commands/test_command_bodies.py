@@ -292,6 +292,31 @@ def test_a_rate_is_printed_as_the_argument_of_a_training(
 
 
 @pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([], "the loss of the first step is NaN or infinite"),
+        ([1.0, 2.0, 3.0], "the loss never falls; try"),
+        ([9.0, 0.0, 9.0, 9.0], "the loss falls from the first step to the second only; try"),
+    ],
+)
+def test_a_range_test_without_a_rate_says_why(
+    losses: list[float],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = compose("find_lr", FindLrConfig, f"output='{tmp_path}'", "run_dir=none")
+    climb = SimpleNamespace(lrs=[10.0 ** (n - 6) for n in range(len(losses))], losses=losses)
+    monkeypatch.setattr(find_lr, "_train_with_rising_lr", lambda *_: climb)
+    monkeypatch.setattr(find_lr, "find_spacing", lambda *_: None)
+    monkeypatch.setattr(find_lr, "draw_lr_range", lambda *_: None)
+    assert find_lr.find_lr(config) == EXIT_FAILED
+    assert said in capsys.readouterr().err
+    assert (tmp_path / "find_lr.csv").exists() == bool(losses), "a table without a row says nothing"
+
+
+@pytest.mark.parametrize(
     ("settings", "said"),
     [
         (["lowest_lr=0.1", "highest_lr=0.1"], "expected lowest_lr < highest_lr"),

@@ -10,7 +10,13 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
 
-from medseg.config.overrides import expand_options, quote, quote_paths, text_of
+from medseg.config.overrides import (
+    check_arguments,
+    expand_options,
+    quote,
+    quote_paths,
+    text_of,
+)
 from medseg.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("-o out -i null", "output='out' input='null'"),
         ("--config-dir my ct --cfg job", "--config-dir my input='ct' --cfg job"),
         ("--info config ~inference.tta", "--info config ~inference.tta"),
+        ("--info ct.nii.gz", "--info input='ct.nii.gz'"),
     ],
 )
 def test_options_of_predict(typed: str, expanded: str) -> None:
@@ -149,3 +156,27 @@ def test_hydra_reads_a_text_as_a_text_even_if_it_looks_like_another_value(text: 
         first = read[0] if isinstance(read, list) else read
         assert str(first) == text
         assert isinstance(first, (str, QuotedString))
+
+
+@pytest.mark.parametrize("show", ["--cfg=job", "-c=job", "--info=all"])
+def test_an_option_with_an_equals_sign_is_refused_in_a_multirun_too(show: str) -> None:
+    with pytest.raises(UserError, match="shows one configuration; leave out -m"):
+        check_arguments(["-m", show, "seed=1,2"])
+
+
+@pytest.mark.parametrize("value", ["[a,]", "[,a]", "[a,,b]"])
+def test_a_list_that_lacks_a_path_beside_a_comma_is_refused(value: str) -> None:
+    with pytest.raises(UserError, match="fine: expected a path before and after each comma"):
+        quote_paths([f"fine={value}"])
+
+
+def test_a_list_may_be_longer_than_the_name_of_a_file() -> None:
+    names = [f"scan{number}" for number in range(100)]
+    quoted = [f"'{name}'" for name in names]
+    assert quote_paths([f"input=[{','.join(names)}]"]) == [f"input=[{','.join(quoted)}]"]
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan"), 1e-30, 0.1])
+def test_hydra_reads_each_number_as_this_number(number: float) -> None:
+    override = OverridesParser.create().parse_override(f"key={text_of(number)}")
+    assert override.value() == pytest.approx(number, rel=0, abs=0, nan_ok=True)

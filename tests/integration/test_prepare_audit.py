@@ -532,7 +532,8 @@ def test_every_case_has_a_way_out(tmp_path: Path) -> None:
         ),
         (
             "data.ignore_findings=[label_shape]",
-            "label_shape cannot be ignored, since the label map has another number of voxels",
+            "label_shape cannot be ignored, since the label map has another number of voxels than "
+            "the image, or another order of axes; correct the file.",
         ),
         ("data.hu_slope=0", "data.hu_slope: must lie in (0, inf), but got 0"),
     ],

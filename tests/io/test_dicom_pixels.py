@@ -10,7 +10,7 @@ import pytest
 from dicom_files import ALONG_Z, SPACING_MM, enhanced, header, pack_frames, place, save, save_stored
 from io_volumes import finding_texts, make_hu
 from pydicom.dataset import Dataset
-from pydicom.uid import RLELossless
+from pydicom.uid import EnhancedMRImageStorage, RLELossless
 
 from medseg.errors import UserError
 from medseg.io.read import read_image
@@ -54,6 +54,28 @@ def test_without_rescale_the_values_are_taken_for_hu_and_that_is_said(tmp_path: 
     assert finding_texts(volume) == (
         "slices without rescale slope and intercept: their values are assumed to be HU",
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "offset_hu", "said"),
+    [
+        ({"RescaleSlope": None}, -1024, "slices without rescale slope: 1 is assumed"),
+        ({"RescaleIntercept": None}, 0, "slices without rescale intercept: 0 is assumed"),
+    ],
+)
+def test_the_half_of_a_rescale_is_applied_and_the_missing_half_said(
+    fields: dict[str, None], offset_hu: int, said: str, tmp_path: Path
+) -> None:
+    volume = read_image(save_stored(tmp_path / "d", make_hu(), **fields))
+    assert np.array_equal(volume.array, make_hu() + offset_hu)
+    assert finding_texts(volume) == (said,)
+
+
+def test_slices_that_lack_different_halves_of_a_rescale_are_refused(tmp_path: Path) -> None:
+    folder = save_stored(
+        tmp_path / "d", make_hu(), RescaleSlope=None, RescaleIntercept=[-1024, None, 0, None, 0]
+    )
+    assert "expected rescale slope and intercept in every slice or in none" in said(folder)
 
 
 @pytest.mark.parametrize("keyword", ["RescaleSlope", "RescaleIntercept"])
@@ -351,6 +373,27 @@ class TestEnhanced:
             in said(tmp_path)
         )
         assert np.array_equal(read_image(tmp_path / "e.dcm", "9/2").array, make_hu((6, 7, 9))[3:])
+
+    @pytest.mark.parametrize("modality", ["CT", "MR"])
+    def test_frames_that_differ_in_their_type_alone_are_told_apart(
+        self, modality: str, tmp_path: Path
+    ) -> None:
+        image = make_hu((6, 7, 9))
+        places = [(0, 0, 5.0 * (index % 3)) for index in range(6)]
+        # All frames share the image type of the file.
+        dataset = enhanced(image, places, [(1, 0)] * 6, SeriesNumber=9, Modality=modality)
+        for index, group in enumerate(dataset.PerFrameFunctionalGroupsSequence):
+            (item,) = group.CTImageFrameTypeSequence
+            item.FrameType = ["ORIGINAL", "PRIMARY", "AXIAL", ["NONE", "OTHER"][index // 3]]
+            del group.CTImageFrameTypeSequence
+            setattr(group, f"{modality}ImageFrameTypeSequence", [item])
+        if modality == "MR":
+            dataset.SOPClassUID = EnhancedMRImageStorage
+        save(dataset, tmp_path / "e.dcm")
+        with pytest.raises(UserError, match=r"image type ORIGINAL\\PRIMARY\\AXIAL\\OTHER"):
+            read_image(tmp_path / "e.dcm", modality=modality.lower())
+        stack = read_image(tmp_path / "e.dcm", "9/2", modality=modality.lower())
+        assert np.array_equal(stack.array, image[3:])
 
     def test_a_missing_frame_and_a_tilt(self, tmp_path: Path) -> None:
         places = [(0.0, 0.2 * 2.0 * index, 2.0 * index) for index in range(12) if index != 5]

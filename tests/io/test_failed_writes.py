@@ -16,7 +16,7 @@ import pytest
 from io_volumes import load_itk, make_grid, make_labels
 
 from medseg.errors import UserError
-from medseg.io.atomic import check_writable, create_text, replace_path, replace_text
+from medseg.io.atomic import check_writable, create_text, replace_bytes, replace_path, replace_text
 from medseg.io.inputs import list_inputs
 from medseg.io.read import read_labels
 from medseg.io.write import write_labels
@@ -253,6 +253,21 @@ def test_a_pair_of_files_is_replaced_as_one(tmp_path: Path) -> None:
         assert np.array_equal(load_itk(tmp_path / "a.mhd")[0], labels)
         assert len(contents(tmp_path)) == 3, "the old voxels go with their header"
     assert (tmp_path / "a.zraw").read_bytes() == b"of another program"
+
+
+def test_an_interrupt_behind_the_new_header_leaves_its_voxels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replace_and_interrupt(path: Path, data: bytes) -> None:
+        replace_bytes(path, data)
+        raise KeyboardInterrupt
+
+    grid = make_grid(np.eye(3))
+    write_labels(tmp_path / "a.mhd", 1 - make_labels() // 2, grid)
+    monkeypatch.setattr("medseg.io.simpleitk.replace_bytes", replace_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_labels(tmp_path / "a.mhd", make_labels(), grid)
+    assert np.array_equal(read_labels(tmp_path / "a.mhd").array, make_labels())
 
 
 @pytest.mark.parametrize(("length", "version"), [(2**15 - 1, 1), (2**15, 2), (40000, 2)])

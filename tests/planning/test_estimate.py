@@ -20,7 +20,7 @@ from medseg.planning.estimate import (
     Machine,
     card_bytes,
     estimate_beside,
-    kept_between_steps,
+    kept_by_heap_in_step,
     kept_bytes,
     loader_bytes,
     step_seconds,
@@ -76,9 +76,9 @@ def test_samples_that_the_training_process_makes_leave_free_memory_in_its_heap(
 ) -> None:
     sample_bytes = None if sample_mib is None else sample_mib * MIB
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: True)
-    assert kept_between_steps(peak_mib * MIB, sample_bytes) == expected_mib * MIB
+    assert kept_by_heap_in_step(peak_mib * MIB, sample_bytes) == expected_mib * MIB
     monkeypatch.setattr(estimate, "maps_large_blocks", lambda: False)
-    assert kept_between_steps(peak_mib * MIB, sample_bytes) == 0
+    assert kept_by_heap_in_step(peak_mib * MIB, sample_bytes) == 0
 
 
 @pytest.mark.parametrize(("batch_size", "unstacked_mib"), [(2, 0), (4, 6), (8, 9)])
@@ -130,7 +130,7 @@ def test_a_card_loses_the_same_part_of_each_phase_to_fragments(
 def test_a_sample_is_made_beside_the_gradients_of_the_micro_batches_before(
     accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "kept_between_steps", lambda peak, sample_bytes: 0)
+    monkeypatch.setattr(estimate, "kept_by_heap_in_step", lambda peak, sample_bytes: 0)
     config: Any = SimpleNamespace(memory=SimpleNamespace(accumulate=accumulate))
     memory: Any = SimpleNamespace(
         peak=0, parameters=1, gradients=20, optimizer_state=300, input=4000, target=50_000

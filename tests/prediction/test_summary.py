@@ -140,6 +140,16 @@ def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Pa
     assert "tumour 1 ml" in page
 
 
+def test_the_page_shows_the_total_also_beside_a_label_of_its_name(tmp_path: Path) -> None:
+    """A task without a label `total` shares the folder with an earlier case of a task with one."""
+    volumes = {"total": 3.5, "tumour": 1.0}
+    figures_in_ml = {"ml": 4.5}
+    case = case_of(tmp_path, "a", volume_ml=volumes, statistics={}, total_statistics=figures_in_ml)
+    write_summary(tmp_path, [case], LUNGS)
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert 'data-volume="4.5"' in page
+
+
 def test_scans_of_earlier_predictions_stay(tmp_path: Path) -> None:
     """Scans in a table of an older version, scans without results, and scans of another task."""
     (tmp_path / "summary.csv").write_text(

@@ -50,7 +50,7 @@ def test_only_common_cases_with_finite_scores_are_pairs() -> None:
     difference = paired_difference(
         {"a": 3.0, "b": math.inf, "c": 1.0, "d": 2.0},
         {"a": 5.0, "b": 1.0, "c": 1.0, "e": 0.0},
-        better=-1,
+        direction=-1,
     )
     assert difference is not None
     assert (difference.cases, difference.difference, difference.better, difference.worse) == (

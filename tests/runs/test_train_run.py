@@ -16,7 +16,14 @@ from medseg.config.check import to_config
 from medseg.errors import UserError
 from medseg.io.atomic import locked
 from medseg.runs import train_run
-from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, open_run, status_of_run
+from medseg.runs.folder import (
+    LOCK_FILE,
+    SUMMARY_FILE,
+    open_run,
+    read_summary,
+    status_of_run,
+    write_end,
+)
 from medseg.runs.status import Status
 from medseg.runs.train_run import remove_parts, run_rank
 from medseg.training.options import TrainConfig
@@ -63,6 +70,47 @@ def test_a_damaged_record_of_starts_begins_anew(content: str, tmp_path: Path) ->
     for seed in (1, 2):
         train_run._note_start(tmp_path, {"seed": seed})
     assert json.loads(path.read_text()) == [{"seed": 1}, {"seed": 2}]
+
+
+OUT_OF_MEMORY = (Status.out_of_memory, "out of memory: no room")
+LOST = (Status.failed, "the connection to another rank broke off (gloo/transport)")
+
+
+@pytest.mark.parametrize("written", [OUT_OF_MEMORY, LOST, (Status.finished, ""), None])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_lost_connection_does_not_replace_the_cause_that_another_rank_wrote(
+    written: tuple[Status, str] | None,
+    is_asked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(_: TrainConfig) -> None:
+        if written is not None:
+            write_end(tmp_path, *written)
+        # torchrun asks all other ranks to stop when one has failed.
+        monkeypatch.setattr(train_run.STOP, "is_asked", is_asked)
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    config = compose(tmp_path)
+    monkeypatch.setattr(train_run, "train_run", train)
+    run_rank(config)
+    expected = Status.interrupted if is_asked else Status.failed
+    if written is not None and written is not LOST:
+        expected = written[0]
+    assert status_of_run(tmp_path) is expected
+
+
+def test_a_cause_replaces_the_lost_connection_that_another_rank_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(_: TrainConfig) -> None:
+        write_end(tmp_path, *LOST)
+        raise MemoryError("no room")
+
+    config = compose(tmp_path)
+    monkeypatch.setattr(train_run, "train_run", train)
+    run_rank(config)
+    assert read_summary(tmp_path)["status"] == "out_of_memory"
 
 
 class Parts:

@@ -127,7 +127,7 @@ def test_peaks_are_those_of_all_gpus_that_the_process_uses(monkeypatch: pytest.M
         torch.cuda, "mem_get_info", lambda index: ((15 * gib, 14 * gib, 0)[index], 16 * gib)
     )
     assert peak_bytes(uses_gpu=True) == 3 * gib
-    assert MachineLoad(uses_gpu=True).peak_resident_bytes() == (1 + 3 + 2 + 1) * gib
+    assert MachineLoad(uses_gpu=True).peak_device_bytes() == (1 + 3 + 2 + 1) * gib
 
 
 def test_a_run_on_the_cpu_never_asks_the_gpu_of_the_machine(
@@ -148,7 +148,7 @@ def test_a_run_on_the_cpu_never_asks_the_gpu_of_the_machine(
     assert history.load.uses_gpu is False
     assert all("gpu_gib" not in row for row in history.rows)
     assert 0 < history.rows[-1]["peak_gib"] < 4
-    assert 0 < history.load.peak_resident_bytes() < 4 * 2**30
+    assert 0 < history.load.peak_device_bytes() < 4 * 2**30
 
 
 def test_a_module_with_a_part_on_a_gpu_is_watched_there(

@@ -2,7 +2,7 @@
 
 A conversion that flips an image without its header leaves a plausible patient with mirrored organs.
 Four cues are measured from the image and the lungs. Each is positive where the organs lie as usual,
-changes its sign with the image, and is absent where the scan does not show it:
+changes its sign if the image is mirrored, and is absent where the scan does not show it:
 
 * `liver`: below the right lung lies the liver, below the left one fat, spleen, and gas of stomach
   and bowel;
@@ -20,40 +20,43 @@ from medseg.anatomy.rules import AIRY_HU, SPINE_HU, SPINE_REACH_MM
 from medseg.geometry.grid import VoxelBox
 from medseg.task import Task
 
-# The values before `SCALES` were chosen from anatomy, not measured. Around solid tissue there is no
-# gas, fat or bone within this distance, which is twice the spacing at which a scan is read.
+# The constants before `SCALES` were chosen from anatomy, not measured.
+
+# Around solid tissue there is no gas, fat or bone within this distance. A scan is read at a spacing
+# of about half of it.
 SOLID_MM = 5.0
 # Less dense voxels count as light: fat or gas.
 LIGHT_HU = -20.0
 # A column along z without a denser voxel lies beyond a round field of view.
 BEYOND_FIELD_HU = -1000.0
-# Depths below a lung at which the liver is looked for.
+# Least and largest depth below a lung at which the liver is looked for.
 BELOW_LUNG_MM = (8.0, 60.0)
 # Least volume that a scan must show at these depths, and least share of the volume that a scan
 # which reaches beyond these depths shows. A scan that ends at the bases of the lungs shows less.
 MIN_BELOW_ML = 50.0
 MIN_BELOW_SHARE = 0.25
-# Less dense voxels between the lungs are air of the trachea.
+# Less dense voxels between the lungs are air in the trachea.
 TRACHEA_HU = -600.0
 # Least and largest area of the trachea, or of its fork, in a slice.
 TRACHEA_MM2 = (60.0, 700.0)
-# Least length along which the trachea must be seen.
+# Least length along which the trachea must be seen; also about its width.
 TRACHEA_MM = 20.0
-# Distance from the middle of the spine at which the descending aorta lies; both sides are compared.
+# Least and largest distance of the descending aorta from the middle of the spine along x; both
+# sides are compared.
 AORTA_REACH_MM = (10.0, 35.0)
 # Part of the height of the lungs, from below, in which the heart is looked for.
 HEART_SHARES = (0.1, 0.5)
-# Measure that makes a cue of size 1, in the unit of the function that measures the cue. In 21
+# Measure that gives a cue of 1, in the unit of the function that measures the cue. In 21
 # scans of whole chests the liver measures 0.06 to 0.5, the arch -3 to 33 mm (8 to 33 mm without two
 # scans of lungs that have lost much volume), the aorta -0.3 to 0.7, the heart -13 to 28 mm.
 SCALES = {"liver": 0.1, "arch": 10.0, "aorta": 0.4, "heart": 20.0}
-# Largest size of a cue after the scaling: it bounds the weight of one cue in the sum of all.
+# Largest absolute value of a cue: it bounds the weight of one cue in the sum of all.
 MAX_CUE = 2.0
-# An image is mirrored if the sum of its cues is at most minus this, and the cue of the liver is
-# mirrored clearly. Of whole chests that are not mirrored, the least sum is -0.1, the second least
+# An image is mirrored if the sum of its cues is at most minus this, and the cue of the liver is at
+# most -`CLEAR_CUE`. Of whole chests that are not mirrored, the least sum is -0.1, the second least
 # 0.6; the least cue of the liver is 0.64.
 MIRRORED_EVIDENCE = 0.8
-# Least size of a single cue that is clear.
+# Least absolute value of a cue that is clear by itself.
 CLEAR_CUE = 0.5
 
 MEDIASTINUM = ("arch", "aorta", "heart")
@@ -85,7 +88,7 @@ class Lungs(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """What lies between the lungs in each row along x; arrays (D, H) in voxels.
+    """Gap between the lungs in each row along x; arrays (D, H) in voxels.
 
     Attributes:
         is_between: Whether the row meets both lungs.
@@ -104,8 +107,8 @@ class MirrorEvidence(NamedTuple):
     """Cues of a scan.
 
     Attributes:
-        cues: Name of each cue that the scan shows to its size: 1 where it is clear, at most 2,
-            negative where the organs lie mirrored.
+        cues: Name of each cue that the scan shows to its value in ±`MAX_CUE`: ±1 for the measure in
+            `SCALES`, negative where the organs lie mirrored.
     """
 
     cues: dict[str, float]
@@ -119,14 +122,14 @@ class MirrorEvidence(NamedTuple):
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the mediastinum, which is independent of the liver, shows the same."""
+        """Whether the image is mirrored and the mediastinum alone shows it too."""
         mediastinum = sum(self.cues.get(name, 0.0) for name in MEDIASTINUM)
         return self.is_mirrored and mediastinum <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
         """The mirrored cues, as a clause of a warning."""
-        mirrored = [SENTENCES[name] for name, size in self.cues.items() if size <= -CLEAR_CUE]
+        mirrored = [SENTENCES[name] for name, cue in self.cues.items() if cue <= -CLEAR_CUE]
         return " and ".join(mirrored)
 
 
@@ -166,8 +169,8 @@ def find_lungs(
 ) -> Lungs | None:
     """Take the labels with a side that are full of air, on a coarse grid; None without two lungs.
 
-    The place of a lung decides whether it is the left one: the names of the labels may follow the
-    organs of a mirrored image, or its header.
+    The position of a lung decides whether it is the left one: the names of the labels may follow
+    the organs of a mirrored image, or its header.
     """
     coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     masks = []
@@ -189,10 +192,10 @@ def find_lungs(
 def every_few_voxels(
     image_hu: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float]
 ) -> tuple[np.ndarray, np.ndarray, tuple[float, float, float]]:
-    """Thin out an image and its labels, (D, H, W), to about half of `SOLID_MM`.
+    """Subsample an image and its labels (D, H, W) to a spacing of about half of `SOLID_MM`.
 
     Returns:
-        Views of both, and their spacing.
+        Image, labels (both views) and their spacing (z, y, x).
     """
     steps = [max(1, round(SOLID_MM / (2 * mm))) for mm in spacing_mm]
     every_few = tuple(slice(None, None, step) for step in steps)
@@ -206,11 +209,11 @@ def centre_x(mask: np.ndarray) -> float:
 
 
 def gap_between(lungs: Lungs) -> Gap:
-    """Find what lies between the lungs in each row."""
+    """Find the gap between the lungs in each row."""
     right, left = lungs.right, lungs.left
     width = right.shape[2]
     # `argmax` finds the first true voxel of a row; of the reversed row, the last one. The numbers
-    # of a row that meets no lung mean nothing, see `is_between`.
+    # of a row that misses a lung mean nothing, see `is_between`.
     right_start = right.argmax(axis=2)
     right_stop = width - right[:, :, ::-1].argmax(axis=2)
     left_start = left.argmax(axis=2)
@@ -268,26 +271,26 @@ def liver_excess(lungs: Lungs) -> float | None:
 def part_around(mask: np.ndarray, spacing_mm: np.ndarray) -> tuple[slice, slice, slice]:
     """Slices of the part that `solid_and_light` reads for the voxels of a non-empty mask."""
     box = VoxelBox.from_mask(mask)
-    assert box is not None, "the mask shows what lies below a lung"
+    assert box is not None, "`shows_below` has found tissue below the lungs"
     # Two filters, one after the other, each with a reach of at most `SOLID_MM`, rounded to voxels.
     reach = 2 * np.ceil(SOLID_MM / spacing_mm).astype(int)
     return box.expanded(reach.tolist()).clipped(mask.shape).slices()
 
 
 def solid_and_light(image_hu: np.ndarray, spacing_mm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Masks (D, H, W) of solid tissue and of light tissue, as fat or gas, of a smoothed image."""
+    """Masks (D, H, W) of solid tissue, and of fat or gas (light), in an image after smoothing."""
     reach = np.rint(SOLID_MM / spacing_mm).astype(int)
     # Clipped, so that a few voxels of gas or metal do not decide about their neighbours.
     clipped_hu = np.clip(image_hu, -300, 300).astype(np.float32)
     smooth_hu = ndimage.uniform_filter(clipped_hu, np.maximum(1, reach).tolist())
-    # Liver with contrast agent is less dense than bone.
+    # Denser than water; even with contrast agent, the liver is less dense than bone.
     is_tissue = (smooth_hu > 0) & (smooth_hu < SPINE_HU)
     is_solid = ndimage.minimum_filter(is_tissue, (2 * reach + 1).tolist())
     return is_solid, smooth_hu < LIGHT_HU
 
 
 def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> np.ndarray:
-    """Mask (H, W) of the columns of a lung without a margin, below which lies the chest wall."""
+    """Mask (H, W) of the columns of a lung without its margin, which lies above the chest wall."""
     # The margin is as wide as the least depth of `tissue_below`. The pixels of a CT are square, so
     # the spacing along y is also that along x.
     num_outer = max(1, round(BELOW_LUNG_MM[0] / spacing_mm[1]))
@@ -295,7 +298,7 @@ def inner_columns(lung: np.ndarray, spacing_mm: tuple[float, float, float]) -> n
 
 
 def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarray:
-    """Mask what lies at the depths `BELOW_LUNG_MM` below a lung.
+    """Mask the voxels at the depths `BELOW_LUNG_MM` below a lung.
 
     Args:
         lung: Mask (D, H, W) of the lung; z runs upwards.
@@ -318,7 +321,7 @@ def tissue_below(lung: np.ndarray, columns: np.ndarray, z_mm: float) -> np.ndarr
 
 
 def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) -> bool:
-    """Whether a scan shows enough of what lies below a lung.
+    """Whether a scan shows enough tissue below a lung.
 
     Args:
         below: From `tissue_below`, (D, H, W).
@@ -329,7 +332,7 @@ def shows_below(below: np.ndarray, columns: np.ndarray, spacing_mm: np.ndarray) 
     num_shown = np.count_nonzero(below)
     # Voxels at these depths in a scan that shows all of them in all columns.
     num_whole = np.count_nonzero(columns) * (far_mm - near_mm) / spacing_mm[0]
-    is_large = num_shown * spacing_mm.prod() / 1000 >= MIN_BELOW_ML
+    is_large = num_shown * spacing_mm.prod() / 1000 >= MIN_BELOW_ML  # 1000 mm³ are 1 ml
     return bool(is_large and num_shown >= MIN_BELOW_SHARE * num_whole)
 
 
@@ -349,7 +352,7 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
             continue
         y, x = centre
         rows = np.flatnonzero(gap.is_between[z])
-        # The rows beside the trachea.
+        # The rows beside the trachea, which is about `TRACHEA_MM` wide.
         rows = rows[np.abs(rows - y) * y_mm <= TRACHEA_MM / 2]
         if len(rows):
             # Mean distances in voxels from the trachea to the first voxel of the left lung, and to
@@ -365,7 +368,7 @@ def arch_excess_mm(lungs: Lungs, gap: Gap) -> float | None:
 def _trachea_centre(lungs: Lungs, gap: Gap, z: int) -> tuple[float, float] | None:
     """Find the centre (y, x) of the trachea, or of its fork, in a slice; None where it is not seen.
 
-    It is the largest piece of air between the lungs, if it has the area of a trachea.
+    The trachea is the largest piece of air between the lungs, if this has the area of a trachea.
     """
     x = np.arange(lungs.image_hu.shape[2])
     starts = gap.start[z][:, None]
@@ -438,7 +441,7 @@ def _spine_front(lungs: Lungs, gap: Gap, z: int) -> tuple[int, float] | None:
     reach = SPINE_REACH_MM / lungs.spacing_mm[2]
     low_x = max(0, round(middle_x - reach))
     bone = lungs.image_hu[z, half:, low_x : round(middle_x + reach)] > SPINE_HU
-    if np.count_nonzero(bone) < 2:
+    if np.count_nonzero(bone) < 2:  # a single voxel may be noise
         return None
     num_by_column = bone.sum(axis=0)
     # Share of the bone up to each row, from the front. The first tenth may be vessels with contrast

@@ -35,7 +35,7 @@ MIN_AIR_ML = 100.0
 TRACHEA_REACH_MM = 30.0
 # Least share of its bounding rectangle in a slice that the trachea fills, since it is round.
 TRACHEA_FILL = 0.5
-# Measure that makes a cue of size 1, in the unit of the measure. In 22 whole
+# Measure that gives a cue of 1, in the unit of the function that measures the cue. In 22 whole
 # chests `trachea_excess_mm` is 36 to 128 mm, `liver_excess` 0.27 to 0.72.
 SCALES = {"trachea": 40.0, "liver": 0.3}
 
@@ -50,17 +50,17 @@ class HeadEvidence(NamedTuple):
     """Cues of a scan.
 
     Attributes:
-        cues: Name of each cue that the scan shows to its size: 1 where it is clear, at most 2,
-            negative where the patient is upside down.
+        cues: Name of each cue that the scan shows to its value in ±`MAX_CUE`: ±1 for the measure in
+            `SCALES`, negative where the patient is upside down.
     """
 
     cues: dict[str, float]
 
     @property
     def is_upside_down(self) -> bool:
-        """Whether both cues show that the patient is upside down; False if one is absent."""
-        sizes = [self.cues.get(name, 0.0) for name in SCALES]
-        return max(sizes) <= -CLEAR_CUE
+        """Whether both cues clearly show a patient upside down; False if one is absent."""
+        values = [self.cues.get(name, 0.0) for name in SCALES]
+        return max(values) <= -CLEAR_CUE
 
     @property
     def sentence(self) -> str:
@@ -82,7 +82,7 @@ def head_evidence(
     Returns:
         No cue where the labels do not show two lungs.
     """
-    lungs = find_air(image_hu, labels, spacing_mm, task)
+    lungs = find_airy_lungs(image_hu, labels, spacing_mm, task)
     if lungs is None:
         return HeadEvidence({})
     measures = {"trachea": trachea_excess_mm(lungs), "liver": liver_excess(lungs)}
@@ -93,12 +93,12 @@ def head_evidence(
     return HeadEvidence(cues)
 
 
-def find_air(
+def find_airy_lungs(
     image_hu: np.ndarray, labels: np.ndarray, spacing_mm: tuple[float, float, float], task: Task
 ) -> Lungs | None:
-    """Take the air in the labels with a side, on a coarse grid; None without two lungs.
+    """Take the air in the labels of each side as a lung, on a coarse grid; None without two lungs.
 
-    If a patient is upside down, a network also labels liver and bowel, which contain no air.
+    If a patient is upside down, a network also labels liver and bowel, which are mostly not air.
     """
     coarse_hu, coarse_labels, coarse_mm = every_few_voxels(image_hu, labels, spacing_mm)
     is_air = coarse_hu < AIRY_HU
@@ -109,8 +109,8 @@ def find_air(
         if np.count_nonzero(mask) * voxel_ml < MIN_AIR_ML:
             return None
         masks.append(mask)
-    # Sorted by place, since the names of the labels may be exchanged; x increases to the patient's
-    # left.
+    # Sorted by position, since the names of the labels may be exchanged; x increases to the
+    # patient's left.
     left, right = sorted(masks, key=centre_x, reverse=True)
     return Lungs(left, right, coarse_hu, coarse_mm)
 
@@ -118,27 +118,27 @@ def find_air(
 def trachea_excess_mm(lungs: Lungs) -> float:
     """Measure by how much longer the trachea is in the upper half of the lungs than in the lower.
 
-    It is a round piece of air in a slice, in the middle between the lungs; the bronchi in the lower
-    half are too thin. It is looked for in the image, since labels may count it as lung.
+    The trachea is a round piece of air in a slice, in the middle between the lungs; the bronchi in
+    the lower half are too thin. The image is searched, since labels may count the trachea as lung.
 
     Returns:
         Difference of the lengths, in mm.
     """
     is_lung = lungs.left | lungs.right
     # Indices along z, y and x at which there is lung.
-    levels = np.flatnonzero(is_lung.any(axis=(1, 2)))
-    rows = np.flatnonzero(is_lung.any(axis=(0, 2)))
-    columns = np.flatnonzero(is_lung.any(axis=(0, 1)))
+    lung_z = np.flatnonzero(is_lung.any(axis=(1, 2)))
+    lung_y = np.flatnonzero(is_lung.any(axis=(0, 2)))
+    lung_x = np.flatnonzero(is_lung.any(axis=(0, 1)))
     z_mm, _, x_mm = lungs.spacing_mm
     reach = TRACHEA_REACH_MM / x_mm
-    middle_x = (columns[0] + columns[-1]) / 2
-    middle_z = (levels[0] + levels[-1]) / 2
+    middle_x = (lung_x[0] + lung_x[-1]) / 2
+    middle_z = (lung_z[0] + lung_z[-1]) / 2
     # Slices that show the trachea, in the upper and the lower half.
     num_above = 0
     num_below = 0
-    for z in levels:
+    for z in lung_z:
         for y, x in _round_pieces_of_air(lungs.image_hu[z], lungs.spacing_mm):
-            is_central = abs(x - middle_x) <= reach and rows[0] < y < rows[-1]
+            is_central = abs(x - middle_x) <= reach and lung_y[0] < y < lung_y[-1]
             if not is_central:
                 continue
             if z > middle_z:

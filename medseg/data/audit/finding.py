@@ -35,10 +35,21 @@ _IGNORE_GRID = (
     "resample it to the image, or, if only its header is wrong, use its voxels as they are with "
     "data.ignore_findings=[label_grid]"
 )
-# A key is the code of a finding, which results list and a user may ignore. The part after a colon
-# is a variant of the code with another sentence. `find` fills in the fields in braces.
+# A key is the code of a finding, which results list and a user may ignore. A variant follows the
+# colon; it has a sentence, a cure and a severity of its own. `make_finding` fills in the fields in
+# braces. Fields whose name does not say what they hold:
+#   hold        what padding does, as in "hold -2000"
+#   air         HU of air, `AIR_HU`; for `hu_range:inverted` the negative of air's HU
+#   way         for `hu_offset` "high" or "low"; for `misplaced_labels` how the labels would have to
+#               be moved, as in "mirrored left to right"
+#   best, fit   see `medseg.data.audit.placement`; organs full of air in place have at least 2
+#   s           "s" for several values, else ""
+#   difference  how two grids differ, a clause; for copies the distance of the two images
+#   claim       what the case table says of the two cases, as in "the split is train here and val
+#               there"; the variants `unclaimed` are for tables that say nothing
 KINDS = {
-    # The readers of files give the whole sentence.
+    # Findings of the readers of files, which make them without `make_finding`. They stand here
+    # because `CODES` needs them.
     "reading": Kind(WARNING, "{sentence}"),
     "left_out": Kind(INFORMATION, "{sentence}"),
     "hu_offset": Kind(
@@ -52,9 +63,10 @@ KINDS = {
     "hu_range:window": Kind(
         ERROR,
         "the values run from {low:g} to {high:g}: they are windowed or normalised, not HU",
-        "convert the scan again from its DICOM files, or undo a known window: for one of -1250 to "
-        "250 HU set data.hu_slope={slope:.6g} data.hu_offset={offset:.6g} (for predict: "
-        "hu_slope={slope:.6g} hu_offset={offset:.6g}), or these columns of the case table",
+        "convert the scan again from its DICOM files, or undo a known window: for one of "
+        "{window_low} to {window_high} HU set data.hu_slope={slope:.6g} "
+        "data.hu_offset={offset:.6g} (for predict: hu_slope={slope:.6g} "
+        "hu_offset={offset:.6g}), or these columns of the case table",
     ),
     "hu_range:divided": Kind(
         ERROR,
@@ -114,6 +126,7 @@ KINDS = {
         "have been filled in",
         "if they lie outside the field of view, replace them in the file by {air}",
     ),
+    # Nothing in a patient is darker than air, so only noise was clipped.
     "clipped:air": Kind(
         INFORMATION,
         "{share:.1%} of the voxels hold the lowest value, {value} HU: the image was clipped there",
@@ -331,7 +344,11 @@ KINDS = {
 # Each code once, without its variants.
 CODES = tuple(dict.fromkeys(name.partition(":")[0] for name in KINDS))
 
-NEVER_IGNORED = {"label_shape": "the label map has another number of voxels than the image"}
+NEVER_IGNORED = {
+    "label_shape": (
+        "the label map has another number of voxels than the image, or another order of axes"
+    )
+}
 """Codes that cannot be ignored, and the reason."""
 
 
@@ -345,8 +362,9 @@ class CaseAudit:
             CT, else in its own unit.
         voxels_sha256: Hash of the voxels of the first channel; equal for copies of one scan.
         volumes_ml: Label name to volume; empty if there are no labels.
-        thumbnail: Means of the first channel in 8 × 8 × 8 blocks, in HU, which nearly equal scans
-            share; empty if its values are not HU, or an axis has fewer than 8 voxels.
+        thumbnail: Means in HU of the first channel in the 8 × 8 × 8 equal blocks of the scan, which
+            nearly equal scans share; empty if its values are not HU, or an axis has fewer than 8
+            voxels.
         profile: Areas of tissues along the body in mm², see `medseg.data.audit.tissue_profile`;
             empty if the values are not HU, or the scan is too short.
         findings: All findings, those that the case ignores included.
@@ -369,7 +387,7 @@ class CaseAudit:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain types for a JSON file."""
+        """Convert to a dictionary that `json` can write."""
         return asdict(self)
 
     @classmethod
@@ -390,7 +408,7 @@ class CaseAudit:
         return cls(**(data | restored))
 
 
-def find(kind: str, **values: Any) -> Finding:
+def make_finding(kind: str, **values: Any) -> Finding:
     """Make a finding of a kind.
 
     Args:

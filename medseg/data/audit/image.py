@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.data.audit.finding import find
+from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
 from medseg.task import AIR_HU
@@ -39,15 +39,15 @@ SPIKE_REPORT_SHARE = 0.01
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
-FAT_HU = -50  # HU; every CT has fat or air below this value
+FAT_HU = -50  # every CT has fat or air below this value
 OFFSET_HU = 1024  # offset by which values are often stored too high or too low
-# Least share of soft tissue. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about
-# 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
+# Least share of soft tissue, or of air that an error of the scale has moved. Images in HU have 8 to
+# 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
 # Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
-# In an inverted image, air has the values of bone: it has at least this many times more voxels in
-# the range of bone than in the range of air.
+# An inverted image has at least this many times as many voxels in the range of dense bone, where
+# its air lies, as in the range of air.
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone if at least this share of its voxels has such values.
 PRESENT_SHARE = 0.001
@@ -84,8 +84,8 @@ class ImageFacts:
     """Histogram of an image: a CT in HU, another modality in its own unit.
 
     Attributes:
-        low_hu: Lowest value.
-        high_hu: Highest value.
+        low_hu: Lowest value, of any modality.
+        high_hu: Highest value, of any modality.
         counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
             counts the value -32768.
     """
@@ -255,7 +255,7 @@ def check_channels(
         if not is_owned:
             images[number] = image.copy()
         share = replace_fill(images[number], fill)
-        finding = find("padding:replaced", share=share, value=fill, air=AIR_HU)
+        finding = make_finding("padding:replaced", share=share, value=fill, air=AIR_HU)
         fill_findings.append(_of_channel(finding, number))
     # All channels are measured after the replacement, so that the fill does not count.
     facts = [measure_image(image) for image in images]
@@ -278,7 +278,7 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     # In a scan that was clipped above the values of air, air has the value at which it was clipped.
     is_clipped = any(finding.code == "clipped" for finding in findings)
     if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
-        findings.append(find("no_air", low=facts.low_hu, high=facts.high_hu))
+        findings.append(make_finding("no_air", low=facts.low_hu, high=facts.high_hu))
     return findings
 
 
@@ -314,7 +314,7 @@ def audit_channels(channels: Sequence[ImageFacts], modalities: Sequence[str]) ->
         if modality == "ct":
             channel_findings = audit_image(facts)
         elif facts.low_hu == facts.high_hu:
-            channel_findings = [find("hu_range:constant", low=facts.low_hu)]
+            channel_findings = [make_finding("hu_range:constant", low=facts.low_hu)]
         findings += [_of_channel(finding, number) for finding in channel_findings]
     return findings
 
@@ -334,7 +334,7 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
     tissue = facts.tissue
     ends = {"low": facts.low_hu, "high": facts.high_hu}
     if facts.low_hu == facts.high_hu:
-        return find("hu_range:constant", **ends)
+        return make_finding("hu_range:constant", **ends)
     if facts.high_hu - facts.low_hu <= MAX_WINDOWED_RANGE:
         return _explain_small_range(facts)
     # Values that are about 1024 too high lack everything below 0.
@@ -350,15 +350,15 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
         lowest_air_hu = PADDING_BELOW_HU - OFFSET_HU
         far_share = share_of(tissue, -np.inf, lowest_air_hu)
         if far_share >= TISSUE_SHARE:
-            return find("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
+            return make_finding("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
         return _explain_offset(facts, -OFFSET_HU, "low")
     if _is_inverted(tissue):
         bright_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
-        return find("hu_range:inverted", **ends, share=bright_share, air=-NOMINAL_AIR_HU)
+        return make_finding("hu_range:inverted", **ends, share=bright_share, air=-NOMINAL_AIR_HU)
     if not has_fat_or_air:
-        return find("hu_range:other", **ends, lacking="fat or air")
+        return make_finding("hu_range:other", **ends, lacking="fat or air")
     if share_of(tissue, SOFT_HU[0], np.inf) < PRESENT_SHARE:
-        return find("hu_range:other", **ends, lacking="soft tissue")
+        return make_finding("hu_range:other", **ends, lacking="soft tissue")
     return None
 
 
@@ -374,7 +374,7 @@ def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
     low = SOFT_HU[0] + offset_hu
     high = SOFT_HU[1] + offset_hu
     peak = low + int(np.argmax(facts.tissue[low + ZERO : high + ZERO]))
-    return find(
+    return make_finding(
         "hu_offset",
         low=facts.low_hu,
         high=facts.high_hu,
@@ -403,13 +403,21 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
             # Either divided HU that were clipped, or a window around soft tissue that was scaled to
             # -1 to 1: the values do not tell which.
             kind = "hu_range:clipped"
-        return find(kind, low=low, high=high, slope=DIVISOR)
+        return make_finding(kind, low=low, high=high, slope=DIVISOR)
     # The line hu = slope · value + offset that maps `bottom` and `top` to the ends of the window.
     bottom, top = _scaled_ends(low, high)
     window_low_hu, window_high_hu = USUAL_WINDOW_HU
     slope = (window_high_hu - window_low_hu) / (top - bottom)
     offset = window_low_hu - slope * bottom
-    return find("hu_range:window", low=low, high=high, slope=slope, offset=offset)
+    return make_finding(
+        "hu_range:window",
+        low=low,
+        high=high,
+        slope=slope,
+        offset=offset,
+        window_low=window_low_hu,
+        window_high=window_high_hu,
+    )
 
 
 def _scaled_ends(low: float, high: float) -> tuple[float, float]:
@@ -466,14 +474,14 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
         predicate = f"lie below {PADDING_BELOW_HU}"
         if share_of(facts.counts, commonest_hu, commonest_hu + 1) > 0.9 * padding_share:
             predicate = f"hold {commonest_hu}"
-        yield find("padding:outside", share=padding_share, hold=predicate, air=AIR_HU)
+        yield make_finding("padding:outside", share=padding_share, hold=predicate, air=AIR_HU)
     low_hu, high_hu = facts.measured_hu
     for value, spike_share in facts.spikes.items():
         # A spike near an end of the values is clipping, and one in the range of air is air.
         lowest_inner_hu = max(AIR_RANGE_HU[1], low_hu + SPIKE_REACH)
         is_inner = lowest_inner_hu < value < high_hu - SPIKE_REACH
         if spike_share >= SPIKE_REPORT_SHARE and is_inner:
-            yield find("padding:filled", share=spike_share, value=value, air=AIR_HU)
+            yield make_finding("padding:filled", share=spike_share, value=value, air=AIR_HU)
 
 
 def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
@@ -482,7 +490,7 @@ def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
     share_at_low = facts.spikes.get(low_hu, 0.0)
     if low_hu > FLOOR_HU and share_at_low >= SPIKE_REPORT_SHARE:
         kind = "clipped:air" if low_hu <= NOMINAL_AIR_HU else "clipped:low"
-        yield find(kind, share=share_at_low, value=low_hu)
+        yield make_finding(kind, share=share_at_low, value=low_hu)
     # At the upper end any spike is reported, since few voxels of a patient are so bright.
     if high_hu in facts.spikes and high_hu < LOW_CEILING_HU:
-        yield find("clipped:high", share=facts.spikes[high_hu], value=high_hu)
+        yield make_finding("clipped:high", share=facts.spikes[high_hu], value=high_hu)

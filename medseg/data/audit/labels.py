@@ -21,14 +21,14 @@ from medseg.anatomy.rules import (
     TOUCHING_CM2,
     UPSIDE_DOWN_EXCESS,
 )
-from medseg.data.audit.finding import find
+from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import IGNORE, Region, Task, is_side_pair
 
 ABSENT = "absent"
-"""Trust in a reference that is empty because the region is absent."""
+"""Value of the column `trust_<region>` where the patient does not have the region."""
 
 GRID_TOLERANCE_MM = 0.1
 """Image and label map are on one grid if their corners agree within this.
@@ -67,11 +67,11 @@ def audit_grids(
     # Equal shapes in the files: perhaps only the header is wrong, and the user may ignore the
     # finding.
     if tuple(stored_image_shape) == tuple(stored_label_shape):
-        return [find("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
+        return [make_finding("label_grid", difference=difference, tolerance_mm=GRID_TOLERANCE_MM)]
     if label_grid.shape == image_grid.shape:
-        return [find("label_shape:axes", difference=difference)]
+        return [make_finding("label_shape:axes", difference=difference)]
     return [
-        find(
+        make_finding(
             "label_shape",
             shape=per_axis_text(label_grid.shape),
             image_shape=per_axis_text(image_grid.shape),
@@ -86,7 +86,7 @@ def audit_extent(grid: VoxelGrid) -> list[Finding]:
     if least_mm <= max(extents_mm) <= most_mm:
         return []
     return [
-        find(
+        make_finding(
             "implausible_size:scan",
             extent=per_axis_text(extents_mm),
             least_mm=least_mm,
@@ -101,7 +101,10 @@ def _extents_mm(shape: Sequence[int], grid: VoxelGrid) -> list[float]:
 
 
 def _difference(image_grid: VoxelGrid, label_grid: VoxelGrid) -> str:
-    """Describe the differences of two grids: shape, spacing, rotation, place."""
+    """Describe the differences of two grids: shape, spacing, rotation, place.
+
+    Spacings that differ by 0.1 % and axes that differ by 0.1 degrees count as equal.
+    """
     clauses = []
     is_same_shape = label_grid.shape == image_grid.shape
     if not is_same_shape:
@@ -137,13 +140,13 @@ def map_values(
     Args:
         labels: Label map (D, H, W), integers.
         task: Has the value of each label name.
-        label_values: Value in the file to label name; 0 is background, and a name that the task
-            does not know becomes background.
+        label_values: Value in the file to label name. The value 0 is always background; labels that
+            the task does not know become background.
         may_be_empty: Whether to accept a label map that holds only 0 and the ignore label.
 
     Returns:
-        Label map, uint8, with unknown values as background (the input itself if nothing changes);
-        and the findings.
+        Label map in the task's values, uint8, with unknown values as background (the input itself
+        if nothing changes); and the findings.
     """
     # Plane by plane: finding the values of all planes at once would sort a copy of the label map.
     values: set[int] = set()
@@ -154,12 +157,12 @@ def map_values(
     # `all` is true for a label map of zeros, too, which has no value in `present`.
     is_empty = all(label_values.get(value) == IGNORE for value in present)
     if is_empty and not may_be_empty:
-        findings.append(find("empty_labels", regions=", ".join(task.parts)))
+        findings.append(make_finding("empty_labels", regions=", ".join(task.parts)))
     unknown = [value for value in present if value not in label_values]
     if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
         plural = "s" if len(unknown) > 1 else ""
-        finding = find(
+        finding = make_finding(
             kind,
             s=plural,
             few=", ".join(map(str, unknown[:MAX_LISTED])),
@@ -180,7 +183,7 @@ def map_values(
 
 
 def _values_of(plane: np.ndarray) -> list[int]:
-    """List the values of a plane."""
+    """List the distinct values of a plane."""
     # Counting bytes is faster than `unique`, which sorts.
     if plane.dtype == np.uint8:
         return np.flatnonzero(np.bincount(plane.ravel())).tolist()
@@ -228,15 +231,16 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
             continue
         tight_mask = mask[box_in_crop.slices()]
         box = box_in_crop.shifted(labels_box.start)
-        centre = []
+        centre = []  # index (z, y, x)
         # The centre of mass needs only the number of voxels at each index of an axis; the indices
         # of all voxels would take far more memory.
         for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
             counts = tight_mask.sum(axis=other_axes)
             offset = float(np.average(np.arange(len(counts)), weights=counts))
             centre.append(box.start[axis] + offset)
-        centre_x_mm = float(grid.index_to_world_xyz_mm(centre)[0])
-        regions[region.name] = RegionFacts(region, box, centre[2], centre_x_mm)
+        _, _, x_index = centre
+        centre_x_mm, _, _ = grid.index_to_world_xyz_mm(centre)
+        regions[region.name] = RegionFacts(region, box, x_index, float(centre_x_mm))
     return regions
 
 
@@ -270,13 +274,13 @@ def audit_labels(
     for region in task.regions:
         is_stated_absent = trust.get(region.name) == ABSENT
         if region.name not in regions and not is_stated_absent:
-            findings.append(find("missing_region", region=region.name))
+            findings.append(make_finding("missing_region", region=region.name))
     findings += _audit_position(image_hu, labels, grid, task, regions)
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         # A region without a side, such as the body, may be as long as the scan.
         if facts.region.side is not None and max(extents_mm) > MAX_REGION_MM:
-            finding = find(
+            finding = make_finding(
                 "implausible_size:region",
                 name=facts.region.name,
                 extent=per_axis_text(extents_mm),
@@ -291,7 +295,7 @@ def audit_labels(
     findings += _audit_volumes(labels, grid, task, cut_ends)
     if cut_ends:
         descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
-        findings.append(find("cut_region", regions=" and ".join(descriptions)))
+        findings.append(make_finding("cut_region", regions=" and ".join(descriptions)))
     return findings
 
 
@@ -320,7 +324,7 @@ def _audit_position(
         return findings + _audit_mirrored(image_hu, labels, grid, task)
     # A finding of swapped sides names the position already.
     if not any(finding.code == "swapped_sides" for finding in findings):
-        findings.append(find("body_position", position=position, sign=sign))
+        findings.append(make_finding("body_position", position=position, sign=sign))
     return findings
 
 
@@ -354,18 +358,18 @@ def _audit_sides(
         if left.centre_x_mm <= right.centre_x_mm:
             sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
             kind = "swapped_sides:position" if position else "swapped_sides"
-            findings.append(find(kind, **names, **sides_mm, position=position))
+            findings.append(make_finding(kind, **names, **sides_mm, position=position))
         if is_side_pair(left.region, right.region):
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
-                findings.append(find("touching_regions", **names, area=contact_mm2 / 100))
+                findings.append(make_finding("touching_regions", **names, area=contact_mm2 / 100))
     # With regions on both sides, the sides were compared above.
     if image_hu is None or (lefts and rights):
         return findings
     for facts in (*lefts, *rights):
         off_mm, width_mm = _off_side_mm(image_hu, grid, facts)
         if off_mm > SIDE_SHARE * width_mm:
-            findings.append(find("doubtful_side", region=facts.region.name, off_mm=off_mm))
+            findings.append(make_finding("doubtful_side", region=facts.region.name, off_mm=off_mm))
     return findings
 
 
@@ -406,7 +410,7 @@ def _audit_mirrored(
     if not evidence.is_mirrored:
         return []
     kind = "mirrored_image" if evidence.is_confirmed else "mirrored_image:doubtful"
-    return [find(kind, sign=evidence.sentence)]
+    return [make_finding(kind, sign=evidence.sentence)]
 
 
 def _audit_volumes(
@@ -426,15 +430,16 @@ def _audit_volumes(
     findings = []
     for name, (low, high) in task.volume_ml.items():
         volume_ml = volumes_ml[name]
-        is_small = 0 < volume_ml < low and name not in cut_names
-        if not is_small and volume_ml <= high:
+        is_too_small = 0 < volume_ml < low and name not in cut_names
+        is_too_large = volume_ml > high
+        if not (is_too_small or is_too_large):
             continue
         kind = "implausible_volume"
         if volume_ml > high * FAR_FACTOR:
             kind = "implausible_volume:far"
         elif volume_ml < low / TINY_FACTOR:
             kind = "implausible_volume:tiny"
-        findings.append(find(kind, name=name, volume_ml=volume_ml, low=low, high=high))
+        findings.append(make_finding(kind, name=name, volume_ml=volume_ml, low=low, high=high))
     return findings
 
 
@@ -565,6 +570,8 @@ def audit_vanished(
     findings = []
     for name, volume_ml in volumes_before_ml.items():
         if volume_ml > 0 and name not in boxes:
-            finding = find("vanished_region", region=name, volume_ml=volume_ml, spacing=spacing)
+            finding = make_finding(
+                "vanished_region", region=name, volume_ml=volume_ml, spacing=spacing
+            )
             findings.append(finding)
     return findings

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from medseg.data.audit.finding import find
+from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelGrid
 from medseg.preprocess.orient import FACES
@@ -84,7 +84,7 @@ def audit_placement(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -
             best_way = way
     if best_fit < max(LEAST_FIT, LEAST_GAIN * fit):
         return []
-    return [find("misplaced_labels", way=best_way, best=best_fit, fit=fit)]
+    return [make_finding("misplaced_labels", way=best_way, best=best_fit, fit=fit)]
 
 
 def _other_placements(labels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -150,7 +150,7 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
             shifts.append(f"{abs(shift)} voxels towards the {end} end")
     if not shifts:
         return []
-    return [find("misplaced_labels:shifted", shifts=" and ".join(shifts))]
+    return [make_finding("misplaced_labels:shifted", shifts=" and ".join(shifts))]
 
 
 def _edge_shift(lines_hu: np.ndarray, is_face: np.ndarray) -> int:

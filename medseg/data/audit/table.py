@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 
-from medseg.data.audit.finding import CaseAudit, find
+from medseg.data.audit.finding import CaseAudit, make_finding
 from medseg.data.audit.image import THUMBNAIL_SIZE
 from medseg.data.audit.tissue_profile import NEAR_PROFILE, Areas, areas_of, profile_distance
 from medseg.data.case_table import Case
@@ -149,7 +149,7 @@ def _odd_spacing(audit: CaseAudit, usual_mm: Sequence[float]) -> Iterator[Findin
                 f"{median_mm:.3g} mm"
             )
     if differences:
-        yield find("spacing_outlier", differences=" and ".join(differences))
+        yield make_finding("spacing_outlier", differences=" and ".join(differences))
 
 
 def _repeated_image(
@@ -160,7 +160,7 @@ def _repeated_image(
         if audited.audit is None or audited.case.patient != case.patient:
             continue
         if audited.audit.voxels_sha256 == audit.voxels_sha256:
-            yield find(DUPLICATE, twin=audited.case.name)
+            yield make_finding(DUPLICATE, twin=audited.case.name)
             return
 
 
@@ -182,11 +182,11 @@ def _near_images(
     distance, twin = _nearest(distances, case)
     if distance == 0:
         kind = f"{DUPLICATE}:patients"
-        yield find(kind, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
+        yield make_finding(kind, twin=twin.name, patient=case.patient, twin_patient=twin.patient)
     elif distance < NEAR_HU:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy" if claim else "near_copy:unclaimed"
-        yield find(kind, twin=twin.name, difference=distance, claim=claim)
+        yield make_finding(kind, twin=twin.name, difference=distance, claim=claim)
 
 
 def _nearest(distances: Sequence[tuple[float, Case]], case: Case) -> tuple[float, Case]:
@@ -214,7 +214,7 @@ def _scaled_copies(
     if distance < NEAR_CONTRAST:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy:scaled" if claim else "near_copy:scaled_unclaimed"
-        yield find(kind, twin=twin.name, difference=distance, claim=claim)
+        yield make_finding(kind, twin=twin.name, difference=distance, claim=claim)
 
 
 def _near_profiles(
@@ -229,7 +229,7 @@ def _near_profiles(
     if difference < NEAR_PROFILE:
         claim = _claim(case, twin, names_patients)
         kind = "near_copy:profile" if claim else "near_copy:profile_unclaimed"
-        yield find(kind, twin=twin.name, difference=difference, claim=claim)
+        yield make_finding(kind, twin=twin.name, difference=difference, claim=claim)
 
 
 def _claim(case: Case, twin: Case, names_patients: bool) -> str:

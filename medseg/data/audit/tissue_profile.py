@@ -88,8 +88,8 @@ def profile_distance(first_areas: Areas, second_areas: Areas) -> float:
     """
     first = first_areas.steps_mm2
     second = second_areas.steps_mm2
-    longer = max(len(first), len(second))
-    min_overlap = max(MIN_STEPS, math.ceil(OVERLAP * longer))
+    longer_length = max(len(first), len(second))
+    min_overlap = max(MIN_STEPS, math.ceil(OVERLAP * longer_length))
     if min(len(first), len(second)) < min_overlap:
         return math.inf
     differences_mm2 = np.abs(first_areas.medians_mm2 - second_areas.medians_mm2)

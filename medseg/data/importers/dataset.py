@@ -74,8 +74,8 @@ class DataSet:
         background: Other names in the files with their members, which become background.
         ignore: Value of ignored voxels in the files; None where there are none.
         notes: Sentences for the user.
-        structures: Structures of each case with labels; None for label maps, whose values are only
-            known when their voxels are read.
+        structures: Structures of each case with labels; None for label maps, in which only the
+            voxels show which values are present.
         account: What the importer has found, apart from labels and structures.
     """
 
@@ -318,10 +318,13 @@ class DataSet:
 
     def _regions(self) -> dict[str, Any] | None:
         """Make a region of each label, name to its keys; None unless every label has a side."""
-        sides = {name: side_of(name)[0] for name in self.labels}
-        if None in sides.values():
-            return None
-        return {name: {"labels": [name], "side": side} for name, side in sides.items()}
+        regions: dict[str, Any] = {}
+        for name in self.labels:
+            side, _ = side_of(name)
+            if side is None:
+                return None
+            regions[name] = {"labels": [name], "side": side}
+        return regions
 
 
 def _channel_keys(channel: Channel) -> dict[str, Any]:
@@ -331,7 +334,7 @@ def _channel_keys(channel: Channel) -> dict[str, Any]:
     return {"modality": channel.modality, "normalise": channel.normalise}
 
 
-def _groups_of(choice: Any) -> dict[str, Any]:
+def _read_choice(choice: Any) -> dict[str, Any]:
     """Read the value of `labels`: a name, a list of names, or new names with their members.
 
     Returns:
@@ -348,8 +351,8 @@ def _groups_of(choice: Any) -> dict[str, Any]:
         raise UserError(
             f"labels: expected names, [a,b], or new labels, {{both: [a,b]}}, but got {choice!r}."
         )
-    groups = {str(label): members for label, members in choice.items()}
-    for label in groups:
+    content_of_label = {str(label): content for label, content in choice.items()}
+    for label in content_of_label:
         if label == IGNORE:
             raise UserError(
                 f"labels: {IGNORE} names voxels that count nowhere; give the label another name."
@@ -357,7 +360,7 @@ def _groups_of(choice: Any) -> dict[str, Any]:
         name = _allowed_name(label)
         if name != label:
             raise UserError(f"labels: {label!r} {_why_unfit(label)}; write {name}.")
-    return groups
+    return content_of_label
 
 
 def _allowed_name(label: str) -> str:
@@ -386,17 +389,17 @@ def _choose(choice: Sequence[str] | Mapping[str, Any], all_members: LabelMembers
         UserError: If a name is not in the data set, none is chosen, a label would consist of
             nothing, or a list contains a value or a structure whose name no label may have.
     """
-    groups = _groups_of(choice)
+    content_of_label = _read_choice(choice)
     known_members = set(itertools.chain.from_iterable(all_members.values()))
     names = ", ".join(all_members)
-    if not groups:
+    if not content_of_label:
         raise UserError(
             f"labels: no label is chosen from the data set, which has {names}; "
             "give some of these names."
         )
     chosen: LabelMembers = {}
     unknown = []
-    for label, content in groups.items():
+    for label, content in content_of_label.items():
         members: list[int | str] = []
         for part in _parts_of(label, content):
             # A name stands for all of its members. The configuration reads a name of digits as a
@@ -437,7 +440,7 @@ def _parts_of(label: str, content: Any) -> Sequence[Any]:
 def _check_new_names(chosen: LabelMembers, all_members: LabelMembers) -> None:
     """Refuse a label whose name is not in the data set and is not allowed as a new name.
 
-    `_groups_of` has checked the names in a mapping. In a list, such as `labels=[1]`, an item is
+    `_read_choice` has checked the names in a mapping. In a list, such as `labels=[1]`, an item is
     both the name of the label and its member.
 
     Raises:
@@ -470,7 +473,7 @@ def _label_of_each_member(labels: LabelMembers) -> dict[int | str, str]:
 
 
 def _name_of_rest(name: str, taken: Collection[str]) -> str:
-    """Choose a name for the members of a label of the data set that are in no label of the task.
+    """Choose a name for those members of a label of the data set that no label of the task has.
 
     Args:
         name: Name of the label in the data set.
@@ -664,7 +667,7 @@ def _case_item(case: Case, *, has_folds: bool) -> Item:
 
 
 def _use_of(case: Case, *, has_folds: bool) -> str | None:
-    """Say in which part of a training a case is used; None if in none.
+    """Say in which part of a training a case is used; None if it is not used.
 
     A mark in the column `split` takes precedence over the folds.
     """
@@ -794,7 +797,7 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
     return labels
 
 
-def named_groups(names: Iterable[str], account: Account) -> LabelMembers:
+def labels_of_structures(names: Iterable[str], account: Account) -> LabelMembers:
     """Make one label of each structure.
 
     Spellings that are equal by `plain_name` are one structure.

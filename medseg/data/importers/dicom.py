@@ -14,7 +14,7 @@ from medseg.data.importers.dataset import (
     DICOM,
     DataSet,
     channel_of,
-    named_groups,
+    labels_of_structures,
     plain_name,
 )
 from medseg.errors import UserError
@@ -72,7 +72,7 @@ def import_dicom(folder: Path) -> DataSet:
         for structure in file.empty:
             why = "empty there: nothing is enclosed, which states its absence"
             account.use(Kind.structure, f"{structure} of {name}", why)
-    labels = named_groups(sorted(structure_names, key=plain_name), account)
+    labels = labels_of_structures(sorted(structure_names, key=plain_name), account)
     return DataSet(
         format=DICOM,
         name=folder.name,

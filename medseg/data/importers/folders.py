@@ -1,6 +1,6 @@
 """Importers of TotalSegmentator, LUNA16, and folders of images and label maps.
 
-The names of files and folders describe these data sets.
+Files and folders describe these data sets by their names; there is no `dataset.json`.
 
 Sources of the layouts: resources/convert_dataset_to_nnunet.py of TotalSegmentator;
 luna16.grand-challenge.org/Data.
@@ -23,7 +23,7 @@ from medseg.data.importers.dataset import (
     LabelMembers,
     Structures,
     channel_of,
-    named_groups,
+    labels_of_structures,
     plain_name,
     require_pairs,
 )
@@ -59,7 +59,7 @@ LUNA16_BACKGROUND: dict[str, list[int | str]] = {"trachea": [5]}
 LUNA16_WINDOW_HU = (-1000.0, 400.0)
 # Names of a folder of images and its folder of labels.
 PAIR_FOLDERS = (("images", "labels"), ("images", "masks"), ("imagesTr", "labelsTr"))
-# A lobe of a paired organ, as `plain_name` writes it: left_lung_upper_lobe.
+# A lobe of a paired organ, as `plain_name` writes it: left_lung_upper_lobe; group 1 is the organ.
 LOBE = re.compile(r"((?:left|right)_\w+)_(?:upper|middle|lower)_lobe")
 # Endings that programs add to the name of an image to form the name of its label map.
 LABEL_ENDINGS = re.compile(r"_(seg|segmentation|label|labels|mask|gt)$")
@@ -103,7 +103,7 @@ def import_totalsegmentator(folder: Path) -> DataSet:
         account.leave_out(Kind.row, name, "meta.csv lists it, but there is no such case")
     # All structures that any case has; a case may lack some of them.
     names = sorted(set(itertools.chain.from_iterable(structures.values())))
-    labels = _merge_lobes(named_groups(names, account))
+    labels = _merge_lobes(labels_of_structures(names, account))
     # The image file of a case is named after its modality: `ct` or `mri`.
     image_names = {case_name(case.image) for case in cases}
     if len(image_names) > 1:
@@ -190,7 +190,8 @@ def import_luna16(folder: Path) -> DataSet:
     subsets are the folds.
 
     Raises:
-        UserError: If there are no masks, a scan has none, or a scan or a mask is there twice.
+        UserError: If there are no masks, a scan has none, a scan or a mask is there twice, or a
+            folder of scans has no number.
     """
     account = Account()
     masks_folder = folder / LUNA16_MASKS
@@ -304,30 +305,30 @@ def import_pairs(folder: Path) -> DataSet:
         )
     images_folder, labels_folder = pairs[0] if pairs else (folder, folder)
     images = dict(list_inputs(images_folder))
-    labels = _label_files(images_folder, labels_folder, images)
-    require_pairs(images, labels, images_folder, labels_folder)
-    cases = [Case(name, path, labels[name], patient=name) for name, path in images.items()]
-    _require_one_kind(list(labels.values()), labels_folder)
+    label_files = _label_files(images_folder, labels_folder, images)
+    require_pairs(images, label_files, images_folder, labels_folder)
+    cases = [Case(name, path, label_files[name], patient=name) for name, path in images.items()]
+    _require_one_kind(list(label_files.values()), labels_folder)
     notes: list[str] = []
     # Masks and segments have names; None for label maps, which have values only.
     structures: Structures | None = None
-    segments = _segments_of(labels)
-    if any(path.is_dir() for path in labels.values()):
-        structures = {name: list(masks_in(path)) for name, path in labels.items()}
+    segments = _segments_of(label_files)
+    if any(path.is_dir() for path in label_files.values()):
+        structures = {name: list(masks_in(path)) for name, path in label_files.items()}
         names_of_masks: set[str] = set()
         for masks in structures.values():
             names_of_masks.update(map(str, masks))
-        groups = named_groups(sorted(names_of_masks), account)
+        labels = labels_of_structures(sorted(names_of_masks), account)
     elif segments:
-        structures, groups = _slicer_groups(segments, account)
+        structures, labels = _labels_of_segments(segments, account)
     else:
-        groups = values_in(cases, notes)
+        labels = values_in(cases, notes)
     channel = channel_of(guess_modality(cases, notes))
     return DataSet(
         format=PAIRS,
         name=folder.name,
         cases=tuple(cases),
-        labels=groups,
+        labels=labels,
         channels=(channel,),
         background={},
         notes=tuple(notes),
@@ -421,7 +422,7 @@ def _segments_of(labels: Mapping[str, Path]) -> dict[str, list[Segment]]:
     return segments
 
 
-def _slicer_groups(
+def _labels_of_segments(
     segments: Mapping[str, Sequence[Segment]], account: Account
 ) -> tuple[Structures, LabelMembers]:
     """Make labels of segments of 3D Slicer.
@@ -432,7 +433,7 @@ def _slicer_groups(
     """
     every_segment = list(itertools.chain.from_iterable(segments.values()))
     segment_names = sorted({segment.name for segment in every_segment})
-    labels_by_name = named_groups(segment_names, account)
+    labels_by_name = labels_of_structures(segment_names, account)
     pairs = {(segment.name, segment.value) for segment in every_segment}
     num_values = len({segment.value for segment in every_segment})
     # Values are unique within a layer only.
@@ -486,7 +487,7 @@ def _pair_folders(folder: Path) -> list[tuple[Path, Path]]:
 
 
 def _read_meta(path: Path, account: Account) -> dict[str, str]:
-    """Read the split of each case; empty where there is no table.
+    """Read the split of each case from `meta.csv`; empty where there is no such file.
 
     Raises:
         UserError: If a column is missing, a split is unknown, or a case has two.

@@ -42,8 +42,8 @@ CT_HU = -500
 # Key of each list of a datalist, and the split of its cases. None leaves the column `split` empty:
 # the cases are trained on, and folds may choose some of them for validation.
 LISTS = {"training": None, "validation": "val", "val": "val", "test": "test", "testing": "test"}
-# Keys that are read: of an entry of these lists, and of the two kinds of dataset.json. All others
-# are entered in the account as left out.
+# Keys that are read of an entry of these lists, of nnU-Net's dataset.json, and of a datalist. All
+# other keys are entered in the account as left out.
 ENTRY_KEYS = ("image", "label", "fold", "patient")
 NNUNET_KEYS = (
     "channel_names",
@@ -100,7 +100,7 @@ def import_nnunet(folder: Path) -> DataSet:
         UserError: If a file is missing, or `dataset.json` is damaged.
     """
     raw = _read_raw_folder(folder)
-    images, labels = _training_files(raw)
+    images, label_files = _training_files(raw)
     _check_count(raw.about, "numTraining", len(images), raw.account)
     # nnU-Net writes its own splits among the preprocessed data, beside its folder of raw data.
     preprocessed = folder.parent.parent / "nnUNet_preprocessed" / folder.name
@@ -112,7 +112,7 @@ def import_nnunet(folder: Path) -> DataSet:
         case = Case(
             name,
             files[0],
-            labels[name],
+            label_files[name],
             patient=name,
             fold=place.fold,
             fold_sides=place.sides,
@@ -121,7 +121,7 @@ def import_nnunet(folder: Path) -> DataSet:
         cases.append(case)
     cases += _test_cases(raw, num_sides=folds.num_sides)
     named_values = required_value(raw.about, "labels", dict, raw.json_path)
-    groups, background, ignore = _label_groups(named_values, raw.json_path, raw.account)
+    labels, background, ignore = _disjoint_labels(named_values, raw.json_path, raw.account)
     notes: tuple[str, ...] = ()
     if folds.advice:
         notes = (folds.advice,)
@@ -129,7 +129,7 @@ def import_nnunet(folder: Path) -> DataSet:
         format=NNUNET,
         name=str(raw.about.get("name") or folder.name),
         cases=tuple(cases),
-        labels=groups,
+        labels=labels,
         channels=tuple(map(channel_of, raw.channel_names)),
         background=background,
         ignore=ignore,
@@ -385,9 +385,9 @@ def import_msd(source: Path) -> DataSet:
     ignore = None
     if "labels" in about:
         named_values = required_value(about, "labels", dict, path)
-        groups, background, ignore = _label_groups(named_values, path, account)
+        labels, background, ignore = _disjoint_labels(named_values, path, account)
     else:
-        groups = values_in(cases, notes)
+        labels = values_in(cases, notes)
     channels: list[Channel] = []
     if "modality" in about:
         modalities = required_value(about, "modality", dict, path)
@@ -401,7 +401,7 @@ def import_msd(source: Path) -> DataSet:
         format=MSD,
         name=str(about.get("name") or path.parent.name),
         cases=tuple(cases),
-        labels=groups,
+        labels=labels,
         channels=tuple(channels),
         background=background,
         ignore=ignore,
@@ -418,8 +418,8 @@ def _entries(about: Mapping[str, Any], path: Path, account: Account) -> Entries:
     """Read the lists of a datalist; an entry that is repeated counts once.
 
     Raises:
-        UserError: If the value of such a key is no list, or two different entries have the same
-            image.
+        UserError: If the value of a key of `LISTS` is no list, or two different entries have the
+            same image.
     """
     entries: Entries = []
     # First image of an entry, to the key of its list and the entry.
@@ -756,7 +756,7 @@ Members = dict[str, tuple[int, ...]]
 """Name of each label or region in `dataset.json` to its values; regions may share values."""
 
 
-def _label_groups(
+def _disjoint_labels(
     named_values: Mapping[str, Any], path: Path, account: Account
 ) -> tuple[LabelMembers, LabelMembers, int | None]:
     """Make disjoint labels of the labels and regions that `dataset.json` names.
@@ -766,7 +766,7 @@ def _label_groups(
 
     Args:
         named_values: Name to value or list of values; or value to name, as in the Decathlon.
-        path: File, for messages.
+        path: The file, for messages.
         account: Lists the regions that are divided, and the labels that are renamed or left out.
 
     Returns:

@@ -26,8 +26,9 @@ from medseg.io.identity import Identity, written_date
 from medseg.io.volume import PACKED_BYTES, shown
 from medseg.task import AIR_HU
 
-# Longer texts of a header are cut in messages; names that the standard defines are shorter.
-MAX_PLAIN_LETTERS = 100
+# A text of a header with more characters is quoted and cut in messages (see `shown`). The names
+# that the standard defines are shorter.
+MAX_PLAIN_CHARACTERS = 100
 
 # A header with more pixels per slice (8192 × 8192) is damaged.
 MAX_SLICE_PIXELS = 2**26
@@ -45,28 +46,29 @@ NO_IMAGES = frozenset({"RTSTRUCT", "RTPLAN", "RTDOSE", "SEG", "SR", "PR", "KO", 
 # `NoSlice.reason` of an object without pixels whose modality is not in `NO_IMAGES`.
 NO_PIXELS = "object without an image"
 
-# Fields of a frame in an enhanced (multi-frame) file, and the sequence of a functional group that
-# holds each (PS3.3, C.7.6.16).
+# Fields of a frame in an enhanced (multi-frame) file, and the sequences of a functional group that
+# may hold each (PS3.3, C.7.6.16).
 MACROS = {
-    "ImagePositionPatient": "PlanePositionSequence",
-    "ImageOrientationPatient": "PlaneOrientationSequence",
-    "PixelSpacing": "PixelMeasuresSequence",
-    "SpacingBetweenSlices": "PixelMeasuresSequence",
-    "SliceThickness": "PixelMeasuresSequence",
-    "ReferencedSegmentNumber": "SegmentIdentificationSequence",
-    "RescaleSlope": "PixelValueTransformationSequence",
-    "RescaleIntercept": "PixelValueTransformationSequence",
-    "RescaleType": "PixelValueTransformationSequence",
-    "FrameType": "CTImageFrameTypeSequence",
-    "FrameAcquisitionNumber": "FrameContentSequence",
-    "TemporalPositionIndex": "FrameContentSequence",
-    "NominalPercentageOfCardiacPhase": "CardiacSynchronizationSequence",
-    "StackID": "FrameContentSequence",
-    "ConvolutionKernel": "CTReconstructionSequence",
-    "KVP": "CTXRayDetailsSequence",
-    "EffectiveEchoTime": "MREchoSequence",
-    "DiffusionBValue": "MRDiffusionSequence",
-    "FrameAcquisitionDateTime": "FrameContentSequence",
+    "ImagePositionPatient": ("PlanePositionSequence",),
+    "ImageOrientationPatient": ("PlaneOrientationSequence",),
+    "PixelSpacing": ("PixelMeasuresSequence",),
+    "SpacingBetweenSlices": ("PixelMeasuresSequence",),
+    "SliceThickness": ("PixelMeasuresSequence",),
+    "ReferencedSegmentNumber": ("SegmentIdentificationSequence",),
+    "RescaleSlope": ("PixelValueTransformationSequence",),
+    "RescaleIntercept": ("PixelValueTransformationSequence",),
+    "RescaleType": ("PixelValueTransformationSequence",),
+    # Each modality has a sequence of its own.
+    "FrameType": ("CTImageFrameTypeSequence", "MRImageFrameTypeSequence", "PETFrameTypeSequence"),
+    "FrameAcquisitionNumber": ("FrameContentSequence",),
+    "TemporalPositionIndex": ("FrameContentSequence",),
+    "NominalPercentageOfCardiacPhase": ("CardiacSynchronizationSequence",),
+    "StackID": ("FrameContentSequence",),
+    "ConvolutionKernel": ("CTReconstructionSequence",),
+    "KVP": ("CTXRayDetailsSequence",),
+    "EffectiveEchoTime": ("MREchoSequence",),
+    "DiffusionBValue": ("MRDiffusionSequence",),
+    "FrameAcquisitionDateTime": ("FrameContentSequence",),
 }
 
 # Rescale types of CT whose values are HU; US means unspecified.
@@ -88,7 +90,7 @@ PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 UNDEFINED_LENGTH = 2**32 - 1
 
 
-class Phase(NamedTuple):
+class VolumeKey(NamedTuple):
     """A property that may distinguish the volumes of one series.
 
     Attributes:
@@ -103,17 +105,17 @@ class Phase(NamedTuple):
 
 
 # Properties that may distinguish the volumes of one series, in the order in which they are tried.
-PHASES = (
-    Phase("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
-    Phase("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
-    Phase("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
-    Phase("stack", "StackID", "StackID"),
-    Phase("kernel", "ConvolutionKernel", "ConvolutionKernel"),
-    Phase("kVp", "KVP", "KVP"),
-    Phase("echo time", "EchoTime", "EffectiveEchoTime"),
-    Phase("b value", "DiffusionBValue", "DiffusionBValue"),
-    Phase("image type", "ImageType", "FrameType"),
-    Phase("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
+VOLUME_KEYS = (
+    VolumeKey("acquisition", "AcquisitionNumber", "FrameAcquisitionNumber"),
+    VolumeKey("time point", "TemporalPositionIdentifier", "TemporalPositionIndex"),
+    VolumeKey("phase", "NominalPercentageOfCardiacPhase", "NominalPercentageOfCardiacPhase"),
+    VolumeKey("stack", "StackID", "StackID"),
+    VolumeKey("kernel", "ConvolutionKernel", "ConvolutionKernel"),
+    VolumeKey("kVp", "KVP", "KVP"),
+    VolumeKey("echo time", "EchoTime", "EffectiveEchoTime"),
+    VolumeKey("b value", "DiffusionBValue", "DiffusionBValue"),
+    VolumeKey("image type", "ImageType", "FrameType"),
+    VolumeKey("time", "AcquisitionTime", "FrameAcquisitionDateTime"),
 )
 
 # The fields that pydicom reads of a header; it skips all others.
@@ -125,7 +127,7 @@ _KEYWORDS = [
     "PixelRepresentation", "PixelPaddingValue", "PixelPaddingRangeLimit", "LossyImageCompression",
     "ModalityLUTSequence", *MACROS,
 ]  # fmt: skip
-_KEYWORDS += [phase.file_field for phase in PHASES]
+_KEYWORDS += [key.file_field for key in VOLUME_KEYS]
 FIELDS = [Tag(keyword) for keyword in _KEYWORDS]
 
 
@@ -228,8 +230,8 @@ class Frame:
         is_hu: Whether the values are HU, as in CT.
         slope: Factor from stored value to HU, or to the intensity of another modality.
         intercept: Added after the slope.
-        has_rescale: Whether the header gives slope and intercept.
-        phases: Value of each of `PHASES`, "" where there is none.
+        missing_rescale: What the header lacks of `slope` and `intercept`.
+        volume_keys: Value of each of `VOLUME_KEYS`, "" where there is none.
         warnings: Sentences for the user on rescale and compression.
         thickness_mm: Slice Thickness, or None.
     """
@@ -244,8 +246,8 @@ class Frame:
     is_hu: bool
     slope: float
     intercept: float
-    has_rescale: bool
-    phases: tuple[str, ...]
+    missing_rescale: tuple[str, ...]
+    volume_keys: tuple[str, ...]
     warnings: tuple[str, ...]
     thickness_mm: float | None = None
 
@@ -273,8 +275,8 @@ class NoSlice:
             it, without the path.
         is_unreadable: Whether it may hold slices that cannot be read. Such a file is refused where
             its series is chosen, and does not affect others.
-        is_image: Whether it is an image of the requested modality, in grey values and no localiser,
-            so that a slice of the scan may be missing.
+        is_image: Whether it is an image in grey values of the requested modality and no localiser.
+            It may then be a slice of the scan, which is missing without it.
     """
 
     path: Path
@@ -289,7 +291,7 @@ def printable(text: str) -> str:
 
     It is quoted only where it is long or would act on a terminal.
     """
-    is_plain = text.isprintable() and len(text) <= MAX_PLAIN_LETTERS
+    is_plain = text.isprintable() and len(text) <= MAX_PLAIN_CHARACTERS
     return text if is_plain else shown(text)
 
 
@@ -300,10 +302,10 @@ def _values(value: Any) -> Sequence[Any]:
 
 def _text(value: Any) -> str:
     r"""Write a field on one line: several values with `\` between them as in DICOM, "" for None."""
-    return "\\".join(map(_word, _values(value)))
+    return "\\".join(map(_value_text, _values(value)))
 
 
-def _word(item: Any) -> str:
+def _value_text(item: Any) -> str:
     """Write one of the values of a field on one line."""
     if item is None:
         return ""
@@ -333,9 +335,10 @@ def field_of(places: Places, keyword: str) -> Any:
     """Read a field of a frame from the first place that has the field; None where none has."""
     *groups, header = places
     for group in groups:
-        sequence = group.get(MACROS[keyword])
-        if sequence and keyword in sequence[0]:
-            return sequence[0].get(keyword)
+        for macro in MACROS[keyword]:
+            sequence = group.get(macro)
+            if sequence and keyword in sequence[0]:
+                return sequence[0].get(keyword)
     return header.get(keyword)
 
 
@@ -639,12 +642,14 @@ def _make_slice(
         )
     axes = _unit_axes(orientation)
     slope, intercept = _read_rescale(places, is_hu=is_hu)
-    has_rescale = slope is not None and intercept is not None
+    missing_rescale: list[str] = []
+    if slope is None:
+        missing_rescale.append("slope")
+    if intercept is None:
+        missing_rescale.append("intercept")
     sentences = []
-    if is_hu and not has_rescale:
-        sentences.append(
-            "slices without rescale slope and intercept: their values are assumed to be HU"
-        )
+    if is_hu and missing_rescale:
+        sentences.append(_rescale_warning(missing_rescale))
     sentences += _loss_warnings(header, pixels.transfer_syntax)
     return Frame(
         path=path,
@@ -657,20 +662,21 @@ def _make_slice(
         is_hu=is_hu,
         slope=1.0 if slope is None else slope,
         intercept=0.0 if intercept is None else intercept,
-        has_rescale=has_rescale,
-        phases=_read_phases(places),
+        missing_rescale=tuple(missing_rescale),
+        volume_keys=_read_volume_keys(places),
         warnings=tuple(sentences),
         thickness_mm=_read_thickness(places),
     )
 
 
-def _read_phases(places: Places) -> tuple[str, ...]:
-    """Read the properties of a slice that may distinguish volumes: a value for each of `PHASES`."""
+def _read_volume_keys(places: Places) -> tuple[str, ...]:
+    """Read the value of each of `VOLUME_KEYS` for a slice."""
     header = places[-1]
     values = []
-    for phase in PHASES:
-        value_of_file = _text(header.get(phase.file_field))
-        values.append(value_of_file or _text(field_of(places, phase.frame_field)))
+    for key in VOLUME_KEYS:
+        # First the value of the frame: in an enhanced file, that of the file describes all frames.
+        value_of_frame = _text(field_of(places, key.frame_field))
+        values.append(value_of_frame or _text(header.get(key.file_field)))
     return tuple(values)
 
 
@@ -718,10 +724,13 @@ def _unit_axes(orientation: tuple[float, ...]) -> np.ndarray:
 
 
 def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float | None]:
-    """Read slope and intercept from stored values to HU or intensities; None where one is missing.
+    """Read slope and intercept, which turn stored values into HU or intensities.
+
+    Returns:
+        Slope and intercept, each None where the header lacks it.
 
     Raises:
-        UserError: If the stored values are converted in another way; without the path.
+        UserError: If they give neither HU nor, for other modalities, intensities; without the path.
     """
     slope = _read_number(places, "RescaleSlope")
     intercept = _read_number(places, "RescaleIntercept")
@@ -747,6 +756,16 @@ def _read_rescale(places: Places, *, is_hu: bool) -> tuple[float | None, float |
             "choose another series, or export it again."
         )
     return slope, intercept
+
+
+def _rescale_warning(missing: list[str]) -> str:
+    """Say what is assumed for a slope, an intercept or both, which the header of a CT lacks."""
+    assumed = "their values are assumed to be HU"
+    if missing == ["slope"]:
+        assumed = "1 is assumed"
+    elif missing == ["intercept"]:
+        assumed = "0 is assumed"
+    return f"slices without rescale {' and '.join(missing)}: {assumed}"
 
 
 def _loss_warnings(header: Dataset, transfer_syntax: uid.UID) -> list[str]:
@@ -801,18 +820,18 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
         )
-    # Encoded pixels are not decoded here: their tag is taken as proof that they exist. A deflated
-    # file has been read to its end, so no tag follows: the decoder finds missing pixels later.
+    # Encoded pixels are not decoded here, so only their tag is checked. pydicom has read a deflated
+    # file to its end, so no tag follows: the decoder finds out if its pixels are missing.
     has_pixels = tag in PIXEL_TAGS or syntax == uid.DeflatedExplicitVRLittleEndian
     if not has_pixels or (is_plain and length < num_bytes):
         raise UserError(
             f"the DICOM file is truncated or damaged: {expected}; copy or export it again."
         )
     if is_plain:
-        # Writers may append a few bytes to the pixels. A whole row or column more would mean that
-        # the size in the header is wrong.
-        max_surplus = min(rows, columns) * bits // 8
-        if length >= num_bytes + max_surplus:
+        # Writers may append a few bytes to the pixels. With the bytes of a whole row or column
+        # more, the size in the header must be wrong.
+        line_bytes = min(rows, columns) * bits // 8
+        if length >= num_bytes + line_bytes:
             raise UserError(
                 f"{expected}, but the DICOM file holds {length} bytes of them; it is damaged: "
                 "copy or export it again."
@@ -852,7 +871,10 @@ def _transfer_syntax(header: FileDataset) -> uid.UID:
 
 
 def _read_element_start(file: BinaryIO) -> tuple[bytes, int]:
-    """Read the tag and the length of an element, little endian, up to the first byte of its value.
+    """Read the tag and the length of an element, up to the first byte of its value.
+
+    The tag is returned as it is in the file. The length is read as little endian; that of a
+    big-endian file is wrong, but only uncompressed little-endian pixels need it.
 
     Implicit VR: the element begins with tag and length, 4 bytes each. Explicit VR: between them are
     the type of the value, two letters, and two zeros. The letters cannot be taken for a length:

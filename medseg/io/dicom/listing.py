@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable
+from medseg.io.dicom.frames import VOLUME_KEYS, Frame, NoSlice, Series, printable
 from medseg.io.dicom.read import fault_of
 from medseg.io.dicom.stacks import (
     SliceFolders,
@@ -22,8 +22,8 @@ from medseg.wording import first_few
 # Images by scope and Series Instance UID.
 ImagesBySeries = dict[tuple[str, str], list[Frame | NoSlice]]
 
-# Index of the kernel in `PHASES`, and so in `Frame.phases`.
-KERNEL = [phase.name for phase in PHASES].index("kernel")
+# Index of the kernel in `VOLUME_KEYS`, and so in `Frame.volume_keys`.
+KERNEL = [key.name for key in VOLUME_KEYS].index("kernel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +228,7 @@ def _list_one(
     common_folder = os.path.commonpath([path.parent for path in paths])
     kernel = ""
     if frames:
-        kernel = frames[0].phases[KERNEL]
+        kernel = frames[0].volume_keys[KERNEL]
     whole = ListedSeries(
         series=images[0].series,
         folder=Path(common_folder),
@@ -265,7 +265,7 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
         fault=damage or fault_of(stack),
         part=stack.part,
         phase=stack.phase,
-        kernel=first.phases[KERNEL],
+        kernel=first.volume_keys[KERNEL],
         thickness_mm=first.thickness_mm,
         spacing_mm=stack.spacing_mm,
         shape=first.pixels.shape,

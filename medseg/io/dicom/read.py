@@ -179,10 +179,10 @@ def _check_rescale(path: Path, stack: Stack) -> None:
     """Check that all slices of a stack have slope and intercept, or none has.
 
     Raises:
-        UserError: If only some have; the message names the first slice that lacks them.
+        UserError: If they differ in what they lack; the message names the first such slice.
     """
-    without_rescale = [frame for frame in stack.frames if not frame.has_rescale]
-    if 0 < len(without_rescale) < len(stack.frames):
+    without_rescale = [frame for frame in stack.frames if frame.missing_rescale]
+    if len({frame.missing_rescale for frame in stack.frames}) > 1:
         raise UserError(
             f"{path}: expected rescale slope and intercept in every slice or in none, but "
             f"{first_few(without_rescale, 1)} lack them; export the series again."
@@ -295,8 +295,8 @@ def _without_duplicates(
         if _is_copy(frame, previous):
             copies.append(frame)
             continue
-        # The acquisition number is the first of `PHASES`.
-        acquisition, previous_acquisition = frame.phases[0], previous.phases[0]
+        # The acquisition number is the first of `VOLUME_KEYS`.
+        acquisition, previous_acquisition = frame.volume_keys[0], previous.volume_keys[0]
         if acquisition == previous_acquisition:
             raise UserError(
                 f"{path}: expected one slice at each position, but {previous} and {frame} share a "

@@ -17,7 +17,7 @@ from medseg.errors import SeveralSeriesError, UserError
 from medseg.findings import Finding, information_of, warnings_of
 from medseg.geometry.grid import DIRECTION_TOLERANCE
 from medseg.io.dicom.choice import SeriesChoice, parse_series
-from medseg.io.dicom.frames import PHASES, Frame, NoSlice, Series, printable, read_frames
+from medseg.io.dicom.frames import VOLUME_KEYS, Frame, NoSlice, Series, printable, read_frames
 from medseg.io.identity import written_date
 from medseg.io.inputs import (
     DICOM_SUFFIXES,
@@ -146,7 +146,7 @@ def num_positions(heights_mm: np.ndarray) -> int:
 
 
 def _divide_by_phase(
-    frames: Sequence[Frame], first_phase: int = 0
+    frames: Sequence[Frame], first_key: int = 0
 ) -> list[tuple[str, Sequence[Frame]]]:
     """Divide parallel slices that fill the same space more than once into stacks.
 
@@ -155,23 +155,23 @@ def _divide_by_phase(
 
     Args:
         frames: The slices.
-        first_phase: Index of the first of `PHASES` that may divide the slices; the parts are then
-            divided by the later phases.
+        first_key: Index of the first of `VOLUME_KEYS` that may divide the slices; the parts are
+            then divided by the later keys.
 
     Returns:
         Pairs of a phase, see `Stack.phase`, and the slices with this phase.
     """
-    if first_phase == len(PHASES):
+    if first_key == len(VOLUME_KEYS):
         return [("", frames)]
-    groups = group_by(frames, lambda frame: frame.phases[first_phase])
+    groups = group_by(frames, lambda frame: frame.volume_keys[first_key])
     # A property that differs in nearly every slice, such as a time, distinguishes no volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
     if not may_be_volumes or not _overlap(list(groups.values())):
-        return _divide_by_phase(frames, first_phase + 1)
+        return _divide_by_phase(frames, first_key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural_key):
-        phase = f"{PHASES[first_phase].name} {printable(value) or 'unknown'}"
-        for further_phase, slices in _divide_by_phase(groups[value], first_phase + 1):
+        phase = f"{VOLUME_KEYS[first_key].name} {printable(value) or 'unknown'}"
+        for further_phase, slices in _divide_by_phase(groups[value], first_key + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))
             else:

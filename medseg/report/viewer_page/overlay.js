@@ -1,5 +1,5 @@
 "use strict";
-// What lies over niivue's slices: outlines and fills of the labels at the scan's resolution, letters of the patient's
+// Overlay of niivue's slices: outlines and fills of the labels at the scan's resolution, letters of the patient's
 // sides, and the labels seen from the front. Indices are (z, y, x) of the scan towards head, back and left.
 //
 // Planes in the order of niivue's `axCorSag`: the axis of the scan across the plane, those of its rows and columns, and
@@ -53,7 +53,7 @@ const outlinesOf = ({ values, rows, columns }) => {
 class LabelBox {
   constructor(values, { start, step, shape }) {
     Object.assign(this, { values, start, step, shape });
-    // Places in `values` from one voxel to the next along each axis.
+    // Distance in `values` of voxels that are neighbours along each axis.
     this.strides = [shape[1] * shape[2], shape[2], 1];
     // Plane to its last slice.
     this.slices = new Map();

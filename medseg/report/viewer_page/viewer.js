@@ -12,12 +12,12 @@
     crosshairColor: [0.9, 0.9, 0.9, 0.6], isOrientationTextVisible: false, multiplanarShowRender: 0, tileMargin: 2,
     dragMode: niivue.DRAG_MODE.windowing, loadingText: "", clipPlaneHotKey: "", cycleClipPlaneHotKey: "", viewModeHotKey: "", scrollRequiresFocus: false,
   });
-  // Values to names, for the line below the slices.
+  // Label value to name, for the line below the slices.
   const names = { 0: "" };
   data.labels.forEach(({ name, value }) => { names[value] = name.replaceAll("_", " "); });
   const differenceNames = { 0: "" };
   data.differences.forEach(({ name, value }) => { differenceNames[value] = name; });
-  // niivue draws the scan, the overlay the labels; it is null until they are read.
+  // niivue draws the scan, the overlay draws the labels. It is null until the labels are read.
   let overlay = null;
   viewer.onLocationChange = ({ mm, values }) => {
     if (overlay === null) return;
@@ -116,7 +116,7 @@
   document.getElementById("fill").addEventListener("input", (event) => setFill(event.target.value / 100));
   document.getElementById("outline").addEventListener("click", actions.o);
   document.getElementById("differences")?.addEventListener("click", actions.d);
-  // Whatever makes niivue draw, such as a wheel or a new size of the window, moves the labels too.
+  // Each time niivue draws, as after a turn of the wheel or a new size of the window, the overlay is drawn too.
   const drawScene = viewer.drawScene.bind(viewer);
   viewer.drawScene = () => {
     const result = drawScene();

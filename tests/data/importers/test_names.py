@@ -15,7 +15,7 @@ from layouts import make_nnunet, make_pairs
 
 from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, closing_rows
-from medseg.data.importers.dataset import DataSet, named_groups
+from medseg.data.importers.dataset import DataSet, labels_of_structures
 from medseg.data.importers.formats import find_format, import_dataset
 from medseg.errors import UserError
 from medseg.io.dicom.labels import _names
@@ -46,15 +46,15 @@ def decathlon(folder: Path, names: list[str]) -> Path:
 
 def test_spellings_of_a_structure_are_one_label() -> None:
     account = Account()
-    assert named_groups(["Lung_L", "lung left", "Heart"], account) == {
+    assert labels_of_structures(["Lung_L", "lung left", "Heart"], account) == {
         "Lung_L": ["Lung_L"],
         "Heart": ["Heart"],
     }
-    assert named_groups(["Lung_L", "Lung_R"], account) == {
+    assert labels_of_structures(["Lung_L", "Lung_R"], account) == {
         "left_lung": ["Lung_L"],
         "right_lung": ["Lung_R"],
     }
-    assert named_groups(["Spinal-Cord", "spinal cord", "Spinal_Cord"], account) == {
+    assert labels_of_structures(["Spinal-Cord", "spinal cord", "Spinal_Cord"], account) == {
         "Spinal-Cord": ["Spinal-Cord"]
     }
 
