@@ -53,8 +53,8 @@ def from_array(array: Any, affine: Any, air: int = AIR_HU, name: str = "array") 
     shape = check_shape(path, list(voxels.shape))
     # The first three rows of the affine (3, 4): directions of the axes in mm, then the origin. The
     # change from RAS to LPS is its own inverse.
-    lps = RAS_FROM_LPS @ matrix[:NUM_SPATIAL_AXES]
-    grid = grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist())
+    affine_lps = RAS_FROM_LPS @ matrix[:NUM_SPATIAL_AXES]
+    grid = grid_from_columns(path, shape, affine_lps[:, :3], affine_lps[:, 3].tolist())
     stored = voxels.transpose()  # (Z, Y, X), a view
 
     def read_slices() -> Iterator[np.ndarray]:

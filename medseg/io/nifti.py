@@ -345,8 +345,8 @@ def grid_of_header(
     affine, warnings = _choose_form(path, header, shape)
     length_unit = int(header["xyzt_units"]) & 0b111  # the other bits are the unit of time
     unit_mm = UNIT_MM.get(length_unit, 1.0)
-    lps = RAS_FROM_LPS @ affine[:3] * unit_mm  # (3, 4): axes in columns, then the origin
-    grid = grid_from_columns(path, shape, lps[:, :3], lps[:, 3].tolist())
+    affine_lps = RAS_FROM_LPS @ affine[:3] * unit_mm  # (3, 4): axes in columns, then the origin
+    grid = grid_from_columns(path, shape, affine_lps[:, :3], affine_lps[:, 3].tolist())
     return grid, warnings
 
 
@@ -480,8 +480,8 @@ def new_header(
     if like is None:
         # Columns: the LPS steps in mm along x, y and z; the direction vectors are columns too.
         columns = np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
-        lps = np.column_stack([columns, grid.origin_xyz_mm])
-        affine = np.vstack([RAS_FROM_LPS @ lps, [0.0, 0.0, 0.0, 1.0]])
+        affine_lps = np.column_stack([columns, grid.origin_xyz_mm])
+        affine = np.vstack([RAS_FROM_LPS @ affine_lps, [0.0, 0.0, 0.0, 1.0]])
         header.set_sform(affine, SCANNER_CODE)
         header.set_qform(affine, SCANNER_CODE)
         header.set_xyzt_units("mm", "sec")

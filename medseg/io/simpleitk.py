@@ -84,7 +84,7 @@ NRRD_TYPES = (
     "(signed |unsigned |u)?(char|short|int|long ?long)|(unsigned |signed )?(short|long long) int|"
     "u?int(8|16|32|64)(_t)?|float|double"
 )
-# Encodings of NRRD, as `lazy_volume` names them.
+# Encodings in a NRRD header, to their names in `medseg.io.volume.decoded`.
 NRRD_ENCODINGS = {
     "raw": "raw",
     "gzip": "deflate",
@@ -144,7 +144,7 @@ META_RULES = {
     "DistanceUnits": LENGTHS,
 }
 
-# Values of the NRRD field `space` with axes of the patient.
+# Values of the NRRD field `space` that name axes of the patient.
 PATIENT_SPACES = re.compile(
     r"(left-posterior-superior|lps|right-anterior-superior|ras|left-anterior-superior|las)"
     r"(-time|t)?",
@@ -167,7 +167,7 @@ NUMPY_CODES = {
 
 
 def is_nrrd(path: Path) -> bool:
-    """Whether a NRRD or MetaImage file is NRRD, by its suffix."""
+    """Whether a file, which is NRRD or MetaImage, is NRRD; its suffix decides."""
     return path.name.lower().endswith((".nrrd", ".nhdr"))
 
 
@@ -195,8 +195,8 @@ def read_header(path: Path) -> TextHeader:
     """Read the fields of a header and find the files with its voxels.
 
     Raises:
-        UserError: If it is no header of its format, gives a field twice, or names files outside its
-            own folder.
+        UserError: If the file has no header of its format, or the header gives a field twice or
+            names files outside its own folder.
     """
     is_meta = not is_nrrd(path)
     # The field with the place of the voxels; in a NRRD without it, they follow the header.

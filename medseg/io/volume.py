@@ -390,7 +390,7 @@ class _Layout:
                 f"{self._expected()}, but the file {holds} {ratio * num_stored}; "
                 "it is truncated or damaged: copy or export it again."
             )
-        # The decoded size of other files is known only once they are read.
+        # The decoded size of an encoded file is known only once it is read.
         if self.is_raw and self.num_bytes < num_stored:
             raise self._surplus()
         return start, num_stored
@@ -473,8 +473,8 @@ def lazy_volume(
         encoding: As for `decoded`.
         offset: First byte after the header.
         num_lines: Lines to skip after the header.
-        num_skipped: Decoded bytes to skip after these lines; -1 for uncompressed voxels that are
-            the last bytes of their file.
+        num_skipped: Decoded bytes to skip after these lines; -1 says that the voxels, uncompressed,
+            are the last bytes of their file.
         num_after: Decoded bytes of other volumes that follow the voxels.
         **attributes: Further attributes of the `LazyVolume`, such as `slope`.
 
@@ -581,8 +581,8 @@ def _load(
             # Only whole numbers beyond int64 get here, so the largest of them does not fit.
             raise _no_label_map(volume.path, values[np.argmax(np.abs(values))])
         if array.dtype not in fitting_dtypes:
-            # This chunk needs a wider type, to which the values read so far are copied. It must
-            # hold both: int16 so far and uint16 now need int32.
+            # This chunk needs a wider type, to which the values read so far are copied. The new
+            # type must hold both: int16 so far and uint16 now need int32.
             wider_dtype = np.promote_types(array.dtype, fitting_dtypes[0])
             wider_array = new_array((num_voxels,), wider_dtype, waits=waits)
             wider_array[:num_read] = array[:num_read]
