@@ -21,7 +21,7 @@ class Crop(NamedTuple):
         lattice: Grid to whose voxel indices the boxes refer.
         box: The crop, in voxels of the lattice; it may reach outside.
         content: Box in voxels of the lattice; outside it the network sees air in place of the scan.
-            None: it sees the whole crop.
+            None: the network sees the scan in the whole crop.
     """
 
     lattice: VoxelGrid
@@ -45,7 +45,7 @@ class GridRule:
         is_padded: Whether the voxels by which a crop grows are air; otherwise they show more of the
             scan.
         range_mm: Smallest and largest spacing of an axis that the network was trained with; None:
-            it was trained with the stage's spacing alone.
+            the stage's spacing alone.
     """
 
     size: tuple[int, int, int] | None = None

@@ -217,7 +217,7 @@ def probability_channel(
     # no name, so that their memory is freed before the resampling.
     region_probs = torch.as_tensor(probs[list(values)]).to(torch.float32).sum(0)
     crop_probs = resample_image(region_probs, grid, crop.grid, outside=0.0, slices_go_on=True)
-    # From [0, 1] to [-1, 1], the range of the other channels.
+    # From [0, 1] to [-1, 1], as `window` maps an image.
     return erase_outside_(crop_probs, crop, outside=0.0).mul_(2.0).sub_(1.0)
 
 
