@@ -24,7 +24,7 @@ from medseg.wording import first_few
 
 # Metric to 1 if a larger score is better, or -1 if a smaller score is better.
 DIRECTION_OF_METRIC = {"dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": -1}
-# Name in place of a region or trust in rows over all regions or over all trusts.
+# Value of `region` in rows over all regions, and of `trust` in rows over all levels of trust.
 ALL = "all"
 # Decimals of the scores in `metrics.csv`. Rounding errors are smaller, so equal results have equal
 # rows.
@@ -74,9 +74,9 @@ def compare_rows(
 
     With several regions the last entries have the region `ALL` and compare the mean of each case
     over its regions. If a score is not finite in one evaluation, as the distance of a missed
-    region, it is left out in both. Example: this evaluation has a distance of inf for the left and
-    2 mm for the right region, the baseline has 5 mm and 3 mm. Only the right region counts: 2 mm
-    against 3 mm.
+    region, it is left out in both. Example for `ALL`: this evaluation has a distance of inf for the
+    left and 2 mm for the right region, the baseline has 5 mm and 3 mm. Only the right region
+    counts: 2 mm against 3 mm.
 
     Args:
         rows: Rows with `case`, `region` and the metrics of `DIRECTION_OF_METRIC`.
@@ -187,7 +187,7 @@ def write_page(
     bounds: Mapping[str, Mapping[str, StatedBound]],
     output: Path,
     num_pictures: int,
-    progress: Callable[[str], None],
+    say: Callable[[str], None],
     overlays: Path | None,
     notes: Mapping[str, Sequence[str]],
     costs: Sequence[tuple[str, str]],
@@ -205,10 +205,11 @@ def write_page(
         bounds: Case to its bounds on Dice, by region, as the report of its prediction states them.
         output: Folder to write to.
         num_pictures: Largest number of overlays inside the page.
-        progress: Takes each line for the console.
+        say: Takes each line for the console.
         overlays: Folder of the pictures `<case>.png`, or None.
         notes: Heading to the lines below it.
-        costs: Title and formatted value of each mean cost.
+        costs: Title and formatted mean over the cases of each cost of a prediction, such as its
+            duration.
         baseline: Output folder of the evaluation to compare with, or None.
         baseline_rows: Scores of the baseline, from `read_baseline`; empty without a baseline.
         patients: Case to its patient; empty if the references name no patients.
@@ -223,10 +224,10 @@ def write_page(
     if baseline is not None:
         if not compared:
             raise UserError(f"baseline={baseline}: {_why_not_compared(rows, baseline_rows)}")
-        _write_differences(compared, output, progress)
+        _write_differences(compared, output, say)
         pairing_sentences = _describe_pairs(rows, baseline_rows, patients)
         for sentence in pairing_sentences:
-            progress(f"differences: {sentence}")
+            say(f"differences: {sentence}")
     files = {}
     for case in _cases_of(rows):
         picture = _picture_of(case, overlays)
@@ -250,7 +251,7 @@ def write_page(
         title=output.name,
         folder=str(output.resolve()),
         num_pictures=num_pictures,
-        say=progress,
+        say=say,
         notes=notes,
         costs=costs,
         baseline=str(baseline or ""),
@@ -266,8 +267,8 @@ def _why_not_compared(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> str:
     if set(_cases_of(rows)).isdisjoint(_cases_of(baseline_rows)):
         return "it has none of the scored cases; give scores of the same cases."
     return (
-        "none of its scores of the same cases is finite here and there, or the regions have other "
-        "names; give scores of the same regions."
+        "none of its scores of the same cases is finite in both evaluations, or the regions have "
+        "other names; give scores of the same regions."
     )
 
 
@@ -287,14 +288,14 @@ def _rounded_scores(row: Row) -> dict[str, float]:
 def _write_differences(
     compared: Sequence[tuple[str, str, Difference]],
     output: Path,
-    progress: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
     """Write `differences.csv`, and print the Dice difference of each region.
 
     Args:
         compared: Tuples of region, metric and difference, from `compare_rows`.
         output: Folder to write to.
-        progress: Takes each line for the console.
+        say: Takes each line for the console.
     """
     table = []
     for region, metric, difference in compared:
@@ -303,7 +304,7 @@ def _write_differences(
     write_csv(output / "differences.csv", table, columns, FORMATS)
     for region, metric, difference in compared:
         if metric == "dice":
-            progress(
+            say(
                 f"{region}: Dice {format_difference(difference)} to the baseline, "
                 f"{difference.cases} cases of {difference.patients} patients "
                 f"({difference.better} cases better, {difference.worse} worse), "

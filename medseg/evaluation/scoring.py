@@ -225,7 +225,7 @@ def evaluate_folder(
             bounds=bounds,
             output=output,
             num_pictures=num_pictures,
-            progress=progress,
+            say=progress,
             overlays=overlays,
             notes=_notes(summary),
             costs=_mean_costs(summary),

@@ -36,19 +36,19 @@ from medseg.io.calibration import Circumstances, measure_until, read_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
 
-# A converted network is cached only if all its layers are from these packages, since only their
-# versions and files are compared to find out whether the code of the network has changed.
+# A converted network is cached only if all its layers are from these packages. The name of the
+# cached file changes with their code, see `_cache_path`, but not with the code of other packages.
 KNOWN_PACKAGES = ("medseg", "monai", "torch")
-# Instruction sets without bf16 to which oneDNN can be limited. OpenVINO does not know these limits:
-# it still chooses bf16 kernels, and 2026.4 ends in a segmentation fault
-# (openvinotoolkit/openvino#36980).
+# Limits of oneDNN's instruction set under which it has no bf16 kernels. From AVX512_CORE on it has
+# them, and emulates instructions that are missing. OpenVINO does not know these limits: it still
+# chooses bf16 kernels, and 2026.4 ends in a segmentation fault (openvinotoolkit/openvino#36980).
 LIMITS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 # Memory in bytes of the libraries and kernels of a compiled network, measured.
 KERNELS_BYTES = 25 * 2**20
 # OpenVINO holds the weights of a network twice, as a model and in the layout of its kernels.
 WEIGHT_COPIES = 2
 # Two measurements agree if they differ by at most this fraction of the longer duration.
-SECONDS_BOUND = 0.2
+RELATIVE_TOLERANCE = 0.2
 # After this number of measurements the last two are used, whether they agree or not.
 MOST_MEASUREMENTS = 5
 
@@ -92,10 +92,12 @@ def use_openvino(
 ) -> None:
     """Replace the forward pass of a network, in place, by one that runs in OpenVINO.
 
-    The weights stay in torch under their names, and passes in slabs run in torch.
+    The weights stay in torch under their names. Passes in slabs (`inference.slabs`) call the layers
+    one by one, so they still run in torch.
 
     Args:
-        network: Network on the CPU, in evaluation mode, with weights in fp32.
+        network: Wrapper of a network on the CPU, in evaluation mode, with weights in fp32. The
+            forward pass of its inner module, `network.network`, is replaced.
         precision: `fp32` or `bf16`.
         checksum: SHA-256 of its checkpoint, by which the converted network is cached on this
             machine; empty = not cached.
@@ -191,7 +193,7 @@ def _cache_path(network: nn.Module, checksum: str) -> Path | None:
     """Name the file in which a converted network is cached on this machine.
 
     Args:
-        network: The network.
+        network: The inner module.
         checksum: SHA-256 of its checkpoint.
 
     Returns:
@@ -203,7 +205,8 @@ def _cache_path(network: nn.Module, checksum: str) -> Path | None:
         package = code_module.partition(".")[0]
         if package not in KNOWN_PACKAGES:
             return None
-    # The name changes with the weights, the versions and the code of the network.
+    # The name changes with the weights, the versions of these packages, and the files that define
+    # the layers.
     digest = hashlib.sha256(checksum.encode())
     versions = map(importlib.metadata.version, ("monai", "openvino", "torch"))
     digest.update(" ".join(versions).encode())
@@ -255,7 +258,7 @@ class _Compiled:
         """Store the arguments; the first call converts.
 
         Args:
-            network: See `use_openvino`.
+            network: Inner module of the wrapper that `use_openvino` takes.
             in_channels: Channels of its input.
             example_size: An input size that it accepts, for the conversion.
             precision_hint: `f32` or `bf16`.
@@ -413,10 +416,10 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
 
 
 def _agree(first: PassSeconds, second: PassSeconds) -> bool:
-    """Tell whether two measurements agree for both backends, within `SECONDS_BOUND`."""
+    """Tell whether two measurements agree for both backends, within `RELATIVE_TOLERANCE`."""
     for durations_s in zip(first, second, strict=True):
         shorter_s, longer_s = sorted(durations_s)
-        if longer_s - shorter_s > SECONDS_BOUND * longer_s:
+        if longer_s - shorter_s > RELATIVE_TOLERANCE * longer_s:
             return False
     return True
 

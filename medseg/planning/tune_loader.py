@@ -32,13 +32,14 @@ class Setting(NamedTuple):
     prefetch: int
     pin_memory: bool
 
-    def __str__(self) -> str:
+    def arguments(self, *, has_gpu: bool) -> str:
         """Write the setting as arguments of `train`."""
         arguments = f"data.num_workers={self.num_workers}"
         if self.num_workers:
             arguments += f" data.prefetch={self.prefetch}"
-        if self.pin_memory:
-            arguments += " data.pin_memory=true"
+        # Without the argument `train` pins memory if it has a GPU, and only then.
+        if has_gpu:
+            arguments += f" data.pin_memory={str(self.pin_memory).lower()}"
         return arguments
 
 
@@ -51,8 +52,10 @@ def tune_loader(config: TuneLoaderConfig) -> int:
     find_spacing(config.spacing, config.data, config.task)
     device = pick_device(config.trainer.accelerator)
     workers = config.workers or default_workers(num_processors())
-    tried_settings = settings(workers, config.prefetches, has_gpu=device.type == "cuda")
-    # The data must last for the batches that workers make ahead and for those that are timed.
+    has_gpu = device.type == "cuda"
+    tried_settings = settings(workers, config.prefetches, has_gpu=has_gpu)
+    # The data must last for the micro-batches that workers make ahead and for those that are timed.
+    # A step has at least one micro-batch, so as many steps suffice.
     most_ahead = max(setting.num_workers * setting.prefetch for setting in tried_settings)
     data = make_data_module(replace(config, steps=most_ahead + config.num_batches))
     data.prepare_data()
@@ -60,13 +63,17 @@ def tune_loader(config: TuneLoaderConfig) -> int:
     # The first pass reads the cache from the disk, and is not counted.
     time_batches(data, tried_settings[0], config.num_batches, device)
     rates: dict[Setting, float] = {}
-    print(f"{'':52s}{'batches/s':>10s}")
-    for setting in tried_settings:
+    labels = {setting: setting.arguments(has_gpu=has_gpu) for setting in tried_settings}
+    width = max(map(len, labels.values()))
+    print(f"{'':{width}s}{'batches/s':>12s}")
+    for setting, label in labels.items():
         seconds = time_batches(data, setting, config.num_batches, device)
         rates[setting] = config.num_batches / seconds
-        print(f"{setting!s:52s}{rates[setting]:10.2f}", flush=True)
+        print(f"{label:{width}s}{rates[setting]:12.2f}", flush=True)
     best = propose(rates)
-    print(f"take: {best}   (the loader keeps up with steps longer than {1 / rates[best]:.3f} s)")
+    # The loader makes micro-batches, of which a step takes `memory.accumulate`.
+    step_s = config.memory.accumulate / rates[best]
+    print(f"take: {labels[best]}   (the loader keeps up with steps longer than {step_s:.3f} s)")
     return 0
 
 
@@ -90,7 +97,7 @@ def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool
     pinnings = (False, True) if has_gpu else (False,)
     all_settings = []
     for num_workers in sorted(workers):
-        # Nothing is made ahead without workers: the number is not used, so one setting is enough.
+        # Without workers the prefetch is not used, so one setting with any number is enough.
         numbers_ahead = sorted(prefetches) if num_workers else [2]
         for prefetch, pin_memory in itertools.product(numbers_ahead, pinnings):
             all_settings.append(Setting(num_workers, prefetch, pin_memory))
@@ -100,7 +107,7 @@ def settings(workers: Sequence[int], prefetches: Sequence[int], *, has_gpu: bool
 def time_batches(
     data: CasesDataModule, setting: Setting, num_batches: int, device: torch.device
 ) -> float:
-    """Measure the seconds until a number of batches are on the device.
+    """Measure the seconds until a number of micro-batches are on the device.
 
     Batches that the workers make ahead are taken first, and are not counted.
     """
@@ -110,7 +117,7 @@ def time_batches(
         next(batches)
     start_s = time.perf_counter()
     for _ in range(num_batches):
-        # A batch consists of stacks of samples of the same shape.
+        # A micro-batch is a list of stacks; the samples of a stack have the same shape.
         for stack in next(batches):
             stack["image"].to(device, non_blocking=True)
     # The copies to a GPU may still be under way.
@@ -123,7 +130,7 @@ def propose(rates: dict[Setting, float]) -> Setting:
     """Choose the least demanding setting that no other one beats by more than GAIN.
 
     Args:
-        rates: Batches per second by setting, the least demanding first.
+        rates: Micro-batches per second by setting, the least demanding first.
     """
     highest_rate = max(rates.values())
     return next(setting for setting, rate in rates.items() if rate * GAIN >= highest_rate)

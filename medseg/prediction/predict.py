@@ -52,9 +52,8 @@ if TYPE_CHECKING:
     from medseg.io.dicom.studies import Study
     from medseg.task import Task
 
-# First columns of the table of scores that `evaluate` writes. They tell it from the summary of a
-# batch, which has the same file name.
-METRIC_KEYS = ("region", "trust", "metric")
+# First columns of the `summary.csv` of `evaluate`. They tell it from the `summary.csv` of a batch.
+EVALUATION_COLUMNS = ("region", "trust", "metric")
 
 
 def predict_scans(config: PredictConfig, observer: Observer | None = None) -> list[BatchCase]:
@@ -131,34 +130,31 @@ def _predict_source(
             f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
             f"{config.input}; fill in the column series of a case table, or leave it out"
         )
+    # `protected` describes each file of the input, none of which may be overwritten.
     scans, protected = find_scans(
         source, config.split, config.series, config.hu, config.data.labels_column
     )
     scans = [scan._replace(archive=archive) for scan in scans]
-    # `output_paths` takes an output with an unknown suffix for a mistyped file if there is one
-    # scan, for a folder if there are several. A folder that itself holds the slices is one scan.
-    may_be_several = _may_hold_several(source)
-    is_scan_itself = len(scans) == 1 and scans[0].path == source
-    is_one_scan = is_scan_itself or not may_be_several
     output = Path(config.output)
     # Outputs are checked before the weights are loaded, if the cases are known by now. Which DICOM
     # files make a case depends on the task, which is in the checkpoints.
     has_studies = is_scan_path and any(map(may_hold_studies, scans))
     if not has_studies:
-        check_outputs(_outputs(output, scans, is_one_scan), protected)
+        check_outputs(_outputs(output, source, scans), protected)
     loading_config = _for_the_task_alone(config) if is_on_ray else config
+    # One model for each range of spacings, all of them for the same task.
     range_models = load_range_models(loading_config)
     task = range_models[0].model.task
     scans = _complete_scans(source, scans, task, config, observer)
-    outputs = _outputs(output, scans, is_one_scan)
+    outputs = _outputs(output, source, scans)
     check_outputs(outputs, protected)
     # A batch has a summary in the folder of its outputs. A folder or table is a batch even if it
     # holds one scan; but an output that is a file leaves no place for a summary.
-    is_batch = may_be_several and output not in outputs
+    is_batch = _may_hold_several(source) and output not in outputs
     if is_batch:
         refuse_table(
             output / SUMMARY_FILE,
-            METRIC_KEYS,
+            EVALUATION_COLUMNS,
             f"the scores of an evaluation; give another output than {output}",
         )
     page = output / PAGE_FILE if is_batch else None
@@ -236,18 +232,18 @@ def _complete_scans(
         return scans
     if source.suffix.lower() == ".csv":
         return find_files(scans, task.channels[0].modality, observer.header_read)
-    return _scans_of_folder(source, scans, task, config, observer)
+    return _scans_of_path(source, scans, task, config, observer)
 
 
-def _scans_of_folder(
-    folder: Path, scans: Sequence[Scan], task: "Task", config: PredictConfig, observer: Observer
+def _scans_of_path(
+    path: Path, scans: Sequence[Scan], task: "Task", config: PredictConfig, observer: Observer
 ) -> list[Scan]:
-    """Divide the scans of a folder by studies, and join the files of channels.
+    """Divide the scans of an input by studies, and join the files of channels.
 
     The user is told which DICOM files make a case together, and which belong to none.
 
     Args:
-        folder: The input.
+        path: The input: a folder, a DICOM medium or a single file.
         scans: Its scans by folder and file.
         task: Channels and modality.
         config: Configuration of the prediction.
@@ -258,7 +254,7 @@ def _scans_of_folder(
     empty_studies: list[Study] = []
     loose_files: list[NoSlice] = []
     scans_by_study = divide_studies(
-        folder,
+        path,
         scans,
         modality,
         on_file=observer.header_read,
@@ -357,6 +353,10 @@ def _may_hold_several(source: Path | Sequence[Path]) -> bool:
     return source.suffix.lower() == ".csv" or source.is_dir() or is_dicomdir(source)
 
 
-def _outputs(output: Path, scans: Sequence[Scan], is_one_scan: bool) -> list[Path]:
+def _outputs(output: Path, source: Path | Sequence[Path], scans: Sequence[Scan]) -> list[Path]:
     """Choose the path of the label map of each scan; errors as for `output_paths`."""
+    # A folder or medium that itself holds the slices is one scan, unless its studies were divided.
+    is_scan_itself = len(scans) == 1 and scans[0].path == source
+    # An output with an unknown suffix is a mistyped file for one scan, and a folder for several.
+    is_one_scan = is_scan_itself or not _may_hold_several(source)
     return output_paths(output, [scan.name for scan in scans], is_one_scan=is_one_scan)

@@ -41,8 +41,14 @@ def test_every_sensible_setting_is_tried_once_and_the_least_first() -> None:
         Setting(1, 2, False),
         Setting(1, 2, True),
     ]
-    assert str(Setting(0, 2, False)) == "data.num_workers=0"
-    assert str(Setting(4, 2, True)) == "data.num_workers=4 data.prefetch=2 data.pin_memory=true"
+    assert Setting(0, 2, False).arguments(has_gpu=False) == "data.num_workers=0"
+    assert Setting(4, 2, True).arguments(has_gpu=True) == (
+        "data.num_workers=4 data.prefetch=2 data.pin_memory=true"
+    )
+    # `train` would pin memory on a GPU without the argument.
+    assert Setting(0, 2, False).arguments(has_gpu=True) == (
+        "data.num_workers=0 data.pin_memory=false"
+    )
 
 
 def test_more_of_the_machine_is_only_asked_for_what_it_gains() -> None:
@@ -76,6 +82,24 @@ def test_the_command_times_each_setting_and_proposes_the_fastest(
     printed = capsys.readouterr().out
     assert "take: data.num_workers=1 data.prefetch=2 " in printed
     assert "longer than 0.125 s" in printed
+
+
+def test_a_step_takes_all_its_micro_batches_and_the_columns_are_aligned(
+    tiny_table: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(app, "pick_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(app, "time_batches", lambda *_: 1.0)
+    config = compose(
+        tiny_table, "num_batches=8", "workers=[0,16]", "prefetches=[2]", "stage.batch_size=4",
+        "memory.accumulate=4",
+    )  # fmt: skip
+    assert tune_loader(config) == 0
+    heading, *rows, best = capsys.readouterr().out.splitlines()[-6:]
+    assert len(rows) == 4
+    assert {len(line) for line in (heading, *rows)} == {len(rows[-1])}
+    assert rows[-1].startswith("data.num_workers=16 data.prefetch=2 data.pin_memory=true ")
+    assert best.startswith("take: data.num_workers=0 data.pin_memory=false ")
+    assert "longer than 0.500 s" in best, "4 micro-batches at 8 per second"
 
 
 @pytest.mark.slow

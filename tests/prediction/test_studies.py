@@ -131,6 +131,14 @@ def test_a_flat_folder_of_several_patients(
         assert np.array_equal(image, chosen[name.partition("_")[0]])
 
 
+def test_the_output_folder_of_several_studies_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
+    flat, out = tmp_path / "flat", tmp_path / "labels.v2"
+    for patient in ("anna", "bert"):
+        series(flat, patient, 3)
+    assert predict(flat, out) == 0
+    assert written(out) == ["anna_20240101.nii.gz", "bert_20240101.nii.gz"]
+
+
 def test_one_scan_of_a_flat_folder_is_named_by_patient_and_number(tmp_path: Path) -> None:
     """The row of a case table can name it the same way, in words that people can type."""
     flat = tmp_path / "flat"
