@@ -2,7 +2,7 @@
 
 Many classes of other packages check their arguments late, or not at all: a negative weight of a
 loss causes no error. Ranges are checked by name (`range_of`), before torch is imported; kinds of
-values by the annotations of the class (`misfit`), after its import.
+values by the annotations of the class (`expected_kind`), after its import.
 """
 
 import inspect
@@ -140,7 +140,7 @@ def range_of(point: str, target: str, name: str) -> str:
     return point_ranges.get(name, "")
 
 
-def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
+def expected_kind(signature: inspect.Signature, name: str, value: Any) -> str:
     """Describe the kind of value that an argument needs, if the given value does not fit.
 
     Args:
@@ -152,20 +152,50 @@ def misfit(signature: inspect.Signature, name: str, value: Any) -> str:
         The kind in words, such as `a number`; empty where the value fits, or where the annotation
         does not decide.
     """
-    parameter = signature.parameters.get(name)
-    if parameter is None or value is None:
-        return ""
-    hint = parameter.annotation
-    # An annotation that is still a text could not be evaluated.
-    if hint is inspect.Parameter.empty or isinstance(hint, str):
-        hint = _hint_of_default(parameter.default)
-    if _fits(value, hint):
+    hint = _hint_of(signature, name)
+    if value is None or _fits(value, hint) or _fits(_whole_to_int(value), hint):
         return ""
     return _describe(hint)
 
 
+def convert(signature: inspect.Signature, name: str, value: Any) -> Any:
+    """Convert whole floats to int where an argument needs int; other values stay as they are.
+
+    YAML reads `1e3` as a float.
+
+    Args:
+        signature: See `expected_kind`.
+        name: Name of the argument.
+        value: Value for which `expected_kind` is empty.
+    """
+    if value is None or _fits(value, _hint_of(signature, name)):
+        return value
+    return _whole_to_int(value)
+
+
+def _whole_to_int(value: Any) -> Any:
+    """Convert a whole float, or each one in a list, to int."""
+    if isinstance(value, (list, tuple)):
+        return list(map(_whole_to_int, value))
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _hint_of(signature: inspect.Signature, name: str) -> Any:
+    """Find the annotation of an argument; Any where the class takes it by `**kwargs`."""
+    parameter = signature.parameters.get(name)
+    if parameter is None:
+        return Any
+    hint = parameter.annotation
+    # An annotation that is still a text could not be evaluated.
+    if hint is inspect.Parameter.empty or isinstance(hint, str):
+        return _hint_of_default(parameter.default)
+    return hint
+
+
 def _hint_of_default(default: Any) -> Any:
-    """Guess the annotation of an argument from its default: bool, a number or a list, or Any."""
+    """Guess the annotation of an argument from its default: `bool`, `float | list` or `Any`."""
     if isinstance(default, bool):
         return bool
     if isinstance(default, (int, float)):
@@ -188,10 +218,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return value in arguments
     if hint in (int, float):
         # For Python, true and false are the numbers 1 and 0.
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool):
             return False
-        # YAML reads 1e3 as a float, which fits `int` too.
-        return hint is float or isinstance(value, int) or value.is_integer()
+        return isinstance(value, int) or (hint is float and isinstance(value, float))
     # The origin of `list[int]` is `list`.
     kind = origin or hint
     if isinstance(kind, type):
@@ -209,7 +238,8 @@ def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
     """
     if isinstance(value, str) and issubclass(kind, (Enum, os.PathLike)):
         return True
-    # Before iterables: texts and mappings are iterable too, but a list is neither.
+    # `str` and mappings are iterable too. They are checked here, because the next check would
+    # accept a list for them.
     if kind in (bool, str) or issubclass(kind, Mapping):
         return isinstance(value, kind)
     if arguments and issubclass(kind, Iterable):
@@ -250,6 +280,8 @@ def _describe(hint: Any) -> str:
         parts = [_describe(part) for part in arguments if part is not types.NoneType]
         # A dictionary drops repetitions and keeps the order.
         return " or ".join(dict.fromkeys(parts))
+    if origin is typing.Annotated:
+        return _describe(arguments[0])
     if origin is typing.Literal:
         return " or ".join(map(str, arguments))
     kind = origin or hint

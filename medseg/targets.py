@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Self
 from omegaconf import DictConfig
 
 from medseg.errors import UserError
-from medseg.target_arguments import misfit
+from medseg.target_arguments import convert, expected_kind
 
 TARGET = "_target_"
 
@@ -286,13 +286,15 @@ def bind_arguments(
             f"{guess} {', '.join(parameters)}"
         ) from error
     annotated = _evaluated_signature(target_class, signature)
+    converted = {}
     for name, value in arguments.items():
-        expected = misfit(annotated, name, value)
+        expected = expected_kind(annotated, name, value)
         if expected:
             raise UserError(
                 f"{key}.{name}: {target_class.__name__} needs {expected}, but got {value!r}"
             )
-    return functools.partial(target_class, **arguments)
+        converted[name] = convert(annotated, name, value)
+    return functools.partial(target_class, **converted)
 
 
 def _evaluated_signature(target_class: type, signature: inspect.Signature) -> inspect.Signature:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
-from medseg.target_arguments import misfit, range_of
+from medseg.target_arguments import convert, expected_kind, range_of
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,17 @@ def test_a_range_is_that_of_a_known_class(
     assert range_of(point, target, name) == interval
 
 
-class Annotated:
+class Documented:
     def __init__(
-        self, pair: tuple[int, float], many: tuple[int, ...], names: tuple[str, float]
+        self,
+        pair: tuple[int, float],
+        many: tuple[int, ...],
+        names: tuple[str, float],
+        steps: Annotated[int, "number of steps"],
+        fraction: int | float,
+        rate: float,
+        level: int | None,
+        **others: Any,
     ) -> None:
         pass
 
@@ -49,5 +57,34 @@ class Annotated:
     ],
 )
 def test_each_item_of_a_tuple_has_its_own_kind(name: str, value: Any, kind: str) -> None:
-    signature = inspect.signature(Annotated, eval_str=True)
-    assert misfit(signature, name, value) == kind
+    signature = inspect.signature(Documented, eval_str=True)
+    assert expected_kind(signature, name, value) == kind
+
+
+@pytest.mark.parametrize("value", [0.5, "a", True])
+def test_an_annotation_with_metadata_is_described_by_its_type(value: Any) -> None:
+    signature = inspect.signature(Documented, eval_str=True)
+    assert expected_kind(signature, "steps", value) == "a whole number"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "converted"),
+    [
+        ("steps", 5e0, 5),
+        ("level", 5e0, 5),
+        ("level", None, None),
+        ("many", [2e0, 3], [2, 3]),
+        ("pair", [1e0, 0.5], [1, 0.5]),
+        ("fraction", 1.0, 1.0),
+        ("rate", 1.0, 1.0),
+        ("other", 1.0, 1.0),
+        ("names", ["a", 1.0], ["a", 1.0]),
+    ],
+)
+def test_a_whole_float_becomes_int_where_no_float_is_taken(
+    name: str, value: Any, converted: Any
+) -> None:
+    signature = inspect.signature(Documented, eval_str=True)
+    assert expected_kind(signature, name, value) == ""
+    # The text tells 1 from 1.0, which compare as equal.
+    assert repr(convert(signature, name, value)) == repr(converted)

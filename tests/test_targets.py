@@ -130,3 +130,9 @@ def test_a_class_that_does_not_fit_is_one_sentence(
 def test_arguments_are_bound_and_the_object_is_made_later() -> None:
     make = bind_target("optimizer", "optimizer", {"_target_": "torch.optim.SGD", "lr": 0.5}, None)
     assert make([torch.nn.Parameter(torch.ones(1))]).defaults["lr"] == 0.5
+
+
+def test_a_whole_float_is_passed_as_int_to_an_argument_that_needs_int() -> None:
+    node = {"_target_": "torch.optim.LBFGS", "max_iter": 5e0}
+    arguments = bind_target("optimizer", "optimizer", node, None).keywords
+    assert repr(arguments["max_iter"]) == "5"
