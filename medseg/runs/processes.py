@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medseg.console import say
-from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, EXIT_USER_ERROR, UserError
+from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
 from medseg.io.atomic import is_locked
 from medseg.processors import num_processors
 from medseg.runs.folder import LOCK_FILE, SUMMARY_FILE, read_summary, write_end
@@ -22,7 +22,6 @@ from medseg.training.options import TrainConfig, TrainerOptions
 from medseg.training.preemption import SIGNALS, STOP
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 # Interval at which the parent of a job checks whether the job has ended or should stop, in s.
@@ -33,7 +32,7 @@ STOP_S = 600
 
 
 def check_start(trainer: TrainerOptions, resume: str | None) -> None:
-    """Refuse a run on several machines that torchrun did not start, or could not restart.
+    """Refuse a run on several machines unless torchrun has started it and could restart it.
 
     Raises:
         UserError: If so; the message names the command that works.
@@ -77,6 +76,7 @@ def start_ranks(config: TrainConfig) -> int:
         signal.signal(number, lambda *_: sys.exit(EXIT_RESUME))
     exit_if_asked()
     run_dir = Path(config.run_dir)
+    # Of an earlier start: from here on, a summary is one that a rank of this start has written.
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     # The ranks share the cores of this machine.
     num_threads = max(1, num_processors() // num_ranks)
@@ -90,26 +90,17 @@ def start_ranks(config: TrainConfig) -> int:
         try:
             launch(config)
         except ChildFailedError as error:
-            failed_rank, failure = min(error.failures.items(), key=_failure_sort_key)
+            # Torch stops the other ranks as soon as it notices that one has failed.
+            failed_rank, failure = error.get_first_failure()
             return _note_end(run_dir, failure.exitcode, f"rank {failed_rank}", num_kills_before)
         except SignalException as stop:
             if stop.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from stop
-            # Rank 0 writes its status once it has saved. A rank 0 without a status was killed
-            # before, and `Status(None)` is interrupted.
+            # Rank 0 writes its status once it has saved. If there is none, rank 0 was killed before
+            # it could write, and `Status(None)` is interrupted.
             code = exit_code_of(Status(read_summary(run_dir).get("status")))
             return _note_end(run_dir, code, "the process", num_kills_before)
     return 0
-
-
-def _failure_sort_key(item: tuple[int, "ProcessFailure"]) -> tuple[bool, int]:
-    """Sort key of a rank and its failure: the failure that caused the others comes first.
-
-    A rank that is killed has a negative exit code. The other ranks then fail too, perhaps before
-    the end of the killed one is noticed, so killed ranks come before earlier failures.
-    """
-    _, failure = item
-    return failure.exitcode >= 0, failure.timestamp
 
 
 def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig":
@@ -128,7 +119,9 @@ def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig
         max_nodes=1,
         nproc_per_node=num_ranks,
         logs_specs=DefaultLogsSpecs(log_dir),
-        run_id=ascii(run_dir.name),  # a key of torch's store, which takes UTF-8 only
+        # A key of torch's store, which takes UTF-8 only. A file name that is not UTF-8 has
+        # surrogates in Python, which UTF-8 cannot encode; `ascii` escapes them.
+        run_id=ascii(run_dir.name),
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",  # port 0: any free port
         local_addr="127.0.0.1",
@@ -140,7 +133,7 @@ def _launch_config(run_dir: Path, num_ranks: int, log_dir: str) -> "LaunchConfig
 
 
 def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda: False) -> int:
-    """Run a job of a sweep in a process of its own.
+    """Run a job of a sweep in a process of its own, by torch's `spawn`.
 
     The job may run out of memory or be killed without ending the sweep. A stop signal to this
     process is only recorded in `STOP`, since a library could catch and lose an exception; the job
@@ -162,6 +155,7 @@ def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda
     exit_if_asked()
     run_dir = Path(config.run_dir)
     num_kills_before = num_oom_kills()
+    # Of an earlier start: from here on, a summary is one that the job has written.
     (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     # The joblib launcher of sweeps sets a start method "loky", which a spawned process does not
     # know. None = the default of the system.
@@ -178,7 +172,8 @@ def run_in_process(config: TrainConfig, should_stop: Callable[[], bool] = lambda
                 is_told_to_stop = True
                 process.terminate()
     finally:
-        # An exception, such as KeyboardInterrupt, must not leave the job behind.
+        # An exception, such as KeyboardInterrupt, must not leave the job behind. It may come while
+        # `spawn` runs, before `process` is assigned, so all children are ended.
         for child in multiprocessing.active_children():
             child.terminate()
             child.join()
@@ -213,8 +208,8 @@ def _job(_: int, config: TrainConfig) -> None:
 def _use_default_start_method() -> None:
     """Use the system's default start method for the loader workers of this process.
 
-    Python would otherwise spawn them, because this process was spawned. Spawned workers import
-    everything again, and a spawned worker that ends while it sends a batch is aborted.
+    Python would otherwise spawn them, because this process was spawned. A spawned worker imports
+    everything again, and its process aborts if the worker ends while it sends a batch.
     """
     multiprocessing.set_start_method(None, force=True)
 
@@ -222,7 +217,8 @@ def _use_default_start_method() -> None:
 def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int:
     """Write `summary.json` for a process that was killed, or ended before it could write one.
 
-    No summary is written while another process trains this run: that process writes its own.
+    No summary is written while another process trains this run, which writes its own; and the
+    summary of a finished run stays, though one of its processes is killed as it ends.
 
     Args:
         run_dir: The run folder.
@@ -233,23 +229,27 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
     Returns:
         The exit code of the run.
     """
+    # The process has ended and holds no lock: it was refused, or waited for the other process.
+    is_run_elsewhere = is_locked(run_dir / LOCK_FILE)
+    exit_code = code
     if code >= 0:
         # A process that succeeds has written a summary; one that fails may have ended before.
         has_summary = code == 0 or (run_dir / SUMMARY_FILE).is_file()
-        # The process has found the run locked by another process, and ended.
-        is_run_elsewhere = code == EXIT_USER_ERROR and is_locked(run_dir / LOCK_FILE)
         if has_summary or is_run_elsewhere:
             return code
         message = f"{name} ended with exit code {code}"
     else:
+        is_finished = Status(read_summary(run_dir).get("status")) is Status.finished
+        if is_finished and not is_run_elsewhere:
+            return 0
         message = f"{name} was killed by signal {-code} ({signal.strsignal(-code)})"
+        # A process cannot end with a negative code: the code of the status takes its place.
+        exit_code = exit_code_of(status_of(code))
         # The kernel kills with SIGKILL where memory runs out; others may send it too.
         if code == -signal.SIGKILL and num_oom_kills() > num_kills_before:
-            code = EXIT_OUT_OF_MEMORY
+            exit_code = EXIT_OUT_OF_MEMORY
             message += ": out of memory, the kernel has killed a process"
-    write_end(run_dir, status_of(code), message)
+    if not is_run_elsewhere:
+        write_end(run_dir, status_of(exit_code), message)
     say(message)
-    # A process cannot end with a negative code: the code of the status takes its place.
-    if code < 0:
-        return exit_code_of(status_of(code))
-    return code
+    return exit_code

@@ -210,6 +210,13 @@ def _end_by_machine(
     if has_worker_ended:
         return EXIT_FAILED, f"a loader worker ended ({line}); {resume_note}"
     if _is_lost_rank(error):
+        # The other rank was killed. Torch reports only the rank whose end it notices first, which
+        # may be this one.
+        if is_memory_full:
+            return EXIT_OUT_OF_MEMORY, (
+                f"{_LOST_RANK_MESSAGE} ({line}): "
+                f"out of memory, the kernel has killed a process; {resume_note}"
+            )
         return EXIT_FAILED, (
             f"{_LOST_RANK_MESSAGE} ({line}); "
             f"the log of that rank is in the folder ranks; {resume_note}"

@@ -110,20 +110,37 @@ def test_a_process_that_meets_a_running_run_leaves_its_summary_alone(tmp_path: P
     assert read_summary(tmp_path)["status"] == "refused"
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(-9, 1), (-15, 75), (75, 75), (1, 1)],
+    ids=["killed", "stopped", "stopped after a signal to the agent", "failed"],
+)
+def test_a_start_that_waits_for_the_lock_writes_no_summary_as_it_ends(
+    code: int, expected: int, tmp_path: Path
+) -> None:
+    with locked(tmp_path / LOCK_FILE):
+        assert processes._note_end(tmp_path, code, "the process", 0) == expected
+    assert not (tmp_path / SUMMARY_FILE).exists()
+
+
+def test_a_rank_that_is_killed_after_the_run_has_finished_leaves_it_finished(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / SUMMARY_FILE).write_text('{"status": "finished", "best": 0.5}')
+    assert processes._note_end(tmp_path, -6, "rank 1", 0) == 0
+    assert read_summary(tmp_path) == {"status": "finished", "best": 0.5}
+
+
 def of_ranks(run_dir: Path, devices: int) -> Any:
     return SimpleNamespace(run_dir=str(run_dir), trainer=SimpleNamespace(devices=devices))
 
 
-def failed(**exits: tuple[int, float]) -> Any:
-    """What the elastic agent raises: rank to its exit code and the time of its end."""
+def failed(rank: int, code: int) -> Any:
+    """What the elastic agent raises: the rank whose failure it noticed first, and its exit code."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    failures = {
-        int(name[1:]): SimpleNamespace(exitcode=code, timestamp=time)
-        for name, (code, time) in exits.items()
-    }
     error = ChildFailedError.__new__(ChildFailedError)
-    error.failures = failures
+    error.failures = {rank: SimpleNamespace(exitcode=code, timestamp=5.0)}
     return error
 
 
@@ -198,20 +215,20 @@ def test_one_rank_trains_in_this_process_and_several_by_the_agent(
 
 
 @pytest.mark.parametrize(
-    ("exits", "expected", "words"),
+    ("code", "expected", "words"),
     [
-        ({"r0": (1, 5.0), "r1": (-9, 9.0)}, 1, "rank 1 was killed by signal 9"),
-        ({"r0": (3, 5.0), "r1": (2, 4.0)}, 2, "rank 1 ended with exit code 2"),
+        (-9, 1, "rank 1 was killed by signal 9"),
+        (2, 2, "rank 1 ended with exit code 2"),
     ],
 )
-def test_the_rank_that_failed_first_gives_the_code_and_a_killed_one_before_all(
-    exits: dict[str, tuple[int, float]],
+def test_the_rank_that_failed_first_gives_the_code(
+    code: int,
     expected: int,
     words: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Launch(monkeypatch, failed(**exits))
+    Launch(monkeypatch, failed(1, code))
     assert processes.start_ranks(of_ranks(tmp_path, 2)) == expected
     assert words in read_summary(tmp_path)["message"]
 

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from medseg.errors import NotFiniteError, UserError
-from medseg.runs.status import Status, end_of, exit_code_of, num_oom_kills, status_of
+from medseg.runs.status import Status, end_of, exit_code_of, explains, num_oom_kills, status_of
 from medseg.training.preemption import Preempted
 
 
@@ -33,6 +33,7 @@ CODE_3 = RuntimeError(
 )
 UNTOLD = RuntimeError("DataLoader worker (pid(s) 1) exited unexpectedly")
 UNTOLD.__cause__ = CODE_3
+LOST_RANK = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
 IN_WORKER = UserError(
     "Caught UserError in DataLoader worker process 0.\nOriginal Traceback:\n  File\n"
     "medseg.errors.UserError: a.nii: cut off"
@@ -104,9 +105,7 @@ IN_WORKER = UserError(
             id="limit of a file",
         ),
         pytest.param(
-            RuntimeError(
-                "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
-            ),
+            LOST_RANK,
             Status.failed,
             "another rank",
             id="rank",
@@ -147,6 +146,12 @@ def test_anything_else_is_a_defect() -> None:
 def test_a_killed_worker_is_out_of_memory_only_where_the_kernel_counted_it() -> None:
     assert status_of(end_of(WORKER)[0]) is Status.failed
     assert status_of(end_of(WORKER, is_memory_full=True)[0]) is Status.out_of_memory
+    # Torch may notice first that a rank has lost its connection to the rank that was killed.
+    code, message, is_defect = end_of(LOST_RANK, is_memory_full=True)
+    assert (status_of(code), is_defect) == (Status.out_of_memory, False)
+    assert "out of memory, the kernel has killed a process" in message
+    # Another rank's own reason to fail still explains this end.
+    assert explains(Status.not_finite, "the loss is nan", status_of(code), message)
     assert status_of(end_of(RuntimeError("shapes differ"), is_memory_full=True)[0]) is Status.failed
     assert num_oom_kills() >= 0
 
