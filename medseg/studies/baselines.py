@@ -88,31 +88,32 @@ def install_baselines(folder: Path) -> Path:
     return packages_folder
 
 
-def make_baseline(name: str, num_classes: int) -> nn.Module:
-    """Build a baseline network for one input channel.
+def make_baseline(name: str, num_classes: int, in_channels: int = 1) -> nn.Module:
+    """Build a baseline network.
 
     Args:
         name: Key of `BASELINES`.
         num_classes: Number of classes, the background included.
+        in_channels: Channels of its input.
 
     Raises:
         ValueError: If there is no baseline of this name.
     """
     if name == "nnunet":
-        return _make_nnunet(num_classes)
+        return _make_nnunet(num_classes, in_channels)
     if name == "monai":
-        return _make_monai(num_classes)
+        return _make_monai(num_classes, in_channels)
     raise ValueError(f"expected one of {', '.join(BASELINES)}, got {name!r}")
 
 
-def _make_nnunet(num_classes: int) -> nn.Module:
+def _make_nnunet(num_classes: int, in_channels: int) -> nn.Module:
     """Build nnU-Net's default network."""
     from dynamic_network_architectures.architectures.unet import PlainConvUNet
 
     # The choice of nnU-Net's planner for a patch of 96 to 128 voxels per side, without deep
     # supervision.
     network: nn.Module = PlainConvUNet(
-        input_channels=1,
+        input_channels=in_channels,
         n_stages=6,
         features_per_stage=(32, 64, 128, 256, 320, 320),
         conv_op=nn.Conv3d,
@@ -130,14 +131,14 @@ def _make_nnunet(num_classes: int) -> nn.Module:
     return network
 
 
-def _make_monai(num_classes: int) -> nn.Module:
+def _make_monai(num_classes: int, in_channels: int) -> nn.Module:
     """Build MONAI's UNet."""
     from monai.networks.nets import UNet
 
     # Channels and strides of MONAI's tutorial of spleen segmentation in 3D.
     network: nn.Module = UNet(
         spatial_dims=3,
-        in_channels=1,
+        in_channels=in_channels,
         out_channels=num_classes,
         channels=(16, 32, 64, 128, 256),
         strides=(2, 2, 2, 2),

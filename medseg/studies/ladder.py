@@ -2,8 +2,8 @@
 
 Baseline networks (nnU-Net, MONAI) have a row in fp32, to compare all networks in one precision. A
 baseline that nnU-Net or MONAI trains in another precision has a second row in that precision. Both
-rows are without checkpointing. Bytes are counted on meta tensors, so the bytes of fp16 are known
-on a CPU too, which cannot compute in fp16.
+rows are without checkpointing. Bytes are counted on fake tensors, which hold no values, so the
+bytes of fp16 are known on a CPU too, which cannot compute in fp16.
 """
 
 import json
@@ -30,8 +30,9 @@ from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.planning.step import count_memory, input_shape
 from medseg.report.plots import Panel, draw_panels
-from medseg.runs.folder import read_summary
-from medseg.runs.signature import plain
+from medseg.runs.folder import load_config, read_summary, settle
+from medseg.runs.signature import decisive, plain
+from medseg.runs.status import Status
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
 from medseg.studies.command_steps import run_steps, train_steps
 from medseg.studies.train_arguments import (
@@ -63,7 +64,8 @@ FORMATS = {
     "seconds_per_step": ".3f",
     "dice": ".4f",
 }
-# Panels of `ladder.png`: column of the table, title, format, and whether bars begin at zero.
+# Panels of `ladder.png`: column of the table, title, format, and whether its values are bars from
+# zero; else they are dots.
 PANELS = (
     ("saved_bytes_per_voxel", "saved bytes per voxel", "{:.0f}", True),
     ("peak_mib", "peak of a step, MiB", "{:.0f}", True),
@@ -80,7 +82,8 @@ class Row(NamedTuple):
         name: Switch that the row adds, or name of its network or baseline.
         arguments: All arguments of `train`.
         added: Arguments that only this row states, part of `arguments`.
-        baseline: Key of `BASELINES`; None = the network of the configuration.
+        baseline: Key of `BASELINES`; None = the network of the configuration. The configuration
+            calls baselines `peers`.
         precision: Precision of a baseline; empty = the precision of the configuration.
         is_switch: Whether the row adds its arguments to those of the row above.
     """
@@ -118,7 +121,8 @@ def ladder(config: LadderConfig) -> int:
     Earlier measurements and trainings with the same configuration are reused.
 
     Raises:
-        UserError: If a row is refused or cannot be measured.
+        UserError: If a row is refused or cannot be measured, or an earlier training of a row had
+            another configuration.
         SystemExit: With the exit code of a training that failed.
     """
     if config.output is None:
@@ -129,6 +133,9 @@ def ladder(config: LadderConfig) -> int:
     rows = list(ladder_rows(config, arguments))
     # Compose all rows first, so that a mistake in any row is found before a measurement.
     configs = [compose(row) for row in rows]
+    if config.train:
+        for row, row_config in zip(rows, configs, strict=True):
+            check_earlier_training(output / row.folder / "run", row_config)
     for row_config in configs:
         # The configuration is changed in place: bf16 becomes fp16 on a GPU that lacks bf16.
         use_supported_half(row_config.memory, row_config.trainer.accelerator)
@@ -198,8 +205,9 @@ def ladder_rows(config: LadderConfig, common: Sequence[str]) -> Iterator[Row]:
 
 
 def baseline_row(baseline: str, precision: str, arguments: tuple[str, ...]) -> Row:
-    """Make the row of a baseline; the name marks the precision in which its authors train it."""
+    """Make the row of a baseline."""
     title, trained_in = BASELINES[baseline]
+    # Marks the precision in which nnU-Net or MONAI trains its network.
     mark = " as it trains" if precision == trained_in else ""
     name = f"{title}, {precision}{mark}"
     return Row("peers", name, arguments, baseline=baseline, precision=precision)
@@ -220,6 +228,36 @@ def compose(row: Row) -> TrainConfig:
     """
     # `run_dir` must have some value; nothing is written there.
     return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], row.key)
+
+
+def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse to reuse a finished training whose configuration would give another result.
+
+    An unfinished training is not checked here: `train` checks it when it resumes it.
+
+    Args:
+        run_dir: Run folder of a row, which may not exist.
+        config: Configuration of the row.
+
+    Raises:
+        UserError: Names the keys that differ.
+    """
+    if read_summary(run_dir).get("status") != Status.finished.value:
+        return
+    trained_config = load_config(run_dir, config.trusted_targets)
+    # `compose` has done the same to `config`, so equal paths compare as equal.
+    settle(trained_config)
+    trained = decisive(plain(trained_config))
+    configured = decisive(plain(config))
+    changes = []
+    for key in sorted(trained.keys() | configured.keys()):
+        if trained.get(key) != configured.get(key):
+            changes.append(f"{key}: {trained.get(key)} then, {configured.get(key)} now")
+    if changes:
+        raise UserError(
+            f"{run_dir} holds a training with another configuration ({'; '.join(changes[:5])}); "
+            "restore these values, or give another output"
+        )
 
 
 def measure(
@@ -313,11 +351,13 @@ def measure_row(
         if baseline is None:
             # The text of the error begins with the key `precision`.
             raise UserError(f"memory.{error}") from error
-        # The bytes of a baseline are still counted, on meta tensors.
+        # The bytes of a baseline are still counted, on fake tensors.
         is_timed = False
     make_baseline_network: Callable[[], nn.Module] | None = None
     if baseline:
-        make_baseline_network = partial(make_baseline, baseline, count_classes(config))
+        make_baseline_network = partial(
+            make_baseline, baseline, count_classes(config), count_channels(config)
+        )
     memory = count_memory(config, shape, make_baseline_network)
     measured: dict[str, Any] = {
         "saved_per_voxel": memory.saved_per_voxel,
@@ -376,8 +416,8 @@ def _time_step(
     target = torch.randint(num_classes, (num_samples, *shape), dtype=torch.uint8, device=device)
     loss = make_loss(config)
     lr_factor = find_lr_factor(config.lr_scaling, config.stage.batch_size)
-    bind_optimizer = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
-    optimizer = bind_optimizer(network.parameters())
+    optimizer_factory = make_optimizer(config.optimizer, lr_factor, config.trusted_targets)
+    optimizer = optimizer_factory(network.parameters())
     durations_s = []
     for _ in range(timed_steps + 1):
         start_s = time.perf_counter()

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import hydra
@@ -19,6 +20,7 @@ from medseg.config.check import to_config
 from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
 from medseg.memory.options import Precision
+from medseg.runs.folder import open_run
 from medseg.runs.signature import plain
 from medseg.studies import ladder as ladder_app
 from medseg.training.options import TrainConfig
@@ -52,10 +54,10 @@ def test_rows_add_up_to_the_lean_experiment() -> None:
     )
 
 
-def small_network(_: str, num_classes: int) -> nn.Module:
+def small_network(_: str, num_classes: int, in_channels: int) -> nn.Module:
     """Network in place of a baseline, whose package is not installed."""
     return nn.Sequential(
-        nn.Conv3d(1, 8, 3, padding=1),
+        nn.Conv3d(in_channels, 8, 3, padding=1),
         nn.InstanceNorm3d(8),
         nn.LeakyReLU(),
         nn.Conv3d(8, num_classes, 1),
@@ -85,6 +87,46 @@ def test_baselines_are_counted_in_fp32_and_in_the_precision_in_which_they_train(
     assert 0.5 < in_fp16["saved_per_voxel"] / in_fp32["saved_per_voxel"] < 0.6
     line = ladder_app.table_row(rows[1], half.memory, in_fp16, {})
     assert (line["precision"], line["checkpointing"]) == ("fp16", "none")
+
+
+def test_a_baseline_takes_all_channels_of_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["task=brain_tumour", "stage=single", "trainer.accelerator=cpu"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = ladder_app.compose(ladder_app.Row("peers", "MONAI's UNet", tuple(arguments)))
+    monkeypatch.setattr(ladder_app, "make_baseline", small_network)
+    config = ladder_app.with_precision(config, "fp32")
+    measured = ladder_app.measure_row(config, (16, 16, 16), timed_steps=1, baseline="monai")
+    assert measured["peak_bytes"] > 0
+    assert measured["seconds_per_step"] > 0
+
+
+def test_a_finished_training_is_reused_with_its_own_configuration_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["trainer.accelerator=cpu", "steps=100"]
+    overrides = SimpleNamespace(task=arguments)
+    hydra_config = SimpleNamespace(get=lambda: SimpleNamespace(overrides=overrides))
+    monkeypatch.setattr(ladder_app, "HydraConfig", hydra_config)
+    config = ladder_config(f"output={tmp_path}", "train=true", "~rows", "+rows={plain: []}")
+    (row,) = ladder_app.ladder_rows(config, arguments)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        trained = ladder_app.compose(row)
+    trained.run_dir = str(tmp_path / "plain" / "run")
+    run_dir = open_run(trained)
+    (run_dir / "summary.json").write_text('{"status": "finished", "val_dice_best": 0.5}')
+    measured = {"saved_per_voxel": 1.0, "peak_bytes": 1, "parameter_bytes": 1}
+    monkeypatch.setattr(ladder_app, "measure", lambda *_, **__: measured)
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        # Keys that do not change the result may differ.
+        overrides.task = [*arguments, "data.num_workers=0"]
+        assert ladder_app.ladder(config) == 0
+        overrides.task = ["trainer.accelerator=cpu", "steps=1000"]
+        with pytest.raises(UserError) as caught:
+            ladder_app.ladder(config)
+    message = str(caught.value)
+    assert message.startswith(f"{run_dir} holds a training with another configuration (")
+    assert "steps: 100 then, 1000 now" in message
+    assert message.endswith("; restore these values, or give another output")
 
 
 def test_rows_that_train_would_refuse_are_named() -> None:
@@ -227,6 +269,10 @@ def test_climbs_trains_and_keeps_what_is_done(tiny_table: Path, tmp_path: Path) 
         assert result.returncode == 0, result.stderr
         assert ("measuring" in result.stdout) == (attempt == 0)
         assert ("medseg train" in result.stdout) == (attempt == 0)
+    longer = forked.run([*command, "steps=3"], cwd=tmp_path)
+    assert longer.returncode == 2
+    assert "holds a training with another configuration (schedule." in longer.stderr
+    assert "steps: 2 then, 3 now" in longer.stderr
     with (tmp_path / "l" / "ladder.csv").open(encoding="utf-8", newline="") as file:
         first, half = csv.DictReader(file)
     assert float(half["saved_bytes_per_voxel"]) < 0.7 * float(first["saved_bytes_per_voxel"])

@@ -85,7 +85,7 @@ def test_baselines_are_installed_once_in_these_versions(
         baselines.install_baselines(tmp_path)
 
 
-def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_has_the_input_channels_and_the_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments_of_network: dict[str, Any] = {}
     module = SimpleNamespace(
         PlainConvUNet=lambda **arguments: arguments_of_network.update(arguments),
@@ -98,6 +98,8 @@ def test_a_baseline_has_one_input_channel_and_the_classes(monkeypatch: pytest.Mo
         "strides": (2, 2, 2, 2),
         "num_res_units": 2, "norm": "batch",
     }  # fmt: skip
+    baselines.make_baseline("monai", 4, 2)
+    assert arguments_of_network["in_channels"] == 2
     with pytest.raises(ValueError, match="expected one of nnunet, monai, got 'lungmask'"):
         baselines.make_baseline("lungmask", 4)
     arguments_of_network.clear()
