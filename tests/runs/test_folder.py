@@ -420,6 +420,35 @@ def test_a_secret_of_the_logger_is_kept_as_a_reference(
     assert Path(make_loggers(config)[0].log_dir).name == "xyzzy"
 
 
+@pytest.mark.parametrize(
+    ("argument", "stored", "used"),
+    [
+        ("${oc.env:MEDSEG_KEY}-${name}", "${oc.env:MEDSEG_KEY}-tag", "xyzzy-tag"),
+        ("${oc.env:MEDSEG_NONE,${name}}", "${oc.env:MEDSEG_NONE,tag}", "tag"),
+        ("${logger.name}", "${oc.env:MEDSEG_KEY}", "xyzzy"),
+        ("${.name}", "${oc.env:MEDSEG_KEY}", "xyzzy"),
+        (
+            "${oc.decode:${oc.env:MEDSEG_KEY}}",
+            "${oc.decode:${oc.env:MEDSEG_KEY}}",
+            "xyzzy",
+        ),
+    ],
+)
+def test_a_logger_may_combine_the_environment_with_other_keys(
+    argument: str, stored: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDSEG_KEY", "xyzzy")
+    given = ["name=tag", "logger=csv", "logger.name='${oc.env:MEDSEG_KEY}'"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(
+            compose(f"run_dir={tmp_path / 'run'}", *given, f"logger.version='{argument}'")
+        )
+    config = resume(run_dir)
+    assert config.logger["version"] == stored
+    assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    assert Path(make_loggers(config)[0].log_dir).name == used
+
+
 def race(config: TrainConfig, is_chosen_by_user: bool, number: int = 8) -> list[Path | UserError]:
     """Open a new run in the same folder from threads at the same moment, with seeds 0, 1, …"""
     together = threading.Barrier(number)
