@@ -97,11 +97,13 @@ def _train(config: TrainConfig) -> int:
         return sweeps.run_job(config)
     check_start(config.trainer, config.resume)
     arguments = (*hydra_config.overrides.hydra, *hydra_config.overrides.task)
-    is_named = any(argument.startswith(("hydra.run.dir=", "run_dir=")) for argument in arguments)
+    is_chosen_by_user = any(
+        argument.startswith(("hydra.run.dir=", "run_dir=")) for argument in arguments
+    )
     # Under torchrun the first rank opens the folder for all.
     opened = None
     if rank() == 0:
-        opened = open_or_leave(config, is_named)
+        opened = open_or_leave(config, is_chosen_by_user)
     if is_under_torchrun():
         opened = from_first_rank(opened)
     # Hydra has made a new folder, which a resumed run does not use.
@@ -116,12 +118,12 @@ def _train(config: TrainConfig) -> int:
         raise
 
 
-def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
+def open_or_leave(config: TrainConfig, is_chosen_by_user: bool) -> TrainConfig | None:
     """Open the run folder that `resume` or `run_dir` names; None if that run has finished.
 
     Args:
         config: Checked configuration; changed in place to the configuration of the run.
-        is_named: Whether the user chose the folder of a new run.
+        is_chosen_by_user: Whether the user chose the folder of a new run.
     """
     # torchrun starts all ranks again when one of them has died: they resume the run.
     if config.resume is None and num_restarts():
@@ -141,7 +143,7 @@ def open_or_leave(config: TrainConfig, is_named: bool) -> TrainConfig | None:
         say(f"resuming {config.resume}")
     # The folder of a finished run is opened too: this sets `run_dir`, and refuses keys that would
     # have given another result.
-    open_run(config, is_named=is_named)
+    open_run(config, is_chosen_by_user=is_chosen_by_user)
     if has_finished:
         say(
             f"already finished: {config.run_dir} has made the {config.steps} steps "

@@ -35,6 +35,10 @@ from medseg.training.options import TrainConfig
 
 T = TypeVar("T")
 
+# Begin of a reference to the environment, such as `${oc.env:USER}`, or of a reference that encloses
+# one, such as `${oc.decode:${oc.env:PORT}}`.
+ENVIRONMENT = re.compile(r"\$\{(?=(?:[^{}$]*\$\{)*oc\.env:)")
+
 # Last part of `data.label_values`, a mapping whose keys the user chooses.
 OPEN_KEY = "label_values"
 
@@ -75,7 +79,8 @@ def to_config(composed: DictConfig, schema: type[T]) -> T:
         schema: One of the roots in `medseg.config.schema`.
 
     Returns:
-        An instance of `schema`; every tuple is a tuple of the declared length.
+        An instance of `schema`. Lists have become tuples of the declared length, where the schema
+        declares tuples.
 
     Raises:
         UserError: On the first mistake, with the key, the value and the cure.
@@ -139,15 +144,15 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
         config = _to_dataclass(values, schema)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
-    _check_numbers(config, "")
+    _convert_and_check_numbers(config, "")
     if points:
         for point, key, node in list_nodes(values):
             _check_arguments(point, key, node)
     for point in points:
         node = getattr(config, point)
         if point == "logger":
-            # `config` contains the values of the environment; `values` keeps the references to
-            # them, see `resolved`.
+            # OmegaConf has replaced references to the environment by their values in `config`.
+            # `values` still has the references, see `resolved`.
             node = values["logger"]
         checked = _checked_node(point, node, values.get("trusted_targets", ()), composed)
         setattr(config, point, checked)
@@ -157,47 +162,48 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
 def _to_dataclass(values: dict[str, Any], schema: type) -> Any:
     """Convert plain values to a schema: each group and mapping by itself, then the other keys.
 
-    Groups and mappings come from a cache, which makes repeated checks quick.
+    The conversion of a group by OmegaConf is slow, so groups and mappings are converted by cached
+    functions: most are equal in all runs of a search or study.
 
     Raises:
         OmegaConfBaseException: On an unknown key, a wrong type or a missing value.
     """
     hints = typing.get_type_hints(schema)
-    arguments = {}
+    converted = {}
     others = {}
     for name, value in values.items():
         hint = hints.get(name)
         if not isinstance(value, dict):
             others[name] = value
         elif dataclasses.is_dataclass(hint):
-            arguments[name] = _convert_group(typing.cast(type, hint), name, value)
+            converted[name] = _convert_group(typing.cast(type, hint), name, value)
         elif typing.get_origin(hint) is dict:
             cached = _convert_mapping(schema, name, pickle.dumps(value))
-            arguments[name] = copy.deepcopy(cached)
+            converted[name] = copy.deepcopy(cached)
         else:
             others[name] = value
-    declared = _keys_without(schema, frozenset(arguments))
+    declared = _without(schema, frozenset(converted))
     merged = typing.cast(DictConfig, OmegaConf.merge(declared, others))
     for name in hints:
-        if name in arguments:
+        if name in converted:
             continue
         value = merged[name]
         if OmegaConf.is_config(value):
             value = OmegaConf.to_object(value)
-        arguments[name] = value
-    return schema(**arguments)
+        converted[name] = value
+    return schema(**converted)
 
 
 @functools.cache
-def _keys_of(schema: type) -> DictConfig:
-    """Describe a schema for OmegaConf. The result is cached: callers copy it before a change."""
+def _structured(schema: type) -> DictConfig:
+    """Convert a schema to a DictConfig, which is cached: callers copy it before a change."""
     return typing.cast(DictConfig, OmegaConf.structured(schema))
 
 
 @functools.cache
-def _keys_without(schema: type, converted: frozenset[str]) -> DictConfig:
-    """Describe the keys of a schema that are not converted yet."""
-    declared = copy.deepcopy(_keys_of(schema))
+def _without(schema: type, converted: frozenset[str]) -> DictConfig:
+    """Convert a schema to a DictConfig, without the keys whose values are converted already."""
+    declared = copy.deepcopy(_structured(schema))
     # Only an open configuration lets its keys be removed.
     OmegaConf.set_struct(declared, False)
     for name in converted:
@@ -218,8 +224,8 @@ def _convert_group(schema: type, key: str, values: dict[str, Any]) -> Any:
     return copy.deepcopy(cached)
 
 
-# OmegaConf takes 50 ms for all groups of `train`. Most groups are equal in all runs of a search or
-# study, and in the tests. The values are pickled because a cache needs keys that can be hashed.
+# Without the cache, OmegaConf takes 50 ms for all groups of `train`. The values are pickled because
+# a cache needs keys that can be hashed.
 @functools.lru_cache(maxsize=1024)
 def _convert_pickled(schema: type, key: str, pickled: bytes) -> Any:
     """Convert the values of a group; the result is shared by all callers."""
@@ -236,7 +242,7 @@ def _convert_mapping(schema: type, key: str, pickled: bytes) -> Any:
 
     Cached and shared like the result of `_convert_pickled`.
     """
-    declared = OmegaConf.masked_copy(_keys_of(schema), key)
+    declared = OmegaConf.masked_copy(_structured(schema), key)
     merged = OmegaConf.unsafe_merge(declared, {key: pickle.loads(pickled)})
     return typing.cast(dict[str, Any], OmegaConf.to_object(merged))[key]
 
@@ -299,7 +305,7 @@ def _expected_form(key: str, kind: Any, value: Any) -> str:
 
 @functools.cache
 def _hints_of(schema: type) -> dict[str, Any]:
-    """Return the types of a schema's keys, without their documentation."""
+    """Return the types of a schema's keys, without the `Knob` of each key."""
     return typing.get_type_hints(schema)
 
 
@@ -353,8 +359,8 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
     """Resolve a composed configuration to plain values, not yet checked.
 
     A value that `logger` reads from the environment, such as the key of an account, stays a
-    reference, because run folders and checkpoints store the resolved values. The builder of the
-    logger resolves it.
+    reference `${oc.env:…}`, because run folders and checkpoints store the resolved values. The
+    builder of the logger resolves it. References to other keys are resolved in `logger` too.
 
     Raises:
         UserError: If a value is missing, or refers to a key without a value.
@@ -363,28 +369,33 @@ def resolved(composed: DictConfig) -> dict[str, Any]:
         values = typing.cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
-    if "logger" in values:
-        logger = OmegaConf.masked_copy(composed, "logger")
-        raw = typing.cast(dict[str, Any], OmegaConf.to_container(logger, resolve=False))
-        values["logger"] = _with_references(raw["logger"], values["logger"])
+    if "logger" not in values:
+        return values
+    unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
+    escaped = _escape_environment(unresolved["logger"])
+    if escaped != unresolved["logger"]:
+        # Only `logger` is escaped: other keys are stored with the values of the environment, and
+        # references of `logger` to them must resolve to the same values.
+        unresolved["logger"] = escaped
+        container = OmegaConf.to_container(OmegaConf.create(unresolved), resolve=True)
+        values["logger"] = typing.cast(dict[str, Any], container)["logger"]
     return values
 
 
-def _with_references(raw: Any, value: Any) -> Any:
-    """Put references to the environment back into resolved values.
+def _escape_environment(node: Any) -> Any:
+    r"""Escape the references to the environment in a node, which OmegaConf then keeps as text.
 
-    Args:
-        raw: A node before its references were resolved.
-        value: The same node with its references resolved.
+    Example:
+        >>> print(_escape_environment("${oc.env:USER}-${name}"))
+        \${oc.env:USER}-${name}
     """
-    if isinstance(raw, dict) and isinstance(value, dict):
-        return {key: _with_references(raw.get(key), item) for key, item in value.items()}
-    if isinstance(raw, list) and isinstance(value, list):
-        items = zip(raw, value, strict=True)
-        return [_with_references(raw_item, item) for raw_item, item in items]
-    if isinstance(raw, str) and "${oc.env:" in raw:
-        return raw
-    return value
+    if isinstance(node, dict):
+        return {key: _escape_environment(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return list(map(_escape_environment, node))
+    if isinstance(node, str):
+        return ENVIRONMENT.sub(r"\\\g<0>", node)
+    return node
 
 
 def explain(error: Exception, composed: DictConfig | None = None) -> str:
@@ -513,7 +524,7 @@ def _keys(node: Any, key: str = "") -> Iterator[str]:
         yield from _keys(value, key_below(key, name))
 
 
-def _check_numbers(node: Any, path: str) -> None:
+def _convert_and_check_numbers(node: Any, path: str) -> None:
     """Convert lists to the declared tuples, in place, and check all numbers.
 
     Args:
@@ -528,10 +539,10 @@ def _check_numbers(node: Any, path: str) -> None:
         key = key_below(path, name)
         kind, knob = _kind_and_knob(hint)
         if dataclasses.is_dataclass(value):
-            _check_numbers(value, key)
+            _convert_and_check_numbers(value, key)
         for item_key, item in _items(value, key):
             if dataclasses.is_dataclass(item):
-                _check_numbers(item, item_key)
+                _convert_and_check_numbers(item, item_key)
         tuple_length = _tuple_length(kind)
         if isinstance(value, list) and tuple_length is not None:
             if len(value) != tuple_length:
@@ -546,7 +557,10 @@ def _check_numbers(node: Any, path: str) -> None:
 
 
 def _kind_and_knob(hint: Any) -> tuple[Any, Knob]:
-    """Split the annotation of a key into its type and its documentation; groups have none."""
+    """Split the annotation of a key into its type and its `Knob`; a group gets an empty one.
+
+    The `Knob` holds the documentation of the key and the interval of its numbers.
+    """
     if typing.get_origin(hint) is not typing.Annotated:
         return hint, Knob("")
     kind, knob = typing.get_args(hint)
@@ -600,7 +614,7 @@ def _check_range(key: str, value: Any, interval: str) -> None:
     """
     if not interval or value is None:
         return
-    # Null in a list is no number: the class that takes the argument decides about it.
+    # A list may hold null; the class that takes the argument decides whether it is allowed.
     numbers = [number for number in _as_sequence(value) if number is not None]
     for number in numbers:
         if not _lies_in(number, interval):
@@ -659,7 +673,7 @@ def _checked_node(
         typed = _convert_group(schema, point, arguments)
     except OmegaConfBaseException as error:
         raise UserError(explain(error, composed)) from error
-    _check_numbers(typed, point)
+    _convert_and_check_numbers(typed, point)
     checked = dict(node)
     for name, value in vars(typed).items():
         checked[name] = value.value if isinstance(value, Enum) else value

@@ -27,12 +27,13 @@ from medseg.training.options import TrainConfig
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-# List of the starts of the run, each with the seed and the versions, on which the result depends
-# beside the configuration.
+# JSON list with one entry for each start of the run: the seed and the versions of the software. The
+# result depends on these besides the configuration.
 VERSIONS_FILE = "versions.json"
 # Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
-# How long the ranks of a killed run may take to end, in s.
+# How long the ranks of a killed run may take to end, in s: torchrun kills them 30 s after it has
+# asked them to end.
 LOCK_WAIT_S = 35.0
 # Learning rate schedules with an end: class to its argument with the number of steps.
 LENGTH_KEYS = {
@@ -45,13 +46,13 @@ T = TypeVar("T")
 Config = TypeVar("Config", bound=TrainConfig)
 
 
-def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
+def open_run(config: TrainConfig, *, is_chosen_by_user: bool = True) -> Path:
     """Make a new run folder with the resolved configuration, or prepare the one to resume.
 
     Args:
         config: Checked configuration; changed in place to the configuration of the run.
-        is_named: Whether the user chose the folder. A folder that is named by the time gets a
-            number where another run, started in the same second, has claimed it.
+        is_chosen_by_user: Whether the user chose the folder. Otherwise its name is the time, and
+            gets a number where another run, started in the same second, has claimed it.
 
     Returns:
         The run folder, which is `config.run_dir` from now on.
@@ -60,9 +61,9 @@ def open_run(config: TrainConfig, *, is_named: bool = True) -> Path:
         UserError: If a new run's folder holds a run that has a checkpoint or may still run, or the
             run to resume does not exist, is running, or would get another result.
     """
-    settle(config)
+    resolve_paths_and_spacing(config)
     if config.resume is None:
-        run_dir = _make_folder(config, is_named)
+        run_dir = _make_folder(config, is_chosen_by_user)
     else:
         run_dir = _open_again(config, config.resume)
     # A folder that cannot be written to is refused now, not at the first checkpoint hours later.
@@ -74,10 +75,10 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     """Prepare the folder of the run to resume, and write its changed configuration."""
     run_dir = _existing_run(resume)
     saved = load_config(run_dir, config.trusted_targets)
-    # `open_run` has done the same to `config`, so equal paths and spacings compare as equal.
-    settle(saved)
+    # `open_run` has done the same to `config`. Equal paths and spacings now compare as equal.
+    resolve_paths_and_spacing(saved)
     _check_change(resume, decisive(plain(saved)), decisive(plain(config)))
-    if is_busy(run_dir):
+    if not wait_until_free(run_dir):
         raise UserError(f"resume={resume}: another process is running it; wait for it, or stop it")
     config.resume = None
     _set_run_dir(config, run_dir)
@@ -90,7 +91,7 @@ def _open_again(config: TrainConfig, resume: str) -> Path:
     return run_dir
 
 
-def _make_folder(config: TrainConfig, is_named: bool) -> Path:
+def _make_folder(config: TrainConfig, is_chosen_by_user: bool) -> Path:
     """Claim a folder by its `config.yaml`, which only one of several processes can create.
 
     Raises:
@@ -101,14 +102,14 @@ def _make_folder(config: TrainConfig, is_named: bool) -> Path:
         _set_run_dir(config, run_dir)
         if create_text(run_dir / CONFIG_FILE, _yaml_text(config)):
             break
-        if is_named and _take_over(run_dir):
+        if is_chosen_by_user and _take_over(run_dir):
             say(
                 f"{run_dir}: the run there ended before its first checkpoint; "
                 "this one starts in its place"
             )
             replace_text(run_dir / CONFIG_FILE, _yaml_text(config))
             break
-        if is_named:
+        if is_chosen_by_user:
             raise UserError(
                 f"{run_dir} already contains a run; give resume={run_dir} to continue it, "
                 "or another hydra.run.dir"
@@ -143,8 +144,8 @@ def _take_over(run_dir: Path) -> bool:
 
 
 def note_abandoned(run_dir: Path) -> None:
-    """Write the `summary.json` of a start that ended before its run could write one itself."""
-    # Where the folder is locked, another process trains the run.
+    """Record a run that ended before its training process could write a `summary.json`."""
+    # Where the folder is locked, another process trains the run and will write the file.
     if (run_dir / SUMMARY_FILE).exists() or is_locked(run_dir / LOCK_FILE):
         return
     with suppress(UserError):  # the disk is full
@@ -185,7 +186,7 @@ def changed_config(
         composed: Configuration that the command line composes, in plain values.
         default: Configuration that an empty command line composes.
         overrides: The arguments. Keys and groups that they name are changed even to a default
-            value.
+            value, or deleted (`~key`).
         schema: Dataclass of the command's configuration. Keys that the run's configuration lacks,
             since `train` does not have them, get their composed values.
 
@@ -200,13 +201,7 @@ def changed_config(
     chosen_nodes = [
         name for name in EXTENSION_KEYS if _is_chosen(name, composed, default, overridden_keys)
     ]
-    # Keys whose composed values may differ from the defaults though the user did not give them: the
-    # length of the schedule, which follows `steps`, and the arguments of an extension for which the
-    # command line composes another class than the run has.
-    derived_keys = [_length_key(values["schedule"][TARGET])]
-    for name in EXTENSION_KEYS:
-        if values[name].get(TARGET) != composed[name].get(TARGET):
-            derived_keys.append(name)
+    derived_keys = _derived_keys(values, composed)
     for key, value in flat(composed).items():
         if _is_below(key, chosen_nodes):
             continue
@@ -217,16 +212,64 @@ def changed_config(
         is_changed = not is_default and not _is_below(key, derived_keys)
         if is_changed or _is_below(key, overridden_keys):
             OmegaConf.update(changed, key, value, merge=False, force_add=True)
+    _delete_keys(changed, composed, overrides)
     for name in chosen_nodes:
         changed[name] = composed[name]
     if "schedule" in chosen_nodes:
         _follow_run(changed, composed, overridden_keys)
     # The paths of a new logger name the folder that Hydra gave this command. `_set_run_dir` later
-    # replaces the folder in `changed.run_dir` in these paths, so `run_dir` must be that folder.
+    # replaces `changed.run_dir` by the folder of the run in these paths.
     if "logger" in chosen_nodes:
         changed.run_dir = composed["run_dir"]
     changed.resume = resume
     return to_config(changed, schema)
+
+
+def _derived_keys(values: Mapping[str, Any], composed: Mapping[str, Any]) -> list[str]:
+    """List keys whose composed values may differ from the defaults though the user gave none.
+
+    These are the length of the schedule, which follows `steps`, and each extension point where the
+    command line composes another class than the run has. (The caller replaces those whose class the
+    user chose, so here the run keeps its class and arguments.)
+
+    Args:
+        values: Configuration of the run, in plain values.
+        composed: See `changed_config`.
+
+    Returns:
+        Dotted keys and groups.
+    """
+    derived_keys = []
+    length_key = _length_key(values["schedule"][TARGET])
+    if length_key is not None:
+        derived_keys.append(length_key)
+    for name in EXTENSION_KEYS:
+        if values[name].get(TARGET) != composed[name].get(TARGET):
+            derived_keys.append(name)
+    return derived_keys
+
+
+def _delete_keys(
+    changed: DictConfig, composed: Mapping[str, Any], overrides: Iterable[str]
+) -> None:
+    """Delete the keys that arguments such as `~callbacks.name` delete, in place.
+
+    Args:
+        changed: Configuration of the run with the changes.
+        composed: See `changed_config`.
+        overrides: See `changed_config`.
+    """
+    for override in overrides:
+        key = _name_of(override)
+        # A key that is still composed has got another value by a later argument, or is a group
+        # whose keys have defaults.
+        is_composed = any(_is_below(name, [key]) for name in flat(composed))
+        if not override.startswith("~") or is_composed:
+            continue
+        group, _, name = key.rpartition(".")
+        node = OmegaConf.select(changed, group) if group else changed
+        if OmegaConf.is_dict(node):
+            node.pop(name, None)
 
 
 def _is_chosen(
@@ -300,9 +343,9 @@ def _is_below(key: str, groups: Iterable[str]) -> bool:
 def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     """Find the run that `resume=auto` resumes.
 
-    The run has the signature of the configuration. It is the run in the configured folder or,
-    without one, the newest unfinished run in a folder beside it. A run whose loss was not finite is
-    left out, since it would fail again.
+    The run has the signature of the configuration. It is the run in the configured folder or, where
+    that folder has no such run, the newest unfinished run in a folder beside it. A run whose loss
+    was not finite is left out, since it would fail again.
 
     Args:
         config: Checked configuration; its paths are made absolute.
@@ -310,7 +353,7 @@ def find_run(config: TrainConfig) -> tuple[Path, Status] | None:
     Returns:
         Folder and status of the run; None = there is no such run.
     """
-    settle(config)
+    resolve_paths_and_spacing(config)
     expected_signature = signature(plain(config))
     configured_dir = Path(config.run_dir).absolute()
     # Folder to its sort key: whether it is the configured one, then its time. In descending order
@@ -349,13 +392,17 @@ def is_finished(config: TrainConfig) -> bool:
     return load_config(run_dir, config.trusted_targets).steps >= config.steps
 
 
-def is_busy(run_dir: Path) -> bool:
-    """Whether a process trains the run; waits for the ranks of a killed run to end."""
+def wait_until_free(run_dir: Path) -> bool:
+    """Wait up to `LOCK_WAIT_S` for the process that trains a run to end.
+
+    Returns:
+        Whether no process trains the run any more.
+    """
     if not is_locked(run_dir / LOCK_FILE):
-        return False
+        return True
     say(f"waiting for the process that runs {run_dir}")
     with locked(run_dir / LOCK_FILE, LOCK_WAIT_S) as is_free:
-        return not is_free
+        return is_free
 
 
 def read_file(path: Path, read: Callable[[Path], T]) -> T | None:
@@ -439,7 +486,7 @@ def _refuse_version_0_1(run_dir: Path, values: Mapping[str, Any]) -> None:
         )
 
 
-def settle(config: TrainConfig) -> None:
+def resolve_paths_and_spacing(config: TrainConfig) -> None:
     """Make paths absolute and compute the spacing from the data, in place.
 
     The run can then be resumed from any working folder, with the same values.
@@ -531,8 +578,8 @@ def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -
     if not changed_keys:
         return
     length_key = _length_key(saved["schedule._target_"])
+    is_length_changed = length_key in changed_keys
     if "steps" in changed_keys and set(changed_keys) <= {"steps", length_key}:
-        is_length_changed = length_key in changed_keys
         _check_steps(resume, saved, changed["steps"], is_length_changed)
         return
     changes = "; ".join(
@@ -563,9 +610,11 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
             f"choose {saved_steps} or more"
         )
     length_key = _length_key(saved["schedule._target_"])
+    if length_key is None:
+        return
     length = saved.get(length_key)
-    # The further steps would pass the end of the schedule. A run whose saved steps already exceed
-    # the length may go on.
+    # A run that has already passed the end of its schedule may go on: its schedule does not depend
+    # on the further steps. A run that ends within its schedule may not.
     is_end_passed = length is not None and saved_steps <= length < steps
     if is_length_changed or is_end_passed:
         raise UserError(
@@ -575,22 +624,27 @@ def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_chang
         )
 
 
-def _length_key(target: str) -> str:
-    """Dotted key with the length of a schedule.
-
-    For a schedule without an end it is `schedule.None`, a key that no configuration has.
+def _length_key(target: str) -> str | None:
+    """Dotted key with the length of a schedule; None for a schedule without an end.
 
     Args:
         target: Dotted path of the class of the schedule.
     """
     class_name = target.rpartition(".")[2]
-    return f"schedule.{LENGTH_KEYS.get(class_name)}"
+    if class_name not in LENGTH_KEYS:
+        return None
+    return f"schedule.{LENGTH_KEYS[class_name]}"
 
 
 def _signature(run_dir: Path) -> str | None:
     """Compute the signature of the run in a folder; None where its configuration is damaged."""
 
     def read(_: Path) -> str:
-        return signature(read_config(run_dir))
+        try:
+            return signature(read_config(run_dir))
+        except KeyError as error:
+            raise UserError(
+                f"it lacks the key {error.args[0]}, so another version or program has written it"
+            ) from error
 
     return read_file(run_dir / CONFIG_FILE, read)

@@ -27,14 +27,14 @@ from medseg.io.text import read_json
 from medseg.runs.folder import (
     CONFIG_FILE,
     LOCK_FILE,
-    is_busy,
     numbered,
     open_run,
     read_file,
     read_record,
     read_summary,
     remove_if_empty,
-    settle,
+    resolve_paths_and_spacing,
+    wait_until_free,
 )
 from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.signature import plain, signature
@@ -168,7 +168,7 @@ def run_job(config: TrainConfig) -> int:
             f"resume={config.resume}: to resume a multirun, leave resume out "
             "and give hydra.sweep.dir=<its folder>"
         )
-    settle(config)
+    resolve_paths_and_spacing(config)
     sweep_dir, job_dir = _folders()
     job = Job(
         number=HydraConfig.get().job.num,
@@ -187,7 +187,7 @@ def run_job(config: TrainConfig) -> int:
         if status is Status.finished or is_final_failure:
             say(f"job {job.number} has already ended ({status.value.replace('_', ' ')}): {job_dir}")
             return exit_code_of(status)
-        if is_busy(job_dir):
+        if not wait_until_free(job_dir):
             say(f"job {job.number} is running elsewhere: {job_dir}")
             # The job counts as failed in this sweep, since its result is not known.
             return exit_code_of(Status.running)

@@ -44,7 +44,14 @@ from medseg.errors import EXIT_FAILED, EXIT_RESUME, UserError
 from medseg.io.atomic import create_text, locked, replace_text
 from medseg.io.text import read_yaml_text
 from medseg.report.compare import METRICS
-from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, settle, status_of_run, write_end
+from medseg.runs.folder import (
+    CONFIG_FILE,
+    open_run,
+    read_summary,
+    resolve_paths_and_spacing,
+    status_of_run,
+    write_end,
+)
 from medseg.runs.past_runs import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.processes import check_start, exit_if_asked, run_in_process
 from medseg.runs.signature import decisive, flat, plain, signature
@@ -94,7 +101,7 @@ def search(config: SearchConfig) -> int:
     if config.resume is not None or config.retry_failed:
         raise UserError("search resumes its trials by itself; leave out resume and retry_failed")
     STOP.install()
-    settle(config)
+    resolve_paths_and_spacing(config)
     folder = Path(hydra_config.runtime.output_dir).absolute()
     compose = composer(hydra_config.overrides.task, config.sweep)
     check_space(config.sweep, compose)
@@ -223,7 +230,7 @@ def run_trial(
     status, message = Status.interrupted, ""
     try:
         config = to_config(compose({**overrides, "run_dir": text_of(str(job_dir))}), TrainConfig)
-        settle(config)
+        resolve_paths_and_spacing(config)
         job = replace(job, signature=signature(plain(config)))
         # Status `running`, until the end of the trial is written below.
         job.write(job_dir)

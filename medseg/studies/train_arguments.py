@@ -15,7 +15,7 @@ from medseg.config.check import explain, to_config
 from medseg.config.experiment_file import register_experiments
 from medseg.config.overrides import text_of
 from medseg.errors import UserError
-from medseg.runs.folder import settle
+from medseg.runs.folder import resolve_paths_and_spacing
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
@@ -97,7 +97,7 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
         config = to_config(composed, TrainConfig)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    settle(config)
+    resolve_paths_and_spacing(config)
     return config
 
 

@@ -121,11 +121,11 @@ def race(
 ) -> None:
     """Open a new run in each folder, at the same moment as another process."""
     config.seed = seed
-    for folder, is_named in folders:
+    for folder, is_chosen_by_user in folders:
         config.run_dir = str(folder)
         barrier.wait(60)
         try:
-            results.put((folder, seed, open_run(config, is_named=is_named)))
+            results.put((folder, seed, open_run(config, is_chosen_by_user=is_chosen_by_user)))
         except UserError as error:
             results.put((folder, seed, str(error)))
 
@@ -148,12 +148,12 @@ def test_forty_races_of_two_runs_into_one_folder(tmp_path: Path) -> None:
         found.setdefault(folder, {})[seed] = result
     for racer in racers:
         racer.join()
-    for folder, is_named in folders:
+    for folder, is_chosen_by_user in folders:
         opened = {
             seed: result for seed, result in found[folder].items() if isinstance(result, Path)
         }
         refused = [result for result in found[folder].values() if isinstance(result, str)]
-        assert len(opened) == (1 if is_named else 2), found[folder]
+        assert len(opened) == (1 if is_chosen_by_user else 2), found[folder]
         assert all("already contains a run" in message for message in refused)
         assert len(set(opened.values())) == len(opened)
         assert {seed: load_config(run_dir).seed for seed, run_dir in opened.items()} == {

@@ -100,7 +100,7 @@ def test_the_first_rank_without_memory_names_the_plan(
     command.code = code
     planned: list[Any] = []
     monkeypatch.setattr(train, "rank", lambda: own_rank)
-    monkeypatch.setattr(train, "open_or_leave", lambda config, is_named: config)
+    monkeypatch.setattr(train, "open_or_leave", lambda config, is_chosen_by_user: config)
     monkeypatch.setattr(train, "is_under_torchrun", lambda: own_rank > 0)
     monkeypatch.setattr(train, "from_first_rank", lambda opened: opened or command.config)
     monkeypatch.setattr(
@@ -114,7 +114,7 @@ def test_the_first_rank_without_memory_names_the_plan(
 
 
 @pytest.mark.parametrize(
-    ("hydra_keys", "keys", "is_named"),
+    ("hydra_keys", "keys", "is_chosen_by_user"),
     [
         ([], ["seed=1"], False),
         (["hydra.run.dir=x"], [], True),
@@ -125,15 +125,17 @@ def test_the_first_rank_without_memory_names_the_plan(
 def test_a_folder_that_the_user_names_is_told_from_the_default(
     hydra_keys: list[str],
     keys: list[str],
-    is_named: bool,
+    is_chosen_by_user: bool,
     command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []
     command.hydra.overrides = SimpleNamespace(hydra=hydra_keys, task=keys)
-    monkeypatch.setattr(train, "open_or_leave", lambda config, is_named: asked.append(is_named))
+    monkeypatch.setattr(
+        train, "open_or_leave", lambda config, is_chosen_by_user: asked.append(is_chosen_by_user)
+    )
     assert train.train(command.config) == 0
-    assert asked == [is_named]
+    assert asked == [is_chosen_by_user]
     assert command.started == [], "a finished run is not started"
 
 
@@ -176,7 +178,9 @@ def test_a_run_is_resumed_unless_it_has_finished(
     monkeypatch.setattr(train, "find_run", lambda config: found)
     monkeypatch.setattr(train, "is_finished", lambda config: is_over)
     monkeypatch.setattr(
-        train, "open_run", lambda config, is_named: calls.append((config.resume, is_named))
+        train,
+        "open_run",
+        lambda config, is_chosen_by_user: calls.append((config.resume, is_chosen_by_user)),
     )
     result = train.open_or_leave(replace(command.config, resume=resume), True)
     has_ended = said.startswith("already")

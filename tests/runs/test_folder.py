@@ -150,6 +150,43 @@ def test_an_experiment_may_choose_another_class(run_dir: Path, tmp_path: Path) -
     assert config.seed == 7
 
 
+@pytest.fixture
+def observed_run(tmp_path: Path) -> tuple[Path, str]:
+    """A run with two callbacks from an experiment, and the argument of the experiment."""
+    path = tmp_path / "observed.yaml"
+    path.write_text(
+        "# @package _global_\ncallbacks:\n"
+        "  stats: {_target_: lightning.pytorch.callbacks.DeviceStatsMonitor}\n"
+        "  bar: {_target_: lightning.pytorch.callbacks.TQDMProgressBar}\n"
+    )
+    argument = f"experiment={path}"
+    register_experiments([argument])
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(compose(f"run_dir={tmp_path / 'run'}", "seed=7", argument))
+    return run_dir, argument
+
+
+def test_a_key_that_the_command_line_deletes_is_deleted(observed_run: tuple[Path, str]) -> None:
+    run_dir, argument = observed_run
+    config = changed(run_dir, argument, "~callbacks.stats")
+    assert list(config.callbacks) == ["bar"]
+    assert config.seed == 7
+    assert changed(run_dir, "~callbacks").callbacks == {}
+    with pytest.raises(UserError, match=r"schedule\.pct_start: 0\.15 then, None now"):
+        resume(run_dir, "~schedule.pct_start")
+
+
+def test_a_key_that_is_deleted_and_given_anew_is_the_new_one(
+    observed_run: tuple[Path, str],
+) -> None:
+    run_dir, argument = observed_run
+    target = "lightning.pytorch.callbacks.ModelSummary"
+    added = f"+callbacks.stats._target_={target}"
+    config = changed(run_dir, argument, "~callbacks.stats", added)
+    assert config.callbacks["stats"] == {"_target_": target}
+    assert list(config.callbacks) == ["stats", "bar"]
+
+
 @pytest.mark.parametrize(
     ("schedule", "length_key"),
     [("one_cycle", "total_steps"), ("poly", "total_iters"), ("cosine", "T_max")],
@@ -286,6 +323,22 @@ def test_auto_finds_the_unfinished_run_of_the_same_signature(tmp_path: Path) -> 
         assert find_run(compose(f"run_dir={runs['d']}", "seed=1")) == (runs["d"], Status.finished)
 
 
+def test_auto_tells_which_key_a_configuration_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(compose(f"run_dir={tmp_path / 'run'}", "seed=7"))
+        path = run_dir / CONFIG_FILE
+        text = path.read_text(encoding="utf-8")
+        assert "  num_nodes: 1\n" in text
+        path.write_text(text.replace("  num_nodes: 1\n", ""), encoding="utf-8")
+        config = compose(f"run_dir={tmp_path / 'new'}", "seed=7")
+        assert find_run(config) is None
+    assert "it lacks the key trainer.num_nodes, so another version or program has written it" in (
+        capsys.readouterr().err
+    )
+
+
 def hold(path: Path, is_held: object) -> None:
     with locked(path):
         is_held.set()
@@ -367,7 +420,36 @@ def test_a_secret_of_the_logger_is_kept_as_a_reference(
     assert Path(make_loggers(config)[0].log_dir).name == "xyzzy"
 
 
-def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | UserError]:
+@pytest.mark.parametrize(
+    ("argument", "stored", "used"),
+    [
+        ("${oc.env:MEDSEG_KEY}-${name}", "${oc.env:MEDSEG_KEY}-tag", "xyzzy-tag"),
+        ("${oc.env:MEDSEG_NONE,${name}}", "${oc.env:MEDSEG_NONE,tag}", "tag"),
+        ("${logger.name}", "${oc.env:MEDSEG_KEY}", "xyzzy"),
+        ("${.name}", "${oc.env:MEDSEG_KEY}", "xyzzy"),
+        (
+            "${oc.decode:${oc.env:MEDSEG_KEY}}",
+            "${oc.decode:${oc.env:MEDSEG_KEY}}",
+            "xyzzy",
+        ),
+    ],
+)
+def test_a_logger_may_combine_the_environment_with_other_keys(
+    argument: str, stored: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEDSEG_KEY", "xyzzy")
+    given = ["name=tag", "logger=csv", "logger.name='${oc.env:MEDSEG_KEY}'"]
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        run_dir = open_run(
+            compose(f"run_dir={tmp_path / 'run'}", *given, f"logger.version='{argument}'")
+        )
+    config = resume(run_dir)
+    assert config.logger["version"] == stored
+    assert "xyzzy" not in (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    assert Path(make_loggers(config)[0].log_dir).name == used
+
+
+def race(config: TrainConfig, is_chosen_by_user: bool, number: int = 8) -> list[Path | UserError]:
     """Open a new run in the same folder from threads at the same moment, with seeds 0, 1, …"""
     together = threading.Barrier(number)
 
@@ -375,7 +457,7 @@ def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | Us
         own = dataclasses.replace(config, seed=seed, logger=dict(config.logger))
         together.wait()
         try:
-            return open_run(own, is_named=is_named)
+            return open_run(own, is_chosen_by_user=is_chosen_by_user)
         except UserError as error:
             return error
 
@@ -386,13 +468,15 @@ def race(config: TrainConfig, is_named: bool, number: int = 8) -> list[Path | Us
 def test_runs_that_start_at_the_same_moment_never_share_a_folder(tmp_path: Path) -> None:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose(f"run_dir={tmp_path / 'now'}")
-    opened = [result for result in race(config, is_named=False) if isinstance(result, Path)]
+    opened = [
+        result for result in race(config, is_chosen_by_user=False) if isinstance(result, Path)
+    ]
     assert {path.name for path in opened} == {"now", *(f"now_{number}" for number in range(2, 9))}
     assert [load_config(path).seed for path in opened] == list(range(8)), (
         "each has its own configuration"
     )
     config.run_dir = str(tmp_path / "named")
-    results = race(config, is_named=True)
+    results = race(config, is_chosen_by_user=True)
     (seed,) = [seed for seed, result in enumerate(results) if isinstance(result, Path)]
     assert load_config(tmp_path / "named").seed == seed
     errors = [result for result in results if isinstance(result, UserError)]
@@ -408,7 +492,7 @@ def test_one_start_takes_the_place_of_a_run_that_ended_without_a_checkpoint(run_
     (run_dir / VERSIONS_FILE).write_text("[{}]")
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         config = compose(f"run_dir={run_dir}")
-    results = race(config, is_named=True)
+    results = race(config, is_chosen_by_user=True)
     (seed,) = [seed for seed, result in enumerate(results) if isinstance(result, Path)]
     assert load_config(run_dir).seed == seed
     assert load_config(run_dir).stage.name.value == "coarse"

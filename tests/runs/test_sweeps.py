@@ -301,6 +301,6 @@ def test_a_job_that_runs_elsewhere_is_left_alone(
     job = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1")
     job.code = EXIT_RESUME
     job.run()
-    monkeypatch.setattr(sweeps, "is_busy", lambda folder: folder == tmp_path / "0")
+    monkeypatch.setattr(sweeps, "wait_until_free", lambda folder: folder != tmp_path / "0")
     assert job.run() == exit_code_of(Status.running)
     assert len(job.resumed) == 1

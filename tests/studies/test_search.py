@@ -154,11 +154,11 @@ def test_a_search_that_is_asked_to_stop_before_its_first_trial_draws_none(
 ) -> None:
     before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
 
-    def settle(config: SearchConfig) -> None:
+    def ask_to_stop(config: SearchConfig) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert STOP.is_asked
 
-    monkeypatch.setattr(search, "settle", settle)
+    monkeypatch.setattr(search, "resolve_paths_and_spacing", ask_to_stop)
     monkeypatch.setattr(STOP, "is_safe", False)
     try:
         assert run() == EXIT_RESUME
