@@ -7,8 +7,8 @@ Writes `<case>_airway.nii.gz`, the labels of the table with the tracked airway
 (`benchmarks/airways.py`) as 3, and `cases.csv`. Masks of the airway alone are kept in
 `<output>/airways`, which `benchmarks.lungs airways=<folder>` can use. Look at these masks and run
 again with the names of the wrong ones. `absent` lists the scans that show no trachea; their labels
-stay. `unsure` lists the scans whose mask is wrong for another reason; the air between their lungs
-becomes 255, which is ignored.
+stay. `unsure` lists the scans whose mask is wrong for another reason; the air between and above
+their lungs becomes 255, which is ignored.
 """
 
 from dataclasses import replace
@@ -60,7 +60,8 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
             unchanged.
         folder: Folder of the new labels.
         airways: Folder of the masks of the airway; a missing one is tracked and written.
-        is_sure: Whether the mask is right; otherwise the air between the lungs is ignored.
+        is_sure: Whether the mask is right; otherwise the air between and above the lungs is
+            ignored.
 
     Returns:
         The case with the new labels. Voxels that are labelled as lung keep that label.
@@ -73,12 +74,12 @@ def label_airway(case: Case, folder: Path, airways: Path, *, is_sure: bool) -> C
     labels, _ = oriented_labels(case)
     labels = labels.astype(np.uint8)
     if is_sure:
-        airway = read_airway(image_hu, grid, airways / f"{case.name}.nii.gz")
+        region = read_airway(image_hu, grid, airways / f"{case.name}.nii.gz")
         value = AIRWAY
     else:
-        airway = _middle_air(image_hu, labels, grid)
+        region = _middle_air(image_hu, labels, grid)
         value = IGNORED
-    labels[airway & (labels == 0)] = value
+    labels[region & (labels == 0)] = value
     path = folder / f"{case.name}_airway.nii.gz"
     write_labels(path, labels, grid)
     return replace(case, labels=path)
@@ -92,7 +93,8 @@ def read_airway(image_hu: np.ndarray, grid: VoxelGrid, file: Path) -> np.ndarray
     if not file.is_file():
         airway = track_airway(image_hu, grid)
         if airway.remark:
-            print(f"{file.stem}: no airway is measured: {airway.remark}", flush=True)
+            name = file.name.removesuffix(".nii.gz")
+            print(f"{name}: no airway is measured: {airway.remark}", flush=True)
         write_labels(file, airway.lumen.astype(np.uint8), grid)
     # The mask may have been corrected by hand, in a program that stores other axes.
     volume = read_labels(file)

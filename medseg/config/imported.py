@@ -22,27 +22,28 @@ TASK_FILE = "task.yaml"
 IMPORTED = "imported"
 # If the user chooses another task, the label values are still those of the data. They are stored as
 # the file `values` of a group `imported`, and this argument adds them to the configuration.
-VALUES = f"+{IMPORTED}=values"
+VALUES_ARGUMENT = f"+{IMPORTED}=values"
 # Keys that name a case table, and whether they also name a data set in the layout of another
 # program.
 TABLE_KEYS = {"data.cases": True, "cases": True, "ref": False}
-# Environment variable that tells the commands which a study starts where the task comes from.
+# Environment variable for the commands that a study starts: path of the file or data set that the
+# task was taken from.
 SOURCE_VARIABLE = "MEDSEG_TASK_SOURCE"
 TASK_SUFFIXES = (".yaml", ".yml")
 
 
 def with_task(arguments: Sequence[str], schema: type) -> list[str]:
-    """Add the task of the data that the arguments of a command name.
+    """Find the data in the arguments of a command, and add the task of the data to the arguments.
 
-    `task=<file>.yaml` names the file of this task. If `task` chooses another one, only the label
-    values of the data are added.
+    With `task=<file>.yaml` the task is that of the file. With any other `task=<name>` the task of
+    the data is not used, and only its label values are added.
 
     Args:
         arguments: Command line, before paths are quoted.
         schema: Root of the configuration; without the key `task`, nothing is added.
 
     Returns:
-        The arguments, with `task=imported` or `VALUES` where a task is found.
+        The arguments, with `task=imported` or `VALUES_ARGUMENT` where a task is found.
 
     Raises:
         UserError: If the data set or its task cannot be read.
@@ -57,11 +58,11 @@ def with_task(arguments: Sequence[str], schema: type) -> list[str]:
         return list(arguments)
     chooses_other_task = task not in ("", IMPORTED) and not has_task_file
     if chooses_other_task:
-        _store("values", {"data": content.get("data") or {}}, group=IMPORTED)
+        _store("values", {"data": content.get("data", {})}, group=IMPORTED)
         # A study passes this argument on to the commands that it starts.
-        if VALUES in arguments:
+        if VALUES_ARGUMENT in arguments:
             return list(arguments)
-        return [VALUES, *arguments]
+        return [VALUES_ARGUMENT, *arguments]
     # For the commands that this one starts; absolute, since they may run in another folder.
     os.environ[SOURCE_VARIABLE] = str(source.absolute())
     _store(IMPORTED, content, group="task")
@@ -86,7 +87,7 @@ def _with_imported_task(arguments: Sequence[str]) -> list[str]:
     """
     replaced = []
     for argument in arguments:
-        if argument.partition("=")[0] == "task":
+        if argument.partition("=")[0].lstrip("+") == "task":
             replaced.append(f"task={IMPORTED}")
         else:
             replaced.append(argument)
@@ -138,11 +139,13 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
         path: The table, or the folder or file of the data set.
         may_import: Whether it may be a data set in the layout of another program.
     """
-    # Imported here, so that commands without data of their own load no reader.
+    # Imported here, because these modules load the readers of images, which a command whose
+    # arguments name no data does not need.
     from medseg.data.case_table import table_at
 
     folder = path if path.is_dir() else path.parent
-    # For the folder of an import, `table_at` returns its case table; else the path itself.
+    # For a folder that `import` or `phantom` has written, `table_at` returns its case table; for
+    # any other path it returns the path itself.
     is_table = path.suffix.lower() == ".csv" or table_at(path) != path
     if is_table:
         file = folder / TASK_FILE
@@ -157,6 +160,7 @@ def _find_task(path: Path, *, may_import: bool) -> dict[str, Any]:
 
     data = import_dataset(path)
     data.require_structures()
+    # Print the notes of the import, and what it left out or merged.
     for sentence in (*data.notes, *left_out_sentences(data.closing_items())):
         say(sentence)
     return data.task()
@@ -185,7 +189,10 @@ def _read_task(file: Path) -> dict[str, Any]:
                 f"{file}: expected labels as name: value, but the name {name!r} is no text; "
                 "exchange names and values, or put the name in quotes."
             )
-    if not isinstance(groups.get("data") or {}, dict):  # it may be absent or null
+    # The group may be absent, or null because nothing follows `data:`.
+    if groups.get("data") is None:
+        groups["data"] = {}
+    if not isinstance(groups["data"], dict):
         raise UserError(
             f"{file}: expected the keys of the group data, got {groups['data']!r}; correct or "
             "remove the file."

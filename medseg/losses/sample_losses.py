@@ -1,7 +1,7 @@
 """Adapter from the training step to the losses of medseg, MONAI and torch.
 
-It adds weighted terms, deep supervision and ignored voxels, and gives each loss the target in the
-form that it expects.
+It sums weighted terms, averages over the outputs of deep supervision and leaves out ignored voxels.
+Each loss gets the target in the form that it expects.
 """
 
 import math
@@ -15,15 +15,16 @@ from torch.nn import functional as F
 from medseg.losses.dice_ce import DiceCrossEntropyLoss
 
 # Forms in which losses expect the target: class indices (N, D, H, W), the same with a channel axis
-# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A class of losses may name its form by the
+# (N, 1, D, H, W), or floats of 0 and 1 (N, K, D, H, W). A loss class may name its form by the
 # attribute `target_form`.
 TARGET_FORMS = ("indices", "channel", "one_hot")
 # Losses of torch on class indices; its other losses compare tensors of one shape.
-INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-# Losses of MONAI that are computed from sums over voxels, such as the two sums of Dice. Only these
-# can leave out ignored voxels; a loss that reads the neighbours of a voxel cannot. A class of
-# another package states by the attribute `is_voxelwise` whether it can.
-VOXELWISE_LOSSES = (
+INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+# Losses of MONAI that do not depend on the positions of the voxels, because they are computed from
+# sums over voxels, such as the two sums of Dice. Only these can leave out ignored voxels; a loss
+# that reads the neighbours of a voxel cannot. A class of another package states by the attribute
+# `is_voxelwise` whether it is such a loss.
+POSITION_FREE_LOSSES = (
     "AsymmetricUnifiedFocalLoss", "DiceCELoss", "DiceFocalLoss", "DiceLoss", "FocalLoss",
     "GeneralizedDiceFocalLoss", "GeneralizedDiceLoss", "MaskedDiceLoss", "TverskyLoss",
 )  # fmt: skip
@@ -90,7 +91,7 @@ class TrainingLoss(nn.Module):
         if ignore_value is None:
             return
         for loss in self.losses:
-            if not _is_voxelwise(loss):
+            if not _is_position_free(loss):
                 raise ValueError(
                     f"{type(loss).__name__} is not a sum over voxels, so it cannot leave out the "
                     "voxels of task.ignore_label; choose another loss"
@@ -141,11 +142,11 @@ class TrainingLoss(nn.Module):
         if self.ignore_value is None:
             return term.loss(logits, in_form(target, term.form, num_classes))
         # The L counted voxels of a sample form a line; a sum over voxels does not depend on their
-        # order. `nonzero` waits for a GPU, once for each sample. A mask would not, but losses of
-        # other libraries take none.
+        # order.
         lines = []  # (K, L)
         labels = []  # (L,)
         for sample, sample_labels in zip(logits, target.flatten(1), strict=True):
+            # `nonzero` waits for a GPU. A mask would not, but losses of other libraries take none.
             indices = (sample_labels != self.ignore_value).nonzero().squeeze(1)
             lines.append(sample.flatten(1)[:, indices])
             labels.append(sample_labels[indices])
@@ -169,15 +170,15 @@ def _loss_of_line(term: Term, line: Tensor, labels: Tensor) -> Tensor:
     return term.loss(line[None, :, :, None, None], target)
 
 
-def _is_voxelwise(loss: nn.Module) -> bool:
-    """Whether a loss is computed from sums over voxels, so that voxels can be left out."""
+def _is_position_free(loss: nn.Module) -> bool:
+    """Whether a loss does not depend on the positions of voxels, so that some can be left out."""
     if hasattr(loss, "is_voxelwise"):
         return bool(loss.is_voxelwise)
     if isinstance(loss, (DiceCrossEntropyLoss, *INDEX_LOSSES)):
         return True
     module = type(loss).__module__
     if module.startswith("monai.losses."):
-        return type(loss).__name__ in VOXELWISE_LOSSES
+        return type(loss).__name__ in POSITION_FREE_LOSSES
     # Losses of torch compare voxel by voxel. Nothing is known of other packages' losses.
     return module.startswith("torch.nn.")
 
@@ -248,7 +249,7 @@ def in_form(target: Tensor, form: str, num_classes: int) -> Tensor:
 
 
 def find_target_form(loss_class: Any, arguments: dict[str, Any]) -> str:
-    """Find the form in which a class of losses expects the target.
+    """Find the form in which a loss class expects the target.
 
     Args:
         loss_class: Class of the loss.
@@ -312,7 +313,8 @@ def check_loss(loss: nn.Module, num_classes: int) -> None:
         raise ValueError(
             f"a finite scalar with a gradient is expected, but it gives {value.detach()}"
         )
-    # Losses of other packages accept a negative weight, with which training would raise the loss.
+    # Losses of other packages accept negative weights. With a negative weight, training would lower
+    # the loss by wrong predictions.
     right_logits = SURE_LOGIT * in_form(target, "one_hot", num_classes)
     wrong_logits = SURE_LOGIT * in_form((target + 1) % num_classes, "one_hot", num_classes)
     with torch.no_grad():

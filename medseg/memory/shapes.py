@@ -27,32 +27,33 @@ class MetaLayers(TorchDispatchMode):
     """Makes the results of usual layers on the meta device; torch makes those of other operations.
 
     Attributes:
-        operations: Number of additions and multiplications of the convolutions so far.
+        conv_flops: Multiplications and additions of torch's own convolutions so far, as torch's
+            `FlopCounterMode` counts them; those of `convolution_by` are not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0.0
+        self.conv_flops = 0.0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch's guard against compiling this class imports the slow compiler."""
+        """Whether torch keeps its compiler from tracing this mode, which imports the compiler."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        make_result = RESULTS.get(func)
+        make_result = RESULT_MAKERS.get(func)
         result = None
         if make_result is not None and _is_on_meta(args[0]):
             result = make_result(*args, **kwargs)
         if result is None:
             return func(*args, **kwargs)
         if func is aten.convolution.default:
-            # The arguments are those of `_convolution`.
+            # At these positions of the arguments, see `_convolution`.
             features, weight, is_transposed = args[0], args[1], args[6]
-            self.operations += conv_flop_count(
+            self.conv_flops += conv_flop_count(
                 list(features.shape),
                 list(weight.shape),
                 list(result.shape),
@@ -63,7 +64,11 @@ class MetaLayers(TorchDispatchMode):
 
 @contextmanager
 def meta_layers() -> Iterator[MetaLayers]:
-    """Run networks on the meta device by the shapes of their layers, without gradients."""
+    """Run networks on the meta device by the shapes of their layers, without gradients.
+
+    Yields:
+        The active mode, which counts the operations of the convolutions.
+    """
     # Torch's inference mode is switched off, because in it a dispatch mode gets a composite
     # operation, such as an instance norm, as a whole and not the operations that it consists of.
     with torch.inference_mode(mode=False), torch.no_grad(), MetaLayers() as layers:
@@ -101,6 +106,8 @@ def _convolution(
     # Sizes by the formulas in the documentation of torch's Conv3d and ConvTranspose3d.
     for axis, size in enumerate(features.shape[2:]):
         kernel_size = weight.shape[2 + axis]
+        # The voxels that the kernel covers beyond one, less the padding at both ends. A convolution
+        # shrinks the features by the margin, and a transposed one enlarges them by it.
         margin = dilation[axis] * (kernel_size - 1) - 2 * padding[axis]
         if is_transposed:
             shape.append((size - 1) * stride[axis] + margin + output_padding[axis] + 1)
@@ -120,7 +127,7 @@ def _chosen_convolution(
 ) -> Tensor:
     """Make the result of `convolution_by`, which has neither dilation nor groups.
 
-    Its last argument chooses the kernel, on which the shape does not depend.
+    Its last argument chooses the implementation, on which the shape does not depend.
     """
     return _convolution(
         features,
@@ -136,7 +143,7 @@ def _chosen_convolution(
 
 
 def _norm(features: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernels keep the statistics of each channel in fp32, also for half-precision features.
+    # Torch keeps the statistics of each channel in fp32, also for half-precision features.
     mean = features.new_empty(features.shape[1], dtype=torch.float32)
     inverse_deviation = features.new_empty(features.shape[1], dtype=torch.float32)
     return features.new_empty(features.shape), mean, inverse_deviation
@@ -188,7 +195,7 @@ def _pooled(
 
 # Makes the result of each operation from its arguments; a function that returns None leaves these
 # arguments to torch.
-RESULTS: dict[Any, Callable[..., Any]] = {
+RESULT_MAKERS: dict[Any, Callable[..., Any]] = {
     aten.convolution.default: _convolution,
     convolution_by: _chosen_convolution,
     aten.native_batch_norm.default: _norm,

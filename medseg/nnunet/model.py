@@ -850,7 +850,7 @@ def _operations_per_voxel(network_on_meta: nn.Module, plan: NnunetPlan) -> float
     image = torch.empty((1, plan.num_image_channels, *plan.patch_size), device="meta")
     with meta_layers() as layers:
         call_network(network_on_meta, image, plan)
-    return layers.operations / math.prod(plan.patch_size)
+    return layers.conv_flops / math.prod(plan.patch_size)
 
 
 def task_of(plan: NnunetPlan) -> Task:

@@ -18,8 +18,8 @@ def make_network(plan: NnunetPlan) -> nn.Module:
         plan: The checked plan.
 
     Returns:
-        Maps images (N, C, d, h, w) to logits (N, K, d, h, w). A 2D network maps (N, C, h, w) to
-        (N, K, h, w).
+        Maps inputs (N, `plan.num_inputs`, d, h, w) to logits (N, K, d, h, w), with K =
+        `plan.labels.num_heads`. Inputs and logits of a 2D network have no axis d.
 
     Raises:
         PlanError: If the plan names a part that is not known, or its arguments do not fit.
@@ -68,6 +68,7 @@ def first_difference(network: nn.Module, weights: Mapping[str, Tensor]) -> str:
             return f"{name} has the shape {shape}, expected {tuple(value.shape)}"
     for name in weights:
         if name not in expected:
+            # A damaged file may hold a name of any type and length.
             return f"{str(name)[:100]} is no part of the network"
     return ""
 

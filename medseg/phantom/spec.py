@@ -13,7 +13,7 @@ PHANTOM_LABELS: dict[int | str, str] = {
     4: "spine",
     5: "airway",
 }
-"""Value in the label maps `organs` of chests to name of the structure."""
+"""Value to name of a structure, in the file `organs.nii.gz` of a chest phantom."""
 SIDES = {1: "left", -1: "right"}
 """Side of the patient by the sign of x, which increases towards the left (LPS)."""
 
@@ -23,9 +23,9 @@ class View(NamedTuple):
 
     Attributes:
         share: Share of the cases.
-        low: Where the lowest slice lies: a landmark, and the smallest and largest height above it
-            in mm. Landmarks are `recess` (lowest point of the lungs), `dome` (top of the
-            diaphragm), `carina` and `apex` (top of the lungs).
+        low: Where the lowest slice lies: a landmark, and the smallest and largest height above it,
+            in mm of a body of mean size. Landmarks are `recess` (lowest point of the lungs), `dome`
+            (top of the diaphragm), `carina` and `apex` (top of the lungs).
         high: Where the highest slice lies, in the same form.
     """
 
@@ -138,7 +138,8 @@ class PhantomSpec(CaseSeed):
         matrix: Rows and columns of a slice, (H, W).
         num_slices: Number of slices; None takes as many as the view needs.
         model_spacing_mm: Spacing of the lattice on which the anatomy is drawn, (z, y, x).
-        tilt_deg: Rotation of the patient and the slices about the z, y, x axes of the scanner.
+        tilt_deg: Rotation of the patient and the slices about the z, y, x axes of the scanner. Only
+            the direction matrix and the origin of the grid change; the voxels do not.
         centre_offset_mm: Offset of the centre of the field of view from the middle of the chest,
             (y, x).
         padding_hu: Value outside the circular field of view; None: the field of view is the whole
@@ -148,8 +149,8 @@ class PhantomSpec(CaseSeed):
         contrast_hu: What contrast agent adds to the 41 HU of blood.
         is_female: Whether the patient is female: smaller, with less muscle and with breasts.
         fat_mm: Typical thickness of the fat under the skin.
-        breath: 0 = expiration … 1 = deep inspiration: height of the diaphragm and density of the
-            lungs.
+        breath: Depth of the breath, from 0 (expiration) to 1 (deep inspiration). It decides the
+            height of the diaphragm and the density of the lungs.
         arms: `up`, `down` or `none` (outside the field of view).
         is_prone: Whether the patient lies on the front: fluid sinks to the front, gas rises to the
             back, and the table is in front.
@@ -212,7 +213,8 @@ class PhantomSpec(CaseSeed):
 def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     """Draw a realistic case by the shares of `CHOICES`, `TRAITS` and `TRAITS_OF_A_SIDE`.
 
-    Cases 0 and 1 are whole chests with both lungs, centred in the image.
+    Cases 0 and 1 are whole chests with both lungs, centred in the image, so that the smallest data
+    set, of one case to train on and one to validate, shows all structures.
 
     Args:
         seed: Seed of the data set.
@@ -233,7 +235,7 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     for name, trait in TRAITS_OF_A_SIDE.items():
         values[name] = (_draw_trait(rng, *trait), _draw_trait(rng, *trait))
     # In 10 % of the scans the slices run against LPS. In prone scans rows and columns do, since a
-    # scanner turns the image with the patient.
+    # scanner stores them in its own directions, however the patient lies.
     values["flips"] = (rng.random() < 0.1, values["is_prone"], values["is_prone"])
     # 15 % of the patients are tilted, by a few degrees about each axis.
     if rng.random() < 0.15:
@@ -256,12 +258,15 @@ def draw_spec(seed: int, index: int, detail: str = "small") -> PhantomSpec:
     if values["view"] in ("trunk", "abdomen"):
         # A long body in thin slices takes several GB.
         slice_mm = max(slice_mm, 2.0)
+    # The lattice has two planes per slice, so that a slice averages over its thickness; thin slices
+    # have fewer, because the lattice is not finer than `model_mm`.
+    model_z_mm = max(0.5 * slice_mm, voxels.model_mm)
     return PhantomSpec(
         seed,
         index,
         spacing_mm=(slice_mm, pixel_mm, pixel_mm),
         matrix=(voxels.matrix, voxels.matrix),
-        model_spacing_mm=(max(0.5 * slice_mm, voxels.model_mm), voxels.model_mm, voxels.model_mm),
+        model_spacing_mm=(model_z_mm, voxels.model_mm, voxels.model_mm),
         centre_offset_mm=(rng.normal(0, 6), off_centre_mm + rng.normal(0, 6)),
         **values,
     )

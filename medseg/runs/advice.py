@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from medseg.conf_folder import conf_dir
-from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES
+from medseg.config.imported import IMPORTED, SOURCE_VARIABLE, VALUES_ARGUMENT
 from medseg.config.overrides import PATH_KEYS, text_of
 from medseg.data.options import StageName
 from medseg.inference.options import Backend, InferenceOptions
@@ -200,10 +200,11 @@ def _plan_arguments(overrides: Sequence[str]) -> list[str]:
         name = key.lstrip("+~")
         # Among Hydra's own keys, a plan needs only the search path of the configuration files.
         is_hydra = name.startswith(("hydra.", "hydra/")) and name != "hydra.searchpath"
-        # `VALUES` is the argument that every command adds itself, by `with_task`, for the values of
-        # the labels in imported files. `resume=auto` says nothing about the configuration, while
-        # `resume=<run folder>` names the run whose configuration is to be planned.
-        if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES):
+        # `VALUES_ARGUMENT` is the argument that every command adds itself, by `with_task`, for the
+        # values of the labels in imported files. `resume=auto` says nothing about the
+        # configuration, while `resume=<run folder>` names the run whose configuration is to be
+        # planned.
+        if is_hydra or name in NOT_PLANNED or override in ("resume=auto", VALUES_ARGUMENT):
             continue
         if override == f"task={IMPORTED}":
             arguments += _task_file_argument()

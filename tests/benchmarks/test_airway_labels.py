@@ -65,3 +65,12 @@ def test_the_airway_becomes_a_class_or_its_air_is_ignored(
     assert np.array_equal(np.where(labels["unsure"] == 255, 0, labels["unsure"]), reference)
     # Tissue between the lungs, and the air in front of the body, stay background.
     assert labels["unsure"][4, 3, 6] == labels["unsure"][4, 0, 6] == 0
+
+
+def test_a_scan_without_a_trachea_is_told_by_the_name_of_its_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = np.full(GRID.shape, 40, dtype=np.int16)
+    airway = airway_labels.read_airway(image, GRID, tmp_path / "a.b.nii.gz")
+    assert not airway.any()
+    assert capsys.readouterr().out.startswith("a.b: no airway is measured: ")

@@ -44,6 +44,7 @@ def compose(
     [
         ("labels: {1: liver}", "expected labels as name: value, but the name 1 is no text"),
         ("task: {labels: {liver: 1}}\ndata: 3", "expected the keys of the group data, got 3"),
+        ("task: {labels: {liver: 1}}\ndata: []", r"expected the keys of the group data, got \[\]"),
     ],
 )
 def test_a_task_with_other_types_is_refused(content: str, message: str, tmp_path: Path) -> None:
@@ -205,3 +206,23 @@ def test_the_file_of_a_task_replaces_the_argument_of_the_task_alone(tmp_path: Pa
     assert arguments.count("stage=single") == 1
     assert sum(argument.startswith("task=") for argument in arguments) == 1
     assert not any(str(path) in argument for argument in arguments)
+
+
+def test_a_task_whose_group_data_is_left_empty_keeps_the_keys_of_the_data(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "task: {name: mine, labels: {a: 1}, regions: null, window_hu: [0, 9]}\ndata:\n",
+        encoding="utf-8",
+    )
+    assert compose([f"task={path}", "stage=single"]).data.label_values == {"a": 1}
+    scored = compose(["ref=x", "pred=x", "output=y", f"task={path}"], "evaluate", EvaluateConfig)
+    assert scored.data.label_values == {"a": 1}
+
+
+def test_a_plus_before_the_file_of_a_task_does_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "name: mine\nlabels: {a: 1}\nregions: null\nwindow_hu: [0, 9]\n", encoding="utf-8"
+    )
+    assert with_task([f"+task={path}", "seed=3"], TrainConfig) == [f"task={IMPORTED}", "seed=3"]
+    assert compose([f"+task={path}", "stage=single"]).task.name == "mine"

@@ -96,7 +96,7 @@ def test_what_is_not_on_the_meta_device_is_computed() -> None:
     expected = layer(image)
     with meta_layers() as layers:
         assert torch.equal(layer(image), expected)
-    assert layers.operations == 0
+    assert layers.conv_flops == 0
 
 
 def test_operations_are_those_of_torchs_counter() -> None:
@@ -110,7 +110,7 @@ def test_operations_are_those_of_torchs_counter() -> None:
         network(torch.zeros(SHAPE))
     with meta_layers() as layers, torch.inference_mode(mode=False):
         network.to("meta")(torch.empty(SHAPE, device="meta"))
-    assert layers.operations == counter.get_total_flops()
+    assert layers.conv_flops == counter.get_total_flops()
 
 
 def test_each_rule_is_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,12 +123,12 @@ def test_each_rule_is_compared_with_torch(monkeypatch: pytest.MonkeyPatch) -> No
 
         return make_result
 
-    for operation, rule in shapes.RESULTS.items():
-        monkeypatch.setitem(shapes.RESULTS, operation, noting(str(operation), rule))
+    for operation, rule in shapes.RESULT_MAKERS.items():
+        monkeypatch.setitem(shapes.RESULT_MAKERS, operation, noting(str(operation), rule))
     image = torch.empty(SHAPE, device="meta")
     with meta_layers():
         for make in LAYERS.values():
             make().to("meta").eval()(image)
         for function in FUNCTIONS.values():
             function(image)
-    assert used == {str(operation) for operation in shapes.RESULTS}
+    assert used == {str(operation) for operation in shapes.RESULT_MAKERS}

@@ -4,9 +4,9 @@ A label map may have the grid of its image and still hold the voxels in another 
 was written from a flipped or transposed array. Headers do not show this, but the image does: its
 values change more across the boundary of a correct label than across the same boundary moved aside.
 
-A face is the border between two neighbouring voxels; those with different labels make the boundary.
-The fit of labels is the mean change of the image across their faces, relative to that across the
-same faces moved aside.
+A face is the border between two neighbouring voxels that have different labels; the faces together
+are the boundary. The fit of labels is the mean change of the image across their faces, relative to
+the mean change across the same faces moved aside.
 """
 
 import itertools
@@ -25,10 +25,10 @@ from medseg.task import AIR_HU
 STEP_MM = 4.0
 MOVED_MM = 12.0
 MAX_HU = 400  # bone and metal would outweigh all other tissue
-# Labels of at least SURE_FIT are in place. Others are misplaced if another placement has at least
-# LEAST_FIT, and LEAST_GAIN times the fit of the labels. Measured: organs full of air in place 2.2
-# to 3.8, mirrored 0.7 to 1.8; vertebrae in place 1.5 to 1.8, mirrored 0.7 to 1.1 (on phantoms);
-# organs in soft tissue 0.7 to 1.1 either way.
+# Labels are in place if their fit is at least SURE_FIT. Otherwise they are misplaced if the fit of
+# another placement is at least LEAST_FIT, and at least LEAST_GAIN times their own fit. Measured
+# fits: organs full of air in place 2.2 to 3.8, mirrored 0.7 to 1.8; vertebrae in place 1.5 to 1.8,
+# mirrored 0.7 to 1.1 (on phantoms); organs in soft tissue 0.7 to 1.1 either way.
 SURE_FIT = 2.0
 LEAST_FIT = 1.5
 LEAST_GAIN = 1.5
@@ -38,6 +38,9 @@ MIN_FACES = 200  # fewer faces are not judged
 SHIFT_REACH = 12
 MIN_SHIFT = 3
 MIN_SHIFT_MM = 2.0
+# Largest difference, in voxels, between the shift of the faces where a line enters the labels and
+# the shift of those where it leaves them.
+MAX_SHIFT_DIFFERENCE = 3
 # Labels count as shifted if the largest change of the image near their faces is more than
 # SHIFT_GAIN times the change at the faces, and more than SHIFT_SHARPNESS times the median over all
 # distances. Measured ratios: air-filled organs shifted by 5 voxels at least 4.3 and 4.0, edges of
@@ -101,6 +104,7 @@ def _other_placements(labels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
             names = " and ".join(_AXES[axis] for axis in axes)
             yield f"mirrored {names}", np.flip(labels, axes)
     if labels.shape[1] == labels.shape[2]:
+        # Positive angles turn from y towards x, as in `np.rot90`.
         turned = labels.swapaxes(1, 2)
         yield "transposed within the slices", turned
         yield "turned by 90 degrees within the slices", np.flip(turned, 1)
@@ -137,14 +141,13 @@ def audit_shift(image_hu: np.ndarray, labels: np.ndarray, grid: VoxelGrid) -> li
         # them, in voxels along the axis; 0 where none is found.
         shift_in = _edge_shift(lines_hu, behind_face & ~before_face)
         shift_out = _edge_shift(lines_hu, before_face & ~behind_face)
-        # Both edges must have moved the same way, by numbers of voxels that differ by MIN_SHIFT at
-        # most.
-        is_same_way = shift_in * shift_out > 0 and abs(shift_in - shift_out) <= MIN_SHIFT
+        has_same_sign = shift_in * shift_out > 0
+        is_same_shift = has_same_sign and abs(shift_in - shift_out) <= MAX_SHIFT_DIFFERENCE
         shift = round((shift_in + shift_out) / 2)
         shift_mm = abs(shift) * grid.spacing_mm[axis]
         is_large = abs(shift) >= MIN_SHIFT and shift_mm >= MIN_SHIFT_MM
-        if is_same_way and is_large:
-            # `FACES` names both ends of each axis of a volume.
+        if is_same_shift and is_large:
+            # `FACES` names the ends of each axis of a volume, at index 0 and at the last index.
             low_end, high_end = FACES[axis]
             end = high_end if shift > 0 else low_end
             shifts.append(f"{abs(shift)} voxels towards the {end} end")
@@ -192,7 +195,7 @@ def _values_at(
     Args:
         lines_hu: The image.
         line_indices: Indices of the voxels along all axes but the last.
-        index: Their index along the last axis; beyond its ends, the last voxel is read.
+        index: Their index along the last axis; beyond an end, the voxel at that end is read.
     """
     inside = np.clip(index, 0, lines_hu.shape[-1] - 1)
     return np.clip(lines_hu[(*line_indices, inside)].astype(np.float32), AIR_HU, MAX_HU)

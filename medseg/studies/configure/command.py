@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.config.imported import IMPORTED, VALUES
+from medseg.config.imported import IMPORTED, VALUES_ARGUMENT
 from medseg.config.overrides import PATH_KEYS, quote
 from medseg.config.schema import ConfigureConfig
 from medseg.console import say
@@ -206,7 +206,7 @@ def measure_setting(
 def next_command(output: Path, num_folds: int, arguments: Sequence[str]) -> str:
     """Format the command line that trains the experiment, for the user to run."""
     # Arguments that medseg added for an imported data set; it adds them to `cross_validate` too.
-    added_arguments = (f"task={IMPORTED}", VALUES)
+    added_arguments = (f"task={IMPORTED}", VALUES_ARGUMENT)
     typed_arguments = []
     for argument in arguments:
         if argument not in added_arguments:
