@@ -50,7 +50,7 @@ METRICS = (*DIRECTION_OF_METRIC, "volume_pred_ml", "volume_ref_ml")
 # Function of the masks of prediction and reference, both uint8 tensors (D, H, W) of 0 and 1, and of
 # the voxel spacing (z, y, x) in mm, such as a `CaseMetric`.
 RegionMetric = Callable[[Any, Any, tuple[float, float, float]], float]
-# Column of `summary.csv` to the function that computes its value from the finite scores.
+# Statistics in `summary.csv`: column to the function that computes it from the finite scores.
 FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
     "mean": np.mean,
     "std": np.std,
@@ -58,7 +58,8 @@ FIGURES: dict[str, Callable[[np.ndarray], Any]] = {
     "min": np.min,
     "max": np.max,
 }
-# Columns of `summary.csv`.
+# Columns of `summary.csv`, see `summarise`. `trust` is the reliability of the references that the
+# case table states, such as `reference`; `infinite` counts the scores that are infinite or NaN.
 COLUMNS = ("region", "trust", "metric", "number", "infinite", *FIGURES, "worst_case")
 # Columns of the console table: key of a row to heading. The columns of metrics hold means; `std`,
 # `min` and `worst_case` are those of Dice, see `console_table`.
@@ -133,8 +134,8 @@ def evaluate_folder(
         ref: Case table, or folder of label maps with the same file names as the predictions.
         output: Folder to write to.
         task: Labels and regions.
-        label_values: Value in the reference files to label name; a name that the task does not have
-            counts as background.
+        label_values: Value in the reference files to label name. Voxels of a label that the task
+            does not have count as background.
         labels_column: Column of the case table with the label maps.
         split: Value of the column `split` whose cases are scored; None scores every case.
         pictures: Whether to draw `scores.png` and, where the image is known, `overlays/<case>.png`
@@ -160,6 +161,7 @@ def evaluate_folder(
     baseline_rows = []
     if baseline is not None:
         baseline_rows = read_baseline(baseline)
+    # Predictions and references are paired by a key: the name of the case, in Unicode NFC.
     predictions = find_predictions(pred_dir)
     references, other_split_keys = find_references(ref, labels_column, split)
     labelled = _with_labels(references)
@@ -199,7 +201,7 @@ def evaluate_folder(
         score_plot(summary.rows, output / "scores.png")
     _print_result(summary, progress)
     if summary.rows:
-        # By the name of the case, as scores and files name it, not by its key.
+        # Scores and files of results name a case by the name of its reference, not by its key.
         pairs = {}
         for key in common_keys:
             reference = references[key]
@@ -362,7 +364,7 @@ def _patients_of(references: Iterable[Reference]) -> dict[str, str]:
 
 
 def _remove_old_results(output: Path, references: Iterable[Reference]) -> None:
-    """Remove files of an earlier evaluation that this one may not replace.
+    """Remove files of an earlier evaluation that this evaluation does not always write.
 
     Without a scored case there is no page, without a baseline no table of differences, without
     `pictures` no picture: the old files would stay beside the new scores. In a folder without the
@@ -599,9 +601,10 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Returns:
         Rows with the keys `COLUMNS`. `number` counts the scores, `infinite` those that are not
             finite (also NaN). The `FIGURES` are computed from the finite scores and are None if
-            there are none; `std` is the population standard deviation. `worst_case` has the worst
-            score, which may be an infinite distance; it is empty for volumes, which have no better
-            or worse, and for further metrics, whose direction is not known.
+            there are none; `std` is the population standard deviation. `worst_case` is the name of
+            the case with the worst score, which may be an infinite distance; it is empty for
+            volumes, which have no better or worse, and for further metrics, whose direction is not
+            known.
     """
     metrics = _metrics_of(rows)
     # None stands for every region or every trust. `ALL` cannot: a region may have this name.
@@ -609,6 +612,7 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     trusts = [None, *sorted({row["trust"] for row in rows} - {""})]
     statistics = []
     for region in regions:
+        # With None, `region in (None, …)` holds for each row; likewise `trust` below.
         region_rows = [row for row in rows if region in (None, row["region"])]
         for trust in trusts:
             group = [row for row in region_rows if trust in (None, row["trust"])]
@@ -657,7 +661,7 @@ def console_table(statistics: Sequence[Row]) -> list[str]:
         table_row = dict(group["dice"])
         for metric in METRICS:
             table_row[metric] = group[metric]["mean"]
-        # Only distances can be infinite.
+        # Of the columns of this table, only HD95 can be infinite.
         table_row["infinite"] = group["hd95_mm"]["infinite"]
         rows.append(table_row)
     formats = dict.fromkeys(("dice", "std", "min", "nsd_1mm", "nsd_2mm"), ".4f")
@@ -697,8 +701,10 @@ def _statistics(group: Sequence[Row], region: str, trust: str, metric: str) -> d
     for name, function in FIGURES.items():
         statistics[name] = float(function(finite_scores)) if len(finite_scores) else None
     statistics["worst_case"] = ""
-    if metric in DIRECTION_OF_METRIC:
-        # A distance is worse the larger it is; an infinite distance is the worst.
-        worst_score = max(scores) if metric == "hd95_mm" else min(scores)
-        statistics["worst_case"] = group[scores.index(worst_score)]["case"]
+    # The functions of `score_region`, which alone have a direction, never give NaN.
+    direction = DIRECTION_OF_METRIC.get(metric)
+    if direction is not None:
+        qualities = [direction * score for score in scores]  # larger is better
+        worst_row = group[qualities.index(min(qualities))]
+        statistics["worst_case"] = worst_row["case"]
     return statistics

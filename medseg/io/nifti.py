@@ -1,7 +1,7 @@
 """Reader and writer of NIfTI-1 and NIfTI-2 in one file (.nii, .nii.gz).
 
-nibabel reads the fields of a header; they are checked here. A header may give two positions, sform
-and qform; this module chooses between them as ITK does.
+nibabel reads the fields of a header; they are checked here. A header may give two affines from
+voxel indices to world coordinates, sform and qform; this module chooses between them as ITK does.
 """
 
 import gzip
@@ -35,8 +35,8 @@ from medseg.io.volume import (
 
 # Matrix from LPS, the world axes of `VoxelGrid`, to RAS, those of NIfTI; it is its own inverse.
 RAS_FROM_LPS = np.diag([-1.0, -1.0, 1.0])
-# Millimetres of the spatial units of `xyzt_units` other than the millimetre: 1 is the metre, 3 the
-# micrometre.
+# Spatial unit of `xyzt_units` to its length in mm: 1 is the metre, 3 the micrometre. Each other
+# code counts as the millimetre.
 UNIT_MM = {1: 1000.0, 3: 0.001}
 
 # Code of an sform or qform in the coordinates of the scanner.
@@ -51,7 +51,7 @@ SPACING_TOLERANCE = 1e-3
 # In a qform, b² + c² + d² is at most 1; this excess counts as rounding.
 QUATERNION_TOLERANCE = 1e-5
 
-# Fields of a header that give spacing, position and their unit.
+# Fields of a header that give spacing, orientation, origin and their unit.
 GEOMETRY_FIELDS = (
     "pixdim", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d",
     "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z", "xyzt_units",
@@ -136,7 +136,7 @@ def _fault(affine: np.ndarray) -> str:
 
 
 class Form(NamedTuple):
-    """One of the two positions that a header may give: its sform or its qform.
+    """One of the two affines that a header may give: its sform or its qform.
 
     Attributes:
         affine: (4, 4), index (i, j, k) to RAS in the header's own unit.
@@ -351,7 +351,7 @@ def grid_of_header(
 
 
 def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolume:
-    """Read the header of a NIfTI file.
+    """Read the header of a NIfTI file; the voxels are read from the returned volume on demand.
 
     Args:
         path: The file.
@@ -370,7 +370,8 @@ def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolum
         header = _parse(path, stream.read(HEADER_BYTES))
     grid, warnings = grid_of_header(path, header, num_channels)
     if num_channels > 1:
-        # Results get this header, and have one volume.
+        # Label maps and other results for this volume get this header, see `new_header`. They are
+        # 3D, while the file is 4D.
         header.set_data_shape(grid.shape[::-1])
     dtype = _read_dtype(path, header)
     offset = _read_offset(path, header)
@@ -428,7 +429,8 @@ def _read_offset(path: Path, header: Nifti1Header) -> int:
     offset = float(header["vox_offset"])
     if offset == 0:  # not given
         offset = float(first_possible)
-    # The upper limit is far below the largest file position, 2**63. NaN is outside the range too.
+    # A file position has 63 bits. The limit leaves room for the bytes of the voxels, which are
+    # added to the offset. NaN is outside the range too.
     is_in_range = first_possible <= offset < 2**62
     if not is_in_range or not offset.is_integer():
         raise UserError(
@@ -478,7 +480,8 @@ def new_header(
     header.set_data_dtype(dtype)
     header.set_data_shape(grid.shape[::-1])
     if like is None:
-        # Columns: the LPS steps in mm along x, y and z; the direction vectors are columns too.
+        # Columns: the steps in LPS (mm) from a voxel to the next along i, j and k. The direction
+        # vectors are columns in the same order; the spacing (z, y, x) is reversed.
         columns = np.array(grid.direction) * np.array(grid.spacing_mm)[::-1]
         affine_lps = np.column_stack([columns, grid.origin_xyz_mm])
         affine = np.vstack([RAS_FROM_LPS @ affine_lps, [0.0, 0.0, 0.0, 1.0]])
@@ -562,6 +565,7 @@ def packed_nifti(
     header["scl_inter"] = intercept
     if is_labels:
         header["intent_code"] = LABEL_INTENT
+    stored_dtype = header.get_data_dtype()  # with the byte order of the header
     # Zeros between header and voxels say that there are no extensions.
     header_bytes = header.binaryblock.ljust(int(header["vox_offset"]), b"\0")
     content = io.BytesIO()
@@ -569,5 +573,5 @@ def packed_nifti(
         file.write(header_bytes)
         # Plane by plane: the voxels may be a view of a large array.
         for plane in array:
-            file.write(plane.tobytes())
+            file.write(plane.astype(stored_dtype, copy=False).tobytes())
     return content.getvalue()

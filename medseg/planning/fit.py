@@ -1,4 +1,8 @@
-"""Search for the fastest switches that fit into a budget: tables, picture, arguments of `train`."""
+"""Search for the fastest switches that fit into a budget: tables, picture, arguments of `train`.
+
+A switch is a key of `memory`, such as `memory.precision` or `memory.checkpointing`. It changes how
+a step is computed, and with that its peak memory and its duration, but not the network.
+"""
 
 import json
 import math
@@ -41,7 +45,8 @@ GIB = 2**30
 # A row of the front is printed only if its peak is lower than that of the last printed row by at
 # least this share. The file has all rows.
 STEP_DOWN = 0.05
-# Most searches for a set whose counted peak fits. Each search after the first has a lower budget.
+# Largest number of searches for a set whose counted peak fits. Each one after the first has a lower
+# budget.
 TRIES = 3
 
 # A chosen set of switches: its candidate, its option with the counted peak, and its estimate.
@@ -78,6 +83,7 @@ def fit(config: PlanConfig, shape: Shape) -> int:
         0, or 1 if no set of switches fits.
     """
     assert config.fit_gib is not None, "`plan` searches only with a limit"
+    # Largest predicted peak that fits: the prediction may be too low by the margin.
     budget = int(config.fit_gib * GIB / (1 + MARGIN))
     choice, candidates, shape, changes = _search(config, shape, budget)
     options = front(candidates)
@@ -92,6 +98,8 @@ def fit(config: PlanConfig, shape: Shape) -> int:
     print_reasons(candidate, option, candidates)
     print_room(candidate, option, run_estimate, shape, budget)
     keep_plan(candidate, option)
+    # "Fits" below means: by the model, or by the model corrected for its error where the count of a
+    # faster set exceeded the budget, see `choose_verified`.
     # Each block of each candidate may be recomputed or not.
     num_sets = sum(2 ** len(candidate.model.blocks) for candidate in candidates)
     print(
@@ -120,7 +128,7 @@ def _search(config: PlanConfig, shape: Shape, budget: int) -> Search:
     configured_search = Search(choice, candidates, shape, changes={})
     if choice is not None or config.allow is not Allow.other_run:
         return configured_search
-    # The first run that fits is the one that sees the most voxels per step.
+    # In order of falling width, then of falling voxels per step: the first run that fits is taken.
     for changes, other_config, patch in smaller_runs(config, shape):
         # One estimate takes less time than the count of all candidates.
         if not fits_at_all(other_config, patch, machine, budget):
@@ -133,20 +141,33 @@ def _search(config: PlanConfig, shape: Shape, budget: int) -> Search:
 
 
 def _no_fit_message(config: PlanConfig, smallest: Option) -> str:
-    """Say what the smallest set of switches needs, and what to change."""
+    """Say why no set of switches was chosen, and what to change.
+
+    Args:
+        config: Configuration with the limits `fit_gib` and `max_seconds`.
+        smallest: The set with the lowest predicted peak.
+    """
+    assert config.fit_gib is not None, "`plan` searches only with a limit"
+    needed_gib = smallest.peak * (1 + MARGIN) / GIB
+    reason = ""
     cure = "give more memory"
+    if config.max_seconds is not None:
+        reason = f" and takes at most max_seconds={config.max_seconds:g}"
+        cure += ", or a larger max_seconds"
+    elif needed_gib <= config.fit_gib:
+        reason = ": the sets that are predicted to fit need more when their steps are counted"
     if config.allow is not Allow.other_run:
         cure += ", or allow=other_run for a smaller patch, batch or width"
     return (
-        f"fit_gib={config.fit_gib:g}: no set of switches fits; the smallest needs "
-        f"{smallest.peak * (1 + MARGIN) / GIB:.2f} GiB and takes {smallest.seconds:.3g} s per step "
+        f"fit_gib={config.fit_gib:g}: no set of switches fits{reason}; the smallest needs "
+        f"{needed_gib:.2f} GiB and takes {smallest.seconds:.3g} s per step "
         f"with {choose_line(smallest, {})}; {cure}"
     )
 
 
 def _facts(
     line: str,
-    choice: Option,
+    chosen_option: Option,
     run_estimate: Estimate,
     options: Sequence[Option],
     changes: dict[str, Any],
@@ -155,7 +176,7 @@ def _facts(
 
     Args:
         line: The choice as arguments of `train`.
-        choice: The chosen switches.
+        chosen_option: The chosen switches, with the counted peak.
         run_estimate: Estimate of a run with them.
         options: The front.
         changes: See `Search`.
@@ -170,8 +191,8 @@ def _facts(
         rows.append(row)
     return {
         "choose": line,
-        "peak_resident_mib": round(choice.peak / MIB, 2),
-        "seconds_per_step": round(choice.seconds, 4),
+        "peak_resident_mib": round(chosen_option.peak / MIB, 2),
+        "seconds_per_step": round(chosen_option.seconds, 4),
         "peak_allocator_mib": round(run_estimate.peak_allocator / MIB, 2),
         "peak_live_mib": round(run_estimate.memory.peak / MIB, 2),
         "saved_bytes_per_voxel": run_estimate.memory.saved_per_voxel,
@@ -180,7 +201,10 @@ def _facts(
 
 
 def keep_plan(chosen: Candidate, option: Option) -> None:
-    """Keep the predicted numbers of the chosen switches for the runs that are started with them."""
+    """Write the predicted numbers of the chosen switches to the cache of plans.
+
+    A run that is started with these switches compares its own numbers with them.
+    """
     numbers = {
         "peak_resident_mib": round(option.peak / MIB, 2),
         "seconds_per_step": round(option.seconds, 4),
@@ -201,10 +225,10 @@ def choose_verified(
 
     Args:
         candidates: Values of all switches but the recomputed blocks.
-        budget: Resident bytes.
+        budget: Largest peak to choose, in resident bytes: the limit without the margin.
         max_seconds: Longest duration of a step.
         shape: Voxels of a sample, (D, H, W).
-        machine: Measurements.
+        machine: Measured costs of operations, from which a step is estimated.
 
     Returns:
         The choice; None if nothing fits.
@@ -219,8 +243,10 @@ def choose_verified(
         counted = estimate(config, shape, evaluated_shape(config), machine)
         if counted.peak_resident <= budget:
             return candidate, option._replace(peak=counted.peak_resident), counted
-        # The model underestimates the chosen set by `error`. In a model budget lowered by `error`
-        # this set no longer fits, and the count of another set with the same error would fit.
+        # The model underestimates the peak of the chosen set by `error`. Assumed: the model
+        # underestimates similar sets by as much, so a budget lowered by `error` rejects them if
+        # their counted peak exceeds `budget`. The errors of all tries add up, and the 1 lowers the
+        # budget even where the error is 0.
         error = counted.peak_resident - option.peak
         model_budget -= error + 1
     return None
@@ -280,7 +306,7 @@ def print_front(
 
     Args:
         options: The sets, the fastest first.
-        choice: The chosen one among them, which is marked; None if nothing fits.
+        choice: The chosen set, whose row is marked; None if nothing fits.
         config: Names the output file.
         changes: See `Search`; None = none.
     """
@@ -293,7 +319,7 @@ def print_front(
         return
     path = Path(config.output).with_suffix(".png")
     assert config.fit_gib is not None, "`plan` searches only with a limit"
-    # The limit for a prediction, which may be too low by the margin.
+    # The limit without the margin, as the peaks are predictions without it.
     limit_gib = config.fit_gib / (1 + MARGIN)
     peaks_gib = [option.peak / GIB for option in options]
     seconds = [option.seconds for option in options]
@@ -304,8 +330,9 @@ def print_reasons(chosen: Candidate, option: Option, candidates: Sequence[Candid
     """Print how each switch changes peak and seconds: the difference to the set without it."""
     print(f"\n{'what each switch changes':52s}{'MiB':>10s}{'s/step':>10s}")
     for name, undone in reasons(chosen, option, candidates):
-        saved_mib = (option.peak - undone.peak) / MIB
-        print(f"{name:52s}{saved_mib:+10.1f}{option.seconds - undone.seconds:+10.3f}")
+        change_mib = (option.peak - undone.peak) / MIB  # negative if the switch saves memory
+        change_seconds = option.seconds - undone.seconds
+        print(f"{name:52s}{change_mib:+10.1f}{change_seconds:+10.3f}")
 
 
 def print_room(
@@ -318,9 +345,9 @@ def print_room(
     Args:
         chosen: Candidate of the chosen switches.
         option: The chosen switches.
-        run_estimate: Estimate of a run with them, with the step.
-        shape: Voxels of its sample, (D, H, W).
-        budget: Resident bytes.
+        run_estimate: Estimate of a run with these switches.
+        shape: Voxels of a sample of this run, (D, H, W).
+        budget: Largest peak that fits, in resident bytes: the limit without the margin.
     """
     config = with_switches(chosen.config, option)
     # Assumed: workspaces grow in proportion to the tensors. To measure the operations of larger
@@ -347,7 +374,7 @@ def print_room(
     )
     if config.stage.patch_size is None:
         return
-    # Patches that are longer along all axes by 0 to 64 eighths.
+    # Patches whose axes are longer by 0/8, 1/8, … 64/8: up to nine times as long.
     divisor = find_divisor(config)
     patches = [grown(shape, 1 + eighths / 8, divisor) for eighths in range(65)]
     num_voxels = math.prod(shape)

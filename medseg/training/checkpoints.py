@@ -13,16 +13,18 @@ from medseg.training.preemption import Preempted, StopRequest
 
 
 class Checkpoints(Checkpoint):
-    """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, that of the best validation.
+    """Writes `last.ckpt`, from which a run resumes, and `best.ckpt`, the weights of best mean Dice.
 
-    `last.ckpt` is written only at the end of optimiser steps: every `checkpoint_every` steps,
-    before and after each validation, and when the run is asked to stop. A run that was interrupted
-    in a validation starts with that validation. A last validation follows the last step. Without
-    validation cases there is no `best.ckpt`. Files are replaced whole: a killed run leaves the
-    previous one.
+    `last.ckpt` is written only between optimiser steps: every `checkpoint_every` steps, before and
+    after each validation, and when the run is asked to stop. A run that was interrupted in a
+    validation repeats this validation when it resumes. A validation follows the last step, and
+    `last.ckpt` is then written after it only. Without validation cases there is no `best.ckpt`. A
+    file is replaced only by a complete one: a run that is killed while it writes leaves the
+    previous file.
 
     Args:
-        folder: Folder of the checkpoints; a run that was moved continues in its new place.
+        folder: Folder of the checkpoints. It is not part of their state, so a run that was moved
+            continues in its new folder.
         validate_every: Optimiser steps between two validations.
         checkpoint_every: Optimiser steps between two writings; None = at validations only.
         patience: Validations in a row without a new best score after which the run ends; None =
@@ -80,9 +82,10 @@ class Checkpoints(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Exit here if asked to stop.
+        """Raise `Preempted` here, and not in `on_train_batch_end`, if the run is asked to stop.
 
-        The step was saved in `on_train_batch_end`, but the loggers receive it only after that hook.
+        That hook saved the previous step, but the loggers receive the values of the step only after
+        the hook.
         """
         if self.has_saved:
             self._flush_loggers(trainer)
@@ -102,13 +105,16 @@ class Checkpoints(Checkpoint):
         """Save if a checkpoint is due; request the last validation."""
         step = trainer.global_step
         is_last = step == trainer.max_steps
-        # With `should_stop` Lightning ends the run with a validation, whatever the interval.
+        # With `should_stop` Lightning validates after this step, even between two regular
+        # validations, and then ends the run.
         trainer.should_stop = trainer.should_stop or is_last
+        # The whole run is one epoch of complete steps: no step is cut short at the end of an epoch.
         is_step_done = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if not is_step_done:
             return
         has_cases = sum(trainer.num_val_batches) > 0
         if is_last:
+            # A request to stop is ignored here, as the run ends anyway.
             # With validation cases the last step is saved after its validation, because a run that
             # resumes from its last step makes no validation.
             if not has_cases:
@@ -143,10 +149,6 @@ class Checkpoints(Checkpoint):
             self._save(trainer, "best.ckpt", weights_only=True)
         self._save(trainer, "last.ckpt", weights_only=False)
         self._end_if_worse(trainer)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ignore a stop request that came with the last step: little is left to do."""
-        self.is_leaving = False
 
     def _end_if_worse(self, trainer: pl.Trainer) -> None:
         """End the run after `patience` validations without a better one."""

@@ -11,6 +11,7 @@ import SimpleITK
 
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.io.nifti import packed_nifti
 from medseg.io.read import read_image
 from medseg.io.volume import check_shape
 from medseg.io.write import write_labels
@@ -73,3 +74,14 @@ def test_a_header_without_axes_needs_a_spacing_on_each(tmp_path: Path, spacing_m
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"expected a positive spacing on every axis"):
         read_image(path)
+
+
+@pytest.mark.parametrize("byte_order", ["<", ">"])
+def test_a_volume_packed_in_memory_keeps_its_values_in_either_byte_order(
+    byte_order: str, tmp_path: Path
+) -> None:
+    values = np.arange(24).reshape(2, 3, 4).astype(f"{byte_order}i2")
+    grid = VoxelGrid(values.shape, (1.0, 2.0, 3.0))
+    path = tmp_path / "packed.nii.gz"
+    path.write_bytes(packed_nifti(values, grid))
+    assert np.array_equal(read_image(path).array, values)

@@ -348,3 +348,35 @@ def test_after_three_tries_no_set_is_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(budgets) == 3
     monkeypatch.setattr(fit, "fastest_option", lambda *_: None)
     assert fit.choose_verified([], 1000, math.inf, SHAPE, None) is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason", "cure"),
+    [
+        (["fit_gib=0.5"], "no set of switches fits; the smallest", "; give more memory, or allow="),
+        (
+            ["fit_gib=2", "max_seconds=0.5"],
+            "no set of switches fits and takes at most max_seconds=0.5; the smallest",
+            "; give more memory, or a larger max_seconds, or allow=",
+        ),
+        (
+            ["fit_gib=2"],
+            "no set of switches fits: the sets that are predicted to fit need more when their "
+            "steps are counted; the smallest",
+            "; give more memory, or allow=",
+        ),
+    ],
+)
+def test_the_reason_why_nothing_was_chosen_agrees_with_the_limits(
+    overrides: list[str],
+    reason: str,
+    cure: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """More memory does not help a step that is too slow, and 0.71 GiB are within 2 GiB."""
+    Search(monkeypatch)
+    assert fit.fit(compose(*overrides), SHAPE) == 1
+    said = capsys.readouterr().err
+    assert reason in said
+    assert cure in said
