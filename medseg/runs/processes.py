@@ -229,7 +229,7 @@ def _note_end(run_dir: Path, code: int, name: str, num_kills_before: int) -> int
     Returns:
         The exit code of the run.
     """
-    # The process has ended and holds no lock: it was refused, or waited for the other process.
+    # A process loses its lock as it ends: a lock that is held now belongs to another process.
     is_run_elsewhere = is_locked(run_dir / LOCK_FILE)
     exit_code = code
     if code >= 0:
