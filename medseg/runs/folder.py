@@ -194,7 +194,8 @@ def changed_config(
         UserError: If the folder holds no run, or the changed configuration is invalid.
     """
     run_dir = _existing_run(resume)
-    values = {**composed, **plain(load_config(run_dir, composed["trusted_targets"]))}
+    trusted_targets = composed.get("trusted_targets", [])  # `~trusted_targets` deletes the key
+    values = {**composed, **plain(load_config(run_dir, trusted_targets))}
     default_values = flat(default)
     changed = OmegaConf.create(values)
     overridden_keys = list(map(_name_of, overrides))

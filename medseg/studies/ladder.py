@@ -30,7 +30,7 @@ from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.planning.step import count_memory, input_shape
 from medseg.report.plots import Panel, draw_panels
-from medseg.runs.folder import load_config, read_summary, settle
+from medseg.runs.folder import load_config, read_summary, resolve_paths_and_spacing
 from medseg.runs.signature import decisive, plain
 from medseg.runs.status import Status
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
@@ -246,7 +246,7 @@ def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:
         return
     trained_config = load_config(run_dir, config.trusted_targets)
     # `compose` has done the same to `config`, so equal paths compare as equal.
-    settle(trained_config)
+    resolve_paths_and_spacing(trained_config)
     trained = decisive(plain(trained_config))
     configured = decisive(plain(config))
     changes = []

@@ -172,6 +172,7 @@ def test_a_key_that_the_command_line_deletes_is_deleted(observed_run: tuple[Path
     assert list(config.callbacks) == ["bar"]
     assert config.seed == 7
     assert changed(run_dir, "~callbacks").callbacks == {}
+    assert changed(run_dir, argument, "~trusted_targets").trusted_targets == []
     with pytest.raises(UserError, match=r"schedule\.pct_start: 0\.15 then, None now"):
         resume(run_dir, "~schedule.pct_start")
 
