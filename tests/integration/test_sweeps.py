@@ -19,7 +19,7 @@ from .test_stopping import wait_for
 
 # Each in the place of a job that would be good.
 FAILURES = {
-    1: ("out_of_memory", "model: {width: 1000000000}"),
+    1: ("out_of_memory", "model: {width: 4}\nspacing: {target_spacing_mm: [0.001,0.001,0.001]}"),
     2: ("not_finite", "model: {width: 4}\noptimizer: {lr: 1e30}\ntrainer: {gradient_clip: null}"),
     4: (
         "refused",
