@@ -20,7 +20,14 @@ from medseg.data.spacing import find_spacing
 from medseg.errors import UserError, first_line
 from medseg.io.atomic import check_writable, create_text, is_locked, locked, replace_text
 from medseg.io.text import read_json
-from medseg.runs.signature import decisive, flat, plain, signature
+from medseg.runs.signature import (
+    changed_keys,
+    decisive,
+    describe_changes,
+    flat,
+    plain,
+    signature,
+)
 from medseg.runs.status import Status
 from medseg.targets import EXTENSION_KEYS, TARGET
 from medseg.training.options import TrainConfig
@@ -574,18 +581,15 @@ def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -
     """
     # A table that was moved is the same data set: the cases themselves are compared with those in
     # the checkpoint.
-    keys = sorted((saved.keys() | changed.keys()) - {"data.cases"})
-    changed_keys = [key for key in keys if saved.get(key) != changed.get(key)]
-    if not changed_keys:
+    keys = [key for key in changed_keys(saved, changed) if key != "data.cases"]
+    if not keys:
         return
     length_key = _length_key(saved["schedule._target_"])
-    is_length_changed = length_key in changed_keys
-    if "steps" in changed_keys and set(changed_keys) <= {"steps", length_key}:
+    is_length_changed = length_key in keys
+    if "steps" in keys and set(keys) <= {"steps", length_key}:
         _check_steps(resume, saved, changed["steps"], is_length_changed)
         return
-    changes = "; ".join(
-        f"{key}: {saved.get(key)} then, {changed.get(key)} now" for key in changed_keys[:5]
-    )
+    changes = describe_changes(keys, saved, changed)
     raise UserError(
         f"resume={resume}: the configuration has changed and would change the result ({changes}); "
         "restore these values, or start a new run"

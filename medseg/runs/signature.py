@@ -5,12 +5,14 @@ import functools
 import hashlib
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from medseg.config.schema import POINT_SCHEMAS, plain_value
 from medseg.data.options import CASCADE_KEYS, StageName
 from medseg.training.options import TrainConfig
+
+MAX_CHANGES = 5  # changes that a message names
 
 
 @functools.cache
@@ -95,6 +97,28 @@ def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
     num_passes = num_ranks * values["memory.accumulate"]
     decisive_values["micro_batch"] = values["stage.batch_size"] / num_passes
     return decisive_values
+
+
+def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """List the keys whose values differ, sorted; both arguments are from `decisive`."""
+    keys = sorted(saved.keys() | current.keys())
+    return [key for key in keys if saved.get(key) != current.get(key)]
+
+
+def describe_changes(
+    keys: Sequence[str], saved: Mapping[str, Any], current: Mapping[str, Any]
+) -> str:
+    """Describe the first changes for a message: `<key>: <value> then, <value> now; …`.
+
+    Args:
+        keys: From `changed_keys`.
+        saved: Values of an earlier start.
+        current: Values of this start.
+    """
+    changes = []
+    for key in keys[:MAX_CHANGES]:
+        changes.append(f"{key}: {saved.get(key)} then, {current.get(key)} now")
+    return "; ".join(changes)
 
 
 def signature(config: Mapping[str, Any]) -> str:

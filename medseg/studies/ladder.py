@@ -31,7 +31,7 @@ from medseg.memory.switches import switch_on
 from medseg.planning.step import count_memory, input_shape
 from medseg.report.plots import Panel, draw_panels
 from medseg.runs.folder import load_config, read_summary, resolve_paths_and_spacing
-from medseg.runs.signature import decisive, plain
+from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
 from medseg.runs.status import Status
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
 from medseg.studies.command_steps import run_steps, train_steps
@@ -249,13 +249,11 @@ def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:
     resolve_paths_and_spacing(trained_config)
     trained = decisive(plain(trained_config))
     configured = decisive(plain(config))
-    changes = []
-    for key in sorted(trained.keys() | configured.keys()):
-        if trained.get(key) != configured.get(key):
-            changes.append(f"{key}: {trained.get(key)} then, {configured.get(key)} now")
-    if changes:
+    keys = changed_keys(trained, configured)
+    if keys:
+        changes = describe_changes(keys, trained, configured)
         raise UserError(
-            f"{run_dir} holds a training with another configuration ({'; '.join(changes[:5])}); "
+            f"{run_dir} holds a training with another configuration ({changes}); "
             "restore these values, or give another output"
         )
 

@@ -54,7 +54,14 @@ from medseg.runs.folder import (
 )
 from medseg.runs.past_runs import HISTORY_FILE, STUDY_FILE, read_history, read_run, write_report
 from medseg.runs.processes import check_start, exit_if_asked, run_in_process
-from medseg.runs.signature import decisive, flat, plain, signature
+from medseg.runs.signature import (
+    changed_keys,
+    decisive,
+    describe_changes,
+    flat,
+    plain,
+    signature,
+)
 from medseg.runs.status import FAILURES, Status, status_of
 from medseg.runs.sweeps import Job
 from medseg.studies.train_arguments import arguments_for_train, key_of
@@ -193,13 +200,11 @@ def open_folder(folder: Path, config: SearchConfig) -> None:
     # `decisive` drops keys that cannot change a result, such as the names of folders.
     saved = decisive(cast(dict[str, Any], saved_config))
     current = decisive(plain(config))
-    changes = []
-    for key in sorted((saved.keys() | current.keys()) - OPEN_KEYS):
-        if saved.get(key) != current.get(key):
-            changes.append(f"{key}: {saved.get(key)} then, {current.get(key)} now")
-    if changes:
+    keys = [key for key in changed_keys(saved, current) if key not in OPEN_KEYS]
+    if keys:
+        changes = describe_changes(keys, saved, current)
         raise UserError(
-            f"{folder} holds another search, which differs in {'; '.join(changes[:5])}; "
+            f"{folder} holds another search, which differs in {changes}; "
             "choose another hydra.run.dir or sweep.name"
         )
 
