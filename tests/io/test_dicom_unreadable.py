@@ -12,6 +12,7 @@ from dicom_files import header, place, save, save_by_gdcm, save_slice, save_stac
 from io_volumes import finding_texts, make_hu
 
 from medseg.errors import UserError
+from medseg.io.dicom.frames import NoSlice, read_frames
 from medseg.io.read import read_image
 
 HEIGHTS = list(2.5 * np.arange(5))
@@ -245,6 +246,15 @@ def test_a_header_that_broke_off_behind_its_series_hinders_no_other_one(tmp_path
     cut(files[1], files[1].read_bytes().index(b"\x28\0\x30\0") + 10)
     assert np.array_equal(read_image(folder, "3").array, make_hu())
     assert said(folder, "9").startswith(f"{files[0]} and 4 more: ")
+
+
+def test_a_file_that_the_system_does_not_let_read_is_not_called_damaged(tmp_path: Path) -> None:
+    (image,) = read_frames(tmp_path / "missing.dcm")
+    assert isinstance(image, NoSlice)
+    assert image.reason == (
+        "the DICOM file cannot be read (No such file or directory); "
+        "check the file and its permissions."
+    )
 
 
 def test_a_dangling_link_is_a_slice_that_is_missing(tmp_path: Path) -> None:

@@ -319,8 +319,8 @@ def _whole_number(header: Dataset, keyword: str, default: int) -> int:
     """Read a field that is a whole number.
 
     Args:
-        header: The header.
-        keyword: The field.
+        header: Header of a file.
+        keyword: Name of the field, such as `Rows`.
         default: The number where the field is missing or empty.
 
     Raises:
@@ -377,7 +377,7 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
     Values that break the form of the standard are accepted: those that are used are checked here.
 
     Args:
-        path: The file.
+        path: A DICOM file, which may be damaged.
         modality: Modality of the requested slices, as DICOM names it; "" takes any.
 
     Returns:
@@ -428,7 +428,7 @@ def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
     """Read the series of a file, as far as its values are certain to be complete.
 
     Args:
-        header: The header.
+        header: Header of the file, as far as pydicom could read it.
         is_cut: Whether the file ends within it.
     """
     uid_text = _text(header.get("SeriesInstanceUID"))
@@ -488,11 +488,15 @@ def _read_slices(
 def _why_unreadable(error: Exception) -> str:
     """Say in a message without the path why a file cannot be read."""
     one_line = " ".join(str(error).split())
-    # The text of an `OSError` has the path; its `strerror`, such as "Permission denied", has not.
-    reason = getattr(error, "strerror", None) or one_line or type(error).__name__
     if isinstance(error, UserError):
-        return reason
+        return one_line
+    # The text of an `OSError` has the path; its `strerror`, such as "Permission denied", has not.
+    if isinstance(error, OSError) and error.strerror:
+        return (
+            f"the DICOM file cannot be read ({error.strerror}); check the file and its permissions."
+        )
     # pydicom raises other exceptions for a damaged file.
+    reason = one_line or type(error).__name__
     return (
         f"the DICOM file cannot be read ({printable(reason)}); "
         "it is damaged, copy or export it again."
@@ -618,7 +622,7 @@ def _make_slice(
     Args:
         path: File.
         index: Number of the slice within it, from 0.
-        places: Where its fields are.
+        places: Where its fields may be.
         series: Its series.
         pixels: Storage of its pixels.
         is_hu: Whether its values must be HU.

@@ -187,7 +187,7 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
 
     Args:
         file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
-        slices: The series.
+        slices: The series onto whose grid they are read.
         values: Label value, > 0, by the number of a segment or region of interest; several numbers
             may have the same value. Where structures overlap, the last one in this order is kept.
 
@@ -284,7 +284,7 @@ def _read_segments(
 
     Args:
         file: The SEG.
-        slices: The series.
+        slices: The series whose slices are labelled.
         values: As for `read_label_file`.
         slice_labels: Label values (slices, rows, columns), changed in place.
 
@@ -633,7 +633,7 @@ def _read_contours(
 
     Args:
         file: The RTSTRUCT.
-        slices: The series.
+        slices: The series whose slices are labelled.
         values: As for `read_label_file`.
         slice_labels: Label values (slices, rows, columns), changed in place.
 

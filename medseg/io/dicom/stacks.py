@@ -154,7 +154,7 @@ def _divide_by_phase(
     are one stack, even if two groups share a position.
 
     Args:
-        frames: The slices.
+        frames: Parallel slices of one series.
         first_key: Index of the first of `VOLUME_KEYS` that may divide the slices; the parts are
             then divided by the later keys.
 
@@ -510,8 +510,8 @@ def _uids_of(
     """List the Series Instance UIDs of the images that a choice selects.
 
     Args:
-        images: The images.
-        choice: The choice.
+        images: Slices and other objects of the files.
+        choice: The parsed value of `series=`.
         file: The only file whose images count; None: all count.
     """
     uids = set()

@@ -40,7 +40,7 @@ def write_structure_set(
     joined to it by keyholes. A label without voxels is listed without contours.
 
     Args:
-        path: Target.
+        path: The file to write.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
         structures: Labels to write, in the order of the regions of interest; voxels of other values

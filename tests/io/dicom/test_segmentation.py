@@ -192,6 +192,21 @@ def test_sources_that_cannot_be_referred_to_are_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("keyword", ["StudyInstanceUID", "FrameOfReferenceUID"])
+def test_a_series_of_two_studies_or_frames_of_reference_is_refused(
+    keyword: str, tmp_path: Path
+) -> None:
+    source = make_series(tmp_path / "s", "plain", np.eye(3))
+    path = next(source.iterdir())
+    dataset = dcmread(path)
+    setattr(dataset, keyword, "1.2.3.77")
+    dataset.save_as(path)
+    slices = open_slices(source)
+    sentence = f"{source}: expected slices with one {keyword}, but they have 2, which a DICOM SEG"
+    with pytest.raises(UserError, match=sentence):
+        write_segmentation(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, [LUNG])
+
+
 @pytest.mark.skipif(
     shutil.which("dciodvfy") is None, reason="dciodvfy (Debian: dicom3tools) is not installed"
 )
