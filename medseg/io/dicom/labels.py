@@ -278,9 +278,9 @@ def _read_segments(
 ) -> list[str]:
     """Label the pixels of slices by the frames of a SEG.
 
-    The frames may have another orientation, size and spacing. A plane of frames serves the slices
-    within half the distance of planes or of slices, whichever is larger; if the file does not
-    declare the distance of its planes, within half the distance of slices.
+    The frames may have another orientation, size and spacing. A plane of frames serves the pixels
+    within half the distance of planes: a plane without any segment may not be stored, and its
+    pixels are background.
 
     Args:
         file: The SEG.
@@ -309,7 +309,7 @@ def _read_segments(
     # Number the planes upwards from 0; frames of several segments may lie in one plane. Along the
     # sorted frames a plane begins at each step in height, and at the first frame (infinite step).
     order = np.argsort(heights_mm, kind="stable")
-    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
+    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > JITTER_TOLERANCE_MM
     planes = np.empty(len(order), int)  # number of the plane of each frame
     planes[order] = np.cumsum(begins_plane) - 1
     first_frames = order[begins_plane]  # one frame of each plane
@@ -320,14 +320,10 @@ def _read_segments(
             "they begin at several; export it again."
         )
     plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
-    # Steps of the series along the normal: from column to column, row to row, slice to slice. For
-    # planes parallel to the slices, the largest is the distance of slices.
-    series_steps_mm = normal @ np.array(slices.grid.direction) * slices.grid.spacing_mm[::-1]
-    plane_steps_mm = np.diff(heights_mm[first_frames]).tolist()
     distance_mm, sentences = _plane_distance(
-        file, frame_places[0], plane_steps_mm, float(np.abs(series_steps_mm).max())
+        file, frame_places[0], heights_mm[first_frames], slices.grid.spacing_mm[0]
     )
-    reach_mm = distance_mm / 2 + SAME_POSITION_MM
+    reach_mm = distance_mm / 2 + JITTER_TOLERANCE_MM
     for index, frame in enumerate(slices.frames):
         slice_labels[index] = _at_slice(frame, plane_labels, corners, axes, spacing_mm, reach_mm)
     sentences += _lost_warnings(file, values, plane_labels, slice_labels)
@@ -335,33 +331,34 @@ def _read_segments(
 
 
 def _plane_distance(
-    file: LabelFile, places: Places, plane_steps_mm: list[float], series_step_mm: float
+    file: LabelFile, places: Places, plane_heights_mm: np.ndarray, slice_step_mm: float
 ) -> tuple[float, list[str]]:
-    """Find the distance of the planes of a SEG or of the slices, whichever is larger.
+    """Find the distance of the planes of a SEG.
 
     Args:
         file: The SEG.
         places: Where the fields of its first frame may be.
-        plane_steps_mm: Distances of the planes that are stored. A plane without any segment may not
-            be stored, so that each may span several planes.
-        series_step_mm: Distance of the slices along the normal of the planes.
+        plane_heights_mm: Positions of the stored planes along their normal, ascending.
+        slice_step_mm: Distance of the slices.
 
     Returns:
-        The distance in mm, that of the slices if the file does not declare that of its planes; then
-        a warning if there are slices between the planes.
+        The distance in mm, at most that of the slices if the file does not declare it; then a
+        warning if slices between the planes get no label for that reason.
     """
+    # Each step may span planes that are not stored.
+    steps_mm = np.diff(plane_heights_mm).tolist()
     declared_mm = read_numbers(places, "SpacingBetweenSlices", 1)
-    if declared_mm is not None:
+    if declared_mm is not None and declared_mm[0] != 0:
         # A declared distance that is larger than a step is wrong.
-        return max(series_step_mm, min([abs(declared_mm[0]), *plane_steps_mm])), []
-    smallest_mm = min(plane_steps_mm, default=series_step_mm)
-    if smallest_mm <= series_step_mm + JITTER_TOLERANCE_MM:
-        return series_step_mm, []
+        return min([abs(declared_mm[0]), *steps_mm]), []
+    smallest_mm = min(steps_mm, default=slice_step_mm)
+    if smallest_mm <= slice_step_mm + JITTER_TOLERANCE_MM:
+        return smallest_mm, []
     sentence = (
         f"{file.path.name} does not state the distance of its planes, which are at least "
         f"{smallest_mm:.3g} mm apart; slices between them have no label"
     )
-    return series_step_mm, [sentence]
+    return slice_step_mm, [sentence]
 
 
 def _lost_warnings(

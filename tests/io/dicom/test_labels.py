@@ -174,6 +174,22 @@ def seg_volume(
     return Volume(array, affine, coordinate_system="PATIENT", frame_of_reference_uid="1.2.3.9")
 
 
+def test_planes_that_are_not_stored_are_background(tmp_path: Path, slices: SourceSlices) -> None:
+    """The planes are twice as near as the slices; those beside the structure have no frame."""
+    array = np.zeros((2 * len(slices.frames), *slices.grid.shape[1:]), np.uint8)
+    array[3:10] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, seg_volume(slices, array, STEP_MM / 2))
+    dataset = dcmread(path)
+    assert dataset.NumberOfFrames == 7
+    (measures,) = dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+    for spacing_mm in (STEP_MM / 2, 0, None):
+        measures.SpacingBetweenSlices = spacing_mm
+        dataset.save_as(path)
+        volume = read_label_file(open_label_file(path), slices, {1: 1})
+        assert np.array_equal(volume.array, array[::2])
+        assert finding_texts(volume) == ()
+
+
 def test_planes_across_the_slices_label_only_what_is_near_them(
     tmp_path: Path, slices: SourceSlices
 ) -> None:
