@@ -86,6 +86,9 @@ MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 # Tag of the pixels (7FE0,0010), little endian and big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
+# Tag of floating-point pixels of 32 bits (7FE0,0008), as parametric maps have them.
+FLOAT_PIXEL_TAGS = (b"\xe0\x7f\x08\x00", b"\x7f\xe0\x00\x08")
+
 # Length in the header of compressed pixels. It means unknown: they end at a delimiter (PS3.5, A.4).
 UNDEFINED_LENGTH = 2**32 - 1
 
@@ -793,8 +796,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         header: Fields before that element.
 
     Raises:
-        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
-            path.
+        UserError: If the pixels are of a kind that is not read, or fewer than the header says;
+            without the path.
     """
     rows = _whole_number(header, "Rows", 1)
     columns = _whole_number(header, "Columns", 1)
@@ -820,6 +823,11 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     num_bytes = rows * columns * num_frames * bits // 8
     expected = f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits"
     tag, length = _read_element_start(file)
+    if tag in FLOAT_PIXEL_TAGS:
+        raise UserError(
+            "its pixels are floating-point numbers, which medseg does not read; "
+            "choose another series."
+        )
     if is_plain and length == UNDEFINED_LENGTH:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."
