@@ -625,8 +625,8 @@ def _read_contours(
 ) -> list[str]:
     """Label the pixels of slices inside the contours of an RTSTRUCT.
 
-    A slice takes the contours of the nearest plane, at most half the distance of slices away.
-    Contours of a region of interest within each other are holes.
+    A slice takes the contours of the nearest plane, at most half the distance of planes or slices
+    away, whichever is smaller. Contours of a region of interest within each other are holes.
 
     Args:
         file: The RTSTRUCT.
@@ -642,7 +642,7 @@ def _read_contours(
     """
     frames = slices.frames
     normal = normal_of(frames[0])
-    reach_mm = slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
+    slice_step_mm = slices.grid.spacing_mm[0]
     slice_heights_mm = heights_of(frames, normal)
     sentences: list[str] = []
     is_overlap = np.zeros(slice_labels.shape, bool)
@@ -661,12 +661,14 @@ def _read_contours(
         # A contour in the plane of a slice has the extent 0. An oblique one is accepted if it
         # extends no farther than the distance of slices. The comparison is negated, so that NaN is
         # refused.
-        if not extents_mm.max() <= 2 * reach_mm:
+        if not extents_mm.max() <= slice_step_mm + JITTER_TOLERANCE_MM:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
                 f"those of {name} lie across them; export them again on this series."
             )
         contour_heights_mm = ranges_mm.mean(axis=1)
+        distance_mm = min(slice_step_mm, _usual_distance(contour_heights_mm))
+        reach_mm = distance_mm / 2 + JITTER_TOLERANCE_MM
         # (slices, contours)
         is_on_slice = _nearest_contours(contour_heights_mm, slice_heights_mm, reach_mm)
         num_lost = np.count_nonzero(~is_on_slice.any(axis=0))
@@ -752,6 +754,20 @@ def _height_ranges(contours: list[np.ndarray], normal: np.ndarray) -> np.ndarray
         heights_mm = points @ normal
         ranges_mm.append((heights_mm.min(), heights_mm.max()))
     return np.array(ranges_mm)
+
+
+def _usual_distance(contour_heights_mm: np.ndarray) -> float:
+    """Find the median distance of the planes of contours, in mm; infinite for a single plane.
+
+    Args:
+        contour_heights_mm: Positions of the contours along the normal.
+    """
+    steps_mm = np.diff(np.sort(contour_heights_mm))
+    # Contours of one plane may differ by rounding of their decimals.
+    steps_mm = steps_mm[steps_mm > JITTER_TOLERANCE_MM]
+    if steps_mm.size == 0:
+        return math.inf
+    return float(np.median(steps_mm))
 
 
 def _nearest_contours(

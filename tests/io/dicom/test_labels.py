@@ -295,6 +295,16 @@ def test_a_slice_halfway_between_two_planes_takes_the_upper_one(
     assert finding_texts(volume) == ()
 
 
+def test_slices_beyond_the_last_of_nearer_planes_are_background(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    """The contours lie on slices half as far apart, of which the first and the last are outside."""
+    polygons = [(index / 2, SQUARE) for index in range(3, 10)]
+    file = open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons))
+    volume = read_label_file(file, slices, {1: 1})
+    assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [2, 3, 4]
+
+
 def test_contours_that_label_nothing_are_said(tmp_path: Path, slices: SourceSlices) -> None:
     path = add_contours(tmp_path / "a.dcm", slices, [(2, np.array(SQUARE) + 100)])
     volume = read_label_file(open_label_file(path), slices, {1: 1})
