@@ -486,7 +486,7 @@ def choose_stack(
     findings = _left_out_findings(left_out, meant_uids)
     findings += _study_findings(chosen[0])
     if is_selected:
-        findings += _loose_findings(contents.unreadable)
+        findings += _loose_findings(contents.unreadable, folders)
     else:
         findings += _unreadable_findings(contents.unreadable)
     return chosen[0], findings
@@ -634,9 +634,17 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
     return warnings_of("reading", sentences)
 
 
-def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
-    """Warn of files of unknown series that cannot be read: they may belong to the chosen one."""
-    loose = [image for image in unreadable if not image.series.uid]
+def _loose_findings(unreadable: Sequence[NoSlice], folders: SliceFolders) -> list[Finding]:
+    """Warn of unreadable files that may belong to several series, such as the chosen one.
+
+    Args:
+        unreadable: Files that cannot be read, without those that belong to the chosen series.
+        folders: Folders of all slices.
+    """
+    loose = []
+    for image in unreadable:
+        if not image.series.uid and folders.owner(image.path) is None:
+            loose.append(image)
     if not loose:
         return []
     names = first_few([f"'{image.path.name}'" for image in loose], 1)
