@@ -690,7 +690,7 @@ def _read_volume_keys(places: Places) -> tuple[str, ...]:
 def _read_thickness(places: Places) -> float | None:
     """Read the slice thickness in mm; None where it is missing or no number.
 
-    It is only reported, so a file is not refused for it.
+    A scan can be read without it, so a file is not refused for it.
     """
     with suppress(ValueError, TypeError):
         return _read_number(places, "SliceThickness")

@@ -342,23 +342,23 @@ def _plane_distance(
         slice_step_mm: Distance of the slices.
 
     Returns:
-        The distance in mm, at most that of the slices if the file does not declare it; then a
-        warning if slices between the planes get no label for that reason.
+        The distance in mm; then a warning if no two planes follow each other at the distance that
+        the file declares or, if it declares none, at that of the slices.
     """
-    # Each step may span planes that are not stored.
-    steps_mm = np.diff(plane_heights_mm).tolist()
+    distance_mm = slice_step_mm
     declared_mm = read_numbers(places, "SpacingBetweenSlices", 1)
     if declared_mm is not None and declared_mm[0] != 0:
-        # A declared distance that is larger than a step is wrong.
-        return min([abs(declared_mm[0]), *steps_mm]), []
-    smallest_mm = min(steps_mm, default=slice_step_mm)
-    if smallest_mm <= slice_step_mm + JITTER_TOLERANCE_MM:
+        distance_mm = abs(declared_mm[0])
+    # Each step may span planes that are not stored, but two neighbours nearly always are.
+    steps_mm = np.diff(plane_heights_mm).tolist()
+    smallest_mm = min(steps_mm, default=distance_mm)
+    if smallest_mm <= distance_mm + JITTER_TOLERANCE_MM:
         return smallest_mm, []
     sentence = (
-        f"{file.path.name} does not state the distance of its planes, which are at least "
-        f"{smallest_mm:.3g} mm apart; slices between them have no label"
+        f"the planes of {file.path.name} are at least {smallest_mm:.3g} mm apart; what is farther "
+        f"than {distance_mm / 2:.3g} mm from them has no label"
     )
-    return slice_step_mm, [sentence]
+    return distance_mm, [sentence]
 
 
 def _lost_warnings(

@@ -38,6 +38,9 @@ SAME_POSITION_MM = 0.01
 # Pixel spacings with a smaller relative difference are equal: headers store rounded decimals.
 SAME_SPACING = 1e-3
 
+# Distances of slices, and their thickness, are equal up to this ratio: headers round them.
+ROUNDING = 1.05
+
 # Largest number of series, or of reasons, that a message lists; of the others it gives the number.
 MAX_LISTED = 10
 
@@ -166,7 +169,7 @@ def _divide_by_phase(
     groups = group_by(frames, lambda frame: frame.volume_keys[first_key])
     # A property that differs in nearly every slice, such as a time, distinguishes no volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
-    if not may_be_volumes or not _overlap(list(groups.values())):
+    if not may_be_volumes or not _overlap(list(groups.values())) or _fill_space_once(frames):
         return _divide_by_phase(frames, first_key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural_key):
@@ -177,6 +180,21 @@ def _divide_by_phase(
             else:
                 stacks.append((phase, slices))
     return stacks
+
+
+def _fill_space_once(frames: Sequence[Frame]) -> bool:
+    """Whether parallel slices follow each other evenly, and do not overlap by their thickness.
+
+    An MR scan may acquire every second slice first, and then those between them.
+    """
+    thicknesses_mm = [frame.thickness_mm or 0.0 for frame in frames]
+    steps_mm = np.diff(np.sort(heights_of(frames, normal_of(frames[0]))))
+    step_mm = steps_mm.min()
+    is_even = steps_mm.max() <= ROUNDING * step_mm
+    # Slices of less than half their distance sample the space, as a sparse CT does: two such
+    # scans may alternate by chance.
+    fills_space = min(thicknesses_mm) >= 0.5 * step_mm
+    return bool(is_even and fills_space and max(thicknesses_mm) <= ROUNDING * step_mm)
 
 
 def _overlap(groups: list[list[Frame]]) -> bool:

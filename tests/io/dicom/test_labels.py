@@ -203,28 +203,27 @@ def test_planes_across_the_slices_label_only_what_is_near_them(
     assert finding_texts(volume) == ()
 
 
-@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("declared_mm", [3 * STEP_MM, 10 * STEP_MM, 1.0, None])
 def test_planes_farther_apart_than_the_slices(
-    is_declared: bool, tmp_path: Path, slices: SourceSlices
+    declared_mm: float | None, tmp_path: Path, slices: SourceSlices
 ) -> None:
     array = np.ones((3, *slices.grid.shape[1:]), np.uint8)
     path = save_seg(tmp_path / "a.dcm", slices, seg_volume(slices, array, 3 * STEP_MM))
     dataset = dcmread(path)
     (measures,) = dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
     assert measures.SpacingBetweenSlices == 3 * STEP_MM
-    if not is_declared:
-        del measures.SpacingBetweenSlices
-        dataset.save_as(path)
+    measures.SpacingBetweenSlices = declared_mm
+    dataset.save_as(path)
     volume = read_label_file(open_label_file(path), slices, {1: 1})
-    if is_declared:
+    if declared_mm in (3 * STEP_MM, 10 * STEP_MM):
         assert volume.array.all()
         assert finding_texts(volume) == ()
-    else:
-        assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [0, 3, 6]
-        assert finding_texts(volume) == (
-            "a.dcm does not state the distance of its planes, which are at least 7.5 mm apart; "
-            "slices between them have no label",
-        )
+        return
+    assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [0, 3, 6]
+    assert finding_texts(volume) == (
+        "the planes of a.dcm are at least 7.5 mm apart; what is farther than "
+        f"{0.5 * (declared_mm or STEP_MM):.3g} mm from them has no label",
+    )
 
 
 def test_a_segment_beyond_the_slices_is_said(tmp_path: Path, slices: SourceSlices) -> None:
