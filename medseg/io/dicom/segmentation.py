@@ -88,7 +88,7 @@ def write_segmentation(
         descriptions.append(_describe(number, structure))
     # The options are a part of the version: an object with other options needs another UID.
     version = f"{kind} {keep_empty_frames} {__version__}"
-    series = derived_series(headers[0], "SEG", numbers, structures, version)
+    series = derived_series(headers[0], slices, "SEG", numbers, structures, version)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         segmentation = Segmentation(
             source_images=headers,

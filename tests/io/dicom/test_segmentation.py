@@ -256,3 +256,18 @@ def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: P
             assert keyword in files[0], "the standard asks for it, also where it is empty"
         all_series.update(series)
     assert len(all_series) == 4
+
+
+def test_equal_results_of_two_phases_are_two_instances(tmp_path: Path) -> None:
+    """Such as empty ones, of which an archive would otherwise keep the first alone."""
+    for number in (1, 2):
+        make_series(tmp_path / "s" / f"{number}", "plain", np.eye(3), AcquisitionNumber=number)
+    for write in (write_segmentation, write_structure_set):
+        files = []
+        for series in ("4/1", "4/2"):
+            slices = open_slices(tmp_path / "s", series)
+            write(tmp_path / "a.dcm", np.zeros(slices.grid.shape, np.uint8), slices, [LUNG])
+            files.append(dcmread(tmp_path / "a.dcm"))
+        first, second = files
+        assert first.SeriesInstanceUID == second.SeriesInstanceUID
+        assert first.SOPInstanceUID != second.SOPInstanceUID
