@@ -309,7 +309,7 @@ def _read_segments(
     # Number the planes upwards from 0; frames of several segments may lie in one plane. Along the
     # sorted frames a plane begins at each step in height, and at the first frame (infinite step).
     order = np.argsort(heights_mm, kind="stable")
-    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > JITTER_TOLERANCE_MM
+    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
     planes = np.empty(len(order), int)  # number of the plane of each frame
     planes[order] = np.cumsum(begins_plane) - 1
     first_frames = order[begins_plane]  # one frame of each plane
