@@ -487,7 +487,9 @@ def _paint(labels: np.ndarray, is_overlap: np.ndarray, mask: np.ndarray, value: 
         mask: Pixels (rows, columns) of the structure.
         value: Label value of the structure.
     """
-    is_overlap |= mask & (labels != 0) & (labels != value)
+    has_other_label = mask & (labels != 0) & (labels != value)
+    # The memory of pixels that are never set is not taken.
+    is_overlap[has_other_label] = True
     labels[mask] = value
 
 
