@@ -13,6 +13,7 @@ from pydicom.dataset import Dataset
 from pydicom.uid import EnhancedMRImageStorage, RLELossless
 
 from medseg.errors import UserError
+from medseg.io.dicom.frames import NoSlice, read_frames
 from medseg.io.read import read_image
 from medseg.preprocess.intensity import HU_LIMITS
 
@@ -224,6 +225,19 @@ def test_other_sizes_of_a_pixel(tmp_path: Path, bits: int, dtype: type) -> None:
     values = np.random.default_rng(0).integers(0, 200, (5, 8, 10)).astype(dtype)
     volume = read_image(save_stored(tmp_path / "d", values, RescaleIntercept=-1024))
     assert np.array_equal(volume.array, values.astype(int) - 1024)
+
+
+def test_a_map_of_floating_point_numbers_is_not_called_damaged(tmp_path: Path) -> None:
+    dataset = header(np.zeros((7, 9), np.uint32))
+    place(dataset, (0, 0, 0))
+    dataset.FloatPixelData = dataset.PixelData
+    for keyword in ("PixelData", "BitsStored", "HighBit", "PixelRepresentation"):
+        delattr(dataset, keyword)
+    (image,) = read_frames(save(dataset, tmp_path / "map.dcm"))
+    assert isinstance(image, NoSlice)
+    assert image.reason == (
+        "its pixels are floating-point numbers, which medseg does not read; choose another series."
+    )
 
 
 @pytest.mark.parametrize(

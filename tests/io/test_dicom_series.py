@@ -250,6 +250,25 @@ def test_rotations_that_follow_each_other_are_one_scan(tmp_path: Path) -> None:
     assert finding_texts(volume) == ()
 
 
+@pytest.mark.parametrize(
+    ("keyword", "values"),
+    [("AcquisitionNumber", ("1", "2")), ("AcquisitionTime", ("120000", "120500"))],
+)
+def test_slices_acquired_in_turns_are_one_scan(
+    tmp_path: Path, keyword: str, values: tuple[str, str]
+) -> None:
+    """Unless they are thicker than their distance or far thinner, as two scans may be."""
+    first, second = values
+    fields = {"SeriesNumber": 4, keyword: [first, second, first, second, first]}
+    save_stack(tmp_path / "d", make_hu(), HEIGHTS, SliceThickness="2.4", **fields)
+    volume = read_image(tmp_path / "d")
+    assert np.array_equal(volume.array, make_hu())
+    assert finding_texts(volume) == ()
+    for thickness in ("5", "1"):
+        save_stack(tmp_path / thickness, make_hu(), HEIGHTS, SliceThickness=thickness, **fields)
+        assert "series=4/2 " in said(tmp_path / thickness)
+
+
 def test_a_value_of_nearly_every_slice_tells_no_volumes_apart(tmp_path: Path) -> None:
     """Slices that were made in turns: the first and the last share a time."""
     times = ["120000", "120001", "120002", "120003", "120000"]

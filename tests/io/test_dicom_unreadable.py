@@ -12,6 +12,7 @@ from dicom_files import header, place, save, save_by_gdcm, save_slice, save_stac
 from io_volumes import finding_texts, make_hu
 
 from medseg.errors import UserError
+from medseg.io.dicom.frames import NoSlice, read_frames
 from medseg.io.read import read_image
 
 HEIGHTS = list(2.5 * np.arange(5))
@@ -247,6 +248,15 @@ def test_a_header_that_broke_off_behind_its_series_hinders_no_other_one(tmp_path
     assert said(folder, "9").startswith(f"{files[0]} and 4 more: ")
 
 
+def test_a_file_that_the_system_does_not_let_read_is_not_called_damaged(tmp_path: Path) -> None:
+    (image,) = read_frames(tmp_path / "missing.dcm")
+    assert isinstance(image, NoSlice)
+    assert image.reason == (
+        "the DICOM file cannot be read (No such file or directory); "
+        "check the file and its permissions."
+    )
+
+
 def test_a_dangling_link_is_a_slice_that_is_missing(tmp_path: Path) -> None:
     """Stores that fetch files on demand leave such links."""
     files = write(tmp_path / "d", "plain")
@@ -261,7 +271,9 @@ def test_a_broken_file_belongs_to_the_only_volume_of_its_folder(tmp_path: Path) 
     other = save_stack(tmp_path / "d" / "b", make_hu(), HEIGHTS, uid="1.2.3.5", SeriesNumber=4)
     for num_bytes in (200, 100):
         cut(other[4], num_bytes)
-        assert np.array_equal(read_image(tmp_path / "d", "3").array, make_hu())
+        volume = read_image(tmp_path / "d", "3")
+        assert np.array_equal(volume.array, make_hu())
+        assert finding_texts(volume) == ()
         assert np.array_equal(read_image(chest[0]).array, make_hu())
         assert said(tmp_path / "d", "4").startswith(f"{other[4]}: ")
     alone = save_slice(tmp_path / "d" / "c" / "1", make_hu()[0], (0, 0, 0))

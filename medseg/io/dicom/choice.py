@@ -32,7 +32,7 @@ class SeriesChoice(NamedTuple):
         """Whether the value selects a series, or a part of a series.
 
         Args:
-            series: The series.
+            series: Series of a stack or of a file.
             part: Number of the part, from 1; 0: any part of the series.
         """
         uid_or_number, _, part_name = self.name.partition("/")

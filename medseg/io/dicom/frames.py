@@ -86,6 +86,9 @@ MAYBE_LOSSY_SYNTAXES = (uid.JPEG2000, uid.HTJ2K)
 # Tag of the pixels (7FE0,0010), little endian and big endian.
 PIXEL_TAGS = (b"\xe0\x7f\x10\x00", b"\x7f\xe0\x00\x10")
 
+# Tag of floating-point pixels of 32 bits (7FE0,0008), as parametric maps have them.
+FLOAT_PIXEL_TAGS = (b"\xe0\x7f\x08\x00", b"\x7f\xe0\x00\x08")
+
 # Length in the header of compressed pixels. It means unknown: they end at a delimiter (PS3.5, A.4).
 UNDEFINED_LENGTH = 2**32 - 1
 
@@ -319,8 +322,8 @@ def _whole_number(header: Dataset, keyword: str, default: int) -> int:
     """Read a field that is a whole number.
 
     Args:
-        header: The header.
-        keyword: The field.
+        header: Header of a file.
+        keyword: Name of the field, such as `Rows`.
         default: The number where the field is missing or empty.
 
     Raises:
@@ -377,7 +380,7 @@ def read_frames(path: Path, modality: str = "CT") -> list[Frame | NoSlice]:
     Values that break the form of the standard are accepted: those that are used are checked here.
 
     Args:
-        path: The file.
+        path: A DICOM file, which may be damaged.
         modality: Modality of the requested slices, as DICOM names it; "" takes any.
 
     Returns:
@@ -428,7 +431,7 @@ def _read_series(header: FileDataset, *, is_cut: bool) -> Series:
     """Read the series of a file, as far as its values are certain to be complete.
 
     Args:
-        header: The header.
+        header: Header of the file, as far as pydicom could read it.
         is_cut: Whether the file ends within it.
     """
     uid_text = _text(header.get("SeriesInstanceUID"))
@@ -488,11 +491,15 @@ def _read_slices(
 def _why_unreadable(error: Exception) -> str:
     """Say in a message without the path why a file cannot be read."""
     one_line = " ".join(str(error).split())
-    # The text of an `OSError` has the path; its `strerror`, such as "Permission denied", has not.
-    reason = getattr(error, "strerror", None) or one_line or type(error).__name__
     if isinstance(error, UserError):
-        return reason
+        return one_line
+    # The text of an `OSError` has the path; its `strerror`, such as "Permission denied", has not.
+    if isinstance(error, OSError) and error.strerror:
+        return (
+            f"the DICOM file cannot be read ({error.strerror}); check the file and its permissions."
+        )
     # pydicom raises other exceptions for a damaged file.
+    reason = one_line or type(error).__name__
     return (
         f"the DICOM file cannot be read ({printable(reason)}); "
         "it is damaged, copy or export it again."
@@ -618,7 +625,7 @@ def _make_slice(
     Args:
         path: File.
         index: Number of the slice within it, from 0.
-        places: Where its fields are.
+        places: Where its fields may be.
         series: Its series.
         pixels: Storage of its pixels.
         is_hu: Whether its values must be HU.
@@ -683,7 +690,7 @@ def _read_volume_keys(places: Places) -> tuple[str, ...]:
 def _read_thickness(places: Places) -> float | None:
     """Read the slice thickness in mm; None where it is missing or no number.
 
-    It is only reported, so a file is not refused for it.
+    A scan can be read without it, so a file is not refused for it.
     """
     with suppress(ValueError, TypeError):
         return _read_number(places, "SliceThickness")
@@ -789,8 +796,8 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
         header: Fields before that element.
 
     Raises:
-        UserError: If the pixels are of an unknown kind, or fewer than the header says; without the
-            path.
+        UserError: If the pixels are of a kind that is not read, or fewer than the header says;
+            without the path.
     """
     rows = _whole_number(header, "Rows", 1)
     columns = _whole_number(header, "Columns", 1)
@@ -816,6 +823,11 @@ def _pixel_format(file: BinaryIO, header: FileDataset) -> PixelFormat:
     num_bytes = rows * columns * num_frames * bits // 8
     expected = f"expected {num_frames} x {rows} x {columns} pixels of {bits} bits"
     tag, length = _read_element_start(file)
+    if tag in FLOAT_PIXEL_TAGS:
+        raise UserError(
+            "its pixels are floating-point numbers, which medseg does not read; "
+            "choose another series."
+        )
     if is_plain and length == UNDEFINED_LENGTH:
         raise UserError(
             "its pixels are compressed, but the header does not say how; export the series again."

@@ -176,8 +176,7 @@ def _enclosing_numbers(dataset: Dataset) -> set[int]:
     numbers = set()
     for item in dataset.get("ROIContourSequence") or []:
         for contour in item.get("ContourSequence") or []:
-            is_closed = contour.get("ContourGeometricType") in CLOSED
-            if is_closed and len(_points(contour)) > 2:
+            if _closed_points(contour) is not None:
                 numbers.add(int(item.ReferencedROINumber))
                 break
     return numbers
@@ -188,7 +187,7 @@ def read_label_file(file: LabelFile, slices: SourceSlices, values: dict[int, int
 
     Args:
         file: SEG or RTSTRUCT of the series, or of another series in the same frame of reference.
-        slices: The series.
+        slices: The series onto whose grid they are read.
         values: Label value, > 0, by the number of a segment or region of interest; several numbers
             may have the same value. Where structures overlap, the last one in this order is kept.
 
@@ -252,12 +251,18 @@ def _check_frame_of_reference(file: LabelFile, slices: SourceSlices) -> None:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Turn the exceptions that a damaged file causes in the block into a `UserError`."""
+    """Turn the exceptions of a missing or damaged file in the block into a `UserError`."""
     try:
         with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
             yield
     except (UserError, MemoryError):
         raise
+    except OSError as error:
+        # The block may read a slice of the series too.
+        raise UserError(
+            f"{error.filename or path}: cannot be read ({error.strerror or error}); "
+            "check the path and its permissions."
+        ) from error
     except Exception as error:  # pydicom and its decoders raise any type
         raise UserError(
             f"{path}: the DICOM file cannot be read ({printable(first_line(error))}); "
@@ -273,12 +278,13 @@ def _read_segments(
 ) -> list[str]:
     """Label the pixels of slices by the frames of a SEG.
 
-    The frames may have another orientation, size and spacing. A plane of frames serves the slices
-    within half the distance of planes or of slices, whichever is larger.
+    The frames may have another orientation, size and spacing. A plane of frames serves the pixels
+    within half the distance of planes: a plane without any segment may not be stored, and its
+    pixels are background.
 
     Args:
         file: The SEG.
-        slices: The series.
+        slices: The series whose slices are labelled.
         values: As for `read_label_file`.
         slice_labels: Label values (slices, rows, columns), changed in place.
 
@@ -286,7 +292,8 @@ def _read_segments(
         Warnings.
 
     Raises:
-        UserError: If the frames have no position, or are compressed single bits.
+        UserError: If the frames have no position, those of one plane begin at different points, or
+            they are compressed single bits.
     """
     dataset = file.dataset
     syntax = dataset.file_meta.TransferSyntaxUID
@@ -306,29 +313,86 @@ def _read_segments(
     planes = np.empty(len(order), int)  # number of the plane of each frame
     planes[order] = np.cumsum(begins_plane) - 1
     first_frames = order[begins_plane]  # one frame of each plane
-    plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
-    slice_step_mm = slices.grid.spacing_mm[0]
-    # Planes without any segment may not be stored, so that even the smallest step between stored
-    # planes may span several planes. The declared distance of planes therefore counts too; without
-    # it, the distance of the slices does.
-    plane_steps_mm = np.diff(heights_mm[first_frames]).tolist()
-    declared_mm = read_numbers(frame_places[0], "SpacingBetweenSlices", 1)
-    if declared_mm is None:
-        plane_steps_mm.append(slice_step_mm)
-    else:
-        plane_steps_mm.append(abs(declared_mm[0]))
-    reach_mm = max(slice_step_mm, min(plane_steps_mm)) / 2 + SAME_POSITION_MM
     corners = positions[first_frames]
+    if np.abs(positions - corners[planes]).max() > JITTER_TOLERANCE_MM:
+        raise UserError(
+            f"{file.path}: expected the frames of each plane of the SEG to begin at one point, but "
+            "they begin at several; export it again."
+        )
+    plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
+    distance_mm, sentences = _plane_distance(
+        file, frame_places[0], heights_mm[first_frames], slices.grid.spacing_mm[0]
+    )
+    reach_mm = distance_mm / 2 + JITTER_TOLERANCE_MM
     for index, frame in enumerate(slices.frames):
         slice_labels[index] = _at_slice(frame, plane_labels, corners, axes, spacing_mm, reach_mm)
-    return _overlap_warnings(file, num_overlaps, "segments")
+    sentences += _lost_warnings(file, values, plane_labels, slice_labels)
+    return [*sentences, *_overlap_warnings(file, num_overlaps, "segments")]
+
+
+def _plane_distance(
+    file: LabelFile, places: Places, plane_heights_mm: np.ndarray, slice_step_mm: float
+) -> tuple[float, list[str]]:
+    """Find the distance of the planes of a SEG.
+
+    Args:
+        file: The SEG.
+        places: Where the fields of its first frame may be.
+        plane_heights_mm: Positions of the stored planes along their normal, ascending.
+        slice_step_mm: Distance of the slices.
+
+    Returns:
+        The distance in mm; then a warning if no two planes follow each other at the distance that
+        the file declares or, if it declares none, at that of the slices.
+    """
+    distance_mm = slice_step_mm
+    declared_mm = read_numbers(places, "SpacingBetweenSlices", 1)
+    if declared_mm is not None and declared_mm[0] != 0:
+        distance_mm = abs(declared_mm[0])
+    # Each step may span planes that are not stored, but two neighbours nearly always are.
+    steps_mm = np.diff(plane_heights_mm).tolist()
+    smallest_mm = min(steps_mm, default=distance_mm)
+    if smallest_mm <= distance_mm + JITTER_TOLERANCE_MM:
+        return smallest_mm, []
+    sentence = (
+        f"the planes of {file.path.name} are at least {smallest_mm:.3g} mm apart; what is farther "
+        f"than {distance_mm / 2:.3g} mm from them has no label"
+    )
+    return distance_mm, [sentence]
+
+
+def _lost_warnings(
+    file: LabelFile, values: dict[int, int], plane_labels: np.ndarray, slice_labels: np.ndarray
+) -> list[str]:
+    """Warn of segments with pixels in their planes and none in the slices.
+
+    Args:
+        file: The SEG.
+        values: As for `read_label_file`.
+        plane_labels: Label values (planes, rows, columns).
+        slice_labels: Label values (slices, rows, columns).
+    """
+    lost_values = _values_in(plane_labels) - _values_in(slice_labels)
+    sentences = []
+    for number, value in values.items():
+        if value in lost_values:
+            sentences.append(f"{shown(file.names[number])}: none of its pixels is on the slices")
+    return sentences
+
+
+def _values_in(labels: np.ndarray) -> set[int]:
+    """Collect the values of labels (planes, rows, columns)."""
+    values: set[int] = set()
+    for plane in labels:
+        values.update(np.unique(plane).tolist())
+    return values
 
 
 def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> list[str]:
     """Warn of pixels that are in several structures, if there are any.
 
     Args:
-        file: The file.
+        file: The SEG or RTSTRUCT, whose name the warning holds.
         num_overlaps: Number of these pixels.
         structures: Word for the structures: `segments` or `regions`.
     """
@@ -404,24 +468,29 @@ def _label_planes(
     threshold = 1
     if dataset.SegmentationType == "FRACTIONAL":
         threshold = LEAST_SHARE * dataset.MaximumFractionalValue
-    num_overlaps = 0
+    is_overlap = np.zeros(shape, bool)
     # In the order of `values`: a later structure replaces an earlier one.
     for number, value in values.items():
         for index in np.flatnonzero(numbers == number).tolist():
             mask = _frame_pixels(dataset, index) >= threshold
-            num_overlaps += _paint(plane_labels[planes[index]], mask, value)
-    return plane_labels, num_overlaps
+            _paint(plane_labels[planes[index]], is_overlap[planes[index]], mask, value)
+    return plane_labels, np.count_nonzero(is_overlap)
 
 
-def _paint(labels: np.ndarray, mask: np.ndarray, value: int) -> int:
+def _paint(labels: np.ndarray, is_overlap: np.ndarray, mask: np.ndarray, value: int) -> None:
     """Set the pixels of a mask to a label value, in place.
 
-    Returns:
-        Number of these pixels that had another label before, not counting the background.
+    Args:
+        labels: Label values (rows, columns).
+        is_overlap: Pixels (rows, columns) that several labels claim; pixels of the mask that had
+            another label before, not counting the background, are added in place.
+        mask: Pixels (rows, columns) of the structure.
+        value: Label value of the structure.
     """
-    num_overlaps = np.count_nonzero(mask & (labels != 0) & (labels != value))
+    has_other_label = mask & (labels != 0) & (labels != value)
+    # The memory of pixels that are never set is not taken.
+    is_overlap[has_other_label] = True
     labels[mask] = value
-    return int(num_overlaps)
 
 
 def _copy_label_map(
@@ -516,12 +585,11 @@ def _at_slice(
         arrays stay small.
         """
         rows, columns = (np.arange(size) for size in frame.pixels.shape)
-        # A step along a row leads to the next column, and one along a column to the next row. The
-        # projection of a step is its length times the cosine between its axis and the direction.
+        # The axis along a row leads to the next column, and the one along a column to the next row.
+        to_next_column, to_next_row = frame.axes
         between_rows_mm, between_columns_mm = frame.spacing_mm
-        row_axis_cosine, column_axis_cosine = frame.axes @ direction
-        column_step_mm = row_axis_cosine * between_columns_mm
-        row_step_mm = column_axis_cosine * between_rows_mm
+        column_step_mm = np.dot(to_next_column, direction) * between_columns_mm
+        row_step_mm = np.dot(to_next_row, direction) * between_rows_mm
         projected_mm = np.full((1, 1), np.dot(frame.position_xyz_mm, direction))
         if abs(row_step_mm) * rows.size > SAME_POSITION_MM:
             projected_mm = projected_mm + row_step_mm * rows[:, None]
@@ -559,12 +627,12 @@ def _read_contours(
 ) -> list[str]:
     """Label the pixels of slices inside the contours of an RTSTRUCT.
 
-    A slice takes the contours of the nearest plane, at most half the distance of slices away.
-    Contours of a region of interest within each other are holes.
+    A slice takes the contours of the nearest plane, at most half the distance of planes or slices
+    away, whichever is smaller. Contours of a region of interest within each other are holes.
 
     Args:
         file: The RTSTRUCT.
-        slices: The series.
+        slices: The series whose slices are labelled.
         values: As for `read_label_file`.
         slice_labels: Label values (slices, rows, columns), changed in place.
 
@@ -576,10 +644,10 @@ def _read_contours(
     """
     frames = slices.frames
     normal = normal_of(frames[0])
-    reach_mm = slices.grid.spacing_mm[0] / 2 + SAME_POSITION_MM
+    slice_step_mm = slices.grid.spacing_mm[0]
     slice_heights_mm = heights_of(frames, normal)
     sentences: list[str] = []
-    num_overlaps = 0
+    is_overlap = np.zeros(slice_labels.shape, bool)
     region_contours = _contours_of_regions(file.dataset)
     # In the order of `values`: a later structure replaces an earlier one.
     for number, value in values.items():
@@ -595,12 +663,14 @@ def _read_contours(
         # A contour in the plane of a slice has the extent 0. An oblique one is accepted if it
         # extends no farther than the distance of slices. The comparison is negated, so that NaN is
         # refused.
-        if not extents_mm.max() <= 2 * reach_mm:
+        if not extents_mm.max() <= slice_step_mm + JITTER_TOLERANCE_MM:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
                 f"those of {name} lie across them; export them again on this series."
             )
         contour_heights_mm = ranges_mm.mean(axis=1)
+        distance_mm = min(slice_step_mm, _usual_distance(contour_heights_mm))
+        reach_mm = distance_mm / 2 + JITTER_TOLERANCE_MM
         # (slices, contours)
         is_on_slice = _nearest_contours(contour_heights_mm, slice_heights_mm, reach_mm)
         num_lost = np.count_nonzero(~is_on_slice.any(axis=0))
@@ -610,20 +680,34 @@ def _read_contours(
                 "them"
             )
         slices_with_contours = np.flatnonzero(is_on_slice.any(axis=1))
+        num_pixels = 0
         for index in slices_with_contours:
             frame = frames[index]
             polygons = []
-            for contour in np.flatnonzero(is_on_slice[index]):
-                polygons.append(pixels_of(frame, contours[contour]))
+            for contour_index in np.flatnonzero(is_on_slice[index]):
+                polygons.append(pixels_of(frame, contours[contour_index]))
             mask = fill(polygons, frame.pixels.shape)
-            num_overlaps += _paint(slice_labels[index], mask, value)
-        num_gaps = 0
+            num_pixels += np.count_nonzero(mask)
+            _paint(slice_labels[index], is_overlap[index], mask, value)
         if slices_with_contours.size:
-            num_spanned = int(np.ptp(slices_with_contours)) + 1  # from the first to the last
-            num_gaps = num_spanned - slices_with_contours.size
-        if num_gaps:
-            sentences.append(f"{name}: {num_gaps} slices between its contours have no contour")
-    return [*sentences, *_overlap_warnings(file, num_overlaps, "regions")]
+            sentences += _region_warnings(name, slices_with_contours, num_pixels)
+    return [*sentences, *_overlap_warnings(file, np.count_nonzero(is_overlap), "regions")]
+
+
+def _region_warnings(name: str, slices_with_contours: np.ndarray, num_pixels: int) -> Iterator[str]:
+    """Warn of a region of interest without pixels, or without contours on slices in between.
+
+    Args:
+        name: Its name.
+        slices_with_contours: Indices of the slices with a contour, ascending, not empty.
+        num_pixels: Number of pixels within the contours.
+    """
+    if num_pixels == 0:
+        yield f"{name}: its contours enclose no pixel of the slices"
+    num_spanned = int(np.ptp(slices_with_contours)) + 1  # from the first to the last
+    num_gaps = num_spanned - slices_with_contours.size
+    if num_gaps:
+        yield f"{name}: {num_gaps} slices between its contours have no contour"
 
 
 def _contours_of_regions(dataset: Dataset) -> dict[int, list[Dataset]]:
@@ -641,15 +725,28 @@ def _closed_contours(contours: list[Dataset]) -> tuple[list[np.ndarray], int]:
 
     Returns:
         LPS points (N, 3) in mm of each closed contour, and the number of other contours: points and
-        open lines.
+        lines, such as a closed contour of two points.
     """
-    closed = [contour for contour in contours if contour.get("ContourGeometricType") in CLOSED]
     # Each contour once: by the even-odd rule, a contour that is stored twice would enclose nothing.
     unique_points: dict[bytes, np.ndarray] = {}
-    for points in map(_points, closed):
-        if len(points) > 2:
+    num_open = 0
+    for contour in contours:
+        points = _closed_points(contour)
+        if points is None:
+            num_open += 1
+        else:
             unique_points[points.tobytes()] = points
-    return list(unique_points.values()), len(contours) - len(closed)
+    return list(unique_points.values()), num_open
+
+
+def _closed_points(contour: Dataset) -> np.ndarray | None:
+    """Read the LPS points (N, 3) in mm of a closed contour; None for points and lines."""
+    if contour.get("ContourGeometricType") not in CLOSED:
+        return None
+    points = _points(contour)
+    if len(points) < 3:
+        return None
+    return points
 
 
 def _height_ranges(contours: list[np.ndarray], normal: np.ndarray) -> np.ndarray:
@@ -659,6 +756,20 @@ def _height_ranges(contours: list[np.ndarray], normal: np.ndarray) -> np.ndarray
         heights_mm = points @ normal
         ranges_mm.append((heights_mm.min(), heights_mm.max()))
     return np.array(ranges_mm)
+
+
+def _usual_distance(contour_heights_mm: np.ndarray) -> float:
+    """Find the median distance of the planes of contours, in mm; infinite for a single plane.
+
+    Args:
+        contour_heights_mm: Positions of the contours along the normal.
+    """
+    steps_mm = np.diff(np.sort(contour_heights_mm))
+    # Contours of one plane may differ by rounding of their decimals.
+    steps_mm = steps_mm[steps_mm > JITTER_TOLERANCE_MM]
+    if steps_mm.size == 0:
+        return math.inf
+    return float(np.median(steps_mm))
 
 
 def _nearest_contours(
@@ -677,12 +788,19 @@ def _nearest_contours(
     distances_mm = np.abs(contour_heights_mm - slice_heights_mm[:, None])
     # Contours of one plane may differ by rounding of their decimals.
     limits_mm = distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
-    return distances_mm <= np.minimum(reach_mm, limits_mm)
+    is_near = distances_mm <= np.minimum(reach_mm, limits_mm)
+    # Of two planes at the same distance the upper one counts: by the even-odd rule, the contours of
+    # both would cancel each other.
+    highest_mm = np.where(is_near, contour_heights_mm, -np.inf).max(axis=1, keepdims=True)
+    return is_near & (contour_heights_mm >= highest_mm - 2 * JITTER_TOLERANCE_MM)
 
 
 def _points(contour: Dataset) -> np.ndarray:
-    """Read the LPS points (N, 3) of a contour in mm."""
-    value = contour.get_item("ContourData").value
+    """Read the LPS points (N, 3) of a contour in mm; some programs store contours without any."""
+    element = contour.get_item("ContourData")
+    if element is None or not element.value:
+        return np.empty((0, 3))
+    value = element.value
     # `get_item` gives the bytes as they are stored: pydicom would make an object of each number.
     if isinstance(value, bytes):
         value = value.split(b"\\")

@@ -253,7 +253,7 @@ def _list_stack(stack: Stack, whole: ListedSeries, damage: str) -> ListedSeries:
     """Describe a stack of a series.
 
     Args:
-        stack: The stack.
+        stack: Slices of the series that make one volume.
         whole: The series as a whole, whose common fields are kept.
         damage: Names of files of the series that cannot be read, with the reason, or "".
     """

@@ -46,7 +46,7 @@ def write_segmentation(
     """Write a label map as DICOM SEG on the slices of its source series, whole or not at all.
 
     Args:
-        path: Target.
+        path: The file to write.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
         structures: Labels to write, in the order of the segments; voxels of other values are left
@@ -57,8 +57,9 @@ def write_segmentation(
         keep_empty_frames: Whether slices on which a segment has no pixel get a frame too.
 
     Raises:
-        UserError: If the source lacks a field of `IDENTITY` (`medseg.io.dicom.structures`) or has
-            several multi-frame files, or the file cannot be written.
+        UserError: If the source lacks a field of `IDENTITY` (`medseg.io.dicom.structures`), has
+            several multi-frame files, studies or frames of reference, or the file cannot be
+            written.
         ValueError: If the label map is not on the grid.
     """
     headers = source_headers(slices)
@@ -70,6 +71,7 @@ def write_segmentation(
             f"each, but it has {len(headers)} multi-frame files, which a DICOM SEG cannot refer to "
             "as one; save the labels in another format."
         )
+    _check_one_identity(slices.path, headers)
     # If each file has one slice, highdicom reads the positions itself. Of a multi-frame file it
     # would take all frames, but `slices` may hold only some of them.
     plane_positions = None
@@ -86,7 +88,7 @@ def write_segmentation(
         descriptions.append(_describe(number, structure))
     # The options are a part of the version: an object with other options needs another UID.
     version = f"{kind} {keep_empty_frames} {__version__}"
-    series = derived_series(headers[0], "SEG", numbers, structures, version)
+    series = derived_series(headers[0], slices, "SEG", numbers, structures, version)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         segmentation = Segmentation(
             source_images=headers,
@@ -117,6 +119,26 @@ def write_segmentation(
             )
         with replace_path(path) as part:
             segmentation.save_as(part)
+
+
+def _check_one_identity(path: Path, headers: Sequence[Dataset]) -> None:
+    """Check that slices are of one study and frame of reference; highdicom needs that.
+
+    Args:
+        path: The series, for messages.
+        headers: Headers of its files.
+
+    Raises:
+        UserError: If they name several.
+    """
+    for keyword in ("StudyInstanceUID", "FrameOfReferenceUID"):
+        num_uids = len({str(header[keyword].value) for header in headers})
+        if num_uids > 1:
+            raise UserError(
+                f"{path}: expected slices with one {keyword}, but they have {num_uids}, which a "
+                "DICOM SEG cannot refer to as one; export the series again, or save the labels in "
+                "another format."
+            )
 
 
 def _drop_other_frames(segmentation: Segmentation, slices: SourceSlices) -> None:

@@ -38,6 +38,9 @@ SAME_POSITION_MM = 0.01
 # Pixel spacings with a smaller relative difference are equal: headers store rounded decimals.
 SAME_SPACING = 1e-3
 
+# Distances of slices, and their thickness, are equal up to this ratio: headers round them.
+ROUNDING = 1.05
+
 # Largest number of series, or of reasons, that a message lists; of the others it gives the number.
 MAX_LISTED = 10
 
@@ -154,7 +157,7 @@ def _divide_by_phase(
     are one stack, even if two groups share a position.
 
     Args:
-        frames: The slices.
+        frames: Parallel slices of one series.
         first_key: Index of the first of `VOLUME_KEYS` that may divide the slices; the parts are
             then divided by the later keys.
 
@@ -166,7 +169,7 @@ def _divide_by_phase(
     groups = group_by(frames, lambda frame: frame.volume_keys[first_key])
     # A property that differs in nearly every slice, such as a time, distinguishes no volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
-    if not may_be_volumes or not _overlap(list(groups.values())):
+    if not may_be_volumes or not _overlap(list(groups.values())) or _fill_space_once(frames):
         return _divide_by_phase(frames, first_key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural_key):
@@ -177,6 +180,21 @@ def _divide_by_phase(
             else:
                 stacks.append((phase, slices))
     return stacks
+
+
+def _fill_space_once(frames: Sequence[Frame]) -> bool:
+    """Whether parallel slices follow each other evenly, and do not overlap by their thickness.
+
+    An MR scan may acquire every second slice first, and then those between them.
+    """
+    thicknesses_mm = [frame.thickness_mm or 0.0 for frame in frames]
+    steps_mm = np.diff(np.sort(heights_of(frames, normal_of(frames[0]))))
+    step_mm = steps_mm.min()
+    is_even = steps_mm.max() <= ROUNDING * step_mm
+    # Slices of less than half their distance sample the space, as a sparse CT does: two such
+    # scans may alternate by chance.
+    fills_space = min(thicknesses_mm) >= 0.5 * step_mm
+    return bool(is_even and fills_space and max(thicknesses_mm) <= ROUNDING * step_mm)
 
 
 def _overlap(groups: list[list[Frame]]) -> bool:
@@ -486,7 +504,7 @@ def choose_stack(
     findings = _left_out_findings(left_out, meant_uids)
     findings += _study_findings(chosen[0])
     if is_selected:
-        findings += _loose_findings(contents.unreadable)
+        findings += _loose_findings(contents.unreadable, folders)
     else:
         findings += _unreadable_findings(contents.unreadable)
     return chosen[0], findings
@@ -510,8 +528,8 @@ def _uids_of(
     """List the Series Instance UIDs of the images that a choice selects.
 
     Args:
-        images: The images.
-        choice: The choice.
+        images: Slices and other objects of the files.
+        choice: The parsed value of `series=`.
         file: The only file whose images count; None: all count.
     """
     uids = set()
@@ -634,9 +652,17 @@ def _unreadable_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
     return warnings_of("reading", sentences)
 
 
-def _loose_findings(unreadable: Sequence[NoSlice]) -> list[Finding]:
-    """Warn of files of unknown series that cannot be read: they may belong to the chosen one."""
-    loose = [image for image in unreadable if not image.series.uid]
+def _loose_findings(unreadable: Sequence[NoSlice], folders: SliceFolders) -> list[Finding]:
+    """Warn of unreadable files that may belong to several series, such as the chosen one.
+
+    Args:
+        unreadable: Files that cannot be read, without those that belong to the chosen series.
+        folders: Folders of all slices.
+    """
+    loose = []
+    for image in unreadable:
+        if not image.series.uid and folders.owner(image.path) is None:
+            loose.append(image)
     if not loose:
         return []
     names = first_few([f"'{image.path.name}'" for image in loose], 1)

@@ -40,7 +40,7 @@ def write_structure_set(
     joined to it by keyholes. A label without voxels is listed without contours.
 
     Args:
-        path: Target.
+        path: The file to write.
         labels: Label values (D, H, W) on `slices.grid`.
         slices: The source series.
         structures: Labels to write, in the order of the regions of interest; voxels of other values
@@ -58,7 +58,7 @@ def write_structure_set(
     header_of_path = dict(zip(paths, headers, strict=True))
     references = [_reference(header_of_path[frame.path], frame) for frame in slices.frames]
     first = headers[0]
-    series = derived_series(first, "RTSTRUCT", numbers, structures, __version__)
+    series = derived_series(first, slices, "RTSTRUCT", numbers, structures, __version__)
     with config.disable_value_validation(), warnings.catch_warnings(action="ignore"):
         dataset = SOPClass(
             study_instance_uid=first.StudyInstanceUID,

@@ -71,8 +71,8 @@ class DerivedSeries(NamedTuple):
     Attributes:
         uid: Series Instance UID, derived from the source series, the kind of object and the names
             of labels.
-        instance_uid: SOP Instance UID, derived from the same, the labels of all pixels and a
-            version: an archive keeps one copy of an unchanged result, and adds a changed one.
+        instance_uid: SOP Instance UID, derived from the same, the slices, the labels of all pixels
+            and a version: an archive keeps one copy of an unchanged result, and adds a changed one.
         number: Series Number.
         description: Series Description.
     """
@@ -84,12 +84,18 @@ class DerivedSeries(NamedTuple):
 
 
 def derived_series(
-    header: Dataset, kind: str, numbers: np.ndarray, structures: Sequence[Structure], version: str
+    header: Dataset,
+    slices: SourceSlices,
+    kind: str,
+    numbers: np.ndarray,
+    structures: Sequence[Structure],
+    version: str,
 ) -> DerivedSeries:
     """Describe the series of a result.
 
     Args:
         header: Header of a source slice.
+        slices: The source, which may be one of several volumes of its series, such as phases.
         kind: Modality of the result: `SEG` or `RTSTRUCT`.
         numbers: Number of the structure at each pixel of each source slice.
         structures: The labels.
@@ -97,13 +103,14 @@ def derived_series(
             new instance of the same series.
     """
     identity = [header.SeriesInstanceUID, kind, *(structure.name for structure in structures)]
+    places = [(frame.position_xyz_mm, frame.volume_keys) for frame in slices.frames]
     content = hashlib.sha256(np.ascontiguousarray(numbers).data).hexdigest()
     source_description = str(header.get("SeriesDescription") or "")
     description = f"medseg {KIND_NAMES[kind]} {source_description}".strip()
     # UIDs that are generated from equal texts are equal.
     return DerivedSeries(
         uid=generate_uid(entropy_srcs=identity),
-        instance_uid=generate_uid(entropy_srcs=[*identity, content, version]),
+        instance_uid=generate_uid(entropy_srcs=[*identity, str(places), content, version]),
         number=_derived_number(header, KIND_NUMBERS[kind]),
         description=description[:MAX_NAME],
     )

@@ -153,7 +153,7 @@ def _divide(
     """Divide the series of a folder by study.
 
     Args:
-        folder: The folder.
+        folder: What was read of the files below a folder.
         volume_uids: Series Instance UIDs of all volumes, below any folder.
         on_loose: As for `find_studies`.
     """

@@ -15,7 +15,7 @@ from pydicom import Dataset, dcmread
 from pydicom.sr.codedict import codes
 
 from medseg.errors import UserError
-from medseg.io.dicom.labels import open_label_file, read_label_file
+from medseg.io.dicom.labels import empty_structures, open_label_file, read_label_file
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure, labels_on_slices, points_of
@@ -146,6 +146,112 @@ def test_a_seg_on_another_grid(name: str, tmp_path: Path, slices: SourceSlices) 
     assert np.array_equal(labels_read, expected)
 
 
+def test_a_pixel_in_three_segments_counts_once(tmp_path: Path, slices: SourceSlices) -> None:
+    pixels = np.zeros((*slices.grid.shape, 3), np.uint8)
+    pixels[2, 3:5, 4:8] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, pixels, num_segments=3)
+    volume = read_label_file(open_label_file(path), slices, {1: 1, 2: 2, 3: 3})
+    assert finding_texts(volume) == (
+        "8 pixels of a.dcm are in several segments; the last one is kept",
+    )
+
+
+def seg_volume(
+    slices: SourceSlices, array: np.ndarray, step_mm: float = STEP_MM, first_mm: float = 0.0
+) -> Volume:
+    """Place an array (planes, rows, columns) on planes parallel to the slices.
+
+    Args:
+        slices: The slices, whose rows and columns it has.
+        array: Labels.
+        step_mm: Distance of the planes.
+        first_mm: Distance of the first plane from the first slice.
+    """
+    grid = slices.grid
+    affine = np.eye(4)
+    affine[:3, :3] = np.array(grid.direction)[:, ::-1] * [step_mm, *grid.spacing_mm[1:]]
+    affine[:3, 3] = grid.origin_xyz_mm + first_mm * affine[:3, 0] / step_mm
+    return Volume(array, affine, coordinate_system="PATIENT", frame_of_reference_uid="1.2.3.9")
+
+
+def test_planes_that_are_not_stored_are_background(tmp_path: Path, slices: SourceSlices) -> None:
+    """The planes are twice as near as the slices; those beside the structure have no frame."""
+    array = np.zeros((2 * len(slices.frames), *slices.grid.shape[1:]), np.uint8)
+    array[3:10] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, seg_volume(slices, array, STEP_MM / 2))
+    dataset = dcmread(path)
+    assert dataset.NumberOfFrames == 7
+    (measures,) = dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+    for spacing_mm in (STEP_MM / 2, 0, None):
+        measures.SpacingBetweenSlices = spacing_mm
+        dataset.save_as(path)
+        volume = read_label_file(open_label_file(path), slices, {1: 1})
+        assert np.array_equal(volume.array, array[::2])
+        assert finding_texts(volume) == ()
+
+
+def test_planes_across_the_slices_label_only_what_is_near_them(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    """The slices are three times as far apart as the columns, between which the planes lie."""
+    array = np.zeros(slices.grid.shape, np.uint8)
+    array[2:5, 3:7, 5:8] = 1
+    sagittal = seg_volume(slices, array).permute_spatial_axes([2, 0, 1])
+    file = open_label_file(save_seg(tmp_path / "a.dcm", slices, sagittal))
+    volume = read_label_file(file, slices, {1: 1})
+    assert np.array_equal(volume.array, array)
+    assert finding_texts(volume) == ()
+
+
+@pytest.mark.parametrize("declared_mm", [3 * STEP_MM, 10 * STEP_MM, 1.0, None])
+def test_planes_farther_apart_than_the_slices(
+    declared_mm: float | None, tmp_path: Path, slices: SourceSlices
+) -> None:
+    array = np.ones((3, *slices.grid.shape[1:]), np.uint8)
+    path = save_seg(tmp_path / "a.dcm", slices, seg_volume(slices, array, 3 * STEP_MM))
+    dataset = dcmread(path)
+    (measures,) = dataset.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+    assert measures.SpacingBetweenSlices == 3 * STEP_MM
+    measures.SpacingBetweenSlices = declared_mm
+    dataset.save_as(path)
+    volume = read_label_file(open_label_file(path), slices, {1: 1})
+    if declared_mm in (3 * STEP_MM, 10 * STEP_MM):
+        assert volume.array.all()
+        assert finding_texts(volume) == ()
+        return
+    assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [0, 3, 6]
+    assert finding_texts(volume) == (
+        "the planes of a.dcm are at least 7.5 mm apart; what is farther than "
+        f"{0.5 * (declared_mm or STEP_MM):.3g} mm from them has no label",
+    )
+
+
+def test_a_segment_beyond_the_slices_is_said(tmp_path: Path, slices: SourceSlices) -> None:
+    array = np.ones(slices.grid.shape, np.uint8)
+    file = open_label_file(
+        save_seg(tmp_path / "a.dcm", slices, seg_volume(slices, array, first_mm=500.0))
+    )
+    volume = read_label_file(file, slices, {1: 1})
+    assert not volume.array.any()
+    assert finding_texts(volume) == ("'part 1': none of its pixels is on the slices",)
+
+
+def test_frames_of_one_plane_that_begin_at_two_points_are_refused(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    path = save_seg(
+        tmp_path / "a.dcm", slices, np.ones((*slices.grid.shape, 2), np.uint8), num_segments=2
+    )
+    dataset = dcmread(path)
+    (position,) = dataset.PerFrameFunctionalGroupsSequence[-1].PlanePositionSequence
+    position.ImagePositionPatient[0] += 2
+    dataset.save_as(path)
+    assert refusal(path, slices) == (
+        "a.dcm: expected the frames of each plane of the SEG to begin at one point, but they begin "
+        "at several; export it again."
+    )
+
+
 @pytest.mark.parametrize(
     "polygons",
     [
@@ -172,6 +278,46 @@ def test_planes_nearer_than_slices_are_not_mixed(tmp_path: Path, slices: SourceS
     ).array
     assert np.array_equal(np.argwhere(labels_read[2])[0], [4, 5])
     assert not labels_read[[1, 3]].any()
+
+
+def test_a_slice_halfway_between_two_planes_takes_the_upper_one(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    squares = {index: np.array(SQUARE) + index for index in (0, 1, 2)}
+    polygons = [(index + 0.5, square) for index, square in squares.items()]
+    path = add_contours(tmp_path / "a.dcm", slices, polygons)
+    volume = read_label_file(open_label_file(path), slices, {1: 1})
+    for index, plane in ((0, 0), (1, 1), (2, 2), (3, 2)):
+        expected = np.zeros(slices.grid.shape[1:], bool)
+        expected[2 + plane : 8 + plane, 3 + plane : 10 + plane] = True
+        assert np.array_equal(volume.array[index], expected)
+    assert finding_texts(volume) == ()
+
+
+def test_slices_beyond_the_last_of_nearer_planes_are_background(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    """The contours lie on slices half as far apart, of which the first and the last are outside."""
+    polygons = [(index / 2, SQUARE) for index in range(3, 10)]
+    file = open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons))
+    volume = read_label_file(file, slices, {1: 1})
+    assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [2, 3, 4]
+
+
+def test_contours_that_label_nothing_are_said(tmp_path: Path, slices: SourceSlices) -> None:
+    path = add_contours(tmp_path / "a.dcm", slices, [(2, np.array(SQUARE) + 100)])
+    volume = read_label_file(open_label_file(path), slices, {1: 1})
+    assert finding_texts(volume) == ("'part': its contours enclose no pixel of the slices",)
+    path = add_contours(tmp_path / "a.dcm", slices, [(2, SQUARE[:2]), (3, SQUARE)])
+    dataset = dcmread(path)
+    del dataset.ROIContourSequence[0].ContourSequence[1].ContourData
+    dataset.save_as(path)
+    file = open_label_file(path)
+    assert empty_structures(file) == ["part"]
+    assert finding_texts(read_label_file(file, slices, {1: 1})) == (
+        "'part': 2 points and open lines were left out",
+        "'part': it has no closed contours",
+    )
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, slices: SourceSlices) -> None:
@@ -206,7 +352,10 @@ def test_files_that_are_refused(tmp_path: Path, slices: SourceSlices) -> None:
     assert "expected labels in a DICOM SEG or RTSTRUCT, got another object" in refusal(
         tmp_path / "a.dcm", slices
     )
-    assert "cannot be read" in refusal(tmp_path / "missing.dcm", slices)
+    assert refusal(tmp_path / "missing.dcm", slices) == (
+        "missing.dcm: cannot be read (No such file or directory); "
+        "check the path and its permissions."
+    )
     across = points_of(slices.frames[0], np.array(SQUARE))
     path = add_contours(tmp_path / "a.dcm", slices, [(2, SQUARE)])
     dataset = dcmread(path)

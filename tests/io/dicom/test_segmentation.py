@@ -192,6 +192,21 @@ def test_sources_that_cannot_be_referred_to_are_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("keyword", ["StudyInstanceUID", "FrameOfReferenceUID"])
+def test_a_series_of_two_studies_or_frames_of_reference_is_refused(
+    keyword: str, tmp_path: Path
+) -> None:
+    source = make_series(tmp_path / "s", "plain", np.eye(3))
+    path = next(source.iterdir())
+    dataset = dcmread(path)
+    setattr(dataset, keyword, "1.2.3.77")
+    dataset.save_as(path)
+    slices = open_slices(source)
+    sentence = f"{source}: expected slices with one {keyword}, but they have 2, which a DICOM SEG"
+    with pytest.raises(UserError, match=sentence):
+        write_segmentation(tmp_path / "a.dcm", small_labels(slices.grid.shape), slices, [LUNG])
+
+
 @pytest.mark.skipif(
     shutil.which("dciodvfy") is None, reason="dciodvfy (Debian: dicom3tools) is not installed"
 )
@@ -241,3 +256,18 @@ def test_a_result_that_is_made_again_is_the_same_series_and_instance(tmp_path: P
             assert keyword in files[0], "the standard asks for it, also where it is empty"
         all_series.update(series)
     assert len(all_series) == 4
+
+
+def test_equal_results_of_two_phases_are_two_instances(tmp_path: Path) -> None:
+    """Such as empty ones, of which an archive would otherwise keep the first alone."""
+    for number in (1, 2):
+        make_series(tmp_path / "s" / f"{number}", "plain", np.eye(3), AcquisitionNumber=number)
+    for write in (write_segmentation, write_structure_set):
+        files = []
+        for series in ("4/1", "4/2"):
+            slices = open_slices(tmp_path / "s", series)
+            write(tmp_path / "a.dcm", np.zeros(slices.grid.shape, np.uint8), slices, [LUNG])
+            files.append(dcmread(tmp_path / "a.dcm"))
+        first, second = files
+        assert first.SeriesInstanceUID == second.SeriesInstanceUID
+        assert first.SOPInstanceUID != second.SOPInstanceUID
