@@ -23,6 +23,7 @@ from medseg.evaluation.report_page import (
     ALL,
     DIRECTION_OF_METRIC,
     TABLE_DIGITS,
+    check_baseline,
     read_baseline,
     write_page,
 )
@@ -174,6 +175,8 @@ def evaluate_folder(
             "name each prediction after its case."
         )
     # These checks come before the results of an earlier evaluation are removed.
+    if baseline is not None:
+        check_baseline(baseline, baseline_rows, [references[key].name for key in common_keys])
     check_writable(output)
     # A `summary.csv` with these first columns is one of `predict`, which must not be replaced.
     refuse_table(

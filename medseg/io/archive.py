@@ -37,7 +37,13 @@ def unpacked(path: Path) -> Iterator[Path]:
         folder.mkdir()
         try:
             _unpack(path, folder)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        except NotImplementedError as error:
+            # Windows packs large files by Deflate64, which Python lacks.
+            raise UserError(
+                f"{path}: the zip archive cannot be read ({error}); "
+                "unpack it with another program, and give the folder."
+            ) from error
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise UserError(
                 f"{path}: the zip archive cannot be read ({error}); export or copy it again."
             ) from error

@@ -863,7 +863,9 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 voxels.unlink()
         raise
     for file in old_files:
-        file.unlink(missing_ok=True)
+        # An old header may have named a missing file, whose name the new voxels then have.
+        if file != voxels:
+            file.unlink(missing_ok=True)
 
 
 def _own_voxel_files(path: Path, stem: str) -> list[Path]:

@@ -23,10 +23,13 @@ class CaseMetric:
     def __init__(self, metric: Any, num_classes: int) -> None:
         self.metric = metric
         self.num_classes = num_classes
-        self.is_monai = type(metric).__module__.startswith("monai.")
+        # The metric may be of a user's own class, derived from one of MONAI. By the names of the
+        # modules, so that MONAI need not be imported.
+        modules = [base.__module__ for base in type(metric).__mro__]
+        self.is_monai = any(module.startswith("monai.") for module in modules)
         self.takes_spacing = False
-        # MONAI's method that scores a batch. In metrics of distances, and only there, it has
-        # `**kwargs`, which may contain the spacing.
+        # MONAI's method that scores a batch. In metrics of distances it has `**kwargs`, which may
+        # contain the spacing; the few others that have it ignore the spacing.
         score_batch = getattr(metric, "_compute_tensor", None)
         if score_batch is not None:
             parameters = inspect.signature(score_batch).parameters.values()

@@ -877,6 +877,27 @@ def test_a_baseline_that_cannot_be_compared_is_refused(
         )
 
 
+def test_a_baseline_of_other_cases_is_refused_before_anything_is_scored(world: World) -> None:
+    world.add("a", _labels(), _labels())
+    baseline = world.folder / "older"
+    baseline.mkdir()
+    write_csv(
+        baseline / "metrics.csv",
+        [{"case": "z", "region": "left_lung", "dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": 0}],
+    )
+    with pytest.raises(UserError, match="none of the scored cases"):
+        evaluate_folder(
+            world.pred,
+            world.table,
+            world.output,
+            TASK,
+            VALUES,
+            progress=_say_nothing,
+            baseline=baseline,
+        )
+    assert not world.output.exists()
+
+
 def test_nothing_of_an_earlier_evaluation_stands_beside_the_new_scores(world: World) -> None:
     world.add("a", _labels(), _labels())
     evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)

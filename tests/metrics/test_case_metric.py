@@ -55,6 +55,15 @@ def test_counts_of_monai_become_a_score() -> None:
     assert f_score(target, target, SPACING_MM) == pytest.approx(1.0)
 
 
+class OwnDice(monai.metrics.DiceMetric):
+    """A metric of a user, in a module of the user."""
+
+
+def test_an_own_class_derived_from_one_of_monai_is_one_of_monai() -> None:
+    _, target = maps()
+    assert CaseMetric(OwnDice(), 3)(target, target, SPACING_MM) == pytest.approx(1.0)
+
+
 def test_several_scores_of_a_metric_are_refused() -> None:
     names = ["sensitivity", "precision"]
     several = CaseMetric(monai.metrics.ConfusionMatrixMetric(metric_name=names), 3)
