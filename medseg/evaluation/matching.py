@@ -17,7 +17,7 @@ from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import SUFFIXES, case_name, volume_files
+from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
 from medseg.io.label_files import LABEL_ENDINGS, label_file, labels_of_report
 from medseg.io.read import read_labels
 from medseg.io.volume import Volume
@@ -110,6 +110,8 @@ def find_references(
         return _references_in_folder(ref), set()
     if not ref.exists():
         raise UserError(f"ref={ref} does not exist; give a case table or a folder of label maps.")
+    if volume_suffix(ref) is not None:
+        raise UserError(f"ref={ref} is a single label map; give its folder, or a case table.")
     references = {}
     keys = set()
     for case in read_case_table(ref, labels_column):

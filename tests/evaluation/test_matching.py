@@ -199,3 +199,9 @@ def test_grids_agree_within_a_tenth_of_a_millimetre(
         return
     with pytest.raises(UserError, match=r"the prediction's grid .* is not the reference's"):
         check_grid("prediction's", moved, "reference's", grid)
+
+
+def test_a_single_label_map_is_no_reference(tmp_path: Path) -> None:
+    (tmp_path / "a.nii.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(UserError, match="is a single label map; give its folder"):
+        find_references(tmp_path / "a.nii.gz", "labels", None)

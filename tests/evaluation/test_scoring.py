@@ -925,6 +925,21 @@ def test_nothing_of_an_earlier_evaluation_stands_beside_the_new_scores(world: Wo
     assert not (again / "report.html").exists()
 
 
+def test_a_picture_of_an_interrupted_evaluation_does_not_stand_beside_the_new_scores(
+    world: World,
+) -> None:
+    """It has no table yet; the new references name no scan, so that nothing is drawn."""
+    world.add("a", _labels(), _labels())
+    picture = world.output / "overlays" / "a.png"
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(b"old")
+    evaluate_folder(
+        world.pred, world.folder / "ref", world.output, TASK, VALUES, progress=_say_nothing
+    )
+    assert not picture.exists()
+    assert (world.output / "report.html").is_file()
+
+
 def test_files_of_another_command_in_the_output_stay(world: World) -> None:
     world.add("a", _labels(), _labels())
     foreign = {
