@@ -30,7 +30,7 @@ def unpacked(path: Path) -> Iterator[Path]:
     put inside the folder.
 
     Raises:
-        UserError: If the archive is damaged, needs a password, or does not fit on the disk.
+        UserError: If the archive cannot be read, needs a password, or does not fit on the disk.
     """
     with tempfile.TemporaryDirectory(prefix="medseg-", dir=scratch_folder()) as scratch:
         folder = Path(scratch) / path.stem
@@ -48,9 +48,15 @@ def unpacked(path: Path) -> Iterator[Path]:
                 f"{path}: the zip archive cannot be read ({error}); export or copy it again."
             ) from error
         except OSError as error:
+            reason = error.strerror or error
+            if error.filename == str(path):
+                raise UserError(
+                    f"{path}: the zip archive cannot be read ({reason}); "
+                    "check the path and its permissions."
+                ) from error
             raise UserError(
-                f"{path}: the zip archive cannot be unpacked into {scratch_folder()} "
-                f"({error.strerror or error}); set TMPDIR to a folder on another disk."
+                f"{path}: the zip archive cannot be unpacked into {scratch_folder()} ({reason}); "
+                "set TMPDIR to a folder on another disk."
             ) from error
         yield folder
 

@@ -4,16 +4,17 @@ As in nibabel and MONAI, these arrays are (X, Y, Z), and an affine maps indices 
 `Volume` has an array (Z, Y, X) and a grid in LPS.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nibabel.nifti1 import Nifti1Image
+from nibabel.nifti1 import Nifti1Header, Nifti1Image
 from nibabel.spatialimages import SpatialImage
 
 from medseg.errors import UserError
-from medseg.io.nifti import RAS_FROM_LPS
+from medseg.io.nifti import RAS_FROM_LPS, check_sides
 from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, load_image
 from medseg.task import AIR_HU
 
@@ -80,12 +81,20 @@ def from_nibabel(image: Any, air: int = AIR_HU) -> Volume:
         As `from_array`.
 
     Raises:
-        UserError: If it is no regular 3D volume of numbers, or has no affine.
+        UserError: If it is no regular 3D volume of numbers, has no affine, or has two that swap the
+            patient's sides.
     """
+    name = "nibabel image"
     if image.affine is None:
-        raise UserError("nibabel image: expected an affine from indices to RAS in mm; it has none")
+        raise UserError(f"{name}: expected an affine from indices to RAS in mm; it has none")
     # `dataobj` applies the slope and the intercept of a file, and keeps integers without them.
-    return from_array(np.asanyarray(image.dataobj), image.affine, air, "nibabel image")
+    voxels = np.asanyarray(image.dataobj)
+    # Further axes, such as time, may have one step.
+    if math.prod(voxels.shape[NUM_SPATIAL_AXES:]) == 1:
+        voxels = voxels.reshape(voxels.shape[:NUM_SPATIAL_AXES])
+    if isinstance(image.header, Nifti1Header):
+        check_sides(Path(name), image.header)
+    return from_array(voxels, image.affine, air, name)
 
 
 def to_nibabel(labels: np.ndarray, image: Any) -> Any:

@@ -288,6 +288,18 @@ def _check_directions(path: Path, affine: np.ndarray, other_affine: np.ndarray) 
         )
 
 
+def check_sides(path: Path, header: Nifti1Header) -> None:
+    """Check that sform and qform of a header, where it gives both, agree on the patient's sides.
+
+    Raises:
+        UserError: If they do not.
+    """
+    if header["sform_code"] > 0 and header["qform_code"] > 0:
+        sform, qform = _read_form(header, "sform"), _read_form(header, "qform")
+        if not sform.fault and not qform.fault:
+            _check_directions(path, sform.affine, qform.affine)
+
+
 def _distance_voxels(
     affine: np.ndarray, other_affine: np.ndarray, shape: tuple[int, int, int]
 ) -> float:

@@ -733,8 +733,8 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     """Convert an image, as if it were read from a file.
 
     Args:
-        image: `SimpleITK.Image` of three axes, one number per voxel: HU of a CT, or intensities of
-            another modality.
+        image: `SimpleITK.Image` of three axes, or with a further one of one step, one number per
+            voxel: HU of a CT, or intensities of another modality.
         air: Value that replaces NaN and infinity, see `load_image`.
 
     Returns:
@@ -764,7 +764,12 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     """Make an image of labels (D, H, W) on the grid of the image that they belong to."""
     result = SimpleITK.GetImageFromArray(labels)
-    result.CopyInformation(image)
+    # Not by `CopyInformation`: the image may have a time axis of one step, which labels lack.
+    num_axes = image.GetDimension()
+    direction = np.reshape(image.GetDirection(), (num_axes, num_axes))[:3, :3]
+    result.SetSpacing(image.GetSpacing()[:3])
+    result.SetOrigin(image.GetOrigin()[:3])
+    result.SetDirection(direction.ravel().tolist())
     return result
 
 

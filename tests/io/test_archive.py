@@ -23,3 +23,12 @@ def test_an_archive_of_windows_is_to_be_unpacked_by_another_program(tmp_path: Pa
     path.write_bytes(content)
     with pytest.raises(UserError, match="another program, and give the folder"), unpacked(path):
         pass
+
+
+def test_an_archive_that_cannot_be_opened_is_not_a_full_disk(tmp_path: Path) -> None:
+    path = tmp_path / "x.zip"
+    with (
+        pytest.raises(UserError, match=r"x\.zip: the zip archive cannot be read \(No such file"),
+        unpacked(path),
+    ):
+        pass
