@@ -266,7 +266,7 @@ def write_page(
         rows,
         statistics,
         files,
-        title=output.name,
+        title=output.resolve().name,
         folder=str(output.resolve()),
         num_pictures=num_pictures,
         say=say,

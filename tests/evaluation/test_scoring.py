@@ -602,6 +602,19 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     )
 
 
+def test_the_page_of_the_present_folder_has_its_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.add("a", _labels(), _labels())
+    world.output.mkdir()
+    monkeypatch.chdir(world.output)
+    evaluate_folder(
+        world.pred, world.table, Path(), TASK, VALUES, progress=_say_nothing, pictures=False
+    )
+    page = (world.output / "report.html").read_text(encoding="utf-8")
+    assert f"<h1>{world.output.name}" in page
+
+
 def test_the_page_leads_into_folders_whose_names_are_no_utf8(world: World) -> None:
     world.pred = world.folder / os.fsdecode(b"M\xfcller")
     world.pred.mkdir()
