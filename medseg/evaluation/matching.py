@@ -227,7 +227,7 @@ def check_grid(
 
     Args:
         owner: Owner of `grid` in the genitive, such as `prediction's`, for the message.
-        grid: The first grid.
+        grid: The first grid, with its axes in the order of the other one.
         other_owner: Owner of `other` in the genitive.
         other: The second grid.
         cure: End of the message, which tells the user what to do.

@@ -74,7 +74,7 @@ def from_nibabel(image: Any, air: int = AIR_HU) -> Volume:
     """Convert an image of nibabel with one volume.
 
     Args:
-        image: The image.
+        image: Image (X, Y, Z), HU of a CT; further axes may have one step.
         air: As for `from_array`.
 
     Returns:

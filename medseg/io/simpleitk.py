@@ -420,7 +420,7 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
 
     Args:
         path: File, for messages.
-        values: The checked fields.
+        values: Value of each field, from `_checked`.
         num_layers: Numbers per voxel that are accepted beside 1; see `open_nrrd_or_metaimage`.
 
     Returns:
@@ -607,7 +607,7 @@ def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers:
 
     Args:
         path: File, for messages.
-        pairs: The pairs.
+        pairs: Value of each key, from `_read_pairs`.
         number: Number of the segment in the keys, from 0.
         num_layers: Layers of the file.
 
