@@ -523,7 +523,7 @@ def write_nifti(
         path: Target.
         array: Voxels (D, H, W); the file gets their type.
         grid: Their position, in the storage order of the array.
-        like: See `new_header`; None, or the header of an image on this grid.
+        like: See `new_header`; its grid must be `grid`.
         structures: Names and colours of the labels, written as a header extension; empty = none.
 
     Raises:
