@@ -26,6 +26,7 @@ from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.names import RAW_NAMES, utf8_path
+from medseg.io.scratch import scratch_folder
 from medseg.io.volume import (
     LazyVolume,
     Volume,
@@ -427,29 +428,34 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
         The grid, and NumPy's code of the voxel type.
 
     Raises:
-        UserError: If SimpleITK refuses the header, or the header describes no 3D volume of grey
-            values.
+        UserError: If SimpleITK refuses the header, the header describes no 3D volume of grey
+            values, or there is no room for the copy.
     """
     copied_name, lines = "header.mha", _meta_lines(values)
     if is_nrrd(path):
         copied_name, lines = "header.nrrd", _nrrd_lines(values)
     reader = SimpleITK.ImageFileReader()
-    with tempfile.TemporaryDirectory(prefix="medseg-") as folder:
-        copied = Path(folder) / copied_name
-        copied.write_bytes("\n".join(lines).encode("utf-8", RAW_NAMES))
-        reader.SetFileName(str(copied))
-        try:
+    scratch = scratch_folder()
+    try:
+        with tempfile.TemporaryDirectory(prefix="medseg-", dir=scratch) as folder:
+            copied = Path(folder) / copied_name
+            copied.write_bytes("\n".join(lines).encode("utf-8", RAW_NAMES))
+            reader.SetFileName(str(copied))
             reader.ReadImageInformation()
-        except RuntimeError as error:
-            # The last line of an ITK error has the reason, after the function of ITK that failed.
-            place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
-            reason = re.sub(place, "", str(error).strip().splitlines()[-1])
-            # Cut, since the reason may quote the header.
-            printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:160])
-            raise UserError(
-                f"{path}: the header cannot be read ({printable}); "
-                "repair it or export the scan again."
-            ) from None
+    except OSError as error:
+        raise UserError(
+            f"{path}: its header cannot be copied into {scratch} ({error.strerror or error}); "
+            "set TMPDIR to a folder on another disk."
+        ) from error
+    except RuntimeError as error:
+        # The last line of an ITK error has the reason, after the function of ITK that failed.
+        place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
+        reason = re.sub(place, "", str(error).strip().splitlines()[-1])
+        # Cut, since the reason may quote the header.
+        printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:160])
+        raise UserError(
+            f"{path}: the header cannot be read ({printable}); repair it or export the scan again."
+        ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
     if num_components == num_layers:
