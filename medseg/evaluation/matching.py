@@ -337,7 +337,7 @@ def task_values(
         label_values: Value in the file to label name.
 
     Raises:
-        UserError: If the file holds a value without a name.
+        UserError: If the file holds a value that is negative or has no name.
     """
     # Lookup tables indexed by the value in the file: `table` holds the value of the task,
     # `is_known` whether the file value has a name or is 0 (background).
@@ -351,6 +351,12 @@ def task_values(
     if is_in_range and is_known[labels].all():
         return table[labels]
     unknown_values = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
+    # `data.label_values` cannot name them.
+    if unknown_values[0] < 0:
+        raise UserError(
+            f"the reference {path.name} holds the value {unknown_values[0]}, expected values of "
+            "label maps from 0; write it again without negative values"
+        )
     named_values = ", ".join(map(str, sorted(label_values))) or "no value"
     raise UserError(
         f"the reference {path.name} holds the value {unknown_values[0]}, which data.label_values "
