@@ -21,7 +21,7 @@ DENSEST_AIR_HU = -950
 CLIP_REACH_HU = 25
 # Minimum share of the pairs of neighbours along the border of a slice that have the value of the
 # fill. Each of the four sides counts a quarter, so a fill along one side has 0.25, however long the
-# side is. For measured tissue the share is below 0.03.
+# side is. For measured tissue the share is below 0.05.
 MIN_BORDER_SHARE = 0.2
 # An image is searched for a fill only if at most this share of neighbouring tissue voxels are
 # equal. Scans have 0.02 to 0.3, an image without noise nearly 1. Without noise, tissue at the
