@@ -466,8 +466,8 @@ def _resample_lines(
 ) -> Tensor:
     """Sample a patch as `_resample_affine` does, once the axes of the patch are ordered.
 
-    The axes of the source are (z, y, x), those of the patch in this order (u, v, w): its lines
-    along u cross the source slices most steeply.
+    The axes of the source are (z, y, x); those of the patch, in their new order, are (u, v, w). The
+    lines along u cross the source slices most steeply.
 
     First every source slice is resampled in its plane, at the points where these lines cross it.
     Then each line is resampled along u, between its crossings. No axis is interpolated twice.
