@@ -220,6 +220,7 @@ def evaluate_folder(
                 overlays=overlays,
                 folder=output / "viewers",
                 num_viewers=num_viewers,
+                say=progress,
             )
         prediction_viewers, bounds = _viewers_and_bounds(pairs)
         write_page(
