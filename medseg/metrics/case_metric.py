@@ -79,8 +79,12 @@ class CaseMetric:
         if scores.ndim <= 2:  # (1, K), or without the background
             return scores
         # Some metrics, such as `ConfusionMatrixMetric`, return counts (1, K, 4), from which only
-        # `aggregate` computes a list of scores.
-        aggregated = self.metric.aggregate()
+        # `aggregate` computes a list of scores. By default it first adds up the counts of all
+        # classes, so that large classes would hide small ones.
+        aggregated = self.metric.aggregate(reduction="none")
+        # `PanopticQualityMetric` gives a tensor: its maps would have to be of instances.
+        if not isinstance(aggregated, list):
+            raise ValueError("it does not score label maps")
         if len(aggregated) != 1:
             raise ValueError(f"it gives {len(aggregated)} scores; let it compute one")
         return aggregated[0]

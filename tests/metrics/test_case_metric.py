@@ -51,8 +51,11 @@ def test_counts_of_monai_become_a_score() -> None:
     adapted = CaseMetric(metric, 3)
     assert adapted(pred, target, SPACING_MM) == pytest.approx(sum(hits) / 2, abs=1e-5)
     assert adapted(target, target, SPACING_MM) == pytest.approx(1.0), "no case remembers another"
-    f_score = CaseMetric(monai.metrics.FBetaScore(), 3)
-    assert f_score(target, target, SPACING_MM) == pytest.approx(1.0)
+    f_score = CaseMetric(monai.metrics.FBetaScore(include_background=False), 3)
+    dices = dice_per_label(pred, target, (1, 2)).values()
+    assert f_score(pred, target, SPACING_MM) == pytest.approx(sum(dices) / 2, abs=1e-5)
+    only_first = target * (target == 1)
+    assert f_score(only_first, only_first, SPACING_MM) == pytest.approx(1.0), "no class 2"
 
 
 class OwnDice(monai.metrics.DiceMetric):
@@ -69,6 +72,10 @@ def test_several_scores_of_a_metric_are_refused() -> None:
     several = CaseMetric(monai.metrics.ConfusionMatrixMetric(metric_name=names), 3)
     with pytest.raises(ValueError, match="gives 2 scores"):
         several(*maps(), SPACING_MM)
+    of_instances = CaseMetric(monai.metrics.PanopticQualityMetric(num_classes=2), 2)
+    pred, target = maps()
+    with pytest.raises(ValueError, match="does not score label maps"):
+        of_instances(pred == 1, target == 1, SPACING_MM)
 
 
 def test_intersection_over_union_of_torchmetrics() -> None:
