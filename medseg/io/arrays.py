@@ -14,7 +14,7 @@ from nibabel.nifti1 import Nifti1Header, Nifti1Image
 from nibabel.spatialimages import SpatialImage
 
 from medseg.errors import UserError
-from medseg.io.nifti import RAS_FROM_LPS, check_sides
+from medseg.io.nifti import RAS_FROM_LPS, check_sides, unit_mm
 from medseg.io.volume import LazyVolume, Volume, check_shape, grid_from_columns, load_image
 from medseg.task import AIR_HU
 
@@ -92,11 +92,17 @@ def from_nibabel(image: Any, air: int = AIR_HU) -> Volume:
     # Further axes, such as time, may have one step.
     if math.prod(voxels.shape[NUM_SPATIAL_AXES:]) == 1:
         voxels = voxels.reshape(voxels.shape[:NUM_SPATIAL_AXES])
+    affine = np.array(image.affine, dtype=np.float64)
     if isinstance(image.header, Nifti1Header):
         check_sides(Path(name), image.header)
-    return from_array(voxels, image.affine, air, name)
+        affine[:NUM_SPATIAL_AXES] *= unit_mm(image.header)
+    return from_array(voxels, affine, air, name)
 
 
 def to_nibabel(labels: np.ndarray, image: Any) -> Any:
     """Make a NIfTI image of labels (Z, Y, X) on the grid of the image that they belong to."""
-    return Nifti1Image(labels.transpose(), image.affine)
+    result = Nifti1Image(labels.transpose(), image.affine)
+    if isinstance(image.header, Nifti1Header):
+        # The affine is in the unit of the image.
+        result.header["xyzt_units"] = image.header["xyzt_units"]
+    return result

@@ -355,11 +355,16 @@ def grid_of_header(
         sizes = sizes[:3]
     shape = check_shape(path, sizes)
     affine, warnings = _choose_form(path, header, shape)
-    length_unit = int(header["xyzt_units"]) & 0b111  # the other bits are the unit of time
-    unit_mm = UNIT_MM.get(length_unit, 1.0)
-    affine_lps = RAS_FROM_LPS @ affine[:3] * unit_mm  # (3, 4): axes in columns, then the origin
+    # (3, 4): axes in columns, then the origin
+    affine_lps = RAS_FROM_LPS @ affine[:3] * unit_mm(header)
     grid = grid_from_columns(path, shape, affine_lps[:, :3], affine_lps[:, 3].tolist())
     return grid, warnings
+
+
+def unit_mm(header: Nifti1Header) -> float:
+    """Length in mm of the unit of a header's affines."""
+    length_unit = int(header["xyzt_units"]) & 0b111  # the other bits are the unit of time
+    return UNIT_MM.get(length_unit, 1.0)
 
 
 def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolume:

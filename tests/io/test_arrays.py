@@ -59,6 +59,17 @@ def test_a_time_axis_of_one_step_is_left_out(tmp_path: Path) -> None:
     assert labels.GetOrigin() == (1.0, 2.0, 3.0)
 
 
+def test_an_image_in_metres_is_what_its_file_is(tmp_path: Path) -> None:
+    image = nibabel.Nifti1Image(np.ones((5, 6, 4), np.int16), np.diag([7e-4, 8e-4, 2.5e-3, 1]))
+    image.header.set_xyzt_units("meter", "sec")
+    nibabel.save(image, tmp_path / "scan.nii.gz")
+    volume = from_nibabel(image)
+    assert volume.grid.spacing_mm == pytest.approx((2.5, 0.8, 0.7))
+    nibabel.save(to_nibabel(volume.array.astype(np.uint8), image), tmp_path / "labels.nii.gz")
+    for name in ("scan.nii.gz", "labels.nii.gz"):
+        assert read_image(tmp_path / name).grid.is_close(volume.grid)
+
+
 def test_forms_that_swap_the_sides_are_refused_as_in_a_file() -> None:
     image = nibabel.Nifti1Image(np.ones((3, 3, 3), np.int16), np.eye(4))
     image.set_qform(np.diag([-1, 1, -1, 1]), 1)
