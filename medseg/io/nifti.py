@@ -288,18 +288,6 @@ def _check_directions(path: Path, affine: np.ndarray, other_affine: np.ndarray) 
         )
 
 
-def check_sides(path: Path, header: Nifti1Header) -> None:
-    """Check that sform and qform of a header, where it gives both, agree on the patient's sides.
-
-    Raises:
-        UserError: If they do not.
-    """
-    if header["sform_code"] > 0 and header["qform_code"] > 0:
-        sform, qform = _read_form(header, "sform"), _read_form(header, "qform")
-        if not sform.fault and not qform.fault:
-            _check_directions(path, sform.affine, qform.affine)
-
-
 def _distance_voxels(
     affine: np.ndarray, other_affine: np.ndarray, shape: tuple[int, int, int]
 ) -> float:
@@ -355,16 +343,11 @@ def grid_of_header(
         sizes = sizes[:3]
     shape = check_shape(path, sizes)
     affine, warnings = _choose_form(path, header, shape)
-    # (3, 4): axes in columns, then the origin
-    affine_lps = RAS_FROM_LPS @ affine[:3] * unit_mm(header)
+    length_unit = int(header["xyzt_units"]) & 0b111  # the other bits are the unit of time
+    unit_mm = UNIT_MM.get(length_unit, 1.0)
+    affine_lps = RAS_FROM_LPS @ affine[:3] * unit_mm  # (3, 4): axes in columns, then the origin
     grid = grid_from_columns(path, shape, affine_lps[:, :3], affine_lps[:, 3].tolist())
     return grid, warnings
-
-
-def unit_mm(header: Nifti1Header) -> float:
-    """Length in mm of the unit of a header's affines."""
-    length_unit = int(header["xyzt_units"]) & 0b111  # the other bits are the unit of time
-    return UNIT_MM.get(length_unit, 1.0)
 
 
 def open_nifti(path: Path, channel: int = 0, num_channels: int = 1) -> LazyVolume:

@@ -8,6 +8,7 @@ import nibabel
 import numpy as np
 import pytest
 import SimpleITK
+from io_volumes import finding_texts
 
 from medseg.errors import UserError
 from medseg.io.arrays import from_array, from_nibabel, is_nibabel, to_nibabel
@@ -68,6 +69,24 @@ def test_an_image_in_metres_is_what_its_file_is(tmp_path: Path) -> None:
     nibabel.save(to_nibabel(volume.array.astype(np.uint8), image), tmp_path / "labels.nii.gz")
     for name in ("scan.nii.gz", "labels.nii.gz"):
         assert read_image(tmp_path / name).grid.is_close(volume.grid)
+
+
+def test_an_image_without_forms_is_what_its_file_is(tmp_path: Path) -> None:
+    """Its sides are unknown, so that a reader has to assume them, and says so."""
+    image = nibabel.Nifti1Image(np.ones((5, 6, 4), np.int16), None)
+    image.header.set_zooms((0.7, 0.8, 2.5))
+    nibabel.save(image, tmp_path / "scan.nii.gz")
+    expected = read_image(tmp_path / "scan.nii.gz")
+    volume = from_nibabel(nibabel.load(tmp_path / "scan.nii.gz"))
+    assert volume.grid.is_close(expected.grid)
+    assert finding_texts(volume) == finding_texts(expected)
+    assert "check the sides" in finding_texts(volume)[0]
+
+
+def test_a_changed_affine_counts() -> None:
+    image = nibabel.Nifti1Image(np.ones((5, 6, 4), np.int16), np.eye(4))
+    image.affine[:3, 3] = (1, 2, 3)
+    assert from_nibabel(image).grid.origin_xyz_mm == (-1, -2, 3)
 
 
 def test_forms_that_swap_the_sides_are_refused_as_in_a_file() -> None:
