@@ -23,10 +23,12 @@ class CaseMetric:
     def __init__(self, metric: Any, num_classes: int) -> None:
         self.metric = metric
         self.num_classes = num_classes
-        # The metric may be of a user's own class, derived from one of MONAI. By the names of the
-        # modules, so that MONAI need not be imported.
-        modules = [base.__module__ for base in type(metric).__mro__]
-        self.is_monai = any(module.startswith("monai.") for module in modules)
+        # The metric may be of a user's own class, derived from one of MONAI or torchmetrics. By the
+        # names of modules and classes, so that neither need be imported.
+        bases = type(metric).__mro__
+        self.is_monai = any(base.__module__.startswith("monai.") for base in bases)
+        has_name = any(base.__name__ == "MeanIoU" for base in bases)
+        self.is_mean_iou = has_name and not self.is_monai
         self.takes_spacing = False
         # MONAI's method that scores a batch. In metrics of distances it has `**kwargs`, which may
         # contain the spacing; the few others that have it ignore the spacing.
@@ -56,9 +58,7 @@ class CaseMetric:
             self.metric.reset()
         # One number, or one for each class.
         scores = torch.as_tensor(raw_scores, dtype=torch.float64)
-        # By its name, so that torchmetrics need not be imported.
-        is_mean_iou = not self.is_monai and type(self.metric).__name__ == "MeanIoU"
-        if is_mean_iou:
+        if self.is_mean_iou:
             # Torchmetrics gives -1 to a class that neither map contains.
             scores = scores.masked_fill(scores < 0, torch.nan)
         return float(scores.nanmean())

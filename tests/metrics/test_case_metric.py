@@ -88,11 +88,14 @@ def test_intersection_over_union_of_torchmetrics() -> None:
     ) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_class_that_both_lack_has_no_share_in_the_mean() -> None:
+class OwnOverlap(torchmetrics.segmentation.MeanIoU):
+    """A metric of a user, in a module of the user."""
+
+
+@pytest.mark.parametrize("overlap", [torchmetrics.segmentation.MeanIoU, OwnOverlap])
+def test_a_class_that_both_lack_has_no_share_in_the_mean(overlap: Any) -> None:
     _, target = maps()
-    per_class = torchmetrics.segmentation.MeanIoU(
-        num_classes=4, per_class=True, input_format="index"
-    )
+    per_class = overlap(num_classes=4, per_class=True, input_format="index")
     adapted = CaseMetric(per_class, 4)
     assert adapted(target, target, SPACING_MM) == pytest.approx(1.0)
     # A class that one of the two has counts with 0.
