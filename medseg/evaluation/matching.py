@@ -281,12 +281,14 @@ def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
         reading the masks raises an error if one is missing.
     """
     masks_by_report = {}
+    # A set, because a look at the disk for each label of each case would take long on a network.
+    present = set(volume_files(folder))
     for report in sorted(folder.glob("*.json")):
         stem = report.with_suffix("")
         masks = {}
         for label in labels_of_report(report):
             masks[label] = label_file(stem, label, "masks")
-        if any(path.is_file() and not _is_case(path) for path in masks.values()):
+        if any(path in present and not _is_case(path) for path in masks.values()):
             masks_by_report[report] = masks
     return masks_by_report
 
@@ -298,9 +300,7 @@ def _files_of_labels(folder: Path) -> set[Path]:
         stem = report.with_suffix("")
         for label in labels_of_report(report):
             for kind in LABEL_ENDINGS:
-                file = label_file(stem, label, kind)
-                if not _is_case(file):
-                    files.add(file)
+                files.add(label_file(stem, label, kind))
     return files
 
 
@@ -318,7 +318,7 @@ def _label_maps(folder: Path) -> dict[str, list[Path]]:
     paths_by_key: dict[str, list[Path]] = {}
     files_of_labels = _files_of_labels(folder)
     for path in volume_files(folder):
-        if path not in files_of_labels:
+        if path not in files_of_labels or _is_case(path):
             paths_by_key.setdefault(_key(case_name(path)), []).append(path)
     return paths_by_key
 
