@@ -1,4 +1,4 @@
-"""Augmentation effects of one sample: an affine resampling, then scanner effects in place.
+"""Augmentation effects of one sample: an affine resampling, then effects of the scanner.
 
 The effects of `augment=ct` expect an image in [-1, 1] with -1 as air. Each effect is a class that
 can be an entry of the configuration key `augment.transforms`.
@@ -17,8 +17,8 @@ from torch import Tensor
 from medseg.preprocess.effect import Effect, Spacing
 from medseg.preprocess.intensity import AIR
 
-# Slices, or rows, that are resampled at once: their sampling coordinates fit into the processor's
-# cache.
+# Slices, or planes of lines, that are resampled at once: their sampling coordinates fit into the
+# cache of the processor.
 SLAB_SLICES = 8
 
 
@@ -42,8 +42,8 @@ class Warp(NamedTuple):
         # largest offset of a sampled point from the centre of the source.
         half = (np.array(shape) - 1) / 2
         reach = np.abs(self.matrix) @ half + np.abs(self.shift_voxels)
-        # A point between two slices is interpolated from where its tilted line crosses them, up to
-        # this much further in plane, see `_resample_lines`.
+        # `_resample_lines` reads a point at the places where its line crosses the slices above and
+        # below. Those lie up to one slice away, so up to this many voxels aside.
         line_axis = _order_axes(self.matrix)[0]
         reach[1:] += np.abs(self.matrix[1:, line_axis] / self.matrix[0, line_axis])
         z, y, x = (max(0, math.ceil(excess)) for excess in reach - half)
@@ -52,9 +52,11 @@ class Warp(NamedTuple):
     def apply(
         self, image: Tensor, labels: Tensor, shape: tuple[int, int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Resample a patch: the image linearly, the labels by the nearest voxel.
+        """Resample a patch: the image linearly, the labels without interpolation.
 
-        Outside of the source, the image is air and the labels are background.
+        A point gets the label of the nearest slice, at the voxel nearest to where the line of the
+        point crosses this slice, see `_resample_lines`. Outside of the source, the image is air and
+        the labels are background.
 
         Args:
             image: Source, (C, D, H, W) float32.
@@ -146,7 +148,7 @@ class Flip(Effect):
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Flip image and labels."""
+        """Draw each axis on its own; flip image and labels alike."""
         axes = [axis for axis in self.axes if rng.random() < 0.5]
         if not axes:
             return image, labels
@@ -210,7 +212,7 @@ class Noise(Effect):
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Add the noise."""
+        """Draw one standard deviation for all channels; change them in place."""
         if rng.random() < self.probability:
             noise = rng.standard_normal(image.shape, dtype=np.float32)
             image.add_(torch.from_numpy(noise), alpha=rng.uniform(*self.sd))
@@ -227,7 +229,7 @@ class Contrast(Effect):
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Multiply the image."""
+        """Draw one factor for all channels; change them in place."""
         if rng.random() < self.probability:
             image.mul_(rng.uniform(*self.range))
         return image, labels
@@ -243,7 +245,7 @@ class Brightness(Effect):
     def __call__(
         self, image: Tensor, labels: Tensor, rng: np.random.Generator, spacing_mm: Spacing
     ) -> tuple[Tensor, Tensor]:
-        """Add the constant."""
+        """Draw one constant for all channels; change them in place."""
         if rng.random() < self.probability:
             image.add_(rng.uniform(-self.max, self.max))
         return image, labels
@@ -464,62 +466,62 @@ def _resample_lines(
 ) -> Tensor:
     """Sample a patch as `_resample_affine` does, once the axes of the patch are ordered.
 
-    Here, z is the first axis in that order: its lines cross the source slices most steeply.
+    The axes of the source are (z, y, x); those of the patch, in their new order, are (u, v, w). The
+    lines along u cross the source slices most steeply.
 
-    First every source slice is resampled in its plane, at the points where the lines of the patch
-    along z cross the slice. Then each line is resampled along z, between its crossings. No axis is
-    interpolated twice.
+    First every source slice is resampled in its plane, at the points where these lines cross it.
+    Then each line is resampled along u, between its crossings. No axis is interpolated twice.
 
-    With M the matrix and t the shift, the point (z, y, x) of the patch lies in the source at
+    With M the matrix and t the shift, the point (u, v, w) of the patch lies in the source at
 
-        s_z = M_zz z + M_zy y + M_zx x + t_z, and likewise s_y and s_x.
+        z = M_zu u + M_zv v + M_zw w + t_z, and likewise y and x.
 
-    Line (y, x) crosses slice s_z at the z that solves this equation. Inserted into the equation of
-    s_y, this z gives the row of the crossing (the column likewise, with s_x in place of s_y):
+    Line (v, w) crosses slice z at the u that solves this equation. Inserted into the equation of y,
+    this u gives the row of the crossing (the column likewise, with x in place of y):
 
-        s_y = (M_yz / M_zz) (s_z - t_z)
-              + (M_yy - M_yz M_zy / M_zz) y + (M_yx - M_yz M_zx / M_zz) x + t_y.
+        y = (M_yu / M_zu) (z - t_z)
+            + (M_yv - M_yu M_zv / M_zu) v + (M_yw - M_yu M_zw / M_zu) w + t_y.
     """
     depth = source.shape[0]
-    # The factors of that formula: rows for s_y and s_x, columns for s_z, y and x.
+    # The factors of that formula: rows for y and x, columns for z, v and w.
     crossing = np.empty((2, 3))
     crossing[:, 0] = matrix[1:, 0] / matrix[0, 0]
     crossing[:, 1:] = matrix[1:, 1:] - matrix[1:, :1] * (matrix[0] / matrix[0, 0])[1:]
     crossing_shift = shift[1:] - crossing[:, 0] * shift[0]
 
-    height, width = shape[1:]
-    y = _centred(height)
-    x = _centred(width)
+    size_u, size_v, size_w = shape
+    u = _centred(size_u)
+    v = _centred(size_v)
+    w = _centred(size_w)
     # Coordinates of `grid_sample` are pairs with the last axis first, and run from -1 to 1 between
     # the outer faces of the source.
     to_unit = 2.0 / np.array(source.shape)
 
     # First pass: every slice of the source in its plane.
-    crossed = source.new_empty((depth, height, width))
-    source_z = _centred(depth)
+    crossed = source.new_empty((depth, size_v, size_w))
+    z = _centred(depth)
     for planes in _slabs(depth):
-        points = torch.empty((len(source_z[planes]), height, width, 2))
+        points = torch.empty((len(z[planes]), size_v, size_w, 2))
         for row, unit in enumerate(to_unit[1:]):
-            by_z, by_y, by_x = (float(unit * factor) for factor in crossing[row])
-            in_plane = by_y * y[:, None] + (by_x * x + float(unit * crossing_shift[row]))
-            # Row 0 is s_y, the second coordinate of a pair; row 1 is s_x, the first.
-            torch.add(by_z * source_z[planes, None, None], in_plane, out=points[..., 1 - row])
+            by_z, by_v, by_w = (float(unit * factor) for factor in crossing[row])
+            in_plane = by_v * v[:, None] + (by_w * w + float(unit * crossing_shift[row]))
+            # Row 0 is y, the second coordinate of a pair; row 1 is x, the first.
+            torch.add(by_z * z[planes, None, None], in_plane, out=points[..., 1 - row])
         sampled = F.grid_sample(source[planes, None], points, mode=mode, align_corners=False)
         crossed[planes] = sampled[:, 0]
 
-    # Second pass: every line along z, several rows of lines at a time. Each row is one image (depth
-    # of the source, W), in which a point keeps its column x and has the row s_z.
+    # Second pass: every line along u, several v at a time. The lines of one v form an image (depth
+    # of the source, size of w). In it a point has the row z and the column w.
     result = source.new_empty(shape)
-    z = _centred(shape[0])
-    by_z, by_y, by_x = (float(to_unit[0] * factor) for factor in matrix[0])
-    for rows in _slabs(height):
-        points = torch.empty((len(y[rows]), shape[0], width, 2))
-        points[..., 0] = x * (2.0 / width)
-        within_row = by_z * z[:, None] + (by_x * x + float(to_unit[0] * shift[0]))
-        torch.add(by_y * y[rows, None, None], within_row, out=points[..., 1])
-        row_images = crossed[:, rows].movedim(1, 0)[:, None]
-        sampled = F.grid_sample(row_images, points, mode=mode, align_corners=False)
-        result[:, rows] = sampled[:, 0].movedim(0, 1)
+    by_u, by_v, by_w = (float(to_unit[0] * factor) for factor in matrix[0])
+    for slab in _slabs(size_v):
+        points = torch.empty((len(v[slab]), size_u, size_w, 2))
+        points[..., 0] = w * (2.0 / size_w)
+        within_image = by_u * u[:, None] + (by_w * w + float(to_unit[0] * shift[0]))
+        torch.add(by_v * v[slab, None, None], within_image, out=points[..., 1])
+        line_images = crossed[:, slab].movedim(1, 0)[:, None]
+        sampled = F.grid_sample(line_images, points, mode=mode, align_corners=False)
+        result[:, slab] = sampled[:, 0].movedim(0, 1)
     return result
 
 

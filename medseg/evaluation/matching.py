@@ -17,7 +17,7 @@ from medseg.data.case_table import Case, read_case_table, table_at
 from medseg.data.reference import read_reference
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
-from medseg.io.inputs import SUFFIXES, case_name, volume_files
+from medseg.io.inputs import SUFFIXES, case_name, volume_files, volume_suffix
 from medseg.io.label_files import LABEL_ENDINGS, label_file, labels_of_report
 from medseg.io.read import read_labels
 from medseg.io.volume import Volume
@@ -110,6 +110,8 @@ def find_references(
         return _references_in_folder(ref), set()
     if not ref.exists():
         raise UserError(f"ref={ref} does not exist; give a case table or a folder of label maps.")
+    if volume_suffix(ref) is not None:
+        raise UserError(f"ref={ref} is a single label map; give its folder, or a case table.")
     references = {}
     keys = set()
     for case in read_case_table(ref, labels_column):
@@ -225,7 +227,7 @@ def check_grid(
 
     Args:
         owner: Owner of `grid` in the genitive, such as `prediction's`, for the message.
-        grid: The first grid.
+        grid: The first grid, with its axes in the order of the other one.
         other_owner: Owner of `other` in the genitive.
         other: The second grid.
         cure: End of the message, which tells the user what to do.
@@ -279,12 +281,14 @@ def _masks_by_report(folder: Path) -> dict[Path, dict[str, Path]]:
         reading the masks raises an error if one is missing.
     """
     masks_by_report = {}
+    # A set, because a look at the disk for each label of each case would take long on a network.
+    present = set(volume_files(folder))
     for report in sorted(folder.glob("*.json")):
         stem = report.with_suffix("")
         masks = {}
         for label in labels_of_report(report):
             masks[label] = label_file(stem, label, "masks")
-        if any(path.is_file() and not _is_case(path) for path in masks.values()):
+        if any(path in present and not _is_case(path) for path in masks.values()):
             masks_by_report[report] = masks
     return masks_by_report
 
@@ -296,9 +300,7 @@ def _files_of_labels(folder: Path) -> set[Path]:
         stem = report.with_suffix("")
         for label in labels_of_report(report):
             for kind in LABEL_ENDINGS:
-                file = label_file(stem, label, kind)
-                if not _is_case(file):
-                    files.add(file)
+                files.add(label_file(stem, label, kind))
     return files
 
 
@@ -316,7 +318,7 @@ def _label_maps(folder: Path) -> dict[str, list[Path]]:
     paths_by_key: dict[str, list[Path]] = {}
     files_of_labels = _files_of_labels(folder)
     for path in volume_files(folder):
-        if path not in files_of_labels:
+        if path not in files_of_labels or _is_case(path):
             paths_by_key.setdefault(_key(case_name(path)), []).append(path)
     return paths_by_key
 
@@ -335,7 +337,7 @@ def task_values(
         label_values: Value in the file to label name.
 
     Raises:
-        UserError: If the file holds a value without a name.
+        UserError: If the file holds a value that is negative or has no name.
     """
     # Lookup tables indexed by the value in the file: `table` holds the value of the task,
     # `is_known` whether the file value has a name or is 0 (background).
@@ -349,6 +351,12 @@ def task_values(
     if is_in_range and is_known[labels].all():
         return table[labels]
     unknown_values = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
+    # `data.label_values` cannot name them.
+    if unknown_values[0] < 0:
+        raise UserError(
+            f"the reference {path.name} holds the value {unknown_values[0]}, expected values of "
+            "label maps from 0; write it again without negative values"
+        )
     named_values = ", ".join(map(str, sorted(label_values))) or "no value"
     raise UserError(
         f"the reference {path.name} holds the value {unknown_values[0]}, which data.label_values "

@@ -1,12 +1,13 @@
 """Pictures of scored cases: an overlay of each case, and viewers of the worst cases."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from medseg.data.case_table import Case
+from medseg.errors import UserError
 from medseg.evaluation.matching import Prediction, Reference, check_grid, read_pair
 from medseg.evaluation.reports import read_case_report, scan_of
 from medseg.findings import sentences_of
@@ -83,10 +84,12 @@ def write_viewers(
     overlays: Path,
     folder: Path,
     num_viewers: int,
+    say: Callable[[str], None],
 ) -> dict[str, Path]:
     """Write the viewers of the worst cases.
 
-    The files of these cases are read again: the worst cases are known only after all are scored.
+    The files of these cases are read again: the worst cases are known only after all are scored. A
+    case whose files cannot be read any more gets no viewer.
 
     Args:
         rows: Scores of all cases and regions.
@@ -97,6 +100,7 @@ def write_viewers(
             unknown or unreadable.
         folder: Folder of the viewers.
         num_viewers: Largest number of viewers.
+        say: Takes a warning for each viewer that cannot be written.
 
     Returns:
         Case to its viewer.
@@ -104,17 +108,38 @@ def write_viewers(
     drawn_cases = [name for name in worst_first(rows) if (overlays / f"{name}.png").is_file()]
     viewers = {}
     for name in drawn_cases[:num_viewers]:
-        prediction, reference = pairs[name]
-        scan = scan_of(reference, prediction.path, task)
-        assert scan is not None, "its overlay was drawn"
-        pred, target, grid = read_pair(prediction, reference, task, label_values)
-        image, _ = _read_image(scan, grid, task)
-        # Only CT has values in HU.
-        image_hu = image if task.is_ct else None
-        statistics = scan_statistics(image_hu, pred, grid, task.labels)
-        volumes = pack_case(image, pred, grid, target, task)
         viewer = folder / f"{name}{SUFFIX}"
-        report = read_case_report(prediction.path)
-        write_case_viewer(viewer, volumes, statistics, report, task)
+        prediction, reference = pairs[name]
+        try:
+            _write_viewer(viewer, prediction, reference, task, label_values)
+        # The scores and the page do not need the viewer.
+        except (UserError, OSError, ValueError) as error:
+            say(f"warning: {name}: no viewer, {error}")
+            continue
         viewers[name] = viewer
     return viewers
+
+
+def _write_viewer(
+    viewer: Path,
+    prediction: Prediction,
+    reference: Reference,
+    task: Task,
+    label_values: LabelValues,
+) -> None:
+    """Write the viewer of a case, whose overlay was drawn.
+
+    Raises:
+        UserError: If a file cannot be read or written.
+    """
+    pred, target, grid = read_pair(prediction, reference, task, label_values)
+    scan = scan_of(reference, prediction.path, task)
+    if scan is None:
+        raise UserError("its scan does not exist any more")
+    image, _ = _read_image(scan, grid, task)
+    # Only CT has values in HU.
+    image_hu = image if task.is_ct else None
+    statistics = scan_statistics(image_hu, pred, grid, task.labels)
+    volumes = pack_case(image, pred, grid, target, task)
+    report = read_case_report(prediction.path)
+    write_case_viewer(viewer, volumes, statistics, report, task)

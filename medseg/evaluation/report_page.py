@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -63,6 +63,20 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
             "evaluate again."
         ) from error
     return rows
+
+
+def check_baseline(folder: Path, rows: Sequence[Row], cases: Collection[str]) -> None:
+    """Refuse a baseline that has none of the cases.
+
+    Args:
+        folder: Output folder of the baseline, for the message.
+        rows: Its scores, from `read_baseline`.
+        cases: Names of the cases to compare.
+    """
+    if set(cases).isdisjoint(_cases_of(rows)):
+        raise UserError(
+            f"baseline={folder}: it has none of the scored cases; give scores of the same cases."
+        )
 
 
 def compare_rows(
@@ -223,7 +237,11 @@ def write_page(
     pairing_sentences: list[str] = []
     if baseline is not None:
         if not compared:
-            raise UserError(f"baseline={baseline}: {_why_not_compared(rows, baseline_rows)}")
+            check_baseline(baseline, baseline_rows, _cases_of(rows))
+            raise UserError(
+                f"baseline={baseline}: none of its scores of the same cases is finite in both "
+                "evaluations, or the regions have other names; give scores of the same regions."
+            )
         _write_differences(compared, output, say)
         pairing_sentences = _describe_pairs(rows, baseline_rows, patients)
         for sentence in pairing_sentences:
@@ -248,7 +266,7 @@ def write_page(
         rows,
         statistics,
         files,
-        title=output.name,
+        title=output.resolve().name,
         folder=str(output.resolve()),
         num_pictures=num_pictures,
         say=say,
@@ -260,16 +278,6 @@ def write_page(
         pairing=pairing_sentences,
     )
     replace_text(output / "report.html", page)
-
-
-def _why_not_compared(rows: Sequence[Row], baseline_rows: Sequence[Row]) -> str:
-    """Describe why no score can be compared with the baseline, and what to do."""
-    if set(_cases_of(rows)).isdisjoint(_cases_of(baseline_rows)):
-        return "it has none of the scored cases; give scores of the same cases."
-    return (
-        "none of its scores of the same cases is finite in both evaluations, or the regions have "
-        "other names; give scores of the same regions."
-    )
 
 
 def _picture_of(case: str, overlays: Path | None) -> Path | None:

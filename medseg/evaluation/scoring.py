@@ -23,6 +23,7 @@ from medseg.evaluation.report_page import (
     ALL,
     DIRECTION_OF_METRIC,
     TABLE_DIGITS,
+    check_baseline,
     read_baseline,
     write_page,
 )
@@ -174,6 +175,8 @@ def evaluate_folder(
             "name each prediction after its case."
         )
     # These checks come before the results of an earlier evaluation are removed.
+    if baseline is not None:
+        check_baseline(baseline, baseline_rows, [references[key].name for key in common_keys])
     check_writable(output)
     # A `summary.csv` with these first columns is one of `predict`, which must not be replaced.
     refuse_table(
@@ -217,6 +220,7 @@ def evaluate_folder(
                 overlays=overlays,
                 folder=output / "viewers",
                 num_viewers=num_viewers,
+                say=progress,
             )
         prediction_viewers, bounds = _viewers_and_bounds(pairs)
         write_page(
@@ -481,21 +485,30 @@ def _score_case(
         summary.costs[reference.name] = cost
     if overlays is not None:
         scan = scan_of(reference, prediction.path, task)
-        if scan is not None:
-            summary.warnings += _draw(scan, pred, target, grid, task, overlays)
+        warnings = _draw(reference.name, scan, pred, target, grid, task, overlays)
+        summary.warnings += [f"{reference.name}: {warning}" for warning in warnings]
     return f"Dice {', '.join(dice_texts)}"
 
 
 def _draw(
-    scan: Case, pred: np.ndarray, target: np.ndarray, grid: VoxelGrid, task: Task, overlays: Path
+    case: str,
+    scan: Case | None,
+    pred: np.ndarray,
+    target: np.ndarray,
+    grid: VoxelGrid,
+    task: Task,
+    overlays: Path,
 ) -> list[str]:
-    """Draw the overlay of a case and return the warnings, each with the name of the case."""
+    """Draw the overlay of a case, if its scan is known, and return the warnings."""
     try:
-        warnings = draw_overlay(scan, pred, target, grid, task, overlays)
+        # An interrupted evaluation leaves pictures, which must not stand beside the new scores.
+        (overlays / f"{case}.png").unlink(missing_ok=True)
+        if scan is None:
+            return []
+        return draw_overlay(scan, pred, target, grid, task, overlays)
     # If the scan cannot be read, only the picture is missing: the scores do not need the scan.
     except (UserError, OSError, ValueError) as error:
-        return [f"{scan.name}: no picture, {error}"]
-    return [f"{scan.name}: {warning}" for warning in warnings]
+        return [f"no picture, {error}"]
 
 
 def _further_scores(

@@ -201,8 +201,7 @@ def resampled_shape(
 ) -> tuple[int, int, int]:
     """Count the voxels per axis that keep the field of view at a new spacing.
 
-    The extent changes by at most half a target voxel per axis; an axis never shrinks below one
-    voxel.
+    The extent of each axis is rounded to whole target voxels, at least one.
 
     Args:
         shape: Volume size in voxels, (D, H, W).
@@ -327,8 +326,8 @@ class VoxelGrid:
     def resampled(self, target_spacing_mm: tuple[float, float, float] | None) -> VoxelGrid:
         """Make the grid of another spacing (z, y, x) over the same field of view.
 
-        Direction and centre stay. The size follows `resampled_shape`, so the extent may change by
-        half a target voxel per axis. Without a target spacing, the grid itself is returned.
+        Direction and centre stay. The extent of each axis is rounded to whole voxels, see
+        `resampled_shape`. Without a target spacing, the grid itself is returned.
         """
         if target_spacing_mm is None:
             return self

@@ -81,10 +81,9 @@ class GridRule:
         Args:
             box: Region with its margin, in voxels of the lattice.
             lattice: Grid over the whole scan at the spacing of the crop.
-            patch_size: Size (z, y, x) of the patches that are cut from the crop, which grows to at
-                least this size; the network never sees the crop whole, so no multiple is needed.
-                None: the crop goes to the network whole, and grows to a size that the network takes
-                (`network_size`).
+            patch_size: Size (z, y, x) of the patches cut from the crop. The crop then grows to at
+                least this size, and `divisor` and `least_size` do not apply. None: the crop goes to
+                the network whole, and grows to a size that the network takes (`network_size`).
             divisor: A whole crop grows to a multiple of this, (z, y, x).
             least_size: A whole crop grows to at least this size (z, y, x) before it grows to a
                 multiple of the divisor.

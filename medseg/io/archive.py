@@ -30,21 +30,33 @@ def unpacked(path: Path) -> Iterator[Path]:
     put inside the folder.
 
     Raises:
-        UserError: If the archive is damaged, needs a password, or does not fit on the disk.
+        UserError: If the archive cannot be read, needs a password, or does not fit on the disk.
     """
     with tempfile.TemporaryDirectory(prefix="medseg-", dir=scratch_folder()) as scratch:
         folder = Path(scratch) / path.stem
         folder.mkdir()
         try:
             _unpack(path, folder)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        except NotImplementedError as error:
+            # Windows packs large files by Deflate64, which Python lacks.
+            raise UserError(
+                f"{path}: the zip archive cannot be read ({error}); "
+                "unpack it with another program, and give the folder."
+            ) from error
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise UserError(
                 f"{path}: the zip archive cannot be read ({error}); export or copy it again."
             ) from error
         except OSError as error:
+            reason = error.strerror or error
+            if error.filename == str(path):
+                raise UserError(
+                    f"{path}: the zip archive cannot be read ({reason}); "
+                    "check the path and its permissions."
+                ) from error
             raise UserError(
-                f"{path}: the zip archive cannot be unpacked into {scratch_folder()} "
-                f"({error.strerror or error}); set TMPDIR to a folder on another disk."
+                f"{path}: the zip archive cannot be unpacked into {scratch_folder()} ({reason}); "
+                "set TMPDIR to a folder on another disk."
             ) from error
         yield folder
 

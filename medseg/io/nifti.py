@@ -313,7 +313,7 @@ def grid_of_header(
 
     Args:
         path: File, for messages.
-        header: The header.
+        header: Header of either version, as nibabel parses it.
         num_volumes: Volumes along the fourth axis, one per channel; each lies on the grid.
 
     Raises:
@@ -509,9 +509,9 @@ def write_nifti(
 
     Args:
         path: Target.
-        array: The voxels.
-        grid: Their position.
-        like: See `new_header`.
+        array: Voxels (D, H, W); the file gets their type.
+        grid: Their position, in the storage order of the array.
+        like: See `new_header`; its grid must be `grid`.
         structures: Names and colours of the labels, written as a header extension; empty = none.
 
     Raises:

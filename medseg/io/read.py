@@ -52,7 +52,7 @@ def _explained(path: Path, read: Callable[[Path], Result]) -> Result:
 
     Args:
         path: Path of the scan, for messages and for the reader.
-        read: The reader.
+        read: Reads the scan at a path.
     """
     try:
         # Numbers of a damaged file may overflow: a result that is not finite is refused, or counts

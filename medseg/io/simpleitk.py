@@ -26,6 +26,7 @@ from medseg.findings import warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.atomic import replace_bytes, replace_path
 from medseg.io.names import RAW_NAMES, utf8_path
+from medseg.io.scratch import scratch_folder
 from medseg.io.volume import (
     LazyVolume,
     Volume,
@@ -420,36 +421,41 @@ def _geometry(path: Path, values: dict[str, str], num_layers: int) -> tuple[Voxe
 
     Args:
         path: File, for messages.
-        values: The checked fields.
+        values: Value of each field, from `_checked`.
         num_layers: Numbers per voxel that are accepted beside 1; see `open_nrrd_or_metaimage`.
 
     Returns:
         The grid, and NumPy's code of the voxel type.
 
     Raises:
-        UserError: If SimpleITK refuses the header, or the header describes no 3D volume of grey
-            values.
+        UserError: If SimpleITK refuses the header, the header describes no 3D volume of grey
+            values, or there is no room for the copy.
     """
     copied_name, lines = "header.mha", _meta_lines(values)
     if is_nrrd(path):
         copied_name, lines = "header.nrrd", _nrrd_lines(values)
     reader = SimpleITK.ImageFileReader()
-    with tempfile.TemporaryDirectory(prefix="medseg-") as folder:
-        copied = Path(folder) / copied_name
-        copied.write_bytes("\n".join(lines).encode("utf-8", RAW_NAMES))
-        reader.SetFileName(str(copied))
-        try:
+    scratch = scratch_folder()
+    try:
+        with tempfile.TemporaryDirectory(prefix="medseg-", dir=scratch) as folder:
+            copied = Path(folder) / copied_name
+            copied.write_bytes("\n".join(lines).encode("utf-8", RAW_NAMES))
+            reader.SetFileName(str(copied))
             reader.ReadImageInformation()
-        except RuntimeError as error:
-            # The last line of an ITK error has the reason, after the function of ITK that failed.
-            place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
-            reason = re.sub(place, "", str(error).strip().splitlines()[-1])
-            # Cut, since the reason may quote the header.
-            printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:160])
-            raise UserError(
-                f"{path}: the header cannot be read ({printable}); "
-                "repair it or export the scan again."
-            ) from None
+    except OSError as error:
+        raise UserError(
+            f"{path}: its header cannot be copied into {scratch} ({error.strerror or error}); "
+            "set TMPDIR to a folder on another disk."
+        ) from error
+    except RuntimeError as error:
+        # The last line of an ITK error has the reason, after the function of ITK that failed.
+        place = r".*(ReadImageInformation:|\[nrrd\]) *(_nrrd\w+: )?"
+        reason = re.sub(place, "", str(error).strip().splitlines()[-1])
+        # Cut, since the reason may quote the header.
+        printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:160])
+        raise UserError(
+            f"{path}: the header cannot be read ({printable}); repair it or export the scan again."
+        ) from None
     type_name = SimpleITK.GetPixelIDValueAsString(reader.GetPixelID()).removeprefix("vector of ")
     num_components = reader.GetNumberOfComponents()
     if num_components == num_layers:
@@ -607,7 +613,7 @@ def _read_segment(path: Path, pairs: Mapping[str, str], number: int, num_layers:
 
     Args:
         path: File, for messages.
-        pairs: The pairs.
+        pairs: Value of each key, from `_read_pairs`.
         number: Number of the segment in the keys, from 0.
         num_layers: Layers of the file.
 
@@ -733,8 +739,8 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
     """Convert an image, as if it were read from a file.
 
     Args:
-        image: `SimpleITK.Image` of three axes, one number per voxel: HU of a CT, or intensities of
-            another modality.
+        image: `SimpleITK.Image` of three axes, or with a further one of one step, one number per
+            voxel: HU of a CT, or intensities of another modality.
         air: Value that replaces NaN and infinity, see `load_image`.
 
     Returns:
@@ -764,7 +770,12 @@ def from_simpleitk(image: Any, air: int = AIR_HU) -> Volume:
 def to_simpleitk(labels: np.ndarray, image: Any) -> Any:
     """Make an image of labels (D, H, W) on the grid of the image that they belong to."""
     result = SimpleITK.GetImageFromArray(labels)
-    result.CopyInformation(image)
+    # Not by `CopyInformation`: the image may have a time axis of one step, which labels lack.
+    num_axes = image.GetDimension()
+    direction = np.reshape(image.GetDirection(), (num_axes, num_axes))[:3, :3]
+    result.SetSpacing(image.GetSpacing()[:3])
+    result.SetOrigin(image.GetOrigin()[:3])
+    result.SetDirection(direction.ravel().tolist())
     return result
 
 
@@ -863,7 +874,9 @@ def _write_pair(path: Path, array: np.ndarray, grid: VoxelGrid) -> None:
                 voxels.unlink()
         raise
     for file in old_files:
-        file.unlink(missing_ok=True)
+        # An old header may have named a missing file, whose name the new voxels then have.
+        if file != voxels:
+            file.unlink(missing_ok=True)
 
 
 def _own_voxel_files(path: Path, stem: str) -> list[Path]:

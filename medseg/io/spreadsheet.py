@@ -33,6 +33,9 @@ OPTIONS = {
     "strings_to_numbers": False,
     "strings_to_urls": False,
 }
+# Characters of a file name to their escapes in a link. XlsxWriter would take "#" for the start of a
+# place within the file, and escapes the others only where a link has no escape yet.
+LINK_ESCAPES = str.maketrans({sign: f"%{ord(sign):02x}" for sign in '%# "<>[]`^{}'})
 
 
 class Link(NamedTuple):
@@ -120,7 +123,7 @@ def _add_sheet(workbook: Any, name: str, sheet: Sheet) -> None:
             value = row.get(column.key)
             place = (row_number, column_number)
             if isinstance(value, Link):
-                target = f"external:{_text(value.target)}"
+                target = f"external:{_text(value.target).translate(LINK_ESCAPES)}"
                 page.write_url(*place, target, link_format, _text(value.text))
             elif _is_excel_date(value):
                 value_format = date_format

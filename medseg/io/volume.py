@@ -537,7 +537,7 @@ def _load(
     """Read all voxels into an array of the first of some types that holds them.
 
     Args:
-        volume: The volume.
+        volume: Opened file, whose voxels are read here.
         dtypes: `IMAGE_DTYPES` or `LABEL_DTYPES`.
         air: Value for the voxels of an image that hold no number.
 

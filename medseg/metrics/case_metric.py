@@ -23,10 +23,15 @@ class CaseMetric:
     def __init__(self, metric: Any, num_classes: int) -> None:
         self.metric = metric
         self.num_classes = num_classes
-        self.is_monai = type(metric).__module__.startswith("monai.")
+        # The metric may be of a user's own class, derived from one of MONAI or torchmetrics. By the
+        # names of modules and classes, so that neither need be imported.
+        bases = type(metric).__mro__
+        self.is_monai = any(base.__module__.startswith("monai.") for base in bases)
+        has_name = any(base.__name__ == "MeanIoU" for base in bases)
+        self.is_mean_iou = has_name and not self.is_monai
         self.takes_spacing = False
-        # MONAI's method that scores a batch. In metrics of distances, and only there, it has
-        # `**kwargs`, which may contain the spacing.
+        # MONAI's method that scores a batch. In metrics of distances it has `**kwargs`, which may
+        # contain the spacing; the few others that have it ignore the spacing.
         score_batch = getattr(metric, "_compute_tensor", None)
         if score_batch is not None:
             parameters = inspect.signature(score_batch).parameters.values()
@@ -53,9 +58,7 @@ class CaseMetric:
             self.metric.reset()
         # One number, or one for each class.
         scores = torch.as_tensor(raw_scores, dtype=torch.float64)
-        # By its name, so that torchmetrics need not be imported.
-        is_mean_iou = not self.is_monai and type(self.metric).__name__ == "MeanIoU"
-        if is_mean_iou:
+        if self.is_mean_iou:
             # Torchmetrics gives -1 to a class that neither map contains.
             scores = scores.masked_fill(scores < 0, torch.nan)
         return float(scores.nanmean())
@@ -76,8 +79,12 @@ class CaseMetric:
         if scores.ndim <= 2:  # (1, K), or without the background
             return scores
         # Some metrics, such as `ConfusionMatrixMetric`, return counts (1, K, 4), from which only
-        # `aggregate` computes a list of scores.
-        aggregated = self.metric.aggregate()
+        # `aggregate` computes a list of scores. By default it first adds up the counts of all
+        # classes, so that large classes would hide small ones.
+        aggregated = self.metric.aggregate(reduction="none")
+        # `PanopticQualityMetric` gives a tensor: its maps would have to be of instances.
+        if not isinstance(aggregated, list):
+            raise ValueError("it does not score label maps")
         if len(aggregated) != 1:
             raise ValueError(f"it gives {len(aggregated)} scores; let it compute one")
         return aggregated[0]

@@ -20,19 +20,19 @@ DENSEST_AIR_HU = -950
 # range.
 CLIP_REACH_HU = 25
 # Minimum share of the pairs of neighbours along the border of a slice that have the value of the
-# fill. For measured tissue the share is below 0.03; for a fill along one of the four sides it is
-# 0.25.
+# fill. Each of the four sides counts a quarter, so a fill along one side has 0.25, however long the
+# side is. For measured tissue the share is below 0.05.
 MIN_BORDER_SHARE = 0.2
-# Largest share of equal neighbours in the tissue of an image that is searched for a fill. Scans
-# have 0.02 to 0.3, an image without noise nearly 1: its tissue may have a single value at the
-# border too.
+# An image is searched for a fill only if at most this share of neighbouring tissue voxels are
+# equal. Scans have 0.02 to 0.3, an image without noise nearly 1. Without noise, tissue at the
+# border may be constant too.
 MAX_EQUAL_SHARE = 0.5
 # Noise is judged in at least this many slices, evenly spread; in all if the image has fewer.
 NOISE_SLICES = 16
 # Minimum number of pairs of neighbours in tissue to judge the noise.
 MIN_PAIRS = 1000
 # Pixels of the smallest connected piece that is replaced. Smaller ones may be tissue that has the
-# value by chance.
+# value by chance. For the same reason a side with fewer pairs counts less than a quarter.
 MIN_PIECE = 20
 
 
@@ -51,7 +51,7 @@ def find_fill(image_hu: np.ndarray) -> float | None:
     if not slice_counts:
         return None
     [(fill, _)] = slice_counts.most_common(1)
-    # The lowest value of the image, without padding below air.
+    # Start of the running minimum of the image, which does not count padding below air.
     lowest = fill
     for plane in image_hu:
         is_measured = plane > AIR_HU - CLIP_REACH_HU
@@ -82,7 +82,7 @@ def replace_fill(image_hu: np.ndarray, fill: float) -> float:
         # The next two arrays are indexed by piece number; number 0 is everything that is not fill.
         is_large = np.bincount(pieces.ravel(), minlength=num_pieces + 1) >= MIN_PIECE
         is_at_border = np.zeros(num_pieces + 1, dtype=bool)
-        is_at_border[_border(pieces)] = True
+        is_at_border[np.concatenate(_sides(pieces))] = True
         is_at_border[0] = False
         is_replaced = (is_large & is_at_border)[pieces]  # (H, W)
         plane[is_replaced] = AIR_HU
@@ -90,9 +90,9 @@ def replace_fill(image_hu: np.ndarray, fill: float) -> float:
     return num_replaced / image_hu.size
 
 
-def _border(plane: np.ndarray) -> np.ndarray:
-    """List the values of a plane along its four sides, one after the other."""
-    return np.concatenate([plane[0], plane[:, -1], plane[-1], plane[:, 0]])
+def _sides(plane: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Cut the four sides out of a plane (H, W): first and last row, first and last column."""
+    return plane[0], plane[-1], plane[:, 0], plane[:, -1]
 
 
 def _border_value(plane: np.ndarray) -> float | None:
@@ -102,19 +102,24 @@ def _border_value(plane: np.ndarray) -> float | None:
         The value in HU; None if no value denser than air has `MIN_BORDER_SHARE` of the pairs of
         neighbours.
     """
-    border = _border(plane)
-    is_equal = border[1:] == border[:-1]
-    repeated = border[1:][is_equal]  # the value of each pair of equal neighbours
-    repeated = repeated[repeated > DENSEST_AIR_HU]
-    min_count = MIN_BORDER_SHARE * len(border)
+    values = []
+    # For each pair of equal neighbours its part of all pairs.
+    weights = []
+    for side in _sides(plane):
+        repeated = side[1:][side[1:] == side[:-1]]
+        repeated = repeated[repeated > DENSEST_AIR_HU]
+        num_pairs = max(len(side) - 1, MIN_PIECE)
+        values.append(repeated)
+        weights.append(np.full(len(repeated), 1 / (4 * num_pairs)))
     # Most slices end here, before the sort of `unique`.
-    if len(repeated) < min_count:
+    if sum(map(np.sum, weights)) < MIN_BORDER_SHARE:
         return None
-    values, counts = np.unique(repeated, return_counts=True)
-    most_common = int(counts.argmax())
-    if counts[most_common] < min_count:
+    unique_values, numbers = np.unique(np.concatenate(values), return_inverse=True)
+    shares = np.bincount(numbers, np.concatenate(weights))
+    largest = int(shares.argmax())
+    if shares[largest] < MIN_BORDER_SHARE:
         return None
-    return float(values[most_common])
+    return float(unique_values[largest])
 
 
 def _is_noisy(image_hu: np.ndarray, fill: float) -> bool:

@@ -278,7 +278,7 @@ def filter_slab(read: Callable[[tuple[slice, slice, slice]], Tensor], slab: Slab
 
     Args:
         read: Returns the voxels in a box of the source, (d, h, w), float32.
-        slab: The slab.
+        slab: Part of a resampling, from `plan_slabs`.
 
     Returns:
         Target voxels, (D', H', W'), float32; may be a view.
@@ -401,7 +401,7 @@ def _read(
 
     Args:
         image: Volume (D, H, W).
-        box: The box.
+        box: Range of voxels along z, y and x.
         dtype: Type of the result, float32 or uint8.
     """
     if isinstance(image, Tensor):

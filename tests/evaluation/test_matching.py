@@ -19,6 +19,7 @@ from medseg.evaluation.matching import (
     find_predictions,
     find_references,
     read_pair,
+    task_values,
 )
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.write import write_labels
@@ -199,3 +200,19 @@ def test_grids_agree_within_a_tenth_of_a_millimetre(
         return
     with pytest.raises(UserError, match=r"the prediction's grid .* is not the reference's"):
         check_grid("prediction's", moved, "reference's", grid)
+
+
+def test_a_single_label_map_is_no_reference(tmp_path: Path) -> None:
+    (tmp_path / "a.nii.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(UserError, match="is a single label map; give its folder"):
+        find_references(tmp_path / "a.nii.gz", "labels", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "advice"), [(-1, "write it again without negative"), (7, "add it, also if it is")]
+)
+def test_a_value_without_a_name_is_refused_with_what_helps(value: int, advice: str) -> None:
+    task = Task("lungs", {"left_lung": 1}, (), (Channel(window_hu=(-1000.0, 400.0)),))
+    labels = np.full((2, 2, 2), value, np.int16)
+    with pytest.raises(UserError, match=advice):
+        task_values(labels, Path("a.nii.gz"), task, {1: "left_lung"})

@@ -13,6 +13,8 @@ import nibabel
 import numpy as np
 import pytest
 
+from medseg.errors import UserError
+from medseg.evaluation import pictures
 from medseg.evaluation.scoring import evaluate_folder
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.tables import write_csv
@@ -150,3 +152,19 @@ def test_the_first_of_several_channels_of_a_4d_file_is_drawn(folder: Path) -> No
     )
     assert summary.warnings == []
     assert viewers(folder) == {"worse.html"}
+
+
+def test_a_case_that_cannot_be_read_again_has_no_viewer_and_the_page_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_pair = pictures.read_pair
+
+    def read_again(prediction: Any, reference: Any, *rest: Any) -> Any:
+        if reference.name == "bad":
+            raise UserError("bad.nii.gz: cannot be read")
+        return read_pair(prediction, reference, *rest)
+
+    monkeypatch.setattr(pictures, "read_pair", read_again)
+    page = evaluated(folder, "cases.csv")
+    assert 'href="viewers/worse.html"' in page
+    assert 'href="viewers/bad.html"' not in page

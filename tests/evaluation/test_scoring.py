@@ -602,6 +602,19 @@ def test_the_page_has_the_worst_case_first_and_leads_to_viewers(world: World) ->
     )
 
 
+def test_the_page_of_the_present_folder_has_its_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.add("a", _labels(), _labels())
+    world.output.mkdir()
+    monkeypatch.chdir(world.output)
+    evaluate_folder(
+        world.pred, world.table, Path(), TASK, VALUES, progress=_say_nothing, pictures=False
+    )
+    page = (world.output / "report.html").read_text(encoding="utf-8")
+    assert f"<h1>{world.output.name}" in page
+
+
 def test_the_page_leads_into_folders_whose_names_are_no_utf8(world: World) -> None:
     world.pred = world.folder / os.fsdecode(b"M\xfcller")
     world.pred.mkdir()
@@ -877,6 +890,27 @@ def test_a_baseline_that_cannot_be_compared_is_refused(
         )
 
 
+def test_a_baseline_of_other_cases_is_refused_before_anything_is_scored(world: World) -> None:
+    world.add("a", _labels(), _labels())
+    baseline = world.folder / "older"
+    baseline.mkdir()
+    write_csv(
+        baseline / "metrics.csv",
+        [{"case": "z", "region": "left_lung", "dice": 1, "nsd_1mm": 1, "nsd_2mm": 1, "hd95_mm": 0}],
+    )
+    with pytest.raises(UserError, match="none of the scored cases"):
+        evaluate_folder(
+            world.pred,
+            world.table,
+            world.output,
+            TASK,
+            VALUES,
+            progress=_say_nothing,
+            baseline=baseline,
+        )
+    assert not world.output.exists()
+
+
 def test_nothing_of_an_earlier_evaluation_stands_beside_the_new_scores(world: World) -> None:
     world.add("a", _labels(), _labels())
     evaluate_folder(world.pred, world.table, world.output, TASK, VALUES, progress=_say_nothing)
@@ -902,6 +936,21 @@ def test_nothing_of_an_earlier_evaluation_stands_beside_the_new_scores(world: Wo
     summary = evaluate_folder(world.pred, world.table, again, TASK, VALUES, progress=_say_nothing)
     assert list(summary.failed) == ["a"]
     assert not (again / "report.html").exists()
+
+
+def test_a_picture_of_an_interrupted_evaluation_does_not_stand_beside_the_new_scores(
+    world: World,
+) -> None:
+    """It has no table yet; the new references name no scan, so that nothing is drawn."""
+    world.add("a", _labels(), _labels())
+    picture = world.output / "overlays" / "a.png"
+    picture.parent.mkdir(parents=True)
+    picture.write_bytes(b"old")
+    evaluate_folder(
+        world.pred, world.folder / "ref", world.output, TASK, VALUES, progress=_say_nothing
+    )
+    assert not picture.exists()
+    assert (world.output / "report.html").is_file()
 
 
 def test_files_of_another_command_in_the_output_stay(world: World) -> None:

@@ -255,6 +255,14 @@ def test_a_pair_of_files_is_replaced_as_one(tmp_path: Path) -> None:
     assert (tmp_path / "a.zraw").read_bytes() == b"of another program"
 
 
+def test_new_voxels_with_the_name_of_lost_ones_stay(tmp_path: Path) -> None:
+    path = tmp_path / "a.mhd"
+    write_labels(path, make_labels(), make_grid(np.eye(3)))
+    (tmp_path / "a.zraw").unlink()
+    write_labels(path, make_labels(), make_grid(np.eye(3)))
+    assert np.array_equal(read_labels(path).array, make_labels())
+
+
 def test_an_interrupt_behind_the_new_header_leaves_its_voxels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,20 @@ def test_the_filter_covers_all_rows(num_rows: int, filtered: str, tmp_path: Path
     assert found.get("ref") == filtered
 
 
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("a b.nii.gz", "a%20b.nii.gz"), ("no #1.nii.gz", "no%20%231.nii.gz"), ("5%.nii", "5%25.nii")],
+)
+def test_a_link_leads_to_its_file(name: str, target: str, tmp_path: Path) -> None:
+    sheet = Sheet([SheetColumn("a", "a")], [{"a": Link(name, name)}])
+    write_spreadsheet(tmp_path / "t.xlsx", {"one": sheet})
+    with zipfile.ZipFile(tmp_path / "t.xlsx") as archive:
+        links = ElementTree.fromstring(archive.read("xl/worksheets/_rels/sheet1.xml.rels"))
+        content = archive.read("xl/worksheets/sheet1.xml").decode()
+    assert [link.get("Target") for link in links] == [target]
+    assert "location=" not in content
+
+
 def test_a_spreadsheet_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "t.xlsx").mkdir()
     with pytest.raises(UserError, match=r"t\.xlsx: cannot be written"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from io_volumes import finding_texts, load_itk, make_hu, make_labels, told
+from io_volumes import finding_texts, load_itk, make_grid, make_hu, make_labels, told
 
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_labels
@@ -583,6 +583,19 @@ def test_voxels_beside_the_header_that_are_not_its_own(
         else meta(tmp_path, {"ElementDataFile": "v.raw"}, b"", "a.mhd")
     )
     assert told(path) == f"{path.name}: {EXPECTED}{ending}"
+
+
+def test_a_full_disk_for_the_copy_of_a_header_is_no_fault_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    write_labels(tmp_path / "a.nrrd", make_labels(), make_grid(np.eye(3)))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    message = told(tmp_path / "a.nrrd")
+    assert "a.nrrd: its header cannot be copied into " in message
+    assert "(No space left on device); set TMPDIR to a folder on another disk." in message
 
 
 def test_a_line_that_is_no_field(tmp_path: Path) -> None:

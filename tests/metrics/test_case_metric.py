@@ -51,8 +51,20 @@ def test_counts_of_monai_become_a_score() -> None:
     adapted = CaseMetric(metric, 3)
     assert adapted(pred, target, SPACING_MM) == pytest.approx(sum(hits) / 2, abs=1e-5)
     assert adapted(target, target, SPACING_MM) == pytest.approx(1.0), "no case remembers another"
-    f_score = CaseMetric(monai.metrics.FBetaScore(), 3)
-    assert f_score(target, target, SPACING_MM) == pytest.approx(1.0)
+    f_score = CaseMetric(monai.metrics.FBetaScore(include_background=False), 3)
+    dices = dice_per_label(pred, target, (1, 2)).values()
+    assert f_score(pred, target, SPACING_MM) == pytest.approx(sum(dices) / 2, abs=1e-5)
+    only_first = target * (target == 1)
+    assert f_score(only_first, only_first, SPACING_MM) == pytest.approx(1.0), "no class 2"
+
+
+class OwnDice(monai.metrics.DiceMetric):
+    """A metric of a user, in a module of the user."""
+
+
+def test_an_own_class_derived_from_one_of_monai_is_one_of_monai() -> None:
+    _, target = maps()
+    assert CaseMetric(OwnDice(), 3)(target, target, SPACING_MM) == pytest.approx(1.0)
 
 
 def test_several_scores_of_a_metric_are_refused() -> None:
@@ -60,6 +72,10 @@ def test_several_scores_of_a_metric_are_refused() -> None:
     several = CaseMetric(monai.metrics.ConfusionMatrixMetric(metric_name=names), 3)
     with pytest.raises(ValueError, match="gives 2 scores"):
         several(*maps(), SPACING_MM)
+    of_instances = CaseMetric(monai.metrics.PanopticQualityMetric(num_classes=2), 2)
+    pred, target = maps()
+    with pytest.raises(ValueError, match="does not score label maps"):
+        of_instances(pred == 1, target == 1, SPACING_MM)
 
 
 def test_intersection_over_union_of_torchmetrics() -> None:
@@ -72,11 +88,14 @@ def test_intersection_over_union_of_torchmetrics() -> None:
     ) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_class_that_both_lack_has_no_share_in_the_mean() -> None:
+class OwnOverlap(torchmetrics.segmentation.MeanIoU):
+    """A metric of a user, in a module of the user."""
+
+
+@pytest.mark.parametrize("overlap", [torchmetrics.segmentation.MeanIoU, OwnOverlap])
+def test_a_class_that_both_lack_has_no_share_in_the_mean(overlap: Any) -> None:
     _, target = maps()
-    per_class = torchmetrics.segmentation.MeanIoU(
-        num_classes=4, per_class=True, input_format="index"
-    )
+    per_class = overlap(num_classes=4, per_class=True, input_format="index")
     adapted = CaseMetric(per_class, 4)
     assert adapted(target, target, SPACING_MM) == pytest.approx(1.0)
     # A class that one of the two has counts with 0.

@@ -70,6 +70,18 @@ def test_a_stripe_along_any_one_side_becomes_air(side: int) -> None:
     assert share == 240 / 3600
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_a_stripe_along_a_short_side_is_found_and_repeated_tissue_on_a_tiny_one_is_not(
+    axis: int,
+) -> None:
+    """As in a CT that is stored as coronal planes."""
+    scan = np.rint(np.random.default_rng(5).normal(40, 12, (8, 24, 240))).astype(np.int16)
+    scan[:, :, :4] = 500
+    assert find_fill(scan if axis == 1 else scan.transpose(0, 2, 1)) == 500
+    thin = scan[:, :12]  # a side of 12 voxels may have one value by chance
+    assert find_fill(thin if axis == 1 else thin.transpose(0, 2, 1)) is None
+
+
 @pytest.mark.parametrize(("length", "is_replaced"), [(19, False), (20, True)])
 def test_a_piece_of_twenty_voxels_is_a_fill_and_a_smaller_one_is_chance(
     length: int, is_replaced: bool
