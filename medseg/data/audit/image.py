@@ -39,15 +39,19 @@ SPIKE_REPORT_SHARE = 0.01
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
+# The gap and the air of an image whose values were negated: sparse and dense bone of others.
+NEGATED_GAP_HU = (200, 500)
+NEGATED_AIR_HU = (500, 1100)
 FAT_HU = -50  # every CT has fat or air below this value
 OFFSET_HU = 1024  # offset by which values are often stored too high or too low
-# Least share of soft tissue, or of air that an error of the scale has moved. Images in HU have 8 to
-# 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
+# Soft tissue or air counts as moved by a wrong scale if at least this share lies in the moved
+# range. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus
+# or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
 # Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
-# An inverted image has at least this many times as many voxels in the range of dense bone, where
-# its air lies, as in the range of air.
+# Least ratio, in an inverted image, of the voxels in `NEGATED_AIR_HU` (its air) to those in
+# `AIR_RANGE_HU`.
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone if at least this share of its voxels has such values.
 PRESENT_SHARE = 0.001
@@ -274,10 +278,11 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     scale_error = _audit_scale(facts)
     if scale_error is not None:
         return [scale_error]
-    findings = [*_audit_padding(facts), *_audit_clipping(facts)]
-    # In a scan that was clipped above the values of air, air has the value at which it was clipped.
-    is_clipped = any(finding.code == "clipped" for finding in findings)
-    if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
+    low_clipping = list(_audit_low_clipping(facts))
+    findings = [*_audit_padding(facts), *low_clipping, *_audit_high_clipping(facts)]
+    # Clipped at the low end, all air has the value at which it was clipped.
+    has_air = bool(low_clipping) or share_of(facts.tissue, *AIR_RANGE_HU) >= PRESENT_SHARE
+    if not has_air:
         findings.append(make_finding("no_air", low=facts.low_hu, high=facts.high_hu))
     return findings
 
@@ -353,7 +358,7 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
             return make_finding("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
         return _explain_offset(facts, -OFFSET_HU, "low")
     if _is_inverted(tissue):
-        bright_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
+        bright_share = share_of(tissue, *NEGATED_AIR_HU)
         return make_finding("hu_range:inverted", **ends, share=bright_share, air=-NOMINAL_AIR_HU)
     if not has_fat_or_air:
         return make_finding("hu_range:other", **ends, lacking="fat or air")
@@ -437,7 +442,7 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 
     Args:
         tissue: Counts of the values without spikes.
-        offset_hu: The offset.
+        offset_hu: HU by which all values would be too high; negative: too low.
     """
     soft_share = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
     gap_share = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)
@@ -454,9 +459,8 @@ def _is_inverted(tissue: np.ndarray) -> bool:
     Args:
         tissue: Counts of the values without spikes.
     """
-    # Ranges of air and of the gap below soft tissue, negated: 500 to 1100 and 200 to 500 HU.
-    dense_bone_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
-    sparse_bone_share = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
+    dense_bone_share = share_of(tissue, *NEGATED_AIR_HU)
+    sparse_bone_share = share_of(tissue, *NEGATED_GAP_HU)
     air_share = share_of(tissue, *AIR_RANGE_HU)
     if dense_bone_share < TISSUE_SHARE or dense_bone_share <= sparse_bone_share:
         return False
@@ -484,13 +488,18 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
             yield make_finding("padding:filled", share=spike_share, value=value, air=AIR_HU)
 
 
-def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
-    """Find ends of the scale at which software clipped the values."""
-    low_hu, high_hu = facts.measured_hu
+def _audit_low_clipping(facts: ImageFacts) -> Iterator[Finding]:
+    """Find a lowest value at which software clipped the image."""
+    low_hu, _ = facts.measured_hu
     share_at_low = facts.spikes.get(low_hu, 0.0)
     if low_hu > FLOOR_HU and share_at_low >= SPIKE_REPORT_SHARE:
         kind = "clipped:air" if low_hu <= NOMINAL_AIR_HU else "clipped:low"
         yield make_finding(kind, share=share_at_low, value=low_hu)
-    # At the upper end any spike is reported, since few voxels of a patient are so bright.
+
+
+def _audit_high_clipping(facts: ImageFacts) -> Iterator[Finding]:
+    """Find a highest value at which software clipped the image."""
+    _, high_hu = facts.measured_hu
+    # Any spike is reported, since few voxels of a patient are so bright.
     if high_hu in facts.spikes and high_hu < LOW_CEILING_HU:
         yield make_finding("clipped:high", share=facts.spikes[high_hu], value=high_hu)

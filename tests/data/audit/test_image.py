@@ -116,6 +116,9 @@ def test_bone_without_air_around_it_is_not_inverted() -> None:
     bone = rng.choice([-120.0, 50.0, 350.0, 800.0], p=[0.1, 0.3, 0.4, 0.2], size=(12, 40, 50))
     image = bone + rng.normal(0, 40, bone.shape)
     assert codes(image.astype(np.int16)) == [("no_air", "warning")]
+    # Clipping at the upper end does not explain why there is no air.
+    clipped = np.minimum(image, 700).astype(np.int16)
+    assert codes(clipped) == [("clipped", "warning"), ("no_air", "warning")]
 
 
 def test_values_without_negated_bone_are_not_inverted() -> None:
