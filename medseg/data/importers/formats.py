@@ -143,7 +143,7 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
         return check_dataset(data_format.read(path), path)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); "
+            f"{error.filename or path}: cannot be read ({error.strerror or error}); "
             "check the path and its permissions."
         ) from error
 
