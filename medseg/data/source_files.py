@@ -68,6 +68,18 @@ def files_of(path: Path) -> list[Path]:
     return [path]
 
 
+def files_in_role(role: str, path: Path) -> list[Path]:
+    """List all files that are read of a source of a case.
+
+    Args:
+        role: Role of the source, as in `sources_of`.
+        path: The source. Labels in a folder with masks are these masks, whatever DICOM files lie
+            beside or below them; other sources are as in `files_of`.
+    """
+    masks = volume_files(path) if role == "labels" and path.is_dir() else []
+    return masks or files_of(path)
+
+
 def _stamp(files: Sequence[Path]) -> list[list[int]]:
     """List the size in bytes and the modification time in ns of each file of a source.
 

@@ -23,7 +23,7 @@ from layouts import (
 from pydicom import dcmread
 
 from medseg.data.reference import read_reference
-from medseg.data.source_files import files_of, fingerprint, is_same_source
+from medseg.data.source_files import files_in_role, files_of, fingerprint, is_same_source
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io import volume
@@ -137,6 +137,17 @@ def test_a_change_of_any_mask_is_seen(tmp_path: Path) -> None:
     assert is_same_source(folder, known)
     save(folder / "liver.nii.gz", np.ones_like(blocks()[1]))
     assert not is_same_source(folder, known)
+
+
+def test_a_change_of_a_mask_beside_dicom_files_is_seen(tmp_path: Path) -> None:
+    """`read_reference` reads the masks, not the series in a folder below."""
+    folder = make_totalsegmentator(tmp_path) / "s0000" / "segmentations"
+    (folder / "series").mkdir()
+    (folder / "series" / "1.dcm").write_bytes(bytes(128) + b"DICM")
+    known = fingerprint(folder, files_in_role("labels", folder))
+    save(folder / "liver.nii.gz", np.ones_like(blocks()[1]))
+    assert not is_same_source(folder, known, files_in_role("labels", folder))
+    assert [file.name for file in files_in_role("image", folder)] == ["1.dcm"]
 
 
 def test_another_name_of_a_mask_is_a_change(tmp_path: Path) -> None:
