@@ -7,11 +7,12 @@ increases towards the patient's left.
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
+from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, side_pairs, turned_pairs
 from medseg.anatomy.rules import (
     EXTENT_MM,
     FAR_FACTOR,
@@ -25,7 +26,7 @@ from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
-from medseg.task import IGNORE, Region, Task, is_side_pair
+from medseg.task import IGNORE, SIDES, Region, Task, is_side_pair, words_of
 
 ABSENT = "absent"
 """Value of the column `trust_<region>` where the patient does not have the region."""
@@ -167,7 +168,7 @@ def map_values(
             s=plural,
             few=", ".join(map(str, unknown[:MAX_LISTED])),
             all=",".join(map(str, unknown)),
-            known=", ".join(map(str, sorted(label_values))),
+            known=", ".join(map(str, sorted(label_values))) or "no value",
         )
         findings.append(finding)
     new_values = {}
@@ -276,6 +277,8 @@ def audit_labels(
         if region.name not in regions and not is_stated_absent:
             findings.append(make_finding("missing_region", region=region.name))
     findings += _audit_position(image_hu, labels, grid, task, regions)
+    if not task.regions:
+        findings += _audit_paired_labels(labels, grid, task)
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         # A region without a side, such as the body, may be as long as the scan.
@@ -353,16 +356,17 @@ def _audit_sides(
     lefts = [facts for facts in regions.values() if facts.region.side == "left"]
     rights = [facts for facts in regions.values() if facts.region.side == "right"]
     for left, right in itertools.product(lefts, rights):
-        names = {"left": left.region.name, "right": right.region.name}
-        # World x increases towards the patient's left.
-        if left.centre_x_mm <= right.centre_x_mm:
-            sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
-            kind = "swapped_sides:position" if position else "swapped_sides"
-            findings.append(make_finding(kind, **names, **sides_mm, position=position))
+        findings += _compare_sides(left, right, position)
         if is_side_pair(left.region, right.region):
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
-                findings.append(make_finding("touching_regions", **names, area=contact_mm2 / 100))
+                finding = make_finding(
+                    "touching_regions",
+                    left=left.region.name,
+                    right=right.region.name,
+                    area=contact_mm2 / 100,
+                )
+                findings.append(finding)
     # With regions on both sides, the sides were compared above.
     if image_hu is None or (lefts and rights):
         return findings
@@ -370,6 +374,50 @@ def _audit_sides(
         off_mm, width_mm = _off_side_mm(image_hu, grid, facts)
         if off_mm > SIDE_SHARE * width_mm:
             findings.append(make_finding("doubtful_side", region=facts.region.name, off_mm=off_mm))
+    return findings
+
+
+def _compare_sides(left: RegionFacts, right: RegionFacts, position: str) -> list[Finding]:
+    """Check that a left region lies further left in the patient than a right one.
+
+    Args:
+        left: A region with the side `left`.
+        right: A region with the side `right`.
+        position: Position of the body that contradicts the header, or "".
+    """
+    # World x increases towards the patient's left.
+    if left.centre_x_mm > right.centre_x_mm:
+        return []
+    kind = "swapped_sides:position" if position else "swapped_sides"
+    return [
+        make_finding(
+            kind,
+            left=left.region.name,
+            right=right.region.name,
+            left_mm=left.centre_x_mm,
+            right_mm=right.centre_x_mm,
+            position=position,
+        )
+    ]
+
+
+def _audit_paired_labels(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[Finding]:
+    """Check the sides of the labels of a task without regions, which say their side in the name.
+
+    Only the two labels of an organ are compared: a left and a right part of the heart may lie
+    either way.
+    """
+    sided_labels = []
+    for name in task.labels:
+        sides = [side for side in SIDES if side in words_of(name)]
+        if len(sides) == 1:
+            sided_labels.append(Region(name, (name,), sides[0]))
+    sided_task = replace(task, regions=tuple(sided_labels))
+    facts = measure_regions(labels, grid, sided_task)
+    findings = []
+    for left, right in side_pairs(sided_task):
+        if left.name in facts and right.name in facts:
+            findings += _compare_sides(facts[left.name], facts[right.name], position="")
     return findings
 
 

@@ -70,6 +70,20 @@ def test_a_region_of_several_labels_is_one(task: Task) -> None:
     assert found(image, parted, lobes) == []
 
 
+def test_labels_of_one_organ_are_compared_without_regions(task: Task) -> None:
+    image, labels = lungs()
+    one_stage = task.as_one_stage()
+    swapped = np.array([0, 2, 1], np.uint8)[labels]
+    for values in (image, None):
+        assert found(values, labels, one_stage) == []
+        (finding,) = found(values, swapped, one_stage)
+        assert finding.message.startswith("left_lung lies at x = ")
+        assert (finding.code, finding.severity) == ("swapped_sides", Severity.error)
+    # The left atrium may lie to the right of the right ventricle.
+    heart = replace(one_stage, labels={"left_atrium": 1, "right_ventricle": 2, "left_right": 3})
+    assert found(image, swapped, heart) == []
+
+
 def test_regions_without_sides_are_not_compared(task: Task) -> None:
     organs = Task(
         "organs",
