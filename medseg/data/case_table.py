@@ -880,10 +880,12 @@ def _patients_of_fold(patients: Sequence[str], fold: int, num_folds: int) -> set
         UserError: If there are fewer patients than folds, or no such fold.
     """
     if not 2 <= num_folds <= len(patients):
+        cure = f"choose a number from 2 to {len(patients)}, or name data.val_patients"
+        if len(patients) < 2:
+            cure = "add patients, or train on all with data.fold=all"
         raise UserError(
             f"data.num_folds={num_folds}: {len(patients)} patients outside the test set cannot be "
-            "split into that many folds; choose a "
-            f"number from 2 to {len(patients)}, or name data.val_patients."
+            f"split into that many folds; {cure}."
         )
     if not 0 <= fold < num_folds:
         raise UserError(

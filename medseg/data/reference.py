@@ -346,7 +346,7 @@ def _merge(
     Args:
         path: The file or folder of the labels, for messages.
         masks: The mask of each structure, at least one; each is read when its turn comes.
-        chosen: The structures.
+        chosen: Names of their values, and findings, both for the result.
 
     Returns:
         Label map (D, H, W) with the findings of all masks, and value to label name.

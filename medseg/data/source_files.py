@@ -112,7 +112,7 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
     """Describe a source so that a later change is detected; plain types for a JSON file.
 
     Args:
-        path: The source.
+        path: File or folder of the source.
         files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)

@@ -5,6 +5,7 @@ padding, or clipping by software. Spikes are excluded before the tissue is exami
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,12 +92,16 @@ class ImageFacts:
         low_hu: Lowest value, of any modality.
         high_hu: Highest value, of any modality.
         counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
-            counts the value -32768.
+            counts the value -32768. See `measure_values` for other modalities.
+        step: Difference of the values of neighbouring bins; 1 for a CT.
+        middle: Value of the bin `ZERO`; 0 for a CT.
     """
 
     low_hu: float
     high_hu: float
     counts: np.ndarray
+    step: float = 1.0
+    middle: float = 0.0
 
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
@@ -104,7 +109,10 @@ class ImageFacts:
         figures = {"min": self.low_hu}
         for percent in (1, 50, 99):
             # The first value up to which there is at least this share of the voxels.
-            figures[f"p{percent:02d}"] = int(np.searchsorted(share_up_to, percent / 100)) - ZERO
+            index = int(np.searchsorted(share_up_to, percent / 100))
+            value = self.middle + self.step * (index - ZERO)
+            # Rounding may have moved it beyond an end.
+            figures[f"p{percent:02d}"] = min(max(value, self.low_hu), self.high_hu)
         figures["max"] = self.high_hu
         return figures
 
@@ -188,6 +196,26 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
     return ImageFacts(float(values[0]), float(values[-1]), counts)
 
 
+def measure_values(image: np.ndarray, modality: str) -> ImageFacts:
+    """Count the values of an image (D, H, W) of any modality.
+
+    Whole numbers of 16 bits are too coarse for other modalities with values such as 0 to 1, and too
+    small for others. Their bins divide the range from the lowest to the highest value.
+    """
+    low = float(image.min())
+    high = float(image.max())
+    if modality == "ct" or image.dtype == np.int16 or low == high:
+        return measure_image(image)
+    # A power of two: a bin of each whole number has exactly its value where the range allows it.
+    step = 2.0 ** math.ceil(math.log2((high - low) / (NUM_VALUES - 2)))
+    first = math.floor(low / step)
+    counts = np.zeros(NUM_VALUES, dtype=np.int64)
+    for plane in image:
+        bins = np.rint(plane.astype(np.float64) / step).astype(np.int64) - first
+        counts += np.bincount(bins.ravel(), minlength=NUM_VALUES)
+    return ImageFacts(low, high, counts, step, middle=(first + ZERO) * step)
+
+
 def hash_voxels(image: np.ndarray) -> str:
     """Compute the SHA-256 of the shape and the voxels of an oriented image.
 
@@ -262,7 +290,9 @@ def check_channels(
         finding = make_finding("padding:replaced", share=share, value=fill, air=AIR_HU)
         fill_findings.append(_of_channel(finding, number))
     # All channels are measured after the replacement, so that the fill does not count.
-    facts = [measure_image(image) for image in images]
+    facts = []
+    for image, modality in zip(images, modalities, strict=True):
+        facts.append(measure_values(image, modality))
     return CheckedChannels(images, facts, fill_findings + audit_channels(facts, modalities))
 
 
@@ -371,7 +401,7 @@ def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
     """Say by how much the values of an image are too high or too low.
 
     Args:
-        facts: Its histogram.
+        facts: Histogram of the image with the offset.
         offset_hu: Offset to which soft tissue has moved.
         way: `high` or `low`, for the sentence.
     """

@@ -49,7 +49,7 @@ class AuditedCase:
     """A case with the result of its audit.
 
     Attributes:
-        case: The case.
+        case: Row of the case table.
         audit: Its audit; None if it could not be read.
         failure: Why the case could not be read or stored in the cache; else empty.
         comparison: Findings of the comparison with the other cases.
@@ -170,7 +170,7 @@ def _near_images(
     """Find the earlier case of another patient with the nearest image, if it is near or the same.
 
     Args:
-        case: The case.
+        case: Row of the case table.
         audit: Its audit.
         earlier: The cases before it in the table.
         names_patients: Whether the table names patients.

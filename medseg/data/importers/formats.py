@@ -206,7 +206,7 @@ def _format_at(path: Path, excluded: str = "") -> str | None:
     """Find the first format that a path looks like; None if there is none.
 
     Args:
-        path: The path.
+        path: Folder or file.
         excluded: Name of a format that is not tried.
     """
     for name, data_format in FORMATS.items():

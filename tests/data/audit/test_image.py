@@ -9,6 +9,7 @@ from medseg.data.audit.image import (
     are_hu,
     audit_channels,
     audit_image,
+    check_channels,
     hash_voxels,
     measure_image,
     share_of,
@@ -206,6 +207,20 @@ def test_one_scan_has_one_hash_in_any_storage_order() -> None:
     assert hash_voxels(image.reshape(12, 50, 40)) != hash_voxels(image)
     image[3, 2, 1] += 1
     assert hash_voxels(image) != hash_voxels(ct(10))
+
+
+@pytest.mark.parametrize("factor", [1 / 1000, 100.0])
+def test_percentiles_of_fractions_and_large_values_are_those_of_the_image(factor: float) -> None:
+    """A magnetic resonance image that was scaled to about 0 to 1, or beyond 16 bits."""
+    mr = (factor * np.random.default_rng(4).gamma(2.0, 200.0, (8, 30, 30))).astype(np.float32)
+    (facts,) = check_channels([mr], ["mr"]).facts
+    expected = np.percentile(mr, [1, 50, 99])
+    measured = [facts.summary()[name] for name in ("p01", "p50", "p99")]
+    assert measured == pytest.approx(expected.tolist(), abs=0.01 * float(mr.max()))
+    assert measured[1] == pytest.approx(expected[1], rel=0.01)
+    whole = np.rint(mr / factor)  # several channels are always float32
+    (facts,) = check_channels([whole], ["mr"]).facts
+    assert facts.summary() == measure_image(whole.astype(np.int16)).summary()
 
 
 def test_the_modality_decides_which_findings_apply() -> None:
