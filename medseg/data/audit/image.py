@@ -110,9 +110,7 @@ class ImageFacts:
         for percent in (1, 50, 99):
             # The first value up to which there is at least this share of the voxels.
             index = int(np.searchsorted(share_up_to, percent / 100))
-            value = self.middle + self.step * (index - ZERO)
-            # Rounding may have moved it beyond an end.
-            figures[f"p{percent:02d}"] = min(max(value, self.low_hu), self.high_hu)
+            figures[f"p{percent:02d}"] = self.middle + self.step * (index - ZERO)
         figures["max"] = self.high_hu
         return figures
 
