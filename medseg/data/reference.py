@@ -11,6 +11,7 @@ import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.importers.dataset import plain_name
+from medseg.data.options import label_value_clashes
 from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.io.inputs import (
@@ -396,22 +397,10 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
         >>> file_values({"left_kidney": 10, "right_kidney": [11, 12]})
         {10: 'left_kidney', 11: 'right_kidney', 12: 'right_kidney'}
     """
+    for sentence in label_value_clashes(label_values):
+        raise UserError(sentence)
     name_of_value: LabelValues = {}
     for name, content in label_values.items():
         values = content if isinstance(content, list) else [content]
-        for value in values:
-            # `isinstance` would accept True and False. A label name of digits shows that name and
-            # value were exchanged.
-            if type(value) not in (int, str) or name.isdigit():
-                raise UserError(
-                    f"data.label_values.{name}: a whole number or a list of them is needed "
-                    "(name: value), or names of structures where labels are masks or DICOM "
-                    f"objects, but got {content!r}"
-                )
-            other_name = name_of_value.setdefault(value, name)
-            if other_name != name:
-                raise UserError(
-                    f"data.label_values: {value} cannot be {other_name} and {name}; give one of "
-                    f"them another value, or remove it with ~data.label_values.{other_name}"
-                )
+        name_of_value |= dict.fromkeys(values, name)
     return name_of_value

@@ -233,14 +233,14 @@ KINDS = {
         ERROR,
         "{name} has {volume_ml:.4g} ml, far above {low:g} to {high:g} ml",
         "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, "
-        "and null turns the check off",
+        "and ~task.volume_ml.{name} turns the check off",
     ),
     "implausible_volume:tiny": Kind(
         ERROR,
         "{name} has {volume_ml:.3g} ml although the scan does not cut it, far below {low:g} to "
         "{high:g} ml",
         "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, "
-        "and null turns the check off",
+        "and ~task.volume_ml.{name} turns the check off",
     ),
     "implausible_size:scan": Kind(
         ERROR,
