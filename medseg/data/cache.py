@@ -360,7 +360,7 @@ def open_case(
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
-            f"{spacing_text(spacing_mm)}; run scripts/prepare.py with the same data and task."
+            f"{spacing_text(spacing_mm)}; run medseg prepare with the same data and task."
         )
     return _cached_case(case, entry, resampling)
 

@@ -44,6 +44,7 @@ _IGNORE_GRID = (
 #               be moved, as in "mirrored left to right"
 #   best, fit   see `medseg.data.audit.placement`; organs full of air in place have at least 2
 #   s           "s" for several values, else ""
+#   sign        "+", with which Hydra adds a key; "" where `data.label_values` has the key
 #   difference  how two grids differ, a clause; for copies the distance of the two images
 #   claim       what the case table says of the two cases, as in "the split is train here and val
 #               there"; the variants `unclaimed` are for tables that say nothing
@@ -172,7 +173,7 @@ KINDS = {
         ERROR,
         "the label map holds the value{s} {few}, which data.label_values does not name (it names "
         "{known})",
-        "add them there, or +data.label_values.background=[{all}] if they are not wanted",
+        "add them there, or {sign}data.label_values.background=[{all}] if they are not wanted",
     ),
     "unknown_values:many": Kind(
         ERROR,

@@ -38,6 +38,7 @@ Rounded decimals and float32 directions differ by less, and it is a small part o
 """
 
 MAX_LISTED = 10  # most unknown values that a message lists
+BACKGROUND = "background"  # name in the advice to such a message
 
 BODY_HU = -500  # the body is denser than this; air and air-filled organs are not
 # Values below FIELD_HU are padding outside the round field of view. The field cuts a region if
@@ -163,11 +164,13 @@ def map_values(
     if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
         plural = "s" if len(unknown) > 1 else ""
+        background = [value for value, name in label_values.items() if name == BACKGROUND]
         finding = make_finding(
             kind,
             s=plural,
             few=", ".join(map(str, unknown[:MAX_LISTED])),
-            all=",".join(map(str, unknown)),
+            all=",".join(map(str, [*background, *unknown])),
+            sign="" if background else "+",
             known=", ".join(map(str, sorted(label_values))) or "no value",
         )
         findings.append(finding)

@@ -244,6 +244,12 @@ def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None
     assert finding.message.startswith(
         "the label map holds the values 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, which"
     )
+    # Hydra adds a key with "+", but refuses this for a key that exists, whose values must stay.
+    assert "or +data.label_values.background=[2,3,4,5,6,7,8,9,10,11] if" in finding.cure
+    (finding,) = map_values(ten[:9], task, {1: "left_lung", 7: "background", 6: "background"})[1]
+    assert "or data.label_values.background=[7,6,2,3,4,5,8] if" in finding.cure
+    (finding,) = map_values(ten[:2], task, {})[1]
+    assert "(it names no value)" in finding.message
     many = np.arange(labels.size, dtype=np.int32).reshape(labels.shape)
     (finding,) = map_values(many, task, {1: "left_lung", 2: "right_lung"})[1]
     assert finding.message.startswith(
