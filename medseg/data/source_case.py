@@ -106,7 +106,9 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     # `read_channels` returns all channels on the grid of the first: one orientation holds for all.
     first_image, grid, orientation = orient(stored_images[0], volume.grid)
     further_images = [orientation.to_lps(image) for image in stored_images[1:]]
-    images, facts, findings = check_channels([first_image, *further_images], modalities)
+    images, facts, findings = check_channels(
+        [first_image, *further_images], modalities, scale=case.hu
+    )
     first_image = images[0]
     # The checks of the labels look for air, tissue and bone by their HU, which an error in the
     # values puts in doubt.

@@ -57,7 +57,7 @@ KINDS = {
         ERROR,
         "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are "
         "about {size} too {way} for HU",
-        "data.hu_offset={offset} corrects them (predict: hu_offset={offset}), or the column "
+        "data.hu_offset={offset:g} corrects them (predict: hu_offset={offset:g}), or the column "
         "hu_offset of the case table",
     ),
     "hu_range:constant": Kind(ERROR, "every voxel holds {low:g}", "export the scan again"),

@@ -7,7 +7,7 @@ padding, or clipping by software. Spikes are excluded before the tissue is exami
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
+from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU
 
 NUM_VALUES = 65536  # a histogram has a bin for each value of int16
@@ -95,6 +96,7 @@ class ImageFacts:
             counts the value -32768. See `measure_values` for other modalities.
         step: Difference of the values of neighbouring bins; 1 for a CT.
         middle: Value of the bin `ZERO`; 0 for a CT.
+        scale: Scale that has been applied to the values of the file. An advice replaces it.
     """
 
     low_hu: float
@@ -102,6 +104,7 @@ class ImageFacts:
     counts: np.ndarray
     step: float = 1.0
     middle: float = 0.0
+    scale: HuScale = AS_STORED
 
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
@@ -261,7 +264,11 @@ class CheckedChannels(NamedTuple):
 
 
 def check_channels(
-    images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True
+    images: Sequence[np.ndarray],
+    modalities: Sequence[str],
+    *,
+    is_owned: bool = True,
+    scale: HuScale = AS_STORED,
 ) -> CheckedChannels:
     """Check the values of all channels of a case.
 
@@ -272,6 +279,7 @@ def check_channels(
         modalities: Modality of each channel.
         is_owned: Whether the images may be changed in place; otherwise an image is copied before a
             constant is replaced.
+        scale: Scale that has been applied to the values of the first channel.
     """
     images = list(images)
     fill_findings = []
@@ -291,6 +299,7 @@ def check_channels(
     facts = []
     for image, modality in zip(images, modalities, strict=True):
         facts.append(measure_values(image, modality))
+    facts[0] = replace(facts[0], scale=scale)
     return CheckedChannels(images, facts, fill_findings + audit_channels(facts, modalities))
 
 
@@ -414,7 +423,7 @@ def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
         peak=peak,
         size=OFFSET_HU,
         way=way,
-        offset=-offset_hu,
+        offset=facts.scale.offset - offset_hu,
     )
 
 
@@ -446,8 +455,8 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
         "hu_range:window",
         low=low,
         high=high,
-        slope=slope,
-        offset=offset,
+        slope=slope * facts.scale.slope,
+        offset=slope * facts.scale.offset + offset,
         window_low=window_low_hu,
         window_high=window_high_hu,
     )

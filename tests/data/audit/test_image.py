@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -207,6 +209,20 @@ def test_one_scan_has_one_hash_in_any_storage_order() -> None:
     assert hash_voxels(image.reshape(12, 50, 40)) != hash_voxels(image)
     image[3, 2, 1] += 1
     assert hash_voxels(image) != hash_voxels(ct(10))
+
+
+def test_the_advice_takes_the_place_of_a_scale_that_was_given() -> None:
+    """`data.hu_offset=-1024` corrects some scans of a table and spoils the others."""
+    given = HuScale(1.0, -1024.0)
+    (finding,) = check_channels([given.apply(ct(2))], ["ct"], scale=given).findings
+    assert (finding.code, "data.hu_offset=0 corrects them" in finding.cure) == ("hu_offset", True)
+    windowed = np.clip((ct(3) + 1250) / 1500, 0, 1).astype(np.float32)
+    advice = []
+    for scale in (HuScale(), HuScale(0.5, 0.25)):
+        (finding,) = check_channels([windowed], ["ct"], scale=scale).findings
+        advice.append([float(text) for text in re.findall(r"data\.hu_\w+=(\S+)", finding.cure)])
+    (slope, offset), composed = advice
+    assert composed == pytest.approx([0.5 * slope, 0.25 * slope + offset], rel=1e-4)
 
 
 @pytest.mark.parametrize("factor", [1 / 1000, 100.0])
