@@ -323,6 +323,9 @@ class DataOptions(LabelsOptions):
     def clashes(self, key: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between the keys of the cases."""
         yield from super().clashes(key)
+        if self.cases == "":
+            # An unset variable of the shell: an empty path would stand for the current folder.
+            yield "data.cases: it is empty; give a case table or a folder, or null for phantoms"
         if self.cases is not None and not Path(self.cases).is_dir():
             yield from missing_file("data.cases", self.cases)
         # `isinstance` would accept True as a fold.

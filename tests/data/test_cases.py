@@ -65,6 +65,11 @@ def test_mistaken_label_values_are_told_with_the_configuration() -> None:
             compose(override)
 
 
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(UserError, match=r"data\.cases: it is empty"):
+        compose("data.cases=")
+
+
 def test_the_check_of_a_volume_is_turned_off_as_its_finding_advises() -> None:
     limits = {"volume_ml": 9000.0, "low": 500.0, "high": 5500.0}
     finding = make_finding("implausible_volume:far", name="left_lung", **limits)
