@@ -194,6 +194,9 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     This is the case if labels are given by name, or if the file has several layers, in which the
     same value may stand for different segments. Otherwise the list is empty, and the file is read
     as an ordinary label map.
+
+    Raises:
+        UserError: If a file to be read by its values names a segment like another label.
     """
     from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
 
@@ -201,7 +204,28 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     has_layers = any(segment.num_layers > 1 for segment in segments)
     if has_layers or any(isinstance(value, str) for value in label_values):
         return segments
+    _refuse_other_names(path, segments, label_values)
     return []
+
+
+def _refuse_other_names(path: Path, segments: Sequence[Segment], label_values: LabelValues) -> None:
+    """Refuse a segment whose value is that of one label and whose name is that of another.
+
+    3D Slicer numbers segments as they are made, so that their values may differ between files.
+
+    Raises:
+        UserError: With the segment.
+    """
+    label_of_name = {plain_name(label): label for label in label_values.values()}
+    for segment in segments:
+        label = label_values.get(segment.value)
+        named_label = label_of_name.get(plain_name(segment.name))
+        if None not in (label, named_label) and named_label != label:
+            raise UserError(
+                f"{path}: the segment {segment.name!r} has the value {segment.value}, which is "
+                f"{label} in data.label_values; name the segments of each label in "
+                "+data.label_values={<label>: [<segment>, …]}."
+            )
 
 
 def holds_structures(path: Path) -> bool:

@@ -216,6 +216,13 @@ def test_values_of_a_file_of_3d_slicer_need_names_only_where_it_has_layers(
         {1: "left_lung", 2: "right_lung"},
         True,
     )
+    # Made in the other order, the segments have exchanged values; their names count.
+    other = tmp_path / "other.seg.nrrd"
+    write_layers(other, [labels], [("Lung_R", LEFT, 0), ("Lung_L", RIGHT, 0)])
+    with pytest.raises(UserError, match="'Lung_R' has the value 1, which is left_lung in data"):
+        read_reference(other, values)
+    by_name: LabelValues = {"Lung_L": "left_lung", "Lung_R": "right_lung"}
+    assert np.array_equal(read_reference(other, by_name)[0].array == 1, labels == RIGHT)
     # The second layer holds one segment more, of a value of the first.
     tumour = np.zeros_like(labels)
     tumour[6:9, 8:12, 6:9] = 1
