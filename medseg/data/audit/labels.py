@@ -345,7 +345,8 @@ def _audit_sides(
 ) -> list[Finding]:
     """Check that left regions lie further left in the patient than right regions.
 
-    If the case has regions of only one side, they are compared with the midline of the body.
+    A region is compared with its partner, the same organ of the other side; without a partner,
+    with all regions of the other side, or if there are none, with the midline of the body.
 
     Args:
         image_hu: Oriented image with its padding, (D, H, W); None if its values are not HU.
@@ -358,9 +359,16 @@ def _audit_sides(
     findings = []
     lefts = [facts for facts in regions.values() if facts.region.side == "left"]
     rights = [facts for facts in regions.values() if facts.region.side == "right"]
+    paired: set[str] = set()
     for left, right in itertools.product(lefts, rights):
-        findings += _compare_sides(left, right, position)
         if is_side_pair(left.region, right.region):
+            paired.update((left.region.name, right.region.name))
+    for left, right in itertools.product(lefts, rights):
+        is_pair = is_side_pair(left.region, right.region)
+        # The left atrium may lie to the right of the right ventricle.
+        if is_pair or not paired.issuperset((left.region.name, right.region.name)):
+            findings += _compare_sides(left, right, position)
+        if is_pair:
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
                 finding = make_finding(
@@ -407,8 +415,7 @@ def _compare_sides(left: RegionFacts, right: RegionFacts, position: str) -> list
 def _audit_paired_labels(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[Finding]:
     """Check the sides of the labels of a task without regions, which say their side in the name.
 
-    Only the two labels of an organ are compared: a left and a right part of the heart may lie
-    either way.
+    Only the two labels of an organ are compared.
     """
     sided_labels = []
     for name in task.labels:

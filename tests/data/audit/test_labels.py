@@ -84,6 +84,29 @@ def test_labels_of_one_organ_are_compared_without_regions(task: Task) -> None:
     assert found(image, swapped, heart) == []
 
 
+def test_regions_with_a_partner_are_compared_with_it_alone(task: Task) -> None:
+    """The left atrium lies at x = 15 mm, the right ventricle at 18 mm."""
+    chambers = {
+        "left_atrium": slice(24, 27), "right_atrium": slice(6, 10),
+        "left_ventricle": slice(30, 34), "right_ventricle": slice(26, 27),
+    }  # fmt: skip
+    labels = np.zeros(GRID.shape, np.uint8)
+    regions = []
+    for value, (name, columns) in enumerate(chambers.items(), start=1):
+        labels[3:9, 4 + 4 * value : 8 + 4 * value, columns] = value
+        regions.append(Region(name, (name,), name.partition("_")[0]))
+    values = {name: value for value, name in enumerate(chambers, start=1)}
+    heart = replace(task, labels=values, regions=tuple(regions))
+    image = np.full(GRID.shape, 40, np.int16)
+    assert found(image, labels, heart) == []
+    exchanged = np.array([0, 1, 2, 4, 3], np.uint8)[labels]
+    (finding,) = found(image, exchanged, heart)
+    assert finding.message.startswith("left_ventricle lies at x = 18 mm and right_ventricle at 34")
+    # Without its partner, a region is compared with all regions of the other side.
+    findings = found(image, labels * (labels != 2), heart, right_atrium="absent")
+    assert [finding.code for finding in findings] == ["swapped_sides"]
+
+
 def test_regions_without_sides_are_not_compared(task: Task) -> None:
     organs = Task(
         "organs",
