@@ -41,7 +41,7 @@ SPIKE_REPORT_SHARE = 0.01
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
-# The gap and the air of an image whose values were negated: sparse and dense bone of others.
+# The gap and the air where the values were negated; other images have sparse and dense bone there.
 NEGATED_GAP_HU = (200, 500)
 NEGATED_AIR_HU = (500, 1100)
 FAT_HU = -50  # every CT has fat or air below this value
@@ -317,8 +317,9 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
         return [scale_error]
     low_clipping = list(_audit_low_clipping(facts))
     findings = [*_audit_padding(facts), *low_clipping, *_audit_high_clipping(facts)]
-    # Clipped at the low end, all air has the value at which it was clipped.
-    has_air = bool(low_clipping) or share_of(facts.tissue, *AIR_RANGE_HU) >= PRESENT_SHARE
+    # Clipped at the low end, all air has the value at which it was clipped. It may also have one
+    # value where a program has set everything outside the body to -1024.
+    has_air = bool(low_clipping) or share_of(facts.counts, *AIR_RANGE_HU) >= PRESENT_SHARE
     if not has_air:
         findings.append(make_finding("no_air", low=facts.low_hu, high=facts.high_hu))
     return findings

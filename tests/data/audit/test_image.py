@@ -122,6 +122,9 @@ def test_bone_without_air_around_it_is_not_inverted() -> None:
     # Clipping at the upper end does not explain why there is no air.
     clipped = np.minimum(image, 700).astype(np.int16)
     assert codes(clipped) == [("clipped", "warning"), ("no_air", "warning")]
+    # Everything outside the body was set to a value of air.
+    image[:, :20] = -1024
+    assert codes(image.astype(np.int16)) == []
 
 
 def test_values_without_negated_bone_are_not_inverted() -> None:
