@@ -275,10 +275,9 @@ def audit_labels(
     """
     regions = measure_regions(labels, grid, task)
     findings = []
-    for region in task.regions:
-        is_stated_absent = trust.get(region.name) == ABSENT
-        if region.name not in regions and not is_stated_absent:
-            findings.append(make_finding("missing_region", region=region.name))
+    for name in _missing_parts(labels, grid, task, regions):
+        if trust.get(name) != ABSENT:
+            findings.append(make_finding("missing_region", region=name))
     findings += _audit_position(image_hu, labels, grid, task, regions)
     if not task.regions:
         findings += _audit_paired_labels(labels, grid, task)
@@ -303,6 +302,21 @@ def audit_labels(
         descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
         findings.append(make_finding("cut_region", regions=" and ".join(descriptions)))
     return findings
+
+
+def _missing_parts(
+    labels: np.ndarray, grid: VoxelGrid, task: Task, regions: Mapping[str, RegionFacts]
+) -> list[str]:
+    """List the regions without voxels; in a task without regions, the labels if all lack voxels.
+
+    A single label, such as a lesion, often has none. But where all lack voxels, the values of the
+    file may have other meanings than in `data.label_values`.
+    """
+    if task.regions:
+        return [region.name for region in task.regions if region.name not in regions]
+    if any(measure_volumes(labels, grid, task).values()):
+        return []
+    return list(task.labels)
 
 
 def _audit_position(

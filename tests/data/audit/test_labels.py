@@ -84,6 +84,15 @@ def test_labels_of_one_organ_are_compared_without_regions(task: Task) -> None:
     assert found(image, swapped, heart) == []
 
 
+def test_labels_without_regions_are_missing_where_all_are(task: Task) -> None:
+    """The values of the file mean something else, and all have become background."""
+    image, labels = lungs()
+    one_stage = task.as_one_stage()
+    assert found(image, labels * (labels == 1), one_stage) == []
+    codes = [finding.code for finding in found(image, 0 * labels, one_stage, left_lung="absent")]
+    assert codes == ["missing_region"]
+
+
 def test_regions_with_a_partner_are_compared_with_it_alone(task: Task) -> None:
     """The left atrium lies at x = 15 mm, the right ventricle at 18 mm."""
     chambers = {
