@@ -35,7 +35,13 @@ from medseg.data.audit.labels import ABSENT, audit_vanished
 from medseg.data.audit.table import AuditedCase
 from medseg.data.case_table import Case
 from medseg.data.source_case import CaseRefusedError, SourceCase, read_source
-from medseg.data.source_files import crc32_of, is_intact, is_same_source, sources_of
+from medseg.data.source_files import (
+    crc32_of,
+    files_in_role,
+    is_intact,
+    is_same_source,
+    sources_of,
+)
 from medseg.errors import UserError
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelBox, VoxelGrid
@@ -182,21 +188,37 @@ def coarse_probs(
         UserError: If the probabilities cannot be written.
     """
     folder = case.folder / f"coarse-{_digest({'key': key})}"
-    # One process predicts a case, the others wait for it: the ranks of a run share the cases.
-    with locked(case.folder / f".{folder.name}.lock"):
-        record = _intact_probs(folder)
-        if record is None:
-            probs, grid = predict()
-            try:
-                _write_probs(folder, probs, grid)
-            except OSError as error:
-                raise UserError(
-                    f"The probabilities of the coarse stage for the case {case.name!r} could not "
-                    f"be put into the cache {case.folder} ({error}); make sure that the folder "
-                    "can be written and has room (data.cache)."
-                ) from error
-            record = read_json(folder / PROBS_GRID_FILE)
+    # Without the lock, which a cache that may only be read does not allow.
+    record = _intact_probs(folder)
+    if record is None:
+        # One process predicts a case, the others wait for it: the ranks of a run share the cases.
+        with locked(case.folder / f".{folder.name}.lock"):
+            record = _intact_probs(folder) or _predict_probs(case, folder, predict)
     return CoarseProbs(folder / PROBS_FILE, VoxelGrid(**record["grid"]))
+
+
+def _predict_probs(
+    case: CachedCase, folder: Path, predict: Callable[[], tuple[np.ndarray, VoxelGrid]]
+) -> dict[str, Any]:
+    """Predict the probabilities of a case and write them to a folder; the caller holds their lock.
+
+    Returns:
+        Their record.
+
+    Raises:
+        UserError: If they cannot be written.
+    """
+    probs, grid = predict()
+    try:
+        _write_probs(folder, probs, grid)
+    except OSError as error:
+        raise UserError(
+            f"The probabilities of the coarse stage for the case {case.name!r} could not "
+            f"be put into the cache {case.folder} ({error}); make sure that the folder "
+            "can be written and has room (data.cache)."
+        ) from error
+    record: dict[str, Any] = read_json(folder / PROBS_GRID_FILE)
+    return record
 
 
 def _intact_probs(folder: Path) -> dict[str, Any] | None:
@@ -281,6 +303,12 @@ def prepare_case(
             f"label maps for each of {', '.join(task.labels)}, but it names "
             f"{', '.join(label_values.values()) or 'nothing'}."
         )
+    zero_label = label_values.get(0)
+    if zero_label in task.values:
+        raise UserError(
+            f"data.label_values.{zero_label}: expected values from 1, since 0 is the background of "
+            "every label map."
+        )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     entry = _find_entry(case, folder, task)
     if entry is not None:
@@ -332,7 +360,7 @@ def open_case(
     if entry is None:
         raise UserError(
             f"The cache {cache_dir} has no current entry of the case {case.name!r} at "
-            f"{spacing_text(spacing_mm)}; run scripts/prepare.py with the same data and task."
+            f"{spacing_text(spacing_mm)}; run medseg prepare with the same data and task."
         )
     return _cached_case(case, entry, resampling)
 
@@ -510,7 +538,7 @@ def _current_record(case: Case, folder: Path, sources: Mapping[str, Path]) -> di
         if not _is_here(path):
             continue
         try:
-            is_same = is_same_source(path, record["sources"][role])
+            is_same = is_same_source(path, record["sources"][role], files_in_role(role, path))
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be read, so that its entry in the cache cannot be compared with "

@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ TRUST_PREFIX = "trust_"
 CHANNEL_PREFIX = "image_"
 FOLD_PREFIX = "fold_"
 FOLD_SIDES = ("train", "val")  # cells of the columns fold_0, fold_1, …
+# Columns that keep patients apart. Ignored in silence, they would leave a patient on both sides.
+SPLIT_COLUMNS = ("patient", "split", "fold")
 # File systems limit names to 255 bytes, and the cache names temporary folders after a case, with a
 # few bytes more.
 MAX_NAME_BYTES = 180
@@ -201,7 +204,9 @@ def read_case_table(
 
 
 def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None) -> None:
-    """Refuse a header that lacks a column, names a column twice, or gives folds in two ways.
+    """Refuse a header that lacks a column, names one twice, or gives folds in two ways.
+
+    Other columns are ignored, but not those that a user took for a column of the split.
 
     Args:
         path: The table, for messages.
@@ -231,6 +236,32 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         raise UserError(
             f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
         )
+    _check_split_columns(path, columns)
+
+
+def _check_split_columns(path: Path, columns: Sequence[str]) -> None:
+    """Refuse columns of the split that would not be read: in capital letters, or after a gap.
+
+    Raises:
+        UserError: With the column and the cure.
+    """
+    for column in columns:
+        name = column.casefold()
+        if name in SPLIT_COLUMNS and name not in columns:
+            raise UserError(
+                f"{path}, line 1: the column {column!r} would be ignored; write {name} in small "
+                "letters."
+            )
+    fold_columns = [
+        column for column in columns if re.fullmatch(rf"{FOLD_PREFIX}\d+", column, re.ASCII)
+    ]
+    for number in range(len(fold_columns)):
+        expected = f"{FOLD_PREFIX}{number}"
+        if expected not in fold_columns:
+            raise UserError(
+                f"{path}, line 1: there is {fold_columns[-1]} but no {expected}; number the "
+                "columns of the folds from 0 without a gap."
+            )
 
 
 def _how_to_add(missing: Sequence[str], columns: Sequence[str]) -> str:
@@ -849,10 +880,12 @@ def _patients_of_fold(patients: Sequence[str], fold: int, num_folds: int) -> set
         UserError: If there are fewer patients than folds, or no such fold.
     """
     if not 2 <= num_folds <= len(patients):
+        cure = f"choose a number from 2 to {len(patients)}, or name data.val_patients"
+        if len(patients) < 2:
+            cure = "add patients, or train on all with data.fold=all"
         raise UserError(
             f"data.num_folds={num_folds}: {len(patients)} patients outside the test set cannot be "
-            "split into that many folds; choose a "
-            f"number from 2 to {len(patients)}, or name data.val_patients."
+            f"split into that many folds; {cure}."
         )
     if not 0 <= fold < num_folds:
         raise UserError(

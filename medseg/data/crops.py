@@ -151,7 +151,7 @@ class StageCrops:
         coarse stage, which are not exact.
 
         Args:
-            case: The case.
+            case: Case of the cache, whose grid the boxes of its regions are on.
             region: A region that the case has.
             rng: Generator of a training sample; None in validation.
         """

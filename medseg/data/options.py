@@ -5,7 +5,7 @@ change the results of a run.
 """
 
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -233,6 +233,10 @@ class LabelsOptions:
         ),
     ] = field(default_factory=dict)
 
+    def clashes(self, _: str) -> Iterator[str]:
+        """Yield a sentence for each value of `label_values` that no label can have."""
+        yield from label_value_clashes(self.label_values)
+
 
 @dataclass(kw_only=True)
 class DataOptions(LabelsOptions):
@@ -316,8 +320,12 @@ class DataOptions(LabelsOptions):
         ),
     ]
 
-    def clashes(self, _: str) -> Iterator[str]:
+    def clashes(self, key: str) -> Iterator[str]:
         """Yield a sentence for each contradiction between the keys of the cases."""
+        yield from super().clashes(key)
+        if self.cases == "":
+            # An unset variable of the shell: an empty path would stand for the current folder.
+            yield "data.cases: it is empty; give a case table or a folder, or null for phantoms"
         if self.cases is not None and not Path(self.cases).is_dir():
             yield from missing_file("data.cases", self.cases)
         # `isinstance` would accept True as a fold.
@@ -337,6 +345,33 @@ class DataOptions(LabelsOptions):
                 "data.train_trust: expected a word of the columns trust_<region>, a [list] of them "
                 f"or null, but got {self.train_trust}"
             )
+
+
+def label_value_clashes(label_values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence for each value of `data.label_values` of a wrong type, or with two names.
+
+    Args:
+        label_values: Name to its value or structure, or to a list of them.
+    """
+    name_of_value: dict[Any, str] = {}
+    for name, content in label_values.items():
+        values = content if isinstance(content, list) else [content]
+        for value in values:
+            # `isinstance` would accept True and False. A label name of digits shows that name and
+            # value were exchanged.
+            if type(value) not in (int, str) or name.isdigit():
+                yield (
+                    f"data.label_values.{name}: a whole number or a list of them is needed "
+                    "(name: value), or names of structures where labels are masks or DICOM "
+                    f"objects, but got {content!r}"
+                )
+                continue
+            other_name = name_of_value.setdefault(value, name)
+            if other_name != name:
+                yield (
+                    f"data.label_values: {value} cannot be {other_name} and {name}; give one of "
+                    f"them another value, or remove it with ~data.label_values.{other_name}"
+                )
 
 
 def on_both_sides(val_patients: Sequence[str], test_patients: Sequence[str]) -> Iterator[str]:

@@ -11,6 +11,7 @@ import numpy as np
 
 from medseg.data.audit.labels import GRID_TOLERANCE_MM
 from medseg.data.importers.dataset import plain_name
+from medseg.data.options import label_value_clashes
 from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.io.inputs import (
@@ -193,6 +194,9 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     This is the case if labels are given by name, or if the file has several layers, in which the
     same value may stand for different segments. Otherwise the list is empty, and the file is read
     as an ordinary label map.
+
+    Raises:
+        UserError: If a file to be read by its values names a segment like another label.
     """
     from medseg.io.simpleitk import read_segments  # SimpleITK takes 50 MiB
 
@@ -200,7 +204,28 @@ def _segments_of(path: Path, label_values: LabelValues) -> list[Segment]:
     has_layers = any(segment.num_layers > 1 for segment in segments)
     if has_layers or any(isinstance(value, str) for value in label_values):
         return segments
+    _refuse_other_names(path, segments, label_values)
     return []
+
+
+def _refuse_other_names(path: Path, segments: Sequence[Segment], label_values: LabelValues) -> None:
+    """Refuse a segment whose value is that of one label and whose name is that of another.
+
+    3D Slicer numbers segments as they are made, so that their values may differ between files.
+
+    Raises:
+        UserError: With the segment.
+    """
+    label_of_name = {plain_name(label): label for label in label_values.values()}
+    for segment in segments:
+        label = label_values.get(segment.value)
+        named_label = label_of_name.get(plain_name(segment.name))
+        if None not in (label, named_label) and named_label != label:
+            raise UserError(
+                f"{path}: the segment {segment.name!r} has the value {segment.value}, which is "
+                f"{label} in data.label_values; name the segments of each label in "
+                "+data.label_values={<label>: [<segment>, …]}."
+            )
 
 
 def holds_structures(path: Path) -> bool:
@@ -346,7 +371,7 @@ def _merge(
     Args:
         path: The file or folder of the labels, for messages.
         masks: The mask of each structure, at least one; each is read when its turn comes.
-        chosen: The structures.
+        chosen: Names of their values, and findings, both for the result.
 
     Returns:
         Label map (D, H, W) with the findings of all masks, and value to label name.
@@ -396,22 +421,10 @@ def file_values(label_values: Mapping[str, Any]) -> LabelValues:
         >>> file_values({"left_kidney": 10, "right_kidney": [11, 12]})
         {10: 'left_kidney', 11: 'right_kidney', 12: 'right_kidney'}
     """
+    for sentence in label_value_clashes(label_values):
+        raise UserError(sentence)
     name_of_value: LabelValues = {}
     for name, content in label_values.items():
         values = content if isinstance(content, list) else [content]
-        for value in values:
-            # `isinstance` would accept True and False. A label name of digits shows that name and
-            # value were exchanged.
-            if type(value) not in (int, str) or name.isdigit():
-                raise UserError(
-                    f"data.label_values.{name}: a whole number or a list of them is needed "
-                    "(name: value), or names of structures where labels are masks or DICOM "
-                    f"objects, but got {content!r}"
-                )
-            other_name = name_of_value.setdefault(value, name)
-            if other_name != name:
-                raise UserError(
-                    f"data.label_values: {value} cannot be {other_name} and {name}; give one of "
-                    f"them another value, or remove it with ~data.label_values.{other_name}"
-                )
+        name_of_value |= dict.fromkeys(values, name)
     return name_of_value

@@ -80,7 +80,7 @@ class _Scan(NamedTuple):
         images: Memory map (D, H, W) of each channel.
         labels: Memory map (D, H, W), uint8.
         grid: Grid of the images and the labels.
-        case: The case.
+        case: Case of the cache that the arrays are of, whole even where they are a part.
         task: Labels and channels.
     """
 
@@ -325,7 +325,7 @@ class Samples(Dataset[Sample]):
 
         Args:
             image: Channels of the scan in the crop, (C, D, H, W).
-            case: The case.
+            case: Case whose probabilities are looked up by its name.
             region: The region of the sample.
             crop: Where the image was read.
         """
@@ -496,7 +496,7 @@ class Samples(Dataset[Sample]):
         The patch is centred along an axis on which the crop is shorter.
 
         Args:
-            case: The case.
+            case: Case whose label map is searched for a boundary.
             crop: Where the patch may lie.
             organ: Organ of which a share `boundary_share` of the patches must hold a boundary
                 voxel; None for a case without labelled voxels.
@@ -537,9 +537,9 @@ class Samples(Dataset[Sample]):
         label.
 
         Args:
-            case: The case.
+            case: Case whose label map is searched, one slice at a time.
             crop: Where the voxel must lie.
-            organ: The organ.
+            organ: Box and label values of the organ.
             rng: Generator of the sample.
 
         Returns:
@@ -611,7 +611,7 @@ def _scanned_part(crop: Crop, grid: VoxelGrid) -> Tensor:
     """Find start and stop of the scan in a crop per axis, in voxels of the crop, (3, 2) int64.
 
     Args:
-        crop: The crop.
+        crop: Crop on the lattice of the sample, which may extend beyond the scan.
         grid: Grid of the scan.
     """
     scanned_box = crop.box.intersect(crop.lattice.centres_within(grid))
@@ -623,7 +623,7 @@ def _cut_depth(crop: Crop, choices: VoxelBox, depth: int, rng: np.random.Generat
     """Cut a crop to a range of slices at a random place.
 
     Args:
-        crop: The crop.
+        crop: Crop whose range along y and x stays.
         choices: Box in whose slices the range lies. If it has fewer slices than the range, the
             range starts at its first slice.
         depth: Number of slices.
@@ -642,7 +642,7 @@ def _cut(
     """Cut a scan to a random range of its body along an axis, as if only this range were scanned.
 
     Args:
-        scan: The scan.
+        scan: Whole scan, or a part of it.
         body: Box of its body.
         axis: 0 for slices, 2 for columns.
         least_share: Smallest share of the body that stays.

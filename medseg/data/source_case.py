@@ -25,7 +25,7 @@ from medseg.data.audit.labels import (
 from medseg.data.audit.placement import audit_placement, audit_shift
 from medseg.data.audit.tissue_profile import Profile, make_profile
 from medseg.data.case_table import Case
-from medseg.data.source_files import fingerprint, sources_of
+from medseg.data.source_files import files_in_role, fingerprint, sources_of
 from medseg.errors import UserError
 from medseg.findings import Finding, Severity
 from medseg.geometry.grid import VoxelGrid
@@ -92,7 +92,9 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     from medseg.preprocess.channels import read_channels
 
     # Taken before reading: a file that changes while it is read then makes the cache entry stale.
-    sources = {role: fingerprint(path) for role, path in sources_of(case, task).items()}
+    sources = {}
+    for role, path in sources_of(case, task).items():
+        sources[role] = fingerprint(path, files_in_role(role, path))
     modalities = [channel.modality for channel in task.channels]
     stored_images, volume = read_channels(
         case.images(len(task.channels)),
@@ -104,7 +106,9 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
     # `read_channels` returns all channels on the grid of the first: one orientation holds for all.
     first_image, grid, orientation = orient(stored_images[0], volume.grid)
     further_images = [orientation.to_lps(image) for image in stored_images[1:]]
-    images, facts, findings = check_channels([first_image, *further_images], modalities)
+    images, facts, findings = check_channels(
+        [first_image, *further_images], modalities, scale=case.hu
+    )
     first_image = images[0]
     # The checks of the labels look for air, tissue and bone by their HU, which an error in the
     # values puts in doubt.

@@ -68,6 +68,18 @@ def files_of(path: Path) -> list[Path]:
     return [path]
 
 
+def files_in_role(role: str, path: Path) -> list[Path]:
+    """List all files that are read of a source of a case.
+
+    Args:
+        role: Role of the source, as in `sources_of`.
+        path: The source. Labels in a folder with masks are these masks, whatever DICOM files lie
+            beside or below them; other sources are as in `files_of`.
+    """
+    masks = volume_files(path) if role == "labels" and path.is_dir() else []
+    return masks or files_of(path)
+
+
 def _stamp(files: Sequence[Path]) -> list[list[int]]:
     """List the size in bytes and the modification time in ns of each file of a source.
 
@@ -100,7 +112,7 @@ def fingerprint(path: Path, files: Sequence[Path] = ()) -> dict[str, Any]:
     """Describe a source so that a later change is detected; plain types for a JSON file.
 
     Args:
-        path: The source.
+        path: File or folder of the source.
         files: Its files, such as the DICOM files of one study; empty for those of `files_of`.
     """
     files = files or files_of(path)

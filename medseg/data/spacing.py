@@ -2,6 +2,7 @@
 
 from medseg.console import say
 from medseg.data.options import DataOptions
+from medseg.errors import UserError
 from medseg.geometry.grid_rule import GridRule
 from medseg.preprocess.options import FOUND_IN_DATA, Fill, SpacingOptions, SpacingStrategy
 from medseg.task_options import TaskOptions
@@ -18,7 +19,8 @@ def make_grid_rule(spacing: SpacingOptions) -> GridRule:
 def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) -> None:
     """Compute the target spacing from the training cases, for a strategy of `FOUND_IN_DATA`.
 
-    Other strategies do not change, nor does a target spacing that the user gave.
+    Other strategies do not change, nor does a target spacing that the user gave. Cases whose header
+    cannot be read do not count: whoever reads them names them.
 
     Args:
         spacing: Gets the target spacing, in place.
@@ -26,7 +28,7 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
         task: Labels and channels.
 
     Raises:
-        UserError: If the cases cannot be found or a header cannot be read.
+        UserError: If the cases cannot be found, or no header can be read.
     """
     if spacing.strategy not in FOUND_IN_DATA or spacing.target_spacing_mm is not None:
         return
@@ -42,12 +44,19 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     average_name = FOUND_IN_DATA[spacing.strategy]
     channels = make_task(task).channels
     spacings_mm = []
+    errors = []
     for case in cases:
-        # A 4D file holds all channels, and `images` repeats it for each channel. The header reader
-        # checks that the file has as many volumes as channels.
-        num_volumes = case.images(len(channels)).count(case.image)
-        grid = read_grid(case.image, case.series, channels[0].modality, num_volumes)
+        try:
+            # A 4D file holds all channels, and `images` repeats it for each channel. The header
+            # reader checks that the file has as many volumes as channels.
+            num_volumes = case.images(len(channels)).count(case.image)
+            grid = read_grid(case.image, case.series, channels[0].modality, num_volumes)
+        except UserError as error:
+            errors.append(error)
+            continue
         spacings_mm.append(oriented_grid(grid).spacing_mm)
+    if not spacings_mm:
+        raise errors[0]
     spacing.target_spacing_mm = typical_spacing_mm(spacings_mm, average_name)
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
-    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {len(cases)} cases")
+    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {len(spacings_mm)} cases")

@@ -542,6 +542,10 @@ def test_values_nobody_named_are_refused(
         prepare_case(write_case("odd", image, labels), tmp_path, SPACING_MM, task, NAMES)
     with pytest.raises(UserError, match=r"data\.label_values has no value for right_lung"):
         prepare_case(case, tmp_path, SPACING_MM, task, {1: "left_lung", 2: "rigth_lung"})
+    # 0 is never a label: the case would be trained on without its left lung.
+    from_zero = {0: "left_lung", 1: "right_lung", 2: "right_lung"}
+    with pytest.raises(UserError, match=r"data\.label_values\.left_lung: expected values from 1"):
+        prepare_case(case, tmp_path, SPACING_MM, task, from_zero)
 
 
 def test_swapped_sides_are_refused_and_one_side_alone_is_not(
@@ -689,6 +693,9 @@ def test_probabilities_of_a_coarse_stage_are_made_once_and_go_with_the_entry(
     assert again.grid == first.grid == grid
     assert np.array_equal(again.probs, np.ones((3, *grid.shape), dtype=np.float16))
     assert coarse_probs(entry, "weights b", predict).probs.max() == 2.0
+    with monkeypatch.context() as read_only:
+        read_only.setattr("medseg.data.cache.locked", no_room)
+        assert coarse_probs(entry, "weights a", predict) == first
     assert open_case(case, tmp_path / "cache", SPACING_MM, task, NAMES) == entry
     with monkeypatch.context() as full:
         full.setattr(np, "save", no_room)

@@ -127,6 +127,15 @@ def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:
         ("sep=,\ncase,image,labels\na,b,c\n", ["line 1", "; remove this line, which only some"]),
         ("case\na\n", ["line 1", "found case; add image, labels."]),
         ("case,image,labels,image\n", ["line 1", "'image' appears twice"]),
+        (
+            "case,image,labels,Patient\n",
+            ["line 1", "'Patient' would be ignored; write patient in small letters."],
+        ),
+        (
+            "case,image,labels,fold_1,fold_2\n",
+            ["line 1", "there is fold_2 but no fold_0; number the columns of the folds from 0"],
+        ),
+        ("case,image,labels,fold_0,fold_2\n", ["line 1", "there is fold_2 but no fold_1;"]),
         (ROW + "\na,a.nii.gz,\n", ["line 4", "'a' is already on line 2"]),
         (ROW + "b,a.nii.gz\n", ["line 3", "expected 3 cells, got 2"]),
         (ROW + "Doe, John,a.nii.gz,\n", ["line 3", "quotes"]),

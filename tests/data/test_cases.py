@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.data import cases
+from medseg.data.audit.finding import make_finding
 from medseg.errors import UserError
 from medseg.phantom.spec import PHANTOM_LABELS
 from medseg.training.options import TrainConfig
@@ -54,6 +56,25 @@ def test_mistaken_label_values_are_told(label_values: dict[str, Any], said: str)
     with pytest.raises(UserError) as error:
         cases.file_values(label_values)
     assert said in str(error.value)
+
+
+def test_mistaken_label_values_are_told_with_the_configuration() -> None:
+    """Not after the cases have been looked up."""
+    for override in ("data.label_values.left_lung=null", "+data.label_values.other=[2]"):
+        with pytest.raises(UserError, match=r"data\.label_values"):
+            compose(override)
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(UserError, match=r"data\.cases: it is empty"):
+        compose("data.cases=")
+
+
+def test_the_check_of_a_volume_is_turned_off_as_its_finding_advises() -> None:
+    limits = {"volume_ml": 9000.0, "low": 500.0, "high": 5500.0}
+    finding = make_finding("implausible_volume:far", name="left_lung", **limits)
+    (override,) = re.findall(r"and (\S+) turns the check off", finding.cure)
+    assert list(compose(override).task.volume_ml or {}) == ["right_lung"]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from layouts import (
 from pydicom import dcmread
 
 from medseg.data.reference import read_reference
-from medseg.data.source_files import files_of, fingerprint, is_same_source
+from medseg.data.source_files import files_in_role, files_of, fingerprint, is_same_source
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io import volume
@@ -139,6 +139,17 @@ def test_a_change_of_any_mask_is_seen(tmp_path: Path) -> None:
     assert not is_same_source(folder, known)
 
 
+def test_a_change_of_a_mask_beside_dicom_files_is_seen(tmp_path: Path) -> None:
+    """`read_reference` reads the masks, not the series in a folder below."""
+    folder = make_totalsegmentator(tmp_path) / "s0000" / "segmentations"
+    (folder / "series").mkdir()
+    (folder / "series" / "1.dcm").write_bytes(bytes(128) + b"DICM")
+    known = fingerprint(folder, files_in_role("labels", folder))
+    save(folder / "liver.nii.gz", np.ones_like(blocks()[1]))
+    assert not is_same_source(folder, known, files_in_role("labels", folder))
+    assert [file.name for file in files_in_role("image", folder)] == ["1.dcm"]
+
+
 def test_another_name_of_a_mask_is_a_change(tmp_path: Path) -> None:
     folder = make_totalsegmentator(tmp_path) / "s0000" / "segmentations"
     known = fingerprint(folder)
@@ -205,6 +216,13 @@ def test_values_of_a_file_of_3d_slicer_need_names_only_where_it_has_layers(
         {1: "left_lung", 2: "right_lung"},
         True,
     )
+    # Made in the other order, the segments have exchanged values; their names count.
+    other = tmp_path / "other.seg.nrrd"
+    write_layers(other, [labels], [("Lung_R", LEFT, 0), ("Lung_L", RIGHT, 0)])
+    with pytest.raises(UserError, match="'Lung_R' has the value 1, which is left_lung in data"):
+        read_reference(other, values)
+    by_name: LabelValues = {"Lung_L": "left_lung", "Lung_R": "right_lung"}
+    assert np.array_equal(read_reference(other, by_name)[0].array == 1, labels == RIGHT)
     # The second layer holds one segment more, of a value of the first.
     tumour = np.zeros_like(labels)
     tumour[6:9, 8:12, 6:9] = 1

@@ -39,10 +39,17 @@ def test_the_spacing_of_a_case_is_that_of_the_axes_after_orientation(
     path = tmp_path / "ct.nii.gz"
     nibabel.save(stored, path)
     row = {"case": "a", "image": path, "labels": path, "patient": "a", "split": "train"}
-    write_csv(tmp_path / "cases.csv", [row])
+    # A damaged file does not stop the others: `prepare` names its case when it comes to it.
+    damaged = tmp_path / "damaged.nii.gz"
+    damaged.write_bytes(b"no gzip")
+    write_csv(tmp_path / "cases.csv", [row, row | {"case": "b", "image": damaged}])
     config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
     find_spacing(config.spacing, config.data, config.task)
     assert config.spacing.target_spacing_mm == pytest.approx((0.9, 0.7, 5.0))
+    write_csv(tmp_path / "cases.csv", [row | {"image": damaged}])
+    config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
+    with pytest.raises(UserError, match="damaged"):
+        find_spacing(config.spacing, config.data, config.task)
 
 
 @pytest.mark.parametrize("average", ["median", "mean"])

@@ -134,6 +134,7 @@ def test_a_fold_counts_in_place_of_the_words_train_and_val() -> None:
         (CASES, {"val_patients": ["p1"], "fold": 0}, "data.fold=0 has no effect"),
         (CASES, {"fold": 5}, "choose 0 to 4"),
         (CASES, {"num_folds": 12, "fold": 0}, "from 2 to 11"),
+        ([case("a", "p")], {"fold": 0}, "add patients, or train on all with data.fold=all"),
         (CASES[:2], {"val_patients": ["p0"]}, "No case is left for training"),
         ([case("a", "p", "train"), case("b", "p", "val")], {}, "'p' is marked train and val"),
         (

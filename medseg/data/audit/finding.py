@@ -44,6 +44,7 @@ _IGNORE_GRID = (
 #               be moved, as in "mirrored left to right"
 #   best, fit   see `medseg.data.audit.placement`; organs full of air in place have at least 2
 #   s           "s" for several values, else ""
+#   sign        "+", with which Hydra adds a key; "" where `data.label_values` has the key
 #   difference  how two grids differ, a clause; for copies the distance of the two images
 #   claim       what the case table says of the two cases, as in "the split is train here and val
 #               there"; the variants `unclaimed` are for tables that say nothing
@@ -56,7 +57,7 @@ KINDS = {
         ERROR,
         "the values run from {low:g} to {high:g}, and soft tissue lies at about {peak}: they are "
         "about {size} too {way} for HU",
-        "data.hu_offset={offset} corrects them (predict: hu_offset={offset}), or the column "
+        "data.hu_offset={offset:g} corrects them (predict: hu_offset={offset:g}), or the column "
         "hu_offset of the case table",
     ),
     "hu_range:constant": Kind(ERROR, "every voxel holds {low:g}", "export the scan again"),
@@ -172,7 +173,7 @@ KINDS = {
         ERROR,
         "the label map holds the value{s} {few}, which data.label_values does not name (it names "
         "{known})",
-        "add them there, or +data.label_values.background=[{all}] if they are not wanted",
+        "add them there, or {sign}data.label_values.background=[{all}] if they are not wanted",
     ),
     "unknown_values:many": Kind(
         ERROR,
@@ -233,14 +234,14 @@ KINDS = {
         ERROR,
         "{name} has {volume_ml:.4g} ml, far above {low:g} to {high:g} ml",
         "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, "
-        "and null turns the check off",
+        "and ~task.volume_ml.{name} turns the check off",
     ),
     "implausible_volume:tiny": Kind(
         ERROR,
         "{name} has {volume_ml:.3g} ml although the scan does not cut it, far below {low:g} to "
         "{high:g} ml",
         "correct the spacing in the header or the labels; task.volume_ml.{name} holds the range, "
-        "and null turns the check off",
+        "and ~task.volume_ml.{name} turns the check off",
     ),
     "implausible_size:scan": Kind(
         ERROR,

@@ -5,8 +5,9 @@ padding, or clipping by software. Spikes are excluded before the tissue is exami
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.preprocess.fill import find_fill, replace_fill
+from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import AIR_HU
 
 NUM_VALUES = 65536  # a histogram has a bin for each value of int16
@@ -39,15 +41,19 @@ SPIKE_REPORT_SHARE = 0.01
 SOFT_HU = (-150, 150)
 GAP_HU = (-500, -200)
 AIR_RANGE_HU = (-1100, -500)
+# The gap and the air where the values were negated; other images have sparse and dense bone there.
+NEGATED_GAP_HU = (200, 500)
+NEGATED_AIR_HU = (500, 1100)
 FAT_HU = -50  # every CT has fat or air below this value
 OFFSET_HU = 1024  # offset by which values are often stored too high or too low
-# Least share of soft tissue, or of air that an error of the scale has moved. Images in HU have 8 to
-# 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus or minus `OFFSET_HU`.
+# Soft tissue or air counts as moved by a wrong scale if at least this share lies in the moved
+# range. Images in HU have 8 to 60 % of their voxels in `SOFT_HU`, but about 0.1 % in `SOFT_HU` plus
+# or minus `OFFSET_HU`.
 TISSUE_SHARE = 0.05
 # Least share of voxels below `FAT_HU` in an image in HU.
 DARK_SHARE = 0.01
-# An inverted image has at least this many times as many voxels in the range of dense bone, where
-# its air lies, as in the range of air.
+# Least ratio, in an inverted image, of the voxels in `NEGATED_AIR_HU` (its air) to those in
+# `AIR_RANGE_HU`.
 INVERTED_CONTRAST = 5.0
 # An image shows air, soft tissue or bone if at least this share of its voxels has such values.
 PRESENT_SHARE = 0.001
@@ -87,12 +93,18 @@ class ImageFacts:
         low_hu: Lowest value, of any modality.
         high_hu: Highest value, of any modality.
         counts: Number of voxels of each value rounded to whole HU, (`NUM_VALUES`,); the first bin
-            counts the value -32768.
+            counts the value -32768. See `measure_values` for other modalities.
+        step: Difference of the values of neighbouring bins; 1 for a CT.
+        middle: Value of the bin `ZERO`; 0 for a CT.
+        scale: Scale that has been applied to the values of the file. An advice replaces it.
     """
 
     low_hu: float
     high_hu: float
     counts: np.ndarray
+    step: float = 1.0
+    middle: float = 0.0
+    scale: HuScale = AS_STORED
 
     def summary(self) -> dict[str, float]:
         """Lowest and highest value, and percentiles: `min`, `p01`, `p50`, `p99`, `max`."""
@@ -100,7 +112,8 @@ class ImageFacts:
         figures = {"min": self.low_hu}
         for percent in (1, 50, 99):
             # The first value up to which there is at least this share of the voxels.
-            figures[f"p{percent:02d}"] = int(np.searchsorted(share_up_to, percent / 100)) - ZERO
+            index = int(np.searchsorted(share_up_to, percent / 100))
+            figures[f"p{percent:02d}"] = self.middle + self.step * (index - ZERO)
         figures["max"] = self.high_hu
         return figures
 
@@ -184,6 +197,26 @@ def measure_image(image_hu: np.ndarray) -> ImageFacts:
     return ImageFacts(float(values[0]), float(values[-1]), counts)
 
 
+def measure_values(image: np.ndarray, modality: str) -> ImageFacts:
+    """Count the values of an image (D, H, W) of any modality.
+
+    Whole numbers of 16 bits are too coarse for other modalities with values such as 0 to 1, and too
+    small for others. Their bins divide the range from the lowest to the highest value.
+    """
+    low = float(image.min())
+    high = float(image.max())
+    if modality == "ct" or image.dtype == np.int16 or low == high:
+        return measure_image(image)
+    # A power of two: a bin of each whole number has exactly its value where the range allows it.
+    step = 2.0 ** math.ceil(math.log2((high - low) / (NUM_VALUES - 2)))
+    first = math.floor(low / step)
+    counts = np.zeros(NUM_VALUES, dtype=np.int64)
+    for plane in image:
+        bins = np.rint(plane.astype(np.float64) / step).astype(np.int64) - first
+        counts += np.bincount(bins.ravel(), minlength=NUM_VALUES)
+    return ImageFacts(low, high, counts, step, middle=(first + ZERO) * step)
+
+
 def hash_voxels(image: np.ndarray) -> str:
     """Compute the SHA-256 of the shape and the voxels of an oriented image.
 
@@ -231,7 +264,11 @@ class CheckedChannels(NamedTuple):
 
 
 def check_channels(
-    images: Sequence[np.ndarray], modalities: Sequence[str], *, is_owned: bool = True
+    images: Sequence[np.ndarray],
+    modalities: Sequence[str],
+    *,
+    is_owned: bool = True,
+    scale: HuScale = AS_STORED,
 ) -> CheckedChannels:
     """Check the values of all channels of a case.
 
@@ -242,6 +279,7 @@ def check_channels(
         modalities: Modality of each channel.
         is_owned: Whether the images may be changed in place; otherwise an image is copied before a
             constant is replaced.
+        scale: Scale that has been applied to the values of the first channel.
     """
     images = list(images)
     fill_findings = []
@@ -258,7 +296,10 @@ def check_channels(
         finding = make_finding("padding:replaced", share=share, value=fill, air=AIR_HU)
         fill_findings.append(_of_channel(finding, number))
     # All channels are measured after the replacement, so that the fill does not count.
-    facts = [measure_image(image) for image in images]
+    facts = []
+    for image, modality in zip(images, modalities, strict=True):
+        facts.append(measure_values(image, modality))
+    facts[0] = replace(facts[0], scale=scale)
     return CheckedChannels(images, facts, fill_findings + audit_channels(facts, modalities))
 
 
@@ -274,10 +315,12 @@ def audit_image(facts: ImageFacts) -> list[Finding]:
     scale_error = _audit_scale(facts)
     if scale_error is not None:
         return [scale_error]
-    findings = [*_audit_padding(facts), *_audit_clipping(facts)]
-    # In a scan that was clipped above the values of air, air has the value at which it was clipped.
-    is_clipped = any(finding.code == "clipped" for finding in findings)
-    if share_of(facts.tissue, *AIR_RANGE_HU) < PRESENT_SHARE and not is_clipped:
+    low_clipping = list(_audit_low_clipping(facts))
+    findings = [*_audit_padding(facts), *low_clipping, *_audit_high_clipping(facts)]
+    # Clipped at the low end, all air has the value at which it was clipped. It may also have one
+    # value where a program has set everything outside the body to -1024.
+    has_air = bool(low_clipping) or share_of(facts.counts, *AIR_RANGE_HU) >= PRESENT_SHARE
+    if not has_air:
         findings.append(make_finding("no_air", low=facts.low_hu, high=facts.high_hu))
     return findings
 
@@ -353,7 +396,7 @@ def _audit_scale(facts: ImageFacts) -> Finding | None:
             return make_finding("hu_range:far", **ends, share=far_share, limit=lowest_air_hu)
         return _explain_offset(facts, -OFFSET_HU, "low")
     if _is_inverted(tissue):
-        bright_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
+        bright_share = share_of(tissue, *NEGATED_AIR_HU)
         return make_finding("hu_range:inverted", **ends, share=bright_share, air=-NOMINAL_AIR_HU)
     if not has_fat_or_air:
         return make_finding("hu_range:other", **ends, lacking="fat or air")
@@ -366,7 +409,7 @@ def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
     """Say by how much the values of an image are too high or too low.
 
     Args:
-        facts: Its histogram.
+        facts: Histogram of the image with the offset.
         offset_hu: Offset to which soft tissue has moved.
         way: `high` or `low`, for the sentence.
     """
@@ -381,7 +424,7 @@ def _explain_offset(facts: ImageFacts, offset_hu: int, way: str) -> Finding:
         peak=peak,
         size=OFFSET_HU,
         way=way,
-        offset=-offset_hu,
+        offset=facts.scale.offset - offset_hu,
     )
 
 
@@ -413,8 +456,8 @@ def _explain_small_range(facts: ImageFacts) -> Finding:
         "hu_range:window",
         low=low,
         high=high,
-        slope=slope,
-        offset=offset,
+        slope=slope * facts.scale.slope,
+        offset=slope * facts.scale.offset + offset,
         window_low=window_low_hu,
         window_high=window_high_hu,
     )
@@ -437,7 +480,7 @@ def _is_soft_at(tissue: np.ndarray, offset_hu: int) -> bool:
 
     Args:
         tissue: Counts of the values without spikes.
-        offset_hu: The offset.
+        offset_hu: HU by which all values would be too high; negative: too low.
     """
     soft_share = share_of(tissue, SOFT_HU[0] + offset_hu, SOFT_HU[1] + offset_hu)
     gap_share = share_of(tissue, GAP_HU[0] + offset_hu, GAP_HU[1] + offset_hu)
@@ -454,9 +497,8 @@ def _is_inverted(tissue: np.ndarray) -> bool:
     Args:
         tissue: Counts of the values without spikes.
     """
-    # Ranges of air and of the gap below soft tissue, negated: 500 to 1100 and 200 to 500 HU.
-    dense_bone_share = share_of(tissue, -AIR_RANGE_HU[1], -AIR_RANGE_HU[0])
-    sparse_bone_share = share_of(tissue, -GAP_HU[1], -GAP_HU[0])
+    dense_bone_share = share_of(tissue, *NEGATED_AIR_HU)
+    sparse_bone_share = share_of(tissue, *NEGATED_GAP_HU)
     air_share = share_of(tissue, *AIR_RANGE_HU)
     if dense_bone_share < TISSUE_SHARE or dense_bone_share <= sparse_bone_share:
         return False
@@ -484,13 +526,18 @@ def _audit_padding(facts: ImageFacts) -> Iterator[Finding]:
             yield make_finding("padding:filled", share=spike_share, value=value, air=AIR_HU)
 
 
-def _audit_clipping(facts: ImageFacts) -> Iterator[Finding]:
-    """Find ends of the scale at which software clipped the values."""
-    low_hu, high_hu = facts.measured_hu
+def _audit_low_clipping(facts: ImageFacts) -> Iterator[Finding]:
+    """Find a lowest value at which software clipped the image."""
+    low_hu, _ = facts.measured_hu
     share_at_low = facts.spikes.get(low_hu, 0.0)
     if low_hu > FLOOR_HU and share_at_low >= SPIKE_REPORT_SHARE:
         kind = "clipped:air" if low_hu <= NOMINAL_AIR_HU else "clipped:low"
         yield make_finding(kind, share=share_at_low, value=low_hu)
-    # At the upper end any spike is reported, since few voxels of a patient are so bright.
+
+
+def _audit_high_clipping(facts: ImageFacts) -> Iterator[Finding]:
+    """Find a highest value at which software clipped the image."""
+    _, high_hu = facts.measured_hu
+    # Any spike is reported, since few voxels of a patient are so bright.
     if high_hu in facts.spikes and high_hu < LOW_CEILING_HU:
         yield make_finding("clipped:high", share=facts.spikes[high_hu], value=high_hu)

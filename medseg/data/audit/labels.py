@@ -7,11 +7,12 @@ increases towards the patient's left.
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, turned_pairs
+from medseg.anatomy.position import UPSIDE_DOWN_SIGN, apex_excess, side_pairs, turned_pairs
 from medseg.anatomy.rules import (
     EXTENT_MM,
     FAR_FACTOR,
@@ -25,7 +26,7 @@ from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
-from medseg.task import IGNORE, Region, Task, is_side_pair
+from medseg.task import IGNORE, SIDES, Region, Task, is_side_pair, words_of
 
 ABSENT = "absent"
 """Value of the column `trust_<region>` where the patient does not have the region."""
@@ -37,6 +38,7 @@ Rounded decimals and float32 directions differ by less, and it is a small part o
 """
 
 MAX_LISTED = 10  # most unknown values that a message lists
+BACKGROUND = "background"  # name in the advice to such a message
 
 BODY_HU = -500  # the body is denser than this; air and air-filled organs are not
 # Values below FIELD_HU are padding outside the round field of view. The field cuts a region if
@@ -162,12 +164,14 @@ def map_values(
     if unknown:
         kind = "unknown_values" if len(unknown) <= MAX_LISTED else "unknown_values:many"
         plural = "s" if len(unknown) > 1 else ""
+        background = [value for value, name in label_values.items() if name == BACKGROUND]
         finding = make_finding(
             kind,
             s=plural,
             few=", ".join(map(str, unknown[:MAX_LISTED])),
-            all=",".join(map(str, unknown)),
-            known=", ".join(map(str, sorted(label_values))),
+            all=",".join(map(str, [*background, *unknown])),
+            sign="" if background else "+",
+            known=", ".join(map(str, sorted(label_values))) or "no value",
         )
         findings.append(finding)
     new_values = {}
@@ -271,11 +275,12 @@ def audit_labels(
     """
     regions = measure_regions(labels, grid, task)
     findings = []
-    for region in task.regions:
-        is_stated_absent = trust.get(region.name) == ABSENT
-        if region.name not in regions and not is_stated_absent:
-            findings.append(make_finding("missing_region", region=region.name))
+    for name in _missing_parts(labels, grid, task, regions):
+        if trust.get(name) != ABSENT:
+            findings.append(make_finding("missing_region", region=name))
     findings += _audit_position(image_hu, labels, grid, task, regions)
+    if not task.regions:
+        findings += _audit_paired_labels(labels, grid, task)
     for facts in regions.values():
         extents_mm = _extents_mm(facts.box.shape, grid)
         # A region without a side, such as the body, may be as long as the scan.
@@ -297,6 +302,21 @@ def audit_labels(
         descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
         findings.append(make_finding("cut_region", regions=" and ".join(descriptions)))
     return findings
+
+
+def _missing_parts(
+    labels: np.ndarray, grid: VoxelGrid, task: Task, regions: Mapping[str, RegionFacts]
+) -> list[str]:
+    """List the regions without voxels; in a task without regions, the labels if all lack voxels.
+
+    A single label, such as a lesion, often has none. But where all lack voxels, the values of the
+    file may have other meanings than in `data.label_values`.
+    """
+    if task.regions:
+        return [region.name for region in task.regions if region.name not in regions]
+    if any(measure_volumes(labels, grid, task).values()):
+        return []
+    return list(task.labels)
 
 
 def _audit_position(
@@ -339,7 +359,8 @@ def _audit_sides(
 ) -> list[Finding]:
     """Check that left regions lie further left in the patient than right regions.
 
-    If the case has regions of only one side, they are compared with the midline of the body.
+    A region is compared with its partner, the same organ of the other side; without a partner,
+    with all regions of the other side, or if there are none, with the midline of the body.
 
     Args:
         image_hu: Oriented image with its padding, (D, H, W); None if its values are not HU.
@@ -352,17 +373,25 @@ def _audit_sides(
     findings = []
     lefts = [facts for facts in regions.values() if facts.region.side == "left"]
     rights = [facts for facts in regions.values() if facts.region.side == "right"]
+    paired: set[str] = set()
     for left, right in itertools.product(lefts, rights):
-        names = {"left": left.region.name, "right": right.region.name}
-        # World x increases towards the patient's left.
-        if left.centre_x_mm <= right.centre_x_mm:
-            sides_mm = {"left_mm": left.centre_x_mm, "right_mm": right.centre_x_mm}
-            kind = "swapped_sides:position" if position else "swapped_sides"
-            findings.append(make_finding(kind, **names, **sides_mm, position=position))
         if is_side_pair(left.region, right.region):
+            paired.update((left.region.name, right.region.name))
+    for left, right in itertools.product(lefts, rights):
+        is_pair = is_side_pair(left.region, right.region)
+        # The left atrium may lie to the right of the right ventricle.
+        if is_pair or not paired.issuperset((left.region.name, right.region.name)):
+            findings += _compare_sides(left, right, position)
+        if is_pair:
             contact_mm2 = _contact_mm2(labels, grid, task, left, right)
             if contact_mm2 >= TOUCHING_CM2 * 100:
-                findings.append(make_finding("touching_regions", **names, area=contact_mm2 / 100))
+                finding = make_finding(
+                    "touching_regions",
+                    left=left.region.name,
+                    right=right.region.name,
+                    area=contact_mm2 / 100,
+                )
+                findings.append(finding)
     # With regions on both sides, the sides were compared above.
     if image_hu is None or (lefts and rights):
         return findings
@@ -370,6 +399,49 @@ def _audit_sides(
         off_mm, width_mm = _off_side_mm(image_hu, grid, facts)
         if off_mm > SIDE_SHARE * width_mm:
             findings.append(make_finding("doubtful_side", region=facts.region.name, off_mm=off_mm))
+    return findings
+
+
+def _compare_sides(left: RegionFacts, right: RegionFacts, position: str) -> list[Finding]:
+    """Check that a left region lies further left in the patient than a right one.
+
+    Args:
+        left: A region with the side `left`.
+        right: A region with the side `right`.
+        position: Position of the body that contradicts the header, or "".
+    """
+    # World x increases towards the patient's left.
+    if left.centre_x_mm > right.centre_x_mm:
+        return []
+    kind = "swapped_sides:position" if position else "swapped_sides"
+    return [
+        make_finding(
+            kind,
+            left=left.region.name,
+            right=right.region.name,
+            left_mm=left.centre_x_mm,
+            right_mm=right.centre_x_mm,
+            position=position,
+        )
+    ]
+
+
+def _audit_paired_labels(labels: np.ndarray, grid: VoxelGrid, task: Task) -> list[Finding]:
+    """Check the sides of the labels of a task without regions, which say their side in the name.
+
+    Only the two labels of an organ are compared.
+    """
+    sided_labels = []
+    for name in task.labels:
+        sides = [side for side in SIDES if side in words_of(name)]
+        if len(sides) == 1:
+            sided_labels.append(Region(name, (name,), sides[0]))
+    sided_task = replace(task, regions=tuple(sided_labels))
+    facts = measure_regions(labels, grid, sided_task)
+    findings = []
+    for left, right in side_pairs(sided_task):
+        if left.name in facts and right.name in facts:
+            findings += _compare_sides(facts[left.name], facts[right.name], position="")
     return findings
 
 

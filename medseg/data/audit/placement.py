@@ -193,7 +193,7 @@ def _values_at(
     """Read voxels of an image in HU, clipped to the range from air to bone.
 
     Args:
-        lines_hu: The image.
+        lines_hu: Image in HU, three axes.
         line_indices: Indices of the voxels along all axes but the last.
         index: Their index along the last axis; beyond an end, the voxel at that end is read.
     """

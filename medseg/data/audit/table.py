@@ -49,7 +49,7 @@ class AuditedCase:
     """A case with the result of its audit.
 
     Attributes:
-        case: The case.
+        case: Row of the case table.
         audit: Its audit; None if it could not be read.
         failure: Why the case could not be read or stored in the cache; else empty.
         comparison: Findings of the comparison with the other cases.
@@ -170,7 +170,7 @@ def _near_images(
     """Find the earlier case of another patient with the nearest image, if it is near or the same.
 
     Args:
-        case: The case.
+        case: Row of the case table.
         audit: Its audit.
         earlier: The cases before it in the table.
         names_patients: Whether the table names patients.
@@ -327,7 +327,7 @@ def _row(audited: AuditedCase) -> dict[str, object]:
         for axis, size, mm in zip("zyx", audit.grid.shape, audit.grid.spacing_mm, strict=True):
             row |= {f"size_{axis}": size, f"spacing_{axis}_mm": f"{mm:.6g}"}
         row |= {f"hu_{name}": f"{value:g}" for name, value in audit.hu.items()}
-        row |= {f"{name}_ml": f"{volume:.1f}" for name, volume in audit.volumes_ml.items()}
+        row |= {f"{name}_ml": _ml_text(volume) for name, volume in audit.volumes_ml.items()}
     findings = audited.findings()
     for severity, column in SEVERITY_COLUMNS.items():
         codes = [finding.code for finding in findings if finding.severity is severity]
@@ -336,3 +336,10 @@ def _row(audited: AuditedCase) -> dict[str, object]:
     details += map(str, findings)
     row["details"] = " | ".join(details)
     return row
+
+
+def _ml_text(volume_ml: float) -> str:
+    """Format a volume with one decimal; with two digits below 1 ml, so that only nothing is 0.0."""
+    if 0 < volume_ml < 1:
+        return f"{volume_ml:.2g}"
+    return f"{volume_ml:.1f}"

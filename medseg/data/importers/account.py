@@ -109,7 +109,7 @@ class Account:
         """Enter the files of a folder: the claimed ones in total, each other one with its reason.
 
         Args:
-            root: The folder.
+            root: Folder of the data set, or of some of its files.
             is_deep: Whether to enter the files of the folders below, too.
         """
         num_used = 0

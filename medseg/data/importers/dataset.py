@@ -12,7 +12,7 @@ from typing import Any
 from medseg.data.audit.labels import ABSENT
 from medseg.data.case_table import Case, check_case_name, normalise_name
 from medseg.data.importers.account import Account, Fate, Item, Kind
-from medseg.data.source_files import files_of
+from medseg.data.source_files import files_in_role
 from medseg.errors import UserError
 from medseg.io.inputs import CONTROL_CHARACTERS
 from medseg.task import IGNORE, Channel
@@ -21,7 +21,14 @@ from medseg.wording import first_few
 # Separators of the words of a name.
 WORD_BREAK = re.compile(r"[\s_.-]+")
 # Word for a side in the name of a structure, in small letters, to the side.
-SIDES = {"left": "left", "right": "right", "l": "left", "r": "right"}
+SIDES = {
+    "left": "left",
+    "lt": "left",
+    "l": "left",
+    "right": "right",
+    "rt": "right",
+    "r": "right",
+}
 # Label maps of the task have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
 # Window of a CT, from air to dense bone: a data set does not say which tissue it is about.
@@ -364,11 +371,12 @@ def _read_choice(choice: Any) -> dict[str, Any]:
 
 
 def _allowed_name(label: str) -> str:
-    """Turn a name that a person has chosen into one that a label may have.
+    """Turn a name into one that a label may have.
 
     A name may contain digits but not consist of them, since it would be read as a value.
     """
-    return f"label_{label}" if label.isdigit() else safe_name(label)
+    name = safe_name(label)
+    return f"label_{name}" if name.isdigit() else name
 
 
 def _why_unfit(label: str) -> str:
@@ -505,10 +513,10 @@ def check_dataset(data: DataSet, source: Path) -> DataSet:
     cases = tuple(replace(case, patient=normalise_name(case.patient)) for case in data.cases)
     data = replace(data, cases=cases)
     _check_names(data, source)
-    files: list[Path] = []
+    files: list[tuple[str, Path]] = []
     for case in cases:
-        files += _files_by_role(case).values()
-    missing = [path for path in files if not path.exists()]
+        files += _files_by_role(case).items()
+    missing = [path for _, path in files if not path.exists()]
     if missing:
         raise UserError(
             f"{first_few(missing, 1)}: there is no such file, but the data set names it; "
@@ -536,19 +544,19 @@ def _files_by_role(case: Case) -> dict[str, Path]:
     return files
 
 
-def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
+def _account_files(data: DataSet, files: Sequence[tuple[str, Path]], source: Path) -> None:
     """Enter the files of the cases in the account, and all other files in the same folders.
 
     Args:
         data: The data set, to whose account they are added.
-        files: Images and labels of all cases, as the cases name them.
+        files: Role and path of the images and labels of all cases, as in `_files_by_role`.
         source: Folder of the data set, or the file that lists its cases.
 
     Raises:
         UserError: If the file with the voxels that belong to a header is missing.
     """
     root = Path(os.path.realpath(source if source.is_dir() else source.parent))
-    for path in files:
+    for role, path in files:
         try:
             voxel_files = _voxel_files_of_header(path)
         except (OSError, UserError) as error:
@@ -563,7 +571,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
         # `import_dicom` has claimed the files of each series, since several may share a folder.
         is_claimed = data.format == DICOM and path.is_dir()
         if not is_claimed:
-            for file in files_of(path):
+            for file in files_in_role(role, path):
                 data.account.claim(file)
         real = os.path.realpath(path)
         if not Path(real).is_relative_to(root):
@@ -574,7 +582,7 @@ def _account_files(data: DataSet, files: Sequence[Path], source: Path) -> None:
     # A datalist may lie anywhere, beside files of all kinds: only the folders of its images and
     # labels are searched.
     data.account.claim(source)
-    for folder in sorted({path.parent for path in files}):
+    for folder in sorted({path.parent for _, path in files}):
         data.account.close(folder, is_deep=False)
 
 
@@ -731,7 +739,8 @@ def side_of(name: str) -> tuple[str | None, str]:
 
 def safe_name(name: str) -> str:
     """Replace characters that file names or keys cannot have by `_`."""
-    text = CONTROL_CHARACTERS.sub("_", name)
+    # Of a letter in two characters, `\w` would match the first alone.
+    text = CONTROL_CHARACTERS.sub("_", normalise_name(name))
     safe_text = re.sub(r"[^\w-]+", "_", text).strip("_-")
     # Nothing is left of a name without letters and digits.
     return safe_text or "label"
@@ -759,6 +768,8 @@ def plain_name(name: str) -> str:
 def label_names(names: Iterable[str]) -> dict[str, str]:
     """Turn the names of a data set into names of labels: words joined by `_`, sides written out.
 
+    A name of digits gets `label_` in front.
+
     Returns:
         Name in the data set to name of the label.
 
@@ -769,7 +780,7 @@ def label_names(names: Iterable[str]) -> dict[str, str]:
         >>> label_names(["Femur_L", "Femur_R", "left atrium"])
         {'Femur_L': 'left_femur', 'Femur_R': 'right_femur', 'left atrium': 'left_atrium'}
     """
-    safe_names = {name: safe_name(name) for name in names}
+    safe_names = {name: _allowed_name(name) for name in names}
     # Without regard to case: `Femur_L` and `femur_R` are a pair.
     sides_of_organ: dict[str, set[str | None]] = {}
     for label in safe_names.values():

@@ -73,6 +73,13 @@ def import_dicom(folder: Path) -> DataSet:
             why = "empty there: nothing is enclosed, which states its absence"
             account.use(Kind.structure, f"{structure} of {name}", why)
     labels = labels_of_structures(sorted(structure_names, key=plain_name), account)
+    notes: tuple[str, ...] = ()
+    if len(num_series) == 1 and len(cases) > 1:
+        # Programs that remove identities often write the same Patient ID into all files.
+        notes = (
+            f"all {len(cases)} series are of the patient {cases[0].patient!r}, so none is left for "
+            "validation; if they show several patients, correct the column patient of the table",
+        )
     return DataSet(
         format=DICOM,
         name=folder.name,
@@ -80,6 +87,7 @@ def import_dicom(folder: Path) -> DataSet:
         labels=labels,
         channels=(channel_of(modalities[0]),),
         background={},
+        notes=notes,
         structures=structures,
         account=account,
     )

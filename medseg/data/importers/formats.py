@@ -139,11 +139,15 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
     # Importers use the names of the folder and of its parents, which "." does not have.
     path = Path(os.path.abspath(path))
     try:
+        # A `dataset.json` is a datalist, but that of nnU-Net stands for its folder.
+        may_be_nnunet = format_name in (None, NNUNET) and path.name == DATASET_FILE
+        if may_be_nnunet and _is_nnunet(path.parent):
+            path = path.parent
         data_format = FORMATS[format_name or find_format(path)]
         return check_dataset(data_format.read(path), path)
     except OSError as error:
         raise UserError(
-            f"{error.filename or path}: cannot be read ({error.strerror}); "
+            f"{error.filename or path}: cannot be read ({error.strerror or error}); "
             "check the path and its permissions."
         ) from error
 
@@ -206,7 +210,7 @@ def _format_at(path: Path, excluded: str = "") -> str | None:
     """Find the first format that a path looks like; None if there is none.
 
     Args:
-        path: The path.
+        path: Folder or file.
         excluded: Name of a format that is not tried.
     """
     for name, data_format in FORMATS.items():

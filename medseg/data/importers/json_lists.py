@@ -62,7 +62,7 @@ class _RawFolder:
     """nnU-Net raw folder: the values that the steps of its import share.
 
     Attributes:
-        folder: The folder.
+        folder: Folder that holds `dataset.json` and `imagesTr`.
         about: Content of its `dataset.json`.
         channel_names: Names of the channels in their order.
         ending: Ending of all images and labels, such as `.nii.gz`.
@@ -456,9 +456,9 @@ def _msd_cases(
     """Make a case of each entry of a datalist.
 
     Args:
-        entries: The entries.
+        entries: Entries of all lists of the file.
         images: Images of each entry, one per channel, or one file of all channels.
-        path: The datalist.
+        path: The datalist, to whose folder the paths in it are relative.
         account: Lists the folds that have no effect.
 
     Raises:
@@ -578,7 +578,7 @@ def file_path(value: Any, path: Path) -> str:
     """Return a value of a JSON file, checked to be a path.
 
     Args:
-        value: The value.
+        value: Value that should be a path.
         path: The file, for messages.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from medseg.data.audit.image import (
     are_hu,
     audit_channels,
     audit_image,
+    check_channels,
     hash_voxels,
     measure_image,
     share_of,
@@ -116,6 +119,12 @@ def test_bone_without_air_around_it_is_not_inverted() -> None:
     bone = rng.choice([-120.0, 50.0, 350.0, 800.0], p=[0.1, 0.3, 0.4, 0.2], size=(12, 40, 50))
     image = bone + rng.normal(0, 40, bone.shape)
     assert codes(image.astype(np.int16)) == [("no_air", "warning")]
+    # Clipping at the upper end does not explain why there is no air.
+    clipped = np.minimum(image, 700).astype(np.int16)
+    assert codes(clipped) == [("clipped", "warning"), ("no_air", "warning")]
+    # Everything outside the body was set to a value of air.
+    image[:, :20] = -1024
+    assert codes(image.astype(np.int16)) == []
 
 
 def test_values_without_negated_bone_are_not_inverted() -> None:
@@ -203,6 +212,34 @@ def test_one_scan_has_one_hash_in_any_storage_order() -> None:
     assert hash_voxels(image.reshape(12, 50, 40)) != hash_voxels(image)
     image[3, 2, 1] += 1
     assert hash_voxels(image) != hash_voxels(ct(10))
+
+
+def test_the_advice_takes_the_place_of_a_scale_that_was_given() -> None:
+    """`data.hu_offset=-1024` corrects some scans of a table and spoils the others."""
+    given = HuScale(1.0, -1024.0)
+    (finding,) = check_channels([given.apply(ct(2))], ["ct"], scale=given).findings
+    assert (finding.code, "data.hu_offset=0 corrects them" in finding.cure) == ("hu_offset", True)
+    windowed = np.clip((ct(3) + 1250) / 1500, 0, 1).astype(np.float32)
+    advice = []
+    for scale in (HuScale(), HuScale(0.5, 0.25)):
+        (finding,) = check_channels([windowed], ["ct"], scale=scale).findings
+        advice.append([float(text) for text in re.findall(r"data\.hu_\w+=(\S+)", finding.cure)])
+    (slope, offset), composed = advice
+    assert composed == pytest.approx([0.5 * slope, 0.25 * slope + offset], rel=1e-4)
+
+
+@pytest.mark.parametrize("factor", [1 / 1000, 100.0])
+def test_percentiles_of_fractions_and_large_values_are_those_of_the_image(factor: float) -> None:
+    """A magnetic resonance image that was scaled to about 0 to 1, or beyond 16 bits."""
+    mr = (factor * np.random.default_rng(4).gamma(2.0, 200.0, (8, 30, 30))).astype(np.float32)
+    (facts,) = check_channels([mr], ["mr"]).facts
+    expected = np.percentile(mr, [1, 50, 99])
+    measured = [facts.summary()[name] for name in ("p01", "p50", "p99")]
+    assert measured == pytest.approx(expected.tolist(), abs=0.01 * float(mr.max()))
+    assert measured[1] == pytest.approx(expected[1], rel=0.01)
+    whole = np.rint(mr / factor)  # several channels are always float32
+    (facts,) = check_channels([whole], ["mr"]).facts
+    assert facts.summary() == measure_image(whole.astype(np.int16)).summary()
 
 
 def test_the_modality_decides_which_findings_apply() -> None:

@@ -70,6 +70,52 @@ def test_a_region_of_several_labels_is_one(task: Task) -> None:
     assert found(image, parted, lobes) == []
 
 
+def test_labels_of_one_organ_are_compared_without_regions(task: Task) -> None:
+    image, labels = lungs()
+    one_stage = task.as_one_stage()
+    swapped = np.array([0, 2, 1], np.uint8)[labels]
+    for values in (image, None):
+        assert found(values, labels, one_stage) == []
+        (finding,) = found(values, swapped, one_stage)
+        assert finding.message.startswith("left_lung lies at x = ")
+        assert (finding.code, finding.severity) == ("swapped_sides", Severity.error)
+    # The left atrium may lie to the right of the right ventricle.
+    heart = replace(one_stage, labels={"left_atrium": 1, "right_ventricle": 2, "left_right": 3})
+    assert found(image, swapped, heart) == []
+
+
+def test_labels_without_regions_are_missing_where_all_are(task: Task) -> None:
+    """The values of the file mean something else, and all have become background."""
+    image, labels = lungs()
+    one_stage = task.as_one_stage()
+    assert found(image, labels * (labels == 1), one_stage) == []
+    codes = [finding.code for finding in found(image, 0 * labels, one_stage, left_lung="absent")]
+    assert codes == ["missing_region"]
+
+
+def test_regions_with_a_partner_are_compared_with_it_alone(task: Task) -> None:
+    """The left atrium lies at x = 15 mm, the right ventricle at 18 mm."""
+    chambers = {
+        "left_atrium": slice(24, 27), "right_atrium": slice(6, 10),
+        "left_ventricle": slice(30, 34), "right_ventricle": slice(26, 27),
+    }  # fmt: skip
+    labels = np.zeros(GRID.shape, np.uint8)
+    regions = []
+    for value, (name, columns) in enumerate(chambers.items(), start=1):
+        labels[3:9, 4 + 4 * value : 8 + 4 * value, columns] = value
+        regions.append(Region(name, (name,), name.partition("_")[0]))
+    values = {name: value for value, name in enumerate(chambers, start=1)}
+    heart = replace(task, labels=values, regions=tuple(regions))
+    image = np.full(GRID.shape, 40, np.int16)
+    assert found(image, labels, heart) == []
+    exchanged = np.array([0, 1, 2, 4, 3], np.uint8)[labels]
+    (finding,) = found(image, exchanged, heart)
+    assert finding.message.startswith("left_ventricle lies at x = 18 mm and right_ventricle at 34")
+    # Without its partner, a region is compared with all regions of the other side.
+    findings = found(image, labels * (labels != 2), heart, right_atrium="absent")
+    assert [finding.code for finding in findings] == ["swapped_sides"]
+
+
 def test_regions_without_sides_are_not_compared(task: Task) -> None:
     organs = Task(
         "organs",
@@ -230,6 +276,12 @@ def test_values_are_translated_and_nothing_is_copied_in_vain(task: Task) -> None
     assert finding.message.startswith(
         "the label map holds the values 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, which"
     )
+    # Hydra adds a key with "+", but refuses this for a key that exists, whose values must stay.
+    assert "or +data.label_values.background=[2,3,4,5,6,7,8,9,10,11] if" in finding.cure
+    (finding,) = map_values(ten[:9], task, {1: "left_lung", 7: "background", 6: "background"})[1]
+    assert "or data.label_values.background=[7,6,2,3,4,5,8] if" in finding.cure
+    (finding,) = map_values(ten[:2], task, {})[1]
+    assert "(it names no value)" in finding.message
     many = np.arange(labels.size, dtype=np.int32).reshape(labels.shape)
     (finding,) = map_values(many, task, {1: "left_lung", 2: "right_lung"})[1]
     assert finding.message.startswith(

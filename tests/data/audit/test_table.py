@@ -205,6 +205,12 @@ def test_the_table_can_be_read_by_a_machine() -> None:
         "details": 'd\u00fc | say "x", y; c | a; b',
     }  # fmt: skip
     assert (rows[1]["status"], rows[1]["details"], rows[1]["hu_min"]) == ("failed", "gone", "")
+    # A small lesion is not nothing.
+    assert cases[0].audit is not None
+    for volume_ml, text in ((0.034, "0.034"), (0.0, "0.0")):
+        small = replace(cases[0].audit, volumes_ml={"left_lung": volume_ml})
+        (row,) = csv.DictReader(io.StringIO(audit_csv([replace(cases[0], audit=small)])))
+        assert row["left_lung_ml"] == text
 
 
 def test_an_audit_survives_its_file() -> None:

@@ -15,7 +15,7 @@ from medseg.data.importers.dicom import import_dicom
 from medseg.data.importers.formats import import_dataset
 from medseg.data.reference import file_values, read_reference
 from medseg.errors import UserError
-from medseg.io.dicom.catalogue import LabelEntry, is_copy
+from medseg.io.dicom.catalogue import Catalogue, ImageSeries, LabelEntry, is_copy
 from tests.io.io_volumes import finding_texts
 
 
@@ -141,6 +141,20 @@ def test_two_scans_of_a_patient_are_two_cases(tmp_path: Path) -> None:
         ("LCTSC-Train-S1-000_1", "LCTSC-Train-S1-000"),
         ("LCTSC-Train-S1-000_2", "LCTSC-Train-S1-000"),
     ]
+
+
+def test_series_of_one_patient_id_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that removes identities has given all patients one ID."""
+    catalogue = Catalogue(series={}, labels=[], unreadable={}, others={})
+    for uid in ("1", "2"):
+        catalogue.series[uid] = ImageSeries(uid, tmp_path / uid, "CT", "ANON", ())
+        entry = LabelEntry(tmp_path / f"{uid}.dcm", ("heart",), (), (uid,), "ANON", uid)
+        catalogue.labels.append(entry)
+    monkeypatch.setattr("medseg.data.importers.dicom.read_catalogue", lambda _: catalogue)
+    (note,) = import_dicom(tmp_path).notes
+    assert note.startswith("all 2 series are of the patient 'ANON', so none is left for validation")
+    del catalogue.labels[1]
+    assert import_dicom(tmp_path).notes == ()
 
 
 def test_labels_that_name_no_series_belong_to_the_only_one_of_their_patient(

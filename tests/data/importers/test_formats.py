@@ -41,6 +41,11 @@ def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: P
         import_dataset(part)
 
 
+def test_the_json_file_of_nnunet_stands_for_its_folder(tmp_path: Path) -> None:
+    folder = make_nnunet(tmp_path)
+    assert import_dataset(folder / "dataset.json").cases == import_dataset(folder).cases
+
+
 def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(
     tmp_path: Path,
 ) -> None:

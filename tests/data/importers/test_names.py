@@ -17,6 +17,7 @@ from medseg.data.case_table import Case
 from medseg.data.importers.account import Account, closing_rows
 from medseg.data.importers.dataset import DataSet, labels_of_structures
 from medseg.data.importers.formats import find_format, import_dataset
+from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.dicom.labels import _names
 
@@ -57,6 +58,20 @@ def test_spellings_of_a_structure_are_one_label() -> None:
     assert labels_of_structures(["Spinal-Cord", "spinal cord", "Spinal_Cord"], account) == {
         "Spinal-Cord": ["Spinal-Cord"]
     }
+    assert labels_of_structures(["Lung Lt", "Rt Lung"], account) == {
+        "left_lung": ["Lung Lt"],
+        "right_lung": ["Rt Lung"],
+    }
+    two_forms = ["\u00d6sophagus", "O\u0308sophagus"]
+    assert list(labels_of_structures(two_forms, account).values()) == [["\u00d6sophagus"]]
+
+
+def test_a_structure_with_a_number_for_a_name_gets_the_name_of_a_label() -> None:
+    """`data.label_values` takes a name of digits for a value."""
+    labels = labels_of_structures(["1", "heart"], Account())
+    assert labels == {"label_1": ["1"], "heart": ["heart"]}
+    data = DataSet("pairs", "x", (), labels, (), {})
+    assert file_values(data.task()["data"]["label_values"]) == {"1": "label_1", "heart": "heart"}
 
 
 def test_cases_of_the_decathlon_may_end_in_the_number_of_a_channel(tmp_path: Path) -> None:
