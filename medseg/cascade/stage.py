@@ -333,10 +333,18 @@ class TrainedStage:
                 least_slab_bytes=self._least_slab_bytes(shape),
             )
         except ValueError as error:
+            budget = f"inference.budget_gib={options.budget_gib:g}"
+            cure = "raise it to that value"
+            # The budget of the user, or a smaller one by `Cascade.within`.
+            if options.max_ram_gib is not None:
+                budget = (
+                    f"inference.max_ram_gib={options.max_ram_gib:g} and inference.budget_gib leave "
+                    f"{options.budget_gib:.2f} GiB to a network pass, which"
+                )
+                cure = "raise them"
             raise UserError(
-                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} "
-                f"stage: {error}; raise it to that value, since smaller tiles would change the "
-                "labels"
+                f"{budget} is too small for the {self.name} stage: {error}; {cure}, since smaller "
+                "tiles would change the labels"
             ) from error
 
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:

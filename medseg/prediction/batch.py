@@ -50,7 +50,7 @@ from medseg.prediction.load_models import (
 from medseg.prediction.memory_limit import share_memory
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
-from medseg.prediction.scans import Scan, scan_grid
+from medseg.prediction.scans import Scan, may_hold_studies, scan_grid
 
 # Takes the place of the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
@@ -71,7 +71,8 @@ class BatchCase:
         output: Path of its label map, which names the report too; written only if `save` has it.
         result_paths: Files that are written beside the report.
         chosen: The model that segments it, set by `Batch.read`.
-        earlier_report: Report that was there at `Batch.read`; empty without one.
+        earlier_report: Report that was there at `Batch.read`, or with engine=ray before its first
+            actor; empty without one.
         messages: Sentences for the error stream.
         exit_code: Exit code that the case would have alone; 0 if it has a result.
         report: Content of `<case>.json`; None where nothing was written.
@@ -354,7 +355,7 @@ class Batch:
                     )
                 case.messages += case.report["warnings"]
         except Exception as error:
-            case.exit_code, message = self._describe(error)
+            case.exit_code, message = self._describe(error, case.scan)
             message = case.scan.in_words_of_user(message)
             case.messages.append(case.scan.identity.added_to(message))
         self.observer.case_ends(case)
@@ -371,14 +372,18 @@ class Batch:
         steps = ["read", *case.chosen.model.steps, "write"]
         self.observer.step_begins(case.scan.name, step, steps.index(step), len(steps))
 
-    def _describe(self, error: Exception) -> tuple[int, str]:
-        """Choose the exit code and the sentence of an error.
+    def _describe(self, error: Exception, scan: Scan) -> tuple[int, str]:
+        """Choose the exit code and the sentence of an error of a scan.
 
         An error of another kind than the program expects is a defect. In a batch of one case it is
         raised, so that the user sees its traceback.
         """
         if isinstance(error, SeveralSeriesError):
-            return EXIT_USER_ERROR, f"{error} Or give series_pick=thinnest."
+            sentence = str(error)
+            # `series_pick` is refused for other inputs.
+            if self.config.has_scan_path and may_hold_studies(scan):
+                sentence += " Or give series_pick=thinnest."
+            return EXIT_USER_ERROR, sentence
         if isinstance(error, UserError):
             return EXIT_USER_ERROR, str(error)
         if is_out_of_memory(error):

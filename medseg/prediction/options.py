@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from medseg.data.options import LabelsOptions
@@ -256,6 +257,14 @@ class PredictConfig:
             return self.by_spacing
         checkpoints = {stage: getattr(self, stage) for stage in STAGES}
         return {"": RangeOptions(range_mm=EVERY_SPACING_MM, **checkpoints)}
+
+    @property
+    def has_scan_path(self) -> bool:
+        """Whether the input is a folder, a DICOM medium, an archive or a single file.
+
+        The other inputs are case tables and lists of the channels of one case.
+        """
+        return isinstance(self.input, str) and Path(self.input).suffix.lower() != ".csv"
 
     @property
     def hu(self) -> HuScale:

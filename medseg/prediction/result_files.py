@@ -84,8 +84,6 @@ def result_paths(
     paths: dict[tuple[str, str], Path] = {}
     if "labels" in save:
         paths["labels", ""] = output
-    if model.has_views:
-        paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
     # Path of the case without an ending. Its name may hold dots, which are no suffix.
     stem = output.parent / case_name(output)
     for kind in save:
@@ -94,6 +92,8 @@ def result_paths(
         elif kind in LABEL_ENDINGS:
             for label in model.task.labels:
                 paths[kind, label] = label_file(stem, label, kind)
+    if model.has_views:
+        paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
     return paths
 
 

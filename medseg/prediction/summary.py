@@ -470,7 +470,9 @@ def _card_of(entry: SummaryEntry, folder: Path, total_label: str) -> Card:
     picture_files = {}
     for kind in ("preview", "viewer"):
         file_name = f"{entry.name}{ENDINGS[kind]}"
-        if (folder / file_name).is_file():
+        # A picture of an earlier prediction, which the report does not list, would show labels that
+        # are not those of the case any more.
+        if file_name in report.get("results", {}) and (folder / file_name).is_file():
             picture_files[kind] = file_name
     agreements = report.get("agreements") or {}
     total_ml = row.get(f"{total_label}_ml")
