@@ -310,6 +310,21 @@ def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
     ).check_budget(grid)
 
 
+def test_a_budget_that_the_bound_of_the_process_has_lowered_is_not_the_cure() -> None:
+    grid = VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
+    cascade = Cascade(
+        stage(CoarseOracle(), "coarse"), unet_stage(), InferenceOptions(max_ram_gib=0.8)
+    )
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^inference\.max_ram_gib=0\.8 and inference\.budget_gib leave 0\.01 GiB to a network "
+            r"pass, which is too small for the fine stage: .* GiB; raise them, since"
+        ),
+    ):
+        cascade.within(0.01).check_budget(grid)
+
+
 def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_scan() -> None:
     trained, options = unet_stage(), InferenceOptions(budget_gib=0.01)
     wide, narrow = (VoxelGrid((10, 2000, 2000), (1.0, mm, mm)) for mm in (1.0, 0.1))

@@ -117,6 +117,10 @@ def test_the_page_sorts_a_case_by_its_least_agreement_and_names_its_warnings(
     assert (card.least_agreement, other.least_agreement) == (0.4, None)
     assert list(card.codes) == ["cut_region", "hu_range"]
     assert (card.preview, card.viewer, other.preview) == ("a.preview.png", "", "")
+    # The viewer of an earlier prediction, which this report does not list.
+    (tmp_path / "a.html").touch()
+    write_summary(tmp_path, [case], LUNGS)
+    assert pages[1][0].viewer == ""
     assert card.volumes_ml == {"total": 3756.75, "left_lung": 1762.25, "right_lung": 1994.5}
 
 
