@@ -219,14 +219,17 @@ def _has_same_sources(scan: Scan, report: dict[str, Any], num_channels: int) -> 
 
 
 def _writer_options(scan: Scan, config: PredictConfig) -> dict[str, Any]:
-    """List the options that decide the content of result files, by the kind of file."""
+    """List by the kind of file what else than labels and scan decides its content."""
     options: dict[str, Any] = {}
     if Save.dicom_seg in config.save:
         options["dicom_seg"] = asdict(config.dicom_seg)
     if Save.viewer in config.save:
         options["viewer"] = asdict(config.viewer)
         if scan.labels is not None:
-            options["viewer"]["reference"] = str(scan.labels)
+            reference = None
+            with suppress(OSError, UserError):  # a warning of the case says so
+                reference = fingerprint(scan.labels)["sha256"]
+            options["viewer"]["reference"] = reference
             options["viewer"]["label_values"] = config.data.label_values
     return options
 

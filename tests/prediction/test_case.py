@@ -26,7 +26,7 @@ from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
-from medseg.io.write import write_image
+from medseg.io.write import write_image, write_labels
 from medseg.prediction import batch
 from medseg.prediction import case as case_module
 from medseg.prediction import result_files as results_module
@@ -234,6 +234,18 @@ def test_other_options_of_a_kind_of_file_make_it_anew(folder: Path, predicted: l
     ):
         predicted.clear()
         assert predict(folder, source, output, f"save={save}", f"viewer.max_mb={max_mb}") == 0
+        assert bool(predicted) == is_made
+
+
+def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[str]) -> None:
+    volume, labels = scan()
+    table = folder / "cases.csv"
+    table.write_text("case,image,labels\na,scans/a.nii.gz,reference.nii.gz\n")
+    for value, is_made in ((1, True), (1, False), (2, True)):
+        reference = np.where(labels > 0, value, 0).astype(np.uint8)
+        write_labels(folder / "reference.nii.gz", reference, volume.grid)
+        predicted.clear()
+        assert predict(folder, f"input='{table}'", "save=[labels,viewer]") == 0
         assert bool(predicted) == is_made
 
 
