@@ -280,6 +280,10 @@ class PredictConfig:
         yield from text_clashes(
             "input", as_texts(self.input), "a path, or a list of the channels of one case"
         )
+        # Such as `output=$OUT` in a shell where OUT is not set: it would be the present folder.
+        for key in ("output", "split", "series", "series_pick"):
+            if getattr(self, key) == "":
+                yield f"{key}: expected a text, but got an empty one"
         expected = "a checkpoint, a list of checkpoints or null"
         for stage in STAGES:
             checkpoints = getattr(self, stage)
@@ -370,7 +374,7 @@ def as_texts(value: Any) -> Any:
 
 
 def text_clashes(key: str, value: Any, expected: str) -> Iterator[str]:
-    """Yield a sentence unless a value is a list of at least one text.
+    """Yield a sentence unless a value is a list of at least one text, none of them empty.
 
     Args:
         key: Name of the key.
@@ -378,7 +382,7 @@ def text_clashes(key: str, value: Any, expected: str) -> Iterator[str]:
         expected: What it must be, for the sentence.
     """
     if isinstance(value, list) and value:
-        are_texts = all(isinstance(text, str) for text in value)
+        are_texts = all(isinstance(text, str) and text for text in value)
         if are_texts:
             return
     yield f"{key}: expected {expected}, but got {value!r}"
