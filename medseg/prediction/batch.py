@@ -32,7 +32,12 @@ from medseg.io.scratch import scratch_above
 from medseg.memory.device import pick_device, start_libraries
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.case import CaseData, is_small, read_case, segment_case
-from medseg.prediction.case_report import is_up_to_date, read_report, write_case
+from medseg.prediction.case_report import (
+    is_up_to_date,
+    outdated_files,
+    read_report,
+    write_case,
+)
 from medseg.prediction.forecast import (
     Forecast,
     forecast,
@@ -51,6 +56,7 @@ from medseg.prediction.memory_limit import share_memory
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
 from medseg.prediction.scans import Scan, may_hold_studies, scan_grid
+from medseg.wording import first_few
 
 # Takes the place of the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
@@ -60,6 +66,8 @@ SURE_BUDGET_GIB = 0.9
 # Least number of headers that are read for the forecast of a large batch: from twice this number of
 # cases on, only every second, third, … header is read.
 LEAST_FORECASTS = 50
+# Largest number of outdated files that a message names; it counts the others.
+MAX_OUTDATED = 3
 
 
 @dataclass
@@ -354,6 +362,12 @@ class Batch:
                         self._forecast,
                     )
                 case.messages += case.report["warnings"]
+                outdated = outdated_files(case.output, case.earlier_report, case.report)
+                if outdated:
+                    case.messages.append(
+                        f"{first_few(outdated, MAX_OUTDATED)}: from an earlier prediction of this "
+                        "case, not written again; delete it, or add its kind to save"
+                    )
         except Exception as error:
             case.exit_code, message = self._describe(error, case.scan)
             message = case.scan.in_words_of_user(message)

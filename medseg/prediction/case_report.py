@@ -218,6 +218,25 @@ def _has_same_sources(scan: Scan, report: dict[str, Any], num_channels: int) -> 
     return True
 
 
+def outdated_files(
+    output: Path, earlier_report: dict[str, Any], report: dict[str, Any]
+) -> list[Path]:
+    """List the files of an earlier prediction of the case that a new one has not written again.
+
+    They may show other labels than the new ones.
+
+    Args:
+        output: Path of the label map.
+        earlier_report: Report of the earlier prediction; empty without one.
+        report: Report of the new one.
+    """
+    earlier_names = earlier_report.get("results")
+    if not isinstance(earlier_names, dict):
+        return []
+    files = [output.parent / name for name in earlier_names if name not in report["results"]]
+    return [path for path in files if path.is_file()]
+
+
 def _writer_options(scan: Scan, config: PredictConfig) -> dict[str, Any]:
     """List by the kind of file what else than labels and scan decides its content."""
     options: dict[str, Any] = {}

@@ -237,6 +237,18 @@ def test_other_options_of_a_kind_of_file_make_it_anew(folder: Path, predicted: l
         assert bool(predicted) == is_made
 
 
+def test_files_that_an_earlier_prediction_leaves_behind_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = f"input='{folder / 'scans' / 'a.nii.gz'}'"
+    output = f"output='{folder / 'one.nii.gz'}'"
+    assert predict(folder, source, output, "save=[labels,preview]") == 0
+    assert "earlier prediction" not in capsys.readouterr().err
+    assert predict(folder, source, output, "overwrite=true") == 0
+    message = f"{folder / 'one.preview.png'}: from an earlier prediction of this case"
+    assert message in capsys.readouterr().err
+
+
 def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[str]) -> None:
     volume, labels = scan()
     table = folder / "cases.csv"
