@@ -75,7 +75,7 @@ class BatchCase:
     """A scan of a batch and its outcome.
 
     Attributes:
-        scan: The scan.
+        scan: What is segmented, or the reason why it is refused.
         output: Path of its label map, which names the report too; written only if `save` has it.
         result_paths: Files that are written beside the report.
         chosen: The model that segments it, set by `Batch.read`.
@@ -440,7 +440,7 @@ def run_overlapped(
     and abandons the one that is being read.
 
     Args:
-        cases: The cases.
+        cases: What `read` takes, in the order of the answers; may be empty.
         read: Reads a case. Its flag `is_ahead` says that the case is ahead of its turn: then `read`
             runs in a thread of its own, and may return None to be called again in its turn.
         compute: Takes what was read; runs in the caller's thread.

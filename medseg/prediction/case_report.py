@@ -49,7 +49,7 @@ def write_case(
     writes into it at a time.
 
     Args:
-        scan: The scan.
+        scan: Its place, series and HU scale go into the report.
         output: Path of the label map; the report is written beside it as `<case>.json`, last of
             all.
         chosen: The model that segmented it.
@@ -103,10 +103,10 @@ def _write_report(
     """Write the report of a case beside its results, and return it.
 
     Args:
-        scan: The scan.
+        scan: Its place, series and HU scale go into the report.
         output: Path of the label map.
-        chosen: The model.
-        case: The segmented scan.
+        chosen: The model that segmented it, and its settings.
+        case: What `segment_case` has filled, with the seconds of "write".
         outputs: Files that were written.
         config: The options with which they were written.
         expect: Makes the forecast of a case from its model and grid.
@@ -311,7 +311,7 @@ def checksums(paths: list[Path], folder: Path | None = None) -> dict[str, str]:
     A volume whose voxels are in a second file has one checksum of both.
 
     Args:
-        paths: The files.
+        paths: Files that exist.
         folder: Folder to which the names are relative, since a file in a folder below may be called
             like one in it; None = plain names.
     """

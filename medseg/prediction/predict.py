@@ -177,7 +177,7 @@ def _place_results(
     """Choose the result files of each scan, and check that they can be written.
 
     Args:
-        scans: The scans.
+        scans: One for each path of `outputs`.
         outputs: Path of the label map of each scan.
         any_model: Any of the models: all have the same labels, which decide the names of files.
         save: Kinds of files.
@@ -218,7 +218,7 @@ def _complete_scans(
     """Find the files of each scan, as far as they depend on the task's channels and modality.
 
     Args:
-        source: The input.
+        source: The input, with archives unpacked.
         scans: Its scans, from `find_scans`.
         task: Channels and modality.
         config: Configuration of the prediction.
@@ -330,7 +330,7 @@ def _predict_here(
     """Segment cases in this process.
 
     Args:
-        cases: The cases.
+        cases: Receive their outcomes.
         range_models: Models to choose from.
         config: Configuration of the prediction.
         observer: Receives the events of the prediction.
