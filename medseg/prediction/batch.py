@@ -47,6 +47,7 @@ from medseg.prediction.forecast import (
 )
 from medseg.prediction.load_models import (
     RangeModel,
+    check_one_task,
     load_cascade,
     load_model_folders,
     pick_model,
@@ -134,7 +135,8 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
         The model of each range; for a model folder one, which serves all scans.
 
     Raises:
-        UserError: If the device, the precision or a checkpoint is not usable.
+        UserError: If the device, the precision or a checkpoint is not usable, or the ranges are of
+            different tasks.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -176,6 +178,7 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
         )
         settings = result_settings(cascade, precision)
         range_models.append(RangeModel(cascade, settings, name, range_options.range_mm))
+    check_one_task(range_models)
     return range_models
 
 
