@@ -350,8 +350,8 @@ class TrainedStage:
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
         """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
-        A network that runs whole crops and cannot run in slabs is not checked: the size of its
-        crops is not known yet.
+        A network that runs whole crops and cannot run in slabs is not checked, since the size of
+        its crops is not known yet. For slabs a fine stage is checked with its smallest crop.
 
         Args:
             grid: Grid of the scan, oriented.
@@ -367,7 +367,8 @@ class TrainedStage:
             # The grid rule may rescale the lattice, depending on the spacing of the scan.
             rule_spacing_mm = self.rule.spacing_mm(grid.spacing_mm)
             scaled = lattice.resampled(rule_spacing_mm)
-            self.plan(self.rule.size or scaled.shape, options)
+            shape = self.least_size if self.name == "fine" else scaled.shape
+            self.plan(self.rule.size or shape, options)
 
     @property
     def least_budget_gib(self) -> float:
