@@ -369,7 +369,7 @@ class Batch:
                 if outdated:
                     case.messages.append(
                         f"{first_few(outdated, MAX_OUTDATED)}: from an earlier prediction of this "
-                        "case, not written again; delete it, or add its kind to save"
+                        "case, not written again; delete what is outdated"
                     )
         except Exception as error:
             case.exit_code, message = self._describe(error, case.scan)
