@@ -180,7 +180,6 @@ def predict_on_ray(
             memory=memory_bytes,
             max_concurrency=CASES_PER_ACTOR,
         )
-        # Arguments of `CaseActor.load`.
         load_arguments = (os.getcwd(), replace(config, threads=num_threads), len(cases))
         num_actors = min(options.num_actors or max_actors, len(cases))
         own_node = ray.get_runtime_context().get_node_id()
