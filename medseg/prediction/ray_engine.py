@@ -344,11 +344,13 @@ class _Cohort:
     def started(self, reference: Any) -> None:
         """Take an actor that has loaded the weights, or ask for another if it died.
 
+        No further actor is asked for if more than `retries` in a row have died.
+
         Args:
             reference: Reference of its call of `load`, which has ended.
 
         Raises:
-            UserError: If the actor cannot load the weights, or too many in a row have died.
+            UserError: If the actor cannot load the weights, or none is left.
         """
         actor = self.starting.pop(reference)
         try:
@@ -361,12 +363,14 @@ class _Cohort:
         # The actor died.
         except self.ray.exceptions.RayError as error:
             self.num_failed_starts += 1
-            if self.num_failed_starts > self.retries:
+            if self.num_failed_starts <= self.retries:
+                self.start()
+            # A single broken node does not end the run.
+            elif not self.actors and not self.starting:
                 raise UserError(
                     f"engine=ray: actors die while they load the weights ({first_line(error)}); "
                     "give them more memory with ray.memory_gib"
                 ) from error
-            self.start()
         else:
             self.num_failed_starts = 0
             self.actors.append(actor)

@@ -379,6 +379,17 @@ def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
         run_cohort(FakeRay(lambda *_: False, death), 2)
 
 
+def test_a_node_on_which_every_actor_dies_leaves_the_others_at_work() -> None:
+    def on_broken_node(number: int) -> None:
+        if number != 0:
+            raise FakeRay.exceptions.RayError("The actor died.")
+
+    fake = FakeRay(lambda *_: False, on_broken_node)
+    cases, ended = run_cohort(fake, 2)
+    assert sorted(ended) == sorted(case.scan.name for case in cases)
+    assert fake.num_actors <= 2 + 2, "two retries"
+
+
 def test_the_nodes_have_room_for_whole_actors() -> None:
     gib = 2.0**30
     nodes = [
