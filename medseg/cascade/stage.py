@@ -245,7 +245,7 @@ class TrainedStage:
 
         Raises:
             UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the
-                budget.
+                budget, or a network gives NaN.
             RuntimeError: If the memory of the CPU runs out; torch has no other class for it.
         """
         with _NETWORK_LOCK:
@@ -260,6 +260,7 @@ class TrainedStage:
                 smaller_bytes = stage._smaller_slab_bytes(plan, shape)
                 try:
                     mean, std = stage._run(image, plan, options)
+                    stage.check_numbers(mean)
                     return Prediction(mean, std, plan, warnings)
                 # Not only torch.OutOfMemoryError: "CUDA error: out of memory" of a kernel has no
                 # class of its own.
@@ -289,6 +290,23 @@ class TrainedStage:
                 # Slabs may become smaller several times.
                 if warning not in warnings:
                     warnings.append(warning)
+
+    def check_numbers(self, probs: Tensor) -> None:
+        """Refuse probabilities (K, D, H, W) with NaN, where every label would lose in silence.
+
+        Raises:
+            UserError: Says what to change.
+        """
+        # A sum is NaN if one of its terms is, and unlike a mask it takes no memory. A large sum of
+        # float16 is infinite, which is no NaN.
+        if not torch.isnan(probs.sum()):
+            return
+        cure = "its training may have diverged; take another checkpoint"
+        if self.precision == "fp16":
+            cure = "they exceed the range of fp16; give precision=fp32"
+        raise UserError(
+            f"the networks of the {self.name} stage give values that are no numbers (NaN): {cure}"
+        )
 
     def _smaller_slab_bytes(self, plan: TilingPlan, shape: tuple[int, int, int]) -> float | None:
         """Choose the memory of slabs after a pass that ran out of memory: half of its need.

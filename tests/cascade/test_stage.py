@@ -298,6 +298,28 @@ def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
 
+@pytest.mark.parametrize(
+    ("precision", "cure"), [("fp32", "take another checkpoint"), ("fp16", "give precision=fp32")]
+)
+def test_values_that_are_no_numbers_are_no_background(precision: str, cure: str) -> None:
+    """A network that was trained in bf16 may exceed the range of fp16 on an older GPU."""
+    trained = stage(CoarseOracle(), "fine", precision=precision)
+    probs = torch.zeros(3, 4, 5, 6, dtype=torch.float16)
+    trained.check_numbers(probs)
+    probs[1, 2, 3, 4] = torch.nan
+    with pytest.raises(UserError, match=f"the fine stage give values .*NaN.*{cure}"):
+        trained.check_numbers(probs)
+
+
+def test_a_network_that_gives_nan_is_refused() -> None:
+    class Diverged(CoarseOracle):
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(image) * torch.nan
+
+    with pytest.raises(UserError, match="the single stage give values that are no numbers"):
+        stage(Diverged(), "single").predict_probs(image(), InferenceOptions())
+
+
 def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
     grid = VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
     trained = unet_stage(name="single", task=replace(TASK, regions=()))
