@@ -63,7 +63,7 @@ class Task:
     Attributes:
         name: Name of the task, e.g. `kidneys`.
         labels: Label name to value in every label map that medseg writes; values are 1, 2, …
-            without a gap.
+            without a gap. The class puts them into the order of their values.
         regions: Regions of interest, one fine crop each; empty for a task of one stage, which
             segments all labels at once.
         channels: Channels of the input, at least one, in the order of the columns `image`,
@@ -91,6 +91,11 @@ class Task:
     codes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     colours: dict[str, str] = field(default_factory=dict)
     is_sided: bool = False
+
+    def __post_init__(self) -> None:
+        # Networks number their classes by the values, but files of weights sort labels by name.
+        by_value = sorted(self.labels.items(), key=lambda item: item[1])
+        object.__setattr__(self, "labels", dict(by_value))  # the class is frozen
 
     @property
     def num_classes(self) -> int:
@@ -125,9 +130,7 @@ class Task:
         results.
         """
         organ_values = self.organ_values
-        # Files of weights sort the labels by name, but the classes follow the values.
-        names = sorted(self.labels, key=self.labels.__getitem__)
-        return tuple(name for name in names if self.labels[name] not in organ_values)
+        return tuple(name for name, value in self.labels.items() if value not in organ_values)
 
     def without_helpers(self) -> Task:
         """Return the task of the results, in which helper labels are background."""

@@ -402,7 +402,7 @@ def _segment_whole(
     Args:
         images: Oriented volume (D, H, W) of each channel.
         grid: Their grid, oriented.
-        stage: The only stage.
+        stage: Its classes are the background and all labels of its task.
         options: How the networks run.
         result: Receives tiling plan and findings.
         timed: Announces and times a step.

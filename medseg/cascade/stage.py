@@ -245,7 +245,7 @@ class TrainedStage:
 
         Raises:
             UserError: If neither the image (or a tile of it) nor a slab of one plane fits into the
-                budget.
+                budget, or a network gives NaN.
             RuntimeError: If the memory of the CPU runs out; torch has no other class for it.
         """
         with _NETWORK_LOCK:
@@ -260,6 +260,7 @@ class TrainedStage:
                 smaller_bytes = stage._smaller_slab_bytes(plan, shape)
                 try:
                     mean, std = stage._run(image, plan, options)
+                    stage.check_numbers(mean)
                     return Prediction(mean, std, plan, warnings)
                 # Not only torch.OutOfMemoryError: "CUDA error: out of memory" of a kernel has no
                 # class of its own.
@@ -289,6 +290,23 @@ class TrainedStage:
                 # Slabs may become smaller several times.
                 if warning not in warnings:
                     warnings.append(warning)
+
+    def check_numbers(self, probs: Tensor) -> None:
+        """Refuse probabilities (K, D, H, W) with NaN, where every label would lose in silence.
+
+        Raises:
+            UserError: Says what to change.
+        """
+        # A sum is NaN if one of its terms is, and unlike a mask it takes no memory. A large sum of
+        # float16 is infinite, which is no NaN.
+        if not torch.isnan(probs.sum()):
+            return
+        cure = "its training may have diverged; take another checkpoint"
+        if self.precision == "fp16":
+            cure = "they exceed the range of fp16; give precision=fp32"
+        raise UserError(
+            f"the networks of the {self.name} stage give values that are no numbers (NaN): {cure}"
+        )
 
     def _smaller_slab_bytes(self, plan: TilingPlan, shape: tuple[int, int, int]) -> float | None:
         """Choose the memory of slabs after a pass that ran out of memory: half of its need.
@@ -333,17 +351,25 @@ class TrainedStage:
                 least_slab_bytes=self._least_slab_bytes(shape),
             )
         except ValueError as error:
+            budget = f"inference.budget_gib={options.budget_gib:g}"
+            cure = "raise it to that value"
+            # The budget of the user, or a smaller one by `Cascade.within`.
+            if options.max_ram_gib is not None:
+                budget = (
+                    f"inference.max_ram_gib={options.max_ram_gib:g} and inference.budget_gib leave "
+                    f"{options.budget_gib:.2f} GiB to a network pass, which"
+                )
+                cure = "raise them"
             raise UserError(
-                f"inference.budget_gib={options.budget_gib:g} is too small for the {self.name} "
-                f"stage: {error}; raise it to that value, since smaller tiles would change the "
-                "labels"
+                f"{budget} is too small for the {self.name} stage: {error}; {cure}, since smaller "
+                "tiles would change the labels"
             ) from error
 
     def check_budget(self, grid: VoxelGrid, options: InferenceOptions) -> None:
         """Refuse a scan if neither its tiles nor slabs of one plane fit into the budget.
 
-        A network that runs whole crops and cannot run in slabs is not checked: the size of its
-        crops is not known yet.
+        A network that runs whole crops and cannot run in slabs is not checked, since the size of
+        its crops is not known yet. For slabs a fine stage is checked with its smallest crop.
 
         Args:
             grid: Grid of the scan, oriented.
@@ -359,7 +385,8 @@ class TrainedStage:
             # The grid rule may rescale the lattice, depending on the spacing of the scan.
             rule_spacing_mm = self.rule.spacing_mm(grid.spacing_mm)
             scaled = lattice.resampled(rule_spacing_mm)
-            self.plan(self.rule.size or scaled.shape, options)
+            shape = self.least_size if self.name == "fine" else scaled.shape
+            self.plan(self.rule.size or shape, options)
 
     @property
     def least_budget_gib(self) -> float:

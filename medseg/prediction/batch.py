@@ -32,7 +32,12 @@ from medseg.io.scratch import scratch_above
 from medseg.memory.device import pick_device, start_libraries
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.case import CaseData, is_small, read_case, segment_case
-from medseg.prediction.case_report import is_up_to_date, read_report, write_case
+from medseg.prediction.case_report import (
+    is_up_to_date,
+    outdated_files,
+    read_report,
+    write_case,
+)
 from medseg.prediction.forecast import (
     Forecast,
     forecast,
@@ -42,6 +47,7 @@ from medseg.prediction.forecast import (
 )
 from medseg.prediction.load_models import (
     RangeModel,
+    check_one_task,
     load_cascade,
     load_model_folders,
     pick_model,
@@ -50,7 +56,8 @@ from medseg.prediction.load_models import (
 from medseg.prediction.memory_limit import share_memory
 from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import check_kinds
-from medseg.prediction.scans import Scan, scan_grid
+from medseg.prediction.scans import Scan, may_hold_studies, scan_grid
+from medseg.wording import first_few
 
 # Takes the place of the data of a case whose results are up to date.
 UP_TO_DATE = "up to date"
@@ -60,6 +67,8 @@ SURE_BUDGET_GIB = 0.9
 # Least number of headers that are read for the forecast of a large batch: from twice this number of
 # cases on, only every second, third, … header is read.
 LEAST_FORECASTS = 50
+# Largest number of outdated files that a message names; it counts the others.
+MAX_OUTDATED = 3
 
 
 @dataclass
@@ -67,11 +76,12 @@ class BatchCase:
     """A scan of a batch and its outcome.
 
     Attributes:
-        scan: The scan.
+        scan: What is segmented, or the reason why it is refused.
         output: Path of its label map, which names the report too; written only if `save` has it.
         result_paths: Files that are written beside the report.
         chosen: The model that segments it, set by `Batch.read`.
-        earlier_report: Report that was there at `Batch.read`; empty without one.
+        earlier_report: Report that was there at `Batch.read`, or with engine=ray before its first
+            actor; empty without one.
         messages: Sentences for the error stream.
         exit_code: Exit code that the case would have alone; 0 if it has a result.
         report: Content of `<case>.json`; None where nothing was written.
@@ -125,7 +135,8 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
         The model of each range; for a model folder one, which serves all scans.
 
     Raises:
-        UserError: If the device, the precision or a checkpoint is not usable.
+        UserError: If the device, the precision or a checkpoint is not usable, or the ranges are of
+            different tasks.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -167,6 +178,7 @@ def load_range_models(config: PredictConfig) -> list[RangeModel]:
         )
         settings = result_settings(cascade, precision)
         range_models.append(RangeModel(cascade, settings, name, range_options.range_mm))
+    check_one_task(range_models)
     return range_models
 
 
@@ -353,8 +365,14 @@ class Batch:
                         self._forecast,
                     )
                 case.messages += case.report["warnings"]
+                outdated = outdated_files(case.output, case.earlier_report, case.report)
+                if outdated:
+                    case.messages.append(
+                        f"{first_few(outdated, MAX_OUTDATED)}: from an earlier prediction of this "
+                        "case, not written again; delete what is outdated"
+                    )
         except Exception as error:
-            case.exit_code, message = self._describe(error)
+            case.exit_code, message = self._describe(error, case.scan)
             message = case.scan.in_words_of_user(message)
             case.messages.append(case.scan.identity.added_to(message))
         self.observer.case_ends(case)
@@ -371,14 +389,18 @@ class Batch:
         steps = ["read", *case.chosen.model.steps, "write"]
         self.observer.step_begins(case.scan.name, step, steps.index(step), len(steps))
 
-    def _describe(self, error: Exception) -> tuple[int, str]:
-        """Choose the exit code and the sentence of an error.
+    def _describe(self, error: Exception, scan: Scan) -> tuple[int, str]:
+        """Choose the exit code and the sentence of an error of a scan.
 
         An error of another kind than the program expects is a defect. In a batch of one case it is
         raised, so that the user sees its traceback.
         """
         if isinstance(error, SeveralSeriesError):
-            return EXIT_USER_ERROR, f"{error} Or give series_pick=thinnest."
+            sentence = str(error)
+            # `series_pick` is refused for other inputs.
+            if self.config.has_scan_path and may_hold_studies(scan):
+                sentence += " Or give series_pick=thinnest."
+            return EXIT_USER_ERROR, sentence
         if isinstance(error, UserError):
             return EXIT_USER_ERROR, str(error)
         if is_out_of_memory(error):
@@ -421,7 +443,7 @@ def run_overlapped(
     and abandons the one that is being read.
 
     Args:
-        cases: The cases.
+        cases: What `read` takes, in the order of the answers; may be empty.
         read: Reads a case. Its flag `is_ahead` says that the case is ahead of its turn: then `read`
             runs in a thread of its own, and may return None to be called again in its turn.
         compute: Takes what was read; runs in the caller's thread.

@@ -138,7 +138,7 @@ def segment_case(
     """Segment a scan, keep the voxels that its pictures need, and drop all others.
 
     Args:
-        scan: The scan.
+        scan: Its path names it in messages; its reference labels go into the viewer.
         model: What segments it.
         case: Its data from `read_case`, to which `result` and `picture_voxels` are added.
         config: Says which results are written.

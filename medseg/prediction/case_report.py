@@ -25,10 +25,13 @@ from medseg.memory.profile import peak_resident_bytes
 from medseg.prediction.case import CaseData
 from medseg.prediction.forecast import Forecast, record_cost
 from medseg.prediction.load_models import RangeModel
-from medseg.prediction.options import PredictConfig
+from medseg.prediction.options import PredictConfig, Save
 from medseg.prediction.result_files import result_paths, write_results
 from medseg.prediction.scans import Scan
 from medseg.weights.files import checksum
+
+# Key below `settings` with the options of each kind of result file.
+WRITERS = "writers"
 
 
 def write_case(
@@ -46,7 +49,7 @@ def write_case(
     writes into it at a time.
 
     Args:
-        scan: The scan.
+        scan: Its place, series and HU scale go into the report.
         output: Path of the label map; the report is written beside it as `<case>.json`, last of
             all.
         chosen: The model that segmented it.
@@ -85,7 +88,7 @@ def write_case(
                 chosen.model.task,
                 config,
             )
-        return _write_report(scan, output, chosen, case, list(paths.values()), expect)
+        return _write_report(scan, output, chosen, case, list(paths.values()), config, expect)
 
 
 def _write_report(
@@ -94,16 +97,18 @@ def _write_report(
     chosen: RangeModel,
     case: CaseData,
     outputs: list[Path],
+    config: PredictConfig,
     expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the report of a case beside its results, and return it.
 
     Args:
-        scan: The scan.
+        scan: Its place, series and HU scale go into the report.
         output: Path of the label map.
-        chosen: The model.
-        case: The segmented scan.
+        chosen: The model that segmented it, and its settings.
+        case: What `segment_case` has filled, with the seconds of "write".
         outputs: Files that were written.
+        config: The options with which they were written.
         expect: Makes the forecast of a case from its model and grid.
     """
     result = case.result
@@ -152,10 +157,14 @@ def _write_report(
         "checkpoints": chosen.model.checkpoints,
         "by_spacing": by_spacing,
         "version": __version__,
-        "settings": {**chosen.settings, **scan.reading()},
+        "settings": {
+            **chosen.settings,
+            **scan.reading(),
+            WRITERS: _writer_options(scan, config),
+        },
         "source": case.sources[0],
         **more_sources,
-        "results": checksums(outputs),
+        "results": checksums(outputs, output.parent),
     }
     replace_text(report_path(output), json.dumps(report, indent=1, ensure_ascii=False))
     return report
@@ -175,14 +184,16 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictC
         # The summary takes these two from the report of a skipped case.
         if not isinstance(report["volume_ml"], dict) or not isinstance(report["warnings"], list):
             return False
-        # To JSON and back, as the settings of the report were: tuples become lists.
-        settings = json.loads(json.dumps({**chosen.settings, **scan.reading()}))
-        if report["settings"] != settings:
+        # Of the files that are written now, the report may list further ones.
+        report_settings = dict(report["settings"])
+        report_writers = report_settings.pop(WRITERS, {})
+        if report_settings != _as_in_json({**chosen.settings, **scan.reading()}):
+            return False
+        writers = _as_in_json(_writer_options(scan, config))
+        if not writers.items() <= report_writers.items():
             return False
         paths = list(result_paths(output, chosen.model, config.save).values())
-        # Each file that this prediction would write must be in the report with the same checksum
-        # (`<=` on items: subset). The report may list further files.
-        has_same_results = checksums(paths).items() <= report["results"].items()
+        has_same_results = checksums(paths, output.parent).items() <= report["results"].items()
         if not has_same_results:
             return False
         return _has_same_sources(scan, report, len(chosen.model.task.channels))
@@ -205,6 +216,63 @@ def _has_same_sources(scan: Scan, report: dict[str, Any], num_channels: int) -> 
         if path is None or not is_same_source(path, source, files):
             return False
     return True
+
+
+def outdated_files(
+    output: Path, earlier_report: dict[str, Any], report: dict[str, Any]
+) -> list[Path]:
+    """List the files of an earlier prediction of the case that a new one has not written again.
+
+    They may show other labels than the new ones.
+
+    Args:
+        output: Path of the label map.
+        earlier_report: Report of the earlier prediction; empty without one.
+        report: Report of the new one.
+    """
+    earlier_names = earlier_report.get("results")
+    if not isinstance(earlier_names, dict):
+        return []
+    files = [output.parent / name for name in earlier_names if name not in report["results"]]
+    return [path for path in files if path.is_file()]
+
+
+def _writer_options(scan: Scan, config: PredictConfig) -> dict[str, Any]:
+    """List by the kind of file what else than labels and scan decides its content."""
+    options: dict[str, Any] = {}
+    if Save.dicom_seg in config.save:
+        options["dicom_seg"] = asdict(config.dicom_seg)
+    if Save.viewer in config.save:
+        options["viewer"] = asdict(config.viewer)
+        if scan.labels is not None:
+            reference = None
+            with suppress(OSError, UserError):  # a warning of the case says so
+                reference = fingerprint(scan.labels)["sha256"]
+            options["viewer"]["reference"] = reference
+            options["viewer"]["label_values"] = config.data.label_values
+    return options
+
+
+def _as_in_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """Convert settings as if they were read from a report: tuples become lists."""
+    converted: dict[str, Any] = json.loads(json.dumps(settings))
+    return converted
+
+
+def refuse_other_json(output: Path) -> None:
+    """Refuse a label map whose report would overwrite a JSON file of another program.
+
+    Such files lie beside scans: dcm2niix writes `ct.json` with `ct.nii.gz`.
+
+    Raises:
+        UserError: Names the file.
+    """
+    report = read_report(output)
+    if report and "volume_ml" not in report:
+        raise UserError(
+            f"{report_path(output)}: expected a report of medseg, got another JSON file, which "
+            "would be overwritten; give another output"
+        )
 
 
 def read_report(output: Path) -> dict[str, Any]:
@@ -237,15 +305,21 @@ def report_path(output: Path) -> Path:
     return output.parent / f"{case_name(output)}.json"
 
 
-def checksums(paths: list[Path]) -> dict[str, str]:
+def checksums(paths: list[Path], folder: Path | None = None) -> dict[str, str]:
     """Compute the SHA-256 of result files by their names.
 
     A volume whose voxels are in a second file has one checksum of both.
+
+    Args:
+        paths: Files that exist.
+        folder: Folder to which the names are relative, since a file in a folder below may be called
+            like one in it; None = plain names.
     """
     sha256_by_name = {}
     for path in paths:
+        name = path.name if folder is None else path.relative_to(folder).as_posix()
         if volume_suffix(path) is None:
-            sha256_by_name[path.name] = checksum(path)
+            sha256_by_name[name] = checksum(path)
         else:
-            sha256_by_name[path.name] = fingerprint(path)["sha256"]
+            sha256_by_name[name] = fingerprint(path)["sha256"]
     return sha256_by_name

@@ -66,7 +66,7 @@ def describe_stage(stage: TrainedStage, fixed_size: tuple[int, int, int] | None)
     """Describe what a program must do before and after the network, in plain types.
 
     Args:
-        stage: The stage.
+        stage: What its checkpoint states of input, classes and clean-up.
         fixed_size: The only input size of the exported network, (z, y, x); None = every multiple of
             the divisor.
     """

@@ -159,7 +159,7 @@ def rate_of(expected: Forecast, total_s: float, pass_s: float) -> Rate:
     """Compute the rate of a finished case.
 
     Args:
-        expected: Its forecast.
+        expected: Its forecast, by whose units and operations the seconds are divided.
         total_s: Seconds that it took.
         pass_s: Seconds of them inside the passes of networks of nnU-Net.
     """
@@ -405,7 +405,7 @@ def _crop_shape(
     """Compute the size (D, H, W) of the crop that a stage makes of a box.
 
     Args:
-        stage: The stage.
+        stage: Has spacing, grid rule and divisor.
         grid: Grid of the oriented scan.
         extent_mm: Extent of the box, (z, y, x).
         patch_size: Smallest size of the crop in voxels, (z, y, x); None = that of the box.
@@ -432,7 +432,7 @@ def _pass_bytes(
     """Estimate the memory of a crop that goes through the networks of a stage.
 
     Args:
-        stage: The stage.
+        stage: Its memory per voxel must be known, see `count_memory`.
         num_classes: Classes of its networks.
         shape: Size of the crop, (D, H, W).
         options: Budget, overlap and flips.

@@ -265,6 +265,28 @@ def _device_of(accelerator: str) -> torch.device:
     return pick_device(Accelerator(accelerator), "accelerator")
 
 
+def check_one_task(range_models: Sequence[RangeModel]) -> None:
+    """Refuse ranges of spacings whose models make different labels or take different channels.
+
+    The same value would mean one organ in one scan of a batch, and another in the next.
+
+    Raises:
+        UserError: Names two such ranges and their tasks.
+    """
+    first = range_models[0]
+    first_task = first.model.task
+    first_modalities = [channel.modality for channel in first_task.channels]
+    for other in range_models[1:]:
+        task = other.model.task
+        modalities = [channel.modality for channel in task.channels]
+        if task.labels != first_task.labels or modalities != first_modalities:
+            raise UserError(
+                f"by_spacing: the checkpoints of {first.name} are of the task {first_task.name}, "
+                f"those of {other.name} of {task.name}, and their labels or channels differ; give "
+                "checkpoints of one task"
+            )
+
+
 def pick_model(scan: Scan, range_models: Sequence[RangeModel]) -> tuple[RangeModel, list[str]]:
     """Choose the model of a scan by its coarsest spacing.
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 from medseg.data.options import LabelsOptions
@@ -258,6 +259,14 @@ class PredictConfig:
         return {"": RangeOptions(range_mm=EVERY_SPACING_MM, **checkpoints)}
 
     @property
+    def has_scan_path(self) -> bool:
+        """Whether the input is a folder, a DICOM medium, an archive or a single file.
+
+        The other inputs are case tables and lists of the channels of one case.
+        """
+        return isinstance(self.input, str) and Path(self.input).suffix.lower() != ".csv"
+
+    @property
     def hu(self) -> HuScale:
         """HU scale of the cases that have none of their own."""
         return HuScale(self.hu_slope, self.hu_offset)
@@ -271,6 +280,10 @@ class PredictConfig:
         yield from text_clashes(
             "input", as_texts(self.input), "a path, or a list of the channels of one case"
         )
+        # Such as `output=$OUT` in a shell where OUT is not set: it would be the present folder.
+        for key in ("output", "split", "series", "series_pick"):
+            if getattr(self, key) == "":
+                yield f"{key}: expected a text, but got an empty one"
         expected = "a checkpoint, a list of checkpoints or null"
         for stage in STAGES:
             checkpoints = getattr(self, stage)
@@ -361,7 +374,7 @@ def as_texts(value: Any) -> Any:
 
 
 def text_clashes(key: str, value: Any, expected: str) -> Iterator[str]:
-    """Yield a sentence unless a value is a list of at least one text.
+    """Yield a sentence unless a value is a list of at least one text, none of them empty.
 
     Args:
         key: Name of the key.
@@ -369,7 +382,7 @@ def text_clashes(key: str, value: Any, expected: str) -> Iterator[str]:
         expected: What it must be, for the sentence.
     """
     if isinstance(value, list) and value:
-        are_texts = all(isinstance(text, str) for text in value)
+        are_texts = all(isinstance(text, str) and text for text in value)
         if are_texts:
             return
     yield f"{key}: expected {expected}, but got {value!r}"

@@ -27,6 +27,7 @@ from medseg.prediction.batch import (
     make_batch,
     run_overlapped,
 )
+from medseg.prediction.case_report import refuse_other_json
 from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import Engine, PredictConfig, Save
 from medseg.prediction.ray_engine import predict_on_ray
@@ -122,14 +123,6 @@ def _predict_source(
         archive: Archive that the input was unpacked from.
     """
     is_on_ray = config.engine is Engine.ray
-    # A folder, a DICOM medium or a single file; the other inputs are case tables and lists of
-    # channels.
-    is_scan_path = isinstance(source, Path) and source.suffix.lower() != ".csv"
-    if config.series_pick is not None and not is_scan_path:
-        raise UserError(
-            f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
-            f"{config.input}; fill in the column series of a case table, or leave it out"
-        )
     # `protected` describes each file of the input, none of which may be overwritten.
     scans, protected = find_scans(
         source, config.split, config.series, config.hu, config.data.labels_column
@@ -138,7 +131,12 @@ def _predict_source(
     output = Path(config.output)
     # Outputs are checked before the weights are loaded, if the cases are known by now. Which DICOM
     # files make a case depends on the task, which is in the checkpoints.
-    has_studies = is_scan_path and any(map(may_hold_studies, scans))
+    has_studies = config.has_scan_path and any(map(may_hold_studies, scans))
+    if config.series_pick is not None and not has_studies:
+        raise UserError(
+            f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
+            f"{config.input}; leave it out (a case table has a column series for that)"
+        )
     if not has_studies:
         check_outputs(_outputs(output, source, scans), protected)
     loading_config = _for_the_task_alone(config) if is_on_ray else config
@@ -179,7 +177,7 @@ def _place_results(
     """Choose the result files of each scan, and check that they can be written.
 
     Args:
-        scans: The scans.
+        scans: One for each path of `outputs`.
         outputs: Path of the label map of each scan.
         any_model: Any of the models: all have the same labels, which decide the names of files.
         save: Kinds of files.
@@ -187,7 +185,8 @@ def _place_results(
         page: HTML page over the batch; None without one.
 
     Raises:
-        UserError: If a file would be written twice or overwrite an input, or cannot be written.
+        UserError: If a file would be written twice or overwrite an input or a file of another
+            program, or cannot be written.
     """
     cases = []
     all_paths: list[Path] = []
@@ -204,6 +203,8 @@ def _place_results(
         )
     for folder in {path.parent for path in outputs}:
         check_writable(folder)
+    for output in outputs:
+        refuse_other_json(output)
     return cases
 
 
@@ -217,7 +218,7 @@ def _complete_scans(
     """Find the files of each scan, as far as they depend on the task's channels and modality.
 
     Args:
-        source: The input.
+        source: The input, with archives unpacked.
         scans: Its scans, from `find_scans`.
         task: Channels and modality.
         config: Configuration of the prediction.
@@ -329,7 +330,7 @@ def _predict_here(
     """Segment cases in this process.
 
     Args:
-        cases: The cases.
+        cases: Receive their outcomes.
         range_models: Models to choose from.
         config: Configuration of the prediction.
         observer: Receives the events of the prediction.

@@ -32,6 +32,7 @@ from medseg.io.lean_nibabel import import_nibabel
 from medseg.memory.options import Accelerator
 from medseg.memory.profile import resident_bytes
 from medseg.prediction.batch import BatchCase, Observer, load_range_models, make_batch
+from medseg.prediction.case_report import read_report
 from medseg.prediction.forecast import LABEL_BYTES, SCAN_BYTES, forecast
 from medseg.prediction.memory_limit import OVERHEAD_BYTES
 from medseg.prediction.options import PredictConfig
@@ -90,8 +91,9 @@ class CaseActor:
                 f"engine=ray: {os.uname().nodename} has no folder {folder}; "
                 "the nodes must share their files"
             ) from error
-        # The import hides pydicom while it runs, so it comes before the threads that read scans.
-        # The memory of nibabel then counts as taken when `make_batch` measures what is left.
+        # While nibabel is imported, other threads cannot import pydicom (see `import_nibabel`), so
+        # before the threads that read scans. The memory of nibabel then counts as taken when
+        # `make_batch` measures what is left.
         import_nibabel()
         range_models = load_range_models(config)
         self.threads = torch.get_num_threads()
@@ -102,21 +104,25 @@ class CaseActor:
         self.batch = make_batch(range_models, config, num_cases_of_batch, Observer())
         return os.uname().nodename
 
-    def predict(self, scan: Scan, output: Path, is_retry: bool) -> Outcome:
+    def predict(
+        self, scan: Scan, output: Path, earlier_report: Mapping[str, Any] | None
+    ) -> Outcome:
         """Segment one case and write its results; its errors are part of the outcome.
 
         Args:
-            scan: The scan.
+            scan: What to segment; its paths must be valid on this node.
             output: Path of its label map.
-            is_retry: Whether an earlier actor died with the case. It may have finished the results
-                before: then they are not computed again, even with `overwrite`.
+            earlier_report: None for a case that no actor has had. If an actor died with the case,
+                the report that was there before; empty if there was none.
         """
         # Torch keeps this number for each thread of Python, and Ray calls `predict` in another
         # thread than `load`.
         torch.set_num_threads(self.threads)
         case = BatchCase(scan, output)
         batch = self.batch
-        if is_retry:
+        # The actor that died may have finished the results before. With `overwrite` these count as
+        # up to date, but those of an earlier command do not.
+        if earlier_report is not None and read_report(output) != earlier_report:
             retry_config = replace(batch.config, overwrite=False)
             batch = replace(batch, config=retry_config)
         # Another thread may compute a case meanwhile. If this scan is too large to be in memory
@@ -126,7 +132,8 @@ class CaseActor:
             if data is None:
                 data = batch.read(case, is_ahead=False)
             computed = batch.compute(case, data)  # type: ignore[arg-type]
-        # Frees the voxels of a case that failed, whose `computed` is only the error.
+        # After a success `computed` is `data`; after a failure it is the error, and this frees the
+        # voxels.
         del data
         batch.finish(case, computed)
         return Outcome(case.messages, case.exit_code, case.report, case.is_skipped)
@@ -138,7 +145,7 @@ def predict_on_ray(
     """Segment cases on a Ray cluster and fill in their outcomes.
 
     Args:
-        cases: The cases; their paths must mean the same on every node.
+        cases: Cases without outcomes; their paths must mean the same on every node.
         model: The model as loaded by this process, to predict the memory of an actor.
         config: Configuration of the prediction.
         observer: Is told which case begins and ends; cases may end in another order than they
@@ -173,10 +180,8 @@ def predict_on_ray(
             memory=memory_bytes,
             max_concurrency=CASES_PER_ACTOR,
         )
-        # Arguments of `CaseActor.load`.
         load_arguments = (os.getcwd(), replace(config, threads=num_threads), len(cases))
-        num_useful = math.ceil(len(cases) / CASES_PER_ACTOR)  # more actors would have no case
-        num_actors = min(options.num_actors or max_actors, num_useful)
+        num_actors = min(options.num_actors or max_actors, len(cases))
         own_node = ray.get_runtime_context().get_node_id()
 
         def is_lost() -> bool:
@@ -204,7 +209,7 @@ def _connect(address: str | None) -> None:
     # By default a new cluster reports its use to the makers of Ray. Here it works on patient data,
     # so nothing may leave the machine.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Each process of the cluster, on other machines too, maps large blocks of memory.
+    # Freed tensors go back to the system in the cluster's processes too, see `medseg.memory.heap`.
     environment = {"worker_process_setup_hook": "medseg.memory.heap.map_large_blocks"}
     # A new cluster needs no dashboard. One that exists already has one or not: None accepts both.
     include_dashboard = None if address else False
@@ -302,7 +307,10 @@ class _Cohort:
                 self.give_up()
                 return
             if not ended_calls and not self.running:
-                say("engine=ray: waiting until the cluster has room for an actor")
+                say(
+                    "engine=ray: no actor is ready yet: the cluster has no room for one, or it is "
+                    "loading the weights"
+                )
             for reference in ended_calls:
                 if reference in self.starting:
                     self.started(reference)
@@ -336,11 +344,13 @@ class _Cohort:
     def started(self, reference: Any) -> None:
         """Take an actor that has loaded the weights, or ask for another if it died.
 
+        No further actor is asked for if more than `retries` in a row have died.
+
         Args:
             reference: Reference of its call of `load`, which has ended.
 
         Raises:
-            UserError: If the actor cannot load the weights, or too many in a row have died.
+            UserError: If the actor cannot load the weights, or none is left.
         """
         actor = self.starting.pop(reference)
         try:
@@ -353,12 +363,14 @@ class _Cohort:
         # The actor died.
         except self.ray.exceptions.RayError as error:
             self.num_failed_starts += 1
-            if self.num_failed_starts > self.retries:
+            if self.num_failed_starts <= self.retries:
+                self.start()
+            # A single broken node does not end the run.
+            elif not self.actors and not self.starting:
                 raise UserError(
                     f"engine=ray: actors die while they load the weights ({first_line(error)}); "
                     "give them more memory with ray.memory_gib"
                 ) from error
-            self.start()
         else:
             self.num_failed_starts = 0
             self.actors.append(actor)
@@ -366,7 +378,9 @@ class _Cohort:
     def fill(self) -> None:
         """Give waiting cases to the actor with the fewest cases, until no actor has room.
 
-        A case that an actor died with is alone in its next actor: it may need all of the memory.
+        An actor computes one case at a time. So it gets a second one, to read or write meanwhile,
+        only where enough cases are left for the actors that are starting. A case that an actor died
+        with is alone in its next actor: it may need all of the memory.
         """
         while self.waiting:
             case = self.waiting[0]
@@ -381,14 +395,20 @@ class _Cohort:
             if not candidates:
                 return
             actor = min(candidates, key=lambda actor: num_cases_by_actor[actor])
-            max_cases = 1 if is_retry else CASES_PER_ACTOR
+            is_alone = is_retry or len(self.waiting) <= len(self.starting)
+            max_cases = 1 if is_alone else CASES_PER_ACTOR
             # If the actor with the fewest cases has no room, no other has. The cases behind this
             # one wait too, so that it does not starve.
             if num_cases_by_actor[actor] >= max_cases:
                 return
             self.waiting.popleft()
             self.observer.case_begins(case.scan.name, self.num_cases)
-            reference = actor.predict.remote(case.scan, case.output, is_retry)
+            earlier_report = None
+            if is_retry:
+                earlier_report = case.earlier_report
+            else:
+                case.earlier_report = read_report(case.output)
+            reference = actor.predict.remote(case.scan, case.output, earlier_report)
             self.running[reference] = (actor, case)
 
     def ended(self, reference: Any) -> None:
@@ -471,7 +491,9 @@ def count_room(node_resources: Sequence[Mapping[str, float]], needs: Mapping[str
         actors_by_resource = []
         for name, need in needs.items():
             if need > 0:
-                actors_by_resource.append(int(resources.get(name, 0.0) // need))
+                # The small number makes up for rounding: 0.3 / 0.1 is a little less than 3.
+                num_actors = int(resources.get(name, 0.0) / need + 1e-6)
+                actors_by_resource.append(num_actors)
         max_actors += min(actors_by_resource)  # the scarcest resource decides
     if max_actors == 0:
         raise UserError(
@@ -487,15 +509,14 @@ def predict_bytes(
 ) -> int:
     """Predict the memory of an actor.
 
-    With `max_ram_gib` it is that bound. Otherwise it is the largest sum, over the first scans, of
-    the forecast of the scan and of a second scan of the same size, which the actor reads or writes
-    meanwhile.
+    With `max_ram_gib` it is that bound. Otherwise, for each of the first scans: its forecast plus
+    the arrays of another scan of that size, read or written meanwhile. The largest of these counts.
 
     Args:
-        model: The model as loaded by this process.
-        cases: The cases.
-        options: Options of the prediction.
-        num_gpus: GPUs of an actor.
+        model: The model as loaded by this process, maybe on another device than the actors' models.
+        cases: At least one; the headers of the first `NUM_MEASURED` are read.
+        options: Has `max_ram_gib`; the budget of a pass is that of the model.
+        num_gpus: GPUs of an actor; with 0 the network takes memory of its process.
 
     Returns:
         Memory in bytes.

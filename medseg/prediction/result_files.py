@@ -84,8 +84,6 @@ def result_paths(
     paths: dict[tuple[str, str], Path] = {}
     if "labels" in save:
         paths["labels", ""] = output
-    if model.has_views:
-        paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
     # Path of the case without an ending. Its name may hold dots, which are no suffix.
     stem = output.parent / case_name(output)
     for kind in save:
@@ -94,6 +92,8 @@ def result_paths(
         elif kind in LABEL_ENDINGS:
             for label in model.task.labels:
                 paths[kind, label] = label_file(stem, label, kind)
+    if model.has_views:
+        paths["uncertainty", ""] = output.parent / UNCERTAINTY / output.name
     return paths
 
 
@@ -122,9 +122,9 @@ def take_picture_voxels(
     If the case has reference labels that cannot be used, a warning is added to the result.
 
     Args:
-        scan: The scan.
-        volume: Its first channel.
-        result: Its segmentation.
+        scan: Has the path of the reference labels, or none.
+        volume: Its first channel with all voxels, in storage order.
+        result: Its labels on the same grid; may receive the warning.
         task: Labels and channels.
         config: Says which pictures are written.
     """
@@ -157,7 +157,7 @@ def _read_reference(
     Voxels of the ignore label become background.
 
     Args:
-        scan: The scan.
+        scan: Names path and series to whose slices structures refer.
         path: File of the reference.
         volume: The scan as it was read.
         task: Labels and channels.
@@ -198,10 +198,10 @@ def write_results(
 
     Args:
         paths: From `result_paths`.
-        scan: The scan.
+        scan: DICOM results refer to its slices; its identity is shown by the viewer.
         volume: Grid and header of the scan. Its array is not used: `segment_case` has replaced the
             voxels by the labels, to free them.
-        result: The segmentation.
+        result: Labels in storage order, figures, probabilities and findings.
         picture_voxels: Voxels of the scan that the pictures need.
         task: Labels, and the window of the preview.
         config: Options of some kinds of files.

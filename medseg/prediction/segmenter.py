@@ -51,7 +51,8 @@ class Segmenter:
         accelerator: `auto`, `cpu` or `gpu`.
         precision: `fp32`, `tf32`, `bf16` or `fp16`; None = that of the training. Where the device
             lacks that format, fp16 on a GPU and fp32 on a CPU.
-        options: Tiles, memory budget, backend and flips; None = the defaults.
+        options: Tiles, memory budget, backend and flips, without `max_ram_gib`; None = the
+            defaults.
         trusted: Prefixes of classes beyond the white list that a checkpoint may name, such as
             `my_package.`.
 
@@ -74,6 +75,12 @@ class Segmenter:
         options: InferenceOptions | None = None,
         trusted: Sequence[str] = (),
     ) -> None:
+        # The bound is for a process that does nothing else, so it would have no effect here.
+        if options is not None and options.max_ram_gib is not None:
+            raise UserError(
+                "options: max_ram_gib bounds the process of the command predict; leave it out, or "
+                "give budget_gib, the memory of a network pass"
+            )
         self.num_threads = torch.get_num_threads()
         self.cascade: ScanModel
         if weights is not None:

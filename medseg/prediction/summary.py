@@ -16,7 +16,7 @@ from medseg.io.spreadsheet import Link, Sheet, SheetColumn, write_spreadsheet
 from medseg.io.tables import read_csv, write_csv
 from medseg.metrics.hu_statistics import EMPHYSEMA_HU, PERCENTILES
 from medseg.prediction.batch import BatchCase
-from medseg.prediction.case_report import locked_folder, read_report
+from medseg.prediction.case_report import locked_folder, read_report, report_path
 from medseg.prediction.result_files import ENDINGS
 from medseg.report.case_viewer import structures_of
 from medseg.report.contact_sheet import Card, write_contact_sheet
@@ -314,8 +314,8 @@ def _entry_of_report(name: str, report: Mapping[str, Any], total_label: str) -> 
 def _earlier_entries(folder: Path, new_names: set[str], total_label: str) -> list[SummaryEntry]:
     """Make the entries of scans that earlier predictions into the folder have listed.
 
-    Each is made from the report of its case. A row without a report, such as that of a scan that
-    failed, stays as it is.
+    Each is made from the report of its case. A row without a report, or of a scan that has failed
+    since its report was written, stays as it is.
 
     Args:
         folder: Folder of the results.
@@ -343,7 +343,12 @@ def _earlier_entries(folder: Path, new_names: set[str], total_label: str) -> lis
         # A table of an older version has a row for each label of a case: the first one counts.
         if name in new_names or name in entries:
             continue
-        report = read_report(folder / f"{name}.nii.gz")
+        output = folder / f"{name}.nii.gz"
+        report = read_report(output)
+        # The report of a scan that failed later is that of an earlier prediction.
+        has_failed = row["status"] == "failed"
+        if report and has_failed and _is_older(report_path(output), path):
+            report = {}
         if report:
             entries[name] = _entry_of_report(name, report, total_label)
         else:
@@ -351,6 +356,11 @@ def _earlier_entries(folder: Path, new_names: set[str], total_label: str) -> lis
             information = _sentences(row.get("information"))
             entries[name] = SummaryEntry(_earlier_row(row), warnings, information, report={})
     return list(entries.values())
+
+
+def _is_older(path: Path, other: Path) -> bool:
+    """Tell whether a file was written before another one; both exist."""
+    return path.stat().st_mtime < other.stat().st_mtime
 
 
 def _earlier_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -470,7 +480,9 @@ def _card_of(entry: SummaryEntry, folder: Path, total_label: str) -> Card:
     picture_files = {}
     for kind in ("preview", "viewer"):
         file_name = f"{entry.name}{ENDINGS[kind]}"
-        if (folder / file_name).is_file():
+        # A picture of an earlier prediction, which the report does not list, would show labels that
+        # are not those of the case any more.
+        if file_name in report.get("results", {}) and (folder / file_name).is_file():
             picture_files[kind] = file_name
     agreements = report.get("agreements") or {}
     total_ml = row.get(f"{total_label}_ml")

@@ -56,6 +56,16 @@ def test_one_stage_segments_all_labels_on_the_grid_of_the_scan(
     assert result.warnings == []
 
 
+def test_labels_have_their_values_in_whatever_order_a_file_of_weights_names_them() -> None:
+    """Files of weights sort them by name; the classes of the network follow the values."""
+    volume, target = scan()
+    task = replace(WHOLE, labels={"right_lung": 2, "left_lung": 1})
+    trained = stage(CoarseOracle(), "single", task, spacing_mm=(1.0, 1.0, 1.0))
+    result = Cascade(trained).segment(volume)
+    assert all(dice(result.labels == value, target == value) > 0.95 for value in (1, 2))
+    assert list(result.volumes_ml) == ["left_lung", "right_lung"]
+
+
 def test_small_parts_and_enclosed_ones_stay() -> None:
     """A lesion is no splinter of an organ: nothing is removed or filled."""
 

@@ -243,7 +243,8 @@ def unet_stage(precision: str = "fp32", **changes: Any) -> TrainedStage:
     for parameter in network.parameters():
         if parameter.ndim == 1:
             nn.init.uniform_(parameter, 0.5, 1.5)
-    return stage(network, "fine", precision=precision, bytes_per_voxel=100.0, **changes)
+    name = changes.pop("name", "fine")
+    return stage(network, name, precision=precision, bytes_per_voxel=100.0, **changes)
 
 
 @pytest.mark.parametrize(("tile_size", "tta"), [(None, True), ((64, 64, 80), False)])
@@ -297,21 +298,65 @@ def test_memory_that_runs_out_is_left_with_slabs_not_with_other_tiles(
     torch.testing.assert_close(result.probs, expected.probs, rtol=0, atol=2.0**-11)
 
 
+@pytest.mark.parametrize(
+    ("precision", "cure"), [("fp32", "take another checkpoint"), ("fp16", "give precision=fp32")]
+)
+def test_values_that_are_no_numbers_are_no_background(precision: str, cure: str) -> None:
+    """A network that was trained in bf16 may exceed the range of fp16 on an older GPU."""
+    trained = stage(CoarseOracle(), "fine", precision=precision)
+    probs = torch.zeros(3, 4, 5, 6, dtype=torch.float16)
+    trained.check_numbers(probs)
+    probs[1, 2, 3, 4] = torch.nan
+    with pytest.raises(UserError, match=f"the fine stage give values .*NaN.*{cure}"):
+        trained.check_numbers(probs)
+
+
+def test_a_network_that_gives_nan_is_refused() -> None:
+    class Diverged(CoarseOracle):
+        def forward(self, image: Tensor) -> Tensor:
+            return super().forward(image) * torch.nan
+
+    with pytest.raises(UserError, match="the single stage give values that are no numbers"):
+        stage(Diverged(), "single").predict_probs(image(), InferenceOptions())
+
+
 def test_a_scan_is_refused_by_its_header_where_no_slab_fits() -> None:
-    trained, grid = unet_stage(), VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
+    grid = VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
+    trained = unet_stage(name="single", task=replace(TASK, regions=()))
+    with pytest.raises(
+        UserError, match=r"inference\.budget_gib=0\.01 is too small for the single stage"
+    ):
+        Cascade(trained, options=InferenceOptions(budget_gib=0.01)).check_budget(grid)
+    Cascade(trained, options=InferenceOptions(budget_gib=1.0)).check_budget(grid)
+
+
+def test_a_wide_scan_is_refused_by_its_header_only_where_no_crop_of_a_region_fits() -> None:
+    grid = VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
+    coarse, options = stage(CoarseOracle(), "coarse"), InferenceOptions(budget_gib=0.01)
+    Cascade(coarse, unet_stage(least_size=(16, 64, 64)), options).check_budget(grid)
+    large = unet_stage(least_size=(16, 2000, 2000))
     with pytest.raises(
         UserError, match=r"inference\.budget_gib=0\.01 is too small for the fine stage"
     ):
-        Cascade(
-            stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=0.01)
-        ).check_budget(grid)
-    Cascade(
-        stage(CoarseOracle(), "coarse"), trained, InferenceOptions(budget_gib=1.0)
-    ).check_budget(grid)
+        Cascade(coarse, large, options).check_budget(grid)
+
+
+def test_a_budget_that_the_bound_of_the_process_has_lowered_is_not_the_cure() -> None:
+    grid = VoxelGrid((10, 2000, 2000), (1.0, 1.0, 1.0))
+    trained = unet_stage(name="single", task=replace(TASK, regions=()))
+    cascade = Cascade(trained, options=InferenceOptions(max_ram_gib=0.8))
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^inference\.max_ram_gib=0\.8 and inference\.budget_gib leave 0\.01 GiB to a network "
+            r"pass, which is too small for the single stage: .* GiB; raise them, since"
+        ),
+    ):
+        cascade.within(0.01).check_budget(grid)
 
 
 def test_the_header_counts_the_voxels_that_the_network_sees_not_those_of_the_scan() -> None:
-    trained, options = unet_stage(), InferenceOptions(budget_gib=0.01)
+    trained, options = unet_stage(name="single"), InferenceOptions(budget_gib=0.01)
     wide, narrow = (VoxelGrid((10, 2000, 2000), (1.0, mm, mm)) for mm in (1.0, 0.1))
     with pytest.raises(UserError, match="2000×2000 voxels"):
         trained.check_budget(wide, options)

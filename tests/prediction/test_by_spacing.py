@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import hydra
 import numpy as np
 import pytest
-from oracle import CoarseOracle, FineOracle, dice, stage
+from oracle import TASK, CoarseOracle, FineOracle, dice, stage
 
 from medseg.cascade.cascade import Cascade
 from medseg.commands import predict as app
@@ -19,9 +20,10 @@ from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_labels
 from medseg.io.write import write_image
-from medseg.prediction.load_models import RangeModel, pick_model
+from medseg.prediction.load_models import RangeModel, check_one_task, pick_model
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
+from medseg.task import Channel
 
 THIN_AND_THICK = (
     "{thin: {range_mm: [0,2.5], fine: thin}, thick: {range_mm: [2.5,8.0], fine: [thick]}}"
@@ -142,6 +144,22 @@ def test_ranges_that_leave_a_doubt_are_refused(
     with pytest.raises(UserError) as caught:
         configured(tmp_path, tmp_path / "out", by_spacing)
     assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["labels", "channels"])
+def test_ranges_of_different_tasks_are_refused(change: str) -> None:
+    """Value 1 would be one organ in thin scans, and another in thick ones."""
+    values: dict[str, Any] = {
+        "labels": {"right_lung": 1, "left_lung": 2},
+        "channels": (Channel("mr", None, "zscore"),),
+    }
+    whole = replace(TASK, regions=())
+    models = []
+    for name, task in (("thin", whole), ("thick", replace(whole, **{change: values[change]}))):
+        models.append(RangeModel(Cascade(stage(CoarseOracle(), "single", task)), {}, name))
+    check_one_task([models[0], models[0]])
+    with pytest.raises(UserError, match="by_spacing: the checkpoints of thin are of the task"):
+        check_one_task(models)
 
 
 def test_processes_that_share_a_cascade_are_told(

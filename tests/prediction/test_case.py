@@ -21,11 +21,12 @@ from oracle import CoarseOracle, FineOracle, scan, stage
 from medseg.commands import predict as app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
+from medseg.errors import UserError
 from medseg.findings import Finding, warnings_of
 from medseg.geometry.grid import VoxelGrid
 from medseg.inference.segmentation import Segmentation
 from medseg.io.volume import Volume
-from medseg.io.write import write_image
+from medseg.io.write import write_image, write_labels
 from medseg.prediction import batch
 from medseg.prediction import case as case_module
 from medseg.prediction import result_files as results_module
@@ -209,6 +210,65 @@ def test_the_memory_makes_no_other_result(
     predicted.clear()
     assert predict(folder, override) == 0
     assert predicted == []
+
+
+def test_a_label_map_is_checked_beside_the_map_of_disagreement(
+    folder: Path, predicted: list[str]
+) -> None:
+    """Both files have the same name, in two folders."""
+    assert predict(folder, "inference.tta=true") == 0
+    predicted.clear()
+    shutil.copy(folder / "out" / "uncertainty" / "a.nii.gz", folder / "out" / "a.nii.gz")
+    assert predict(folder, "inference.tta=true") == 0
+    assert predicted == ["a"]
+
+
+def test_other_options_of_a_kind_of_file_make_it_anew(folder: Path, predicted: list[str]) -> None:
+    source = f"input='{folder / 'scans' / 'a.nii.gz'}'"
+    output = f"output='{folder / 'one.nii.gz'}'"
+    for save, max_mb, is_made in (
+        ("[labels,viewer]", 12, True),
+        ("[labels,viewer]", 12, False),
+        ("[labels,viewer]", 11, True),
+        ("[labels]", 12, False),
+    ):
+        predicted.clear()
+        assert predict(folder, source, output, f"save={save}", f"viewer.max_mb={max_mb}") == 0
+        assert bool(predicted) == is_made
+
+
+def test_files_that_an_earlier_prediction_leaves_behind_are_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = f"input='{folder / 'scans' / 'a.nii.gz'}'"
+    output = f"output='{folder / 'one.nii.gz'}'"
+    assert predict(folder, source, output, "save=[labels,preview]") == 0
+    assert "earlier prediction" not in capsys.readouterr().err
+    assert predict(folder, source, output, "overwrite=true") == 0
+    message = f"{folder / 'one.preview.png'}: from an earlier prediction of this case"
+    assert message in capsys.readouterr().err
+
+
+def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[str]) -> None:
+    volume, labels = scan()
+    table = folder / "cases.csv"
+    table.write_text("case,image,labels\na,scans/a.nii.gz,reference.nii.gz\n")
+    for value, is_made in ((1, True), (1, False), (2, True)):
+        reference = np.where(labels > 0, value, 0).astype(np.uint8)
+        write_labels(folder / "reference.nii.gz", reference, volume.grid)
+        predicted.clear()
+        assert predict(folder, f"input='{table}'", "save=[labels,viewer]") == 0
+        assert bool(predicted) == is_made
+
+
+def test_a_json_file_of_another_program_is_not_overwritten(folder: Path) -> None:
+    sidecar = folder / "scans" / "a.json"
+    sidecar.write_text('{"Modality": "CT"}')
+    source = folder / "scans" / "a.nii.gz"
+    output = folder / "scans" / "a.seg.nrrd"
+    with pytest.raises(UserError, match=r"a\.json: expected a report of medseg, got another JSON"):
+        predict(folder, f"input='{source}'", f"output='{output}'")
+    assert sidecar.read_text() == '{"Modality": "CT"}'
 
 
 def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[str, str]) -> None:

@@ -194,6 +194,15 @@ def test_a_missing_channel_is_one_sentence(
         predict("[1,2]", folder / "out.nii.gz")
 
 
+@pytest.mark.parametrize("key", ["input", "output", "split", "series_pick", "coarse", "weights"])
+def test_a_variable_that_the_shell_does_not_know_is_not_the_present_folder(key: str) -> None:
+    texts = {"input": "ct", "output": "out"} | {key: ""}
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = hydra.compose("predict", [f"{name}={text}" for name, text in texts.items()])
+    with pytest.raises(UserError, match=f"^{key}: expected "):
+        to_config(composed, PredictConfig)
+
+
 def test_four_channels_without_hu_are_segmented_without_findings_of_a_ct(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,8 +23,10 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import ListConfig, Modality
 from medseg.errors import UserError
+from medseg.geometry.grid import VoxelGrid
 from medseg.io.archive import unpacked
 from medseg.io.tables import read_csv
+from medseg.io.write import write_image
 from medseg.prediction.options import PredictConfig
 
 FEW = ("two kernels", "two studies", "gap", "MR alone")
@@ -191,6 +193,11 @@ def test_a_rule_needs_a_folder_and_no_series(few: dict[str, Path], tmp_path: Pat
     (tmp_path / "t.csv").write_text("case,image\na,a.nii.gz\n")
     with pytest.raises(UserError, match="expected a folder of DICOM files as input"):
         predict(tmp_path / "t.csv", tmp_path / "out", "series_pick=thinnest")
+    grid = VoxelGrid((2, 3, 4), (1.0, 1.0, 1.0))
+    write_image(tmp_path / "ct" / "a.nii.gz", np.zeros(grid.shape, np.int16), grid)
+    for source in (tmp_path / "ct", tmp_path / "ct" / "a.nii.gz"):
+        with pytest.raises(UserError, match="expected a folder of DICOM files as input"):
+            predict(source, tmp_path / "out", "series_pick=thinnest")
     with pytest.raises(UserError, match="series and series_pick exclude each other"):
         predict(few["flat"], tmp_path / "out", "series_pick=thinnest", "series=3")
 
@@ -205,6 +212,18 @@ def test_a_refusal_of_two_series_names_the_rule(
         "in the column series of a case table. Or give series_pick=thinnest "
         "(patient P01, 2024-01-01)."
     )
+
+
+def test_a_refusal_in_a_case_table_does_not_advise_a_rule(
+    few: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case table is refused with `series_pick`."""
+    table = tmp_path / "cases.csv"
+    table.write_text(f"case,image\na,{few['flat']}\n")
+    assert predict(table, tmp_path / "out") == 2
+    message = capsys.readouterr().err
+    assert "in the column series of a case table." in message
+    assert "series_pick" not in message
 
 
 def test_a_folder_without_a_scan_names_its_patient(

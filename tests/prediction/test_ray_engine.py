@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -139,6 +140,13 @@ def test_under_torchrun_it_is_refused(
         )
 
 
+class Reference(tuple[str, int, Any]):
+    """Kind, actor and arguments of a call; equal to itself only."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
 class FakeRay:
     """Replaces the module `ray`: calls end one at a time, in random order."""
 
@@ -164,7 +172,7 @@ class FakeRay:
         self.num_actors += 1
 
         def call(kind: str) -> SimpleNamespace:
-            return SimpleNamespace(remote=lambda *arguments: (kind, number, arguments, object()))
+            return SimpleNamespace(remote=lambda *arguments: Reference((kind, number, arguments)))
 
         return SimpleActor(number, call("load"), call("predict"))
 
@@ -175,7 +183,7 @@ class FakeRay:
         return [references[self.rng.integers(len(references))]], []
 
     def get(self, reference: Any) -> Any:
-        kind, number, arguments, _ = reference
+        kind, number, arguments = reference
         if kind == "load":
             return self.loads(number)
         name = arguments[0].name
@@ -217,6 +225,56 @@ def test_the_cases_of_dead_actors_go_to_others_and_each_ends_once() -> None:
     assert all(case.exit_code == 0 and case.report for case in cases)
     assert fake.num_actors == 3 + len(fake.dead)
     assert fake.most_held == ray_engine.CASES_PER_ACTOR
+
+
+class LoadsFirst(FakeRay):
+    """All actors load before a case ends; the first wait is in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda *_: False)
+        self.num_waits = 0
+        self.num_cases_of_actor = Counter[int]()
+
+    def wait(self, references: list[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        self.num_waits += 1
+        if self.num_waits == 1:
+            return [], references
+        loads = [reference for reference in references if reference[0] == "load"]
+        return super().wait(loads or references, **options)
+
+    def get(self, reference: Any) -> Any:
+        kind, number, *_ = reference
+        self.num_cases_of_actor[number] += kind == "predict"
+        return super().get(reference)
+
+
+def test_a_small_cohort_takes_all_actors(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = LoadsFirst()
+    cases = [BatchCase(Scan(f"case{number}", Path("x")), Path("y")) for number in range(4)]
+    ray_engine._Cohort(fake, fake, (), 0, Observer()).run(cases, 4)
+    assert set(fake.num_cases_of_actor.values()) == {1}
+    assert (
+        "the cluster has no room for one, or it is loading the weights" in capsys.readouterr().err
+    )
+
+
+def test_a_lost_case_is_given_with_the_report_that_was_there_before(tmp_path: Path) -> None:
+    """So that, with `overwrite`, the results of an earlier command do not count as new."""
+    given: list[Any] = []
+
+    class Recording(FakeRay):
+        def get(self, reference: Any) -> Any:
+            if reference[0] == "predict":
+                given.append(reference[2][2])
+                # The actor writes, and then dies.
+                (tmp_path / "a.json").write_text('{"total": 2}')
+            return super().get(reference)
+
+    (tmp_path / "a.json").write_text('{"total": 1}')
+    fake = Recording(lambda number, _: number == 0)
+    case = BatchCase(Scan("a", tmp_path / "a"), tmp_path / "a.nii.gz")
+    ray_engine._Cohort(fake, fake, (), 2, Observer()).run([case], 1)
+    assert given == [None, {"total": 1}]
 
 
 @pytest.mark.parametrize("num_actors", [1, 3])
@@ -321,6 +379,17 @@ def test_actors_that_cannot_load_end_the_prediction_in_one_sentence() -> None:
         run_cohort(FakeRay(lambda *_: False, death), 2)
 
 
+def test_a_node_on_which_every_actor_dies_leaves_the_others_at_work() -> None:
+    def on_broken_node(number: int) -> None:
+        if number != 0:
+            raise FakeRay.exceptions.RayError("The actor died.")
+
+    fake = FakeRay(lambda *_: False, on_broken_node)
+    cases, ended = run_cohort(fake, 2)
+    assert sorted(ended) == sorted(case.scan.name for case in cases)
+    assert fake.num_actors <= 2 + 2, "two retries"
+
+
 def test_the_nodes_have_room_for_whole_actors() -> None:
     gib = 2.0**30
     nodes = [
@@ -330,6 +399,7 @@ def test_the_nodes_have_room_for_whole_actors() -> None:
     ]
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.0, "memory": 2 * gib}) == 2 + 16
     assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.5, "memory": 2 * gib}) == 2
+    assert ray_engine.count_room(nodes, {"CPU": 1.0, "GPU": 0.2, "memory": 2 * gib}) == 5
     with pytest.raises(
         UserError,
         match=(
@@ -469,7 +539,7 @@ def node(name: str, *, is_alive: bool = True, **resources: float) -> dict[str, A
         ("auto", 0.5, None, None, 20, (0.5, 3 * GIB, 3)),
         ("auto", 0.0, 1.5, None, 20, (0.0, 1.5 * GIB, 6)),
         ("auto", 0.0, None, 4, 20, (0.0, 3 * GIB, 4)),
-        ("auto", 0.0, None, None, 3, (0.0, 3 * GIB, 2)),
+        ("auto", 0.0, None, None, 3, (0.0, 3 * GIB, 3)),
     ],
 )
 def test_actors_ask_for_the_resources_of_the_options_and_no_more_than_the_cases_need(
@@ -580,17 +650,21 @@ def test_an_actor_shares_its_memory_and_computes_one_case_at_a_time(
     assert Path.cwd() == folder
     assert actor_options[0][:3] == ([["c"]], config, 2), "at least as many as an actor holds"
     output = tmp_path / "a.nii.gz"
-    outcome = actor.predict(Scan("small", tmp_path / "a"), output, False)
+    outcome = actor.predict(Scan("small", tmp_path / "a"), output, None)
     assert outcome == (["said"], 4, {"a": 1}, True)
     assert steps == [("read", True, True), ("compute", "data"), ("finish", "computed")]
-    steps.clear()
-    actor.predict(Scan("large", tmp_path / "a"), output, True)
-    assert steps == [
-        ("read", True, False),
-        ("read", False, False),
-        ("compute", "data"),
-        ("finish", "computed"),
-    ]
-    assert threads == [torch.get_num_threads()] * 2
+    report = {"total": 1}
+    (tmp_path / "a.json").write_text(json.dumps(report))
+    # The actor that died has written a report, or not.
+    for earlier_report, overwrite in (({}, False), (report, True)):
+        steps.clear()
+        actor.predict(Scan("large", tmp_path / "a"), output, earlier_report)
+        assert steps == [
+            ("read", True, overwrite),
+            ("read", False, overwrite),
+            ("compute", "data"),
+            ("finish", "computed"),
+        ]
+    assert threads == [torch.get_num_threads()] * 3
     with pytest.raises(UserError, match=r"has no folder .*gone; the nodes must share their files"):
         actor.load(str(tmp_path / "gone"), config, 1)

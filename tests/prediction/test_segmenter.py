@@ -20,6 +20,7 @@ from oracle import CoarseOracle, FineOracle, dice, scan, stage
 import medseg
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelGrid
+from medseg.inference.options import InferenceOptions
 from medseg.io.read import read_image, read_labels
 from medseg.io.volume import Volume
 from medseg.io.write import write_image, write_labels
@@ -178,6 +179,11 @@ def test_what_is_no_scan_is_refused(segmenter: medseg.LungSegmenter, tmp_path: P
 def test_arguments_of_model_folders_are_refused_without_one(arguments: dict[str, object]) -> None:
     with pytest.raises(UserError, match="folds, label_values and ensemble need weights"):
         medseg.Segmenter(["c"], ["f"], **arguments)  # type: ignore[arg-type]
+
+
+def test_a_bound_on_the_process_is_refused_instead_of_ignored() -> None:
+    with pytest.raises(UserError, match="options: max_ram_gib bounds the process of the command"):
+        medseg.Segmenter(["c"], ["f"], options=InferenceOptions(max_ram_gib=1.0))
 
 
 def test_one_path_is_taken_for_a_list_of_one(tmp_path: Path) -> None:

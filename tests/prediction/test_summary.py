@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -117,7 +118,25 @@ def test_the_page_sorts_a_case_by_its_least_agreement_and_names_its_warnings(
     assert (card.least_agreement, other.least_agreement) == (0.4, None)
     assert list(card.codes) == ["cut_region", "hu_range"]
     assert (card.preview, card.viewer, other.preview) == ("a.preview.png", "", "")
+    # The viewer of an earlier prediction, which this report does not list.
+    (tmp_path / "a.html").touch()
+    write_summary(tmp_path, [case], LUNGS)
+    assert pages[1][0].viewer == ""
     assert card.volumes_ml == {"total": 3756.75, "left_lung": 1762.25, "right_lung": 1994.5}
+
+
+def test_a_scan_that_failed_after_it_had_a_result_stays_failed(tmp_path: Path) -> None:
+    """Its report is that of an earlier scan, or of other weights."""
+    case_of(tmp_path, "broken")
+    os.utime(tmp_path / "broken.json", (1e9, 1e9))
+    for cases in ([failed_case(tmp_path)], [case_of(tmp_path, "a")]):
+        write_summary(tmp_path, cases, LUNGS)
+    row = read_csv(tmp_path / "summary.csv")[0]
+    assert (row["case"], row["status"], row["total_ml"]) == ("broken", "failed", "")
+    # Predicted alone, which writes no summary.
+    os.utime(tmp_path / "broken.json", (4e9, 4e9))
+    write_summary(tmp_path, [case_of(tmp_path, "a")], LUNGS)
+    assert read_csv(tmp_path / "summary.csv")[0]["status"] == "warnings"
 
 
 def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Path) -> None:
