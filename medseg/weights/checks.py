@@ -6,11 +6,16 @@ for long.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from medseg.errors import UserError
 from medseg.io.volume import MIN_SPACING_MM
@@ -49,6 +54,12 @@ MAX_ARGUMENT = 65536
 # Largest total size of the tensors, as a multiple of the size of the file. It exceeds 1 because a
 # file holds a shared tensor once: MONAI's DynUNet lists each of its blocks under two names.
 MAX_SIZE_RATIO = 2
+# Largest number of modules and parameters while the network of a file is built, by the number of
+# its tensors. Networks of MONAI have up to 12 for each tensor: they are built twice, and not all
+# modules have tensors.
+PARTS_PER_TENSOR = 50
+# Beside those, for networks of few tensors.
+MORE_PARTS = 1000
 # An argument of a network with one of these words in its name counts blocks, each of which has at
 # least one tensor of weights.
 COUNT_WORDS = ("block", "depth", "layer", "unit")
@@ -131,7 +142,8 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
                 "sparse, expanded, shared or of another type); take another copy"
             )
-        # After the check of the size: a tensor that repeats its memory is written out here.
+        # Only after the check of the size: `isfinite` makes a result of the full shape, even for an
+        # expanded tensor.
         if not torch.isfinite(value).all():
             raise UserError(
                 f"{source}: its weights {printed_name} hold NaN or infinity, so its training went "
@@ -166,8 +178,9 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
         is_native = key == "spacing_mm" and value == NATIVE
         if value is not None and not is_native:
             _check_range(key, value)
-    # `_check_range` takes any number of values; `load_stage` counts those of the other sizes and of
-    # the spacing. Older checkpoints have no `grid_rule` (see `GridRule`).
+    # `_check_range` doesn't check how many numbers there are. `tile_size`, `patch_size` and
+    # `spacing_mm` are checked for three when `load_stage` unpacks them, so only `grid_rule.size` is
+    # checked here. Older checkpoints have no `grid_rule` (see `GridRule`).
     rule = metadata.get("grid_rule", {})
     size = rule.get("size")
     has_three_numbers = isinstance(size, (list, tuple)) and len(size) == 3
@@ -218,9 +231,9 @@ def _check_labels(task: Mapping[str, Any]) -> None:
 
 
 def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse a network with more blocks than the file has tensors of weights.
+    """Refuse a network whose arguments count more blocks than the file has tensors of weights.
 
-    Building such a network could take for ever, before its weights are found missing.
+    Only arguments whose names tell that they count are known here, see `bounded_parts`.
 
     Raises:
         ValueError: With the key and the value.
@@ -237,6 +250,41 @@ def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
                 f"{key}={value}: a network of that many parts has more tensors than the "
                 f"{num_tensors} in the file"
             )
+
+
+@contextmanager
+def bounded_parts(num_tensors: int) -> Iterator[None]:
+    """Stop the construction of a network in the block when it has far too many parts.
+
+    Whatever the arguments are called that count its blocks, and even if that is the length of a
+    list: building the network could take for ever, before its weights are found missing.
+
+    Args:
+        num_tensors: Number of tensors of weights in the file.
+
+    Raises:
+        ValueError: In the constructor of the network.
+    """
+    max_parts = MORE_PARTS + PARTS_PER_TENSOR * num_tensors
+    num_parts = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts > max_parts:
+            raise ValueError(
+                f"the network has more than {max_parts} parts, but the file {num_tensors} tensors"
+            )
+
+    hooks = [
+        register_module_module_registration_hook(count),
+        register_module_parameter_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:

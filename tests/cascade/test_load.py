@@ -574,6 +574,16 @@ def test_arguments_that_give_the_size_of_blocks_are_no_number_of_blocks() -> Non
             check_ranges({**metadata, "model": {**metadata["model"], **extra}}, len(weights))
 
 
+def test_a_file_whose_network_has_far_more_parts_than_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    layer = {"n_features": 1, "kernel_size": 1, "kernels": [1]}
+    layers = [layer, {**layer, "repeat": 65536}, layer, layer]
+    model = {"_target_": "monai.networks.nets.HighResNet", "layer_params": layers}
+    write(path, compose(), model=model)
+    with pytest.raises(UserError, match=r"the network has more than \d+ parts, but the file \d+"):
+        load_stage(path, "fine", CPU)
+
+
 def test_weights_may_have_the_smallest_spacing_that_the_reader_takes() -> None:
     metadata, weights = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
     check_ranges({**metadata, "spacing_mm": [0.005] * 3}, len(weights))
