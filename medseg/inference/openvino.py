@@ -276,30 +276,39 @@ class _Compiled:
         self._compiled_shape: tuple[int, ...] = ()
 
     def __call__(self, image: Tensor) -> Tensor:
-        if self._model is None:
-            try:
-                self._model = self._load()
-            except UserError:
-                if self._is_required:
-                    raise
-                # OpenVINO was chosen by a measurement of another network, see `quickest_backend`.
-                # Without this attribute the network has the forward pass of its class again.
-                del self._network.forward
-                return self._network.forward(image)
-        self._compile(tuple(image.shape))
+        try:
+            self._compile(tuple(image.shape))
+        except UserError:
+            if self._is_required:
+                raise
+            # OpenVINO was chosen by a measurement of another network, see `quickest_backend`.
+            # Without this attribute the network has the forward pass of its class again.
+            del self._network.forward
+            return self._network.forward(image)
         return self._run(image)
 
     def _compile(self, shape: tuple[int, ...]) -> None:
-        """Compile for an input shape (N, C, D, H, W), unless the last one was the same."""
+        """Compile for an input shape (N, C, D, H, W), unless the last one was the same.
+
+        Raises:
+            UserError: If the network cannot be converted, or not for this shape.
+        """
         import openvino
 
         if self._compiled_shape == shape:
             return
+        if self._model is None:
+            self._model = self._load()
         # Free the memory of the last size before the next size is compiled. The shape is cleared
         # too: if memory runs out below, the next pass compiles again.
         self._compiled = None
         self._compiled_shape = ()
-        self._model.reshape(openvino.PartialShape(list(shape)))
+        try:
+            self._model.reshape(openvino.PartialShape(list(shape)))
+        # The trace of a network that reads its input size in Python, such as MONAI's SwinUNETR, has
+        # the sizes of the example as constants.
+        except RuntimeError as error:
+            raise self._unconvertible(error) from error
         options = {
             "INFERENCE_PRECISION_HINT": self._precision_hint,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -336,13 +345,17 @@ class _Compiled:
             model = convert(Logits(self._network), self._in_channels, self._example_size)
         # The converter raises errors of many classes.
         except Exception as error:
-            raise UserError(
-                f"inference.backend=openvino: {type(self._network).__name__} cannot be converted "
-                f"({first_line(error)}); choose inference.backend=torch"
-            ) from error
+            raise self._unconvertible(error) from error
         if self._cached_path is not None:
             _write_cached(self._cached_path, model)
         return model
+
+    def _unconvertible(self, error: Exception) -> UserError:
+        """Make the error of a network that OpenVINO cannot run."""
+        return UserError(
+            f"inference.backend=openvino: {type(self._network).__name__} cannot be converted "
+            f"({first_line(error)}); choose inference.backend=torch"
+        )
 
 
 class PassSeconds(NamedTuple):
