@@ -25,6 +25,8 @@ DATASET = "dataset.json"
 # Names of a fold's checkpoint, in order of preference.
 CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
 
+# Suffixes of files of weights: of medseg, and of nnU-Net.
+WEIGHT_SUFFIXES = (".ckpt", ".safetensors", ".pth")
 # Folder of a fold; the group is the name of the fold.
 FOLD = re.compile(r"fold_(\d+|all)")
 # Pickles, which are never opened: the plans of version 1, and the chosen post-processing.
@@ -76,6 +78,12 @@ def open_model_folder(
     unpacked = None
     top = path
     if path.is_file():
+        # A checkpoint is a zip file too, so the name must tell.
+        if path.suffix.lower() in WEIGHT_SUFFIXES:
+            raise UserError(
+                f"{source}: expected a model folder, got a file of weights; give its folder, or a "
+                "file of medseg as coarse=, fine= or single="
+            )
         unpacked = _unpack(path, source)
         top = Path(unpacked.name)
     elif not path.is_dir():

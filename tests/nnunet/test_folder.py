@@ -129,6 +129,14 @@ def test_a_wrong_path_is_refused(tmp_path: Path, damage: str) -> None:
         open_model_folder(path)
 
 
+@pytest.mark.parametrize("name", ["last.ckpt", "lungs_fine.safetensors", "checkpoint_final.pth"])
+def test_a_file_of_weights_is_no_model_folder(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    torch.save({}, path)
+    with pytest.raises(UserError, match=r"got a file of weights; give its folder, or .* coarse="):
+        open_model_folder(path)
+
+
 def test_a_missing_data_set_is_refused(toy: Toy, make_folder: MakeFolder) -> None:
     folder = make_folder(toy)
     (folder / "dataset.json").unlink()
