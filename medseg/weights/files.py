@@ -170,7 +170,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     """
     checksums: dict[str, str] = {}
     for line in read_text(path).splitlines():
-        match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
+        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
         if match is None:
             raise UserError(
                 f"{path}: expected lines of a SHA-256, two spaces and a file name, got "
