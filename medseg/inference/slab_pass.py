@@ -50,7 +50,7 @@ def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
     """Estimate the memory that a convolution takes for a slab.
 
     Args:
-        conv: The convolution.
+        conv: Only its sizes are read.
         area: Voxels of a plane of its input.
 
     Returns:
