@@ -176,7 +176,7 @@ def _build_stage(
         Exception: Of any kind, if the metadata are damaged.
     """
     # Checked first: numbers out of range could fill the memory while the network is built.
-    check_ranges(metadata, len(weights))
+    check_ranges(metadata)
     task = with_label_details(Task.from_dict(metadata["task"]))
     name = metadata["stage"]
     if name == "coarse" and not task.regions:

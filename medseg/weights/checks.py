@@ -49,7 +49,9 @@ RANGES = {
 NATIVE = "native"
 # Keys whose value is an interval: a smaller and a larger number.
 INTERVALS = ("range_mm", "window_hu")
-# Largest number among the arguments of a network, such as a number of channels.
+# Largest number among the arguments of a network, such as a number of channels, and largest sum of
+# the numbers of a list: some networks of MONAI make a number for each of their blocks before they
+# make the blocks.
 MAX_ARGUMENT = 65536
 # Largest total size of the tensors, as a multiple of the size of the file. It exceeds 1 because a
 # file holds a shared tensor once: MONAI's DynUNet lists each of its blocks under two names.
@@ -60,12 +62,6 @@ MAX_SIZE_RATIO = 2
 PARTS_PER_TENSOR = 50
 # Beside those, for networks of few tensors.
 MORE_PARTS = 1000
-# An argument of a network with one of these words in its name counts blocks, each of which has at
-# least one tensor of weights.
-COUNT_WORDS = ("block", "depth", "layer", "unit")
-# An argument whose name has one of these words counts no blocks, whatever other words the name has:
-# `block_channels` is the size of a block.
-SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
 
 
 def check_plain(source: str, metadata: object) -> None:
@@ -159,14 +155,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and tensor.ndim <= MAX_AXES
 
 
-def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse metadata with numbers that no training has.
+def check_ranges(metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata with numbers that no training has, which may fill the memory.
 
-    Such numbers may describe an input that fills the memory, or a network of too many blocks.
+    `bounded_parts` bounds the number of blocks of the network.
 
     Args:
         metadata: From `read_weights`; `check_plain` has bounded its size.
-        num_tensors: Number of tensors of weights in the file.
 
     Raises:
         ValueError: With the key and the value.
@@ -188,7 +183,6 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
         raise ValueError(f"size={size}, expected 3 numbers")
     _check_labels(metadata["task"])
     check_arguments(metadata["model"])
-    _check_counts(metadata["model"], num_tensors)
 
 
 def _check_range(key: str, value: Any) -> None:
@@ -230,34 +224,11 @@ def _check_labels(task: Mapping[str, Any]) -> None:
         )
 
 
-def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse a network whose arguments count more blocks than the file has tensors of weights.
-
-    Only arguments whose names tell that they count are known here, see `bounded_parts`.
-
-    Raises:
-        ValueError: With the key and the value.
-    """
-    for key, value in _pairs({"model": model}):
-        has_count_word = any(word in key for word in COUNT_WORDS)
-        has_size_word = any(word in key for word in SIZE_WORDS)
-        if not has_count_word or has_size_word:
-            continue
-        # A list counts the blocks of each level. Absolute values, so that a negative number does
-        # not make up for a large one.
-        if sum(map(abs, _numbers(value))) > num_tensors:
-            raise ValueError(
-                f"{key}={value}: a network of that many parts has more tensors than the "
-                f"{num_tensors} in the file"
-            )
-
-
 @contextmanager
 def bounded_parts(num_tensors: int) -> Iterator[None]:
     """Stop the construction of a network in the block when it has far too many parts.
 
-    Whatever the arguments are called that count its blocks, and even if that is the length of a
-    list: building the network could take for ever, before its weights are found missing.
+    Building the network could take for ever, before its weights are found missing.
 
     Args:
         num_tensors: Number of tensors of weights in the file.
@@ -288,7 +259,7 @@ def bounded_parts(num_tensors: int) -> Iterator[None]:
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:
-    """Refuse arguments of a network beyond `MAX_ARGUMENT`.
+    """Refuse arguments of a network that are beyond `MAX_ARGUMENT`, alone or as the sum of a list.
 
     A training calls this before it begins: with such arguments its checkpoint could not be read.
 
@@ -299,12 +270,11 @@ def check_arguments(model: Mapping[str, Any]) -> None:
         ValueError: With the key and the value.
     """
     for key, value in _pairs(dict(model)):
-        for number in _numbers(value):
-            # Not `>`, because NaN is to be refused and fails every comparison.
-            if not abs(number) <= MAX_ARGUMENT:
-                raise ValueError(
-                    f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}"
-                )
+        # Absolute values, so that a negative number does not make up for a large one.
+        total = sum(map(abs, _numbers(value)))
+        # Not `>`, because NaN is to be refused and fails every comparison.
+        if not total <= MAX_ARGUMENT:
+            raise ValueError(f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}")
 
 
 def _numbers(value: object) -> list[float]:
