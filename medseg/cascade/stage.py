@@ -390,9 +390,11 @@ class TrainedStage:
             return math.inf
         _, height, width = network_size(self.tile_size or shape, self.divisor)
         networks = cast(tuple[StageNetwork, ...], self.networks)
-        return max(
-            least_budget_bytes(cast(UNet, network.network), height, width) for network in networks
-        )
+        with autocast(self.precision, self.device.type):
+            return max(
+                least_budget_bytes(cast(UNet, network.network), height, width)
+                for network in networks
+            )
 
     def serve(self, network_index: int, images: Tensor, slab_bytes: float | None = None) -> Tensor:
         """Run one of `networks`, as a tile worker, on images (N, C, d, h, w); returns logits."""

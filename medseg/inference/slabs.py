@@ -63,7 +63,7 @@ def logits_in_slabs(
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
     """Estimate the smallest budget with which `logits_in_slabs` runs an image of any depth.
 
-    This budget holds one plane at a time, in fp32 or half precision.
+    This budget holds one plane at a time. As there, the caller sets the precision.
 
     Args:
         network: On any device: only the sizes of its layers are read.
