@@ -212,6 +212,13 @@ class Sized(UNet):
         return super().forward(image.reshape([int(length) for length in image.shape]))
 
 
+class Scaled(UNet):
+    """Network whose converted form has other logits at other sizes, without an error."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image) / int(image.shape[2])
+
+
 def make_odd(network_class: type[UNet]) -> StageNetwork:
     return StageNetwork(
         lambda channels: network_class(channels, 2, width=4, depth=1, blocks_per_level=1)
@@ -219,7 +226,7 @@ def make_odd(network_class: type[UNet]) -> StageNetwork:
 
 
 @needs_openvino
-@pytest.mark.parametrize("network_class", [Odd, Sized])
+@pytest.mark.parametrize("network_class", [Odd, Sized, Scaled])
 def test_a_network_that_cannot_be_converted_is_one_sentence(network_class: type[UNet]) -> None:
     network = make_odd(network_class)
     use_openvino(network, "fp32")
@@ -234,7 +241,7 @@ def test_a_network_that_cannot_be_converted_is_one_sentence(network_class: type[
 
 
 @needs_openvino
-@pytest.mark.parametrize("network_class", [Odd, Sized])
+@pytest.mark.parametrize("network_class", [Odd, Sized, Scaled])
 def test_a_network_that_cannot_be_converted_runs_in_torch_where_nobody_asked(
     network_class: type[UNet],
 ) -> None:
