@@ -261,12 +261,18 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
     dataset = read_json(folder / DATASET)
     try:
         name = _configuration_of(folder)
-        usual_names = [listed for listed in configurations_of(plans) if listed in USUAL_NAMES]
+        configurations = configurations_of(plans)
+        usual_names = [listed for listed in configurations if listed in USUAL_NAMES]
         # A renamed folder does not name its configuration. If the plans have only one with a usual
         # name, it must be that.
         is_renamed = "__" not in folder.name
         if is_renamed and len(usual_names) == 1:
             name = usual_names[0]
+        elif is_renamed and usual_names and name not in configurations:
+            raise UserError(
+                f"{source}: the name of the folder {folder.name} does not say which configuration "
+                f"it holds; rename it to <trainer>__<plans>__ and one of {', '.join(usual_names)}"
+            )
         return read_plan(plans, dataset, name)
     except PlanError as error:
         raise UserError(f"{source}: {error.sentence}") from error
