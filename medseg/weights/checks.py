@@ -274,7 +274,9 @@ def check_arguments(model: Mapping[str, Any]) -> None:
         total = sum(map(abs, _numbers(value)))
         # Not `>`, because NaN is to be refused and fails every comparison.
         if not total <= MAX_ARGUMENT:
-            raise ValueError(f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}")
+            raise ValueError(
+                f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}, also in sum"
+            )
 
 
 def _numbers(value: object) -> list[float]:
