@@ -34,7 +34,7 @@ from medseg.preprocess.resample import ANTIALIASED
 from medseg.targets import TARGET, check_target
 from medseg.task import CleanUp, Task
 from medseg.task_options import code_texts
-from medseg.weights.checks import NATIVE, check_ranges
+from medseg.weights.checks import NATIVE, bounded_parts, check_ranges
 from medseg.weights.files import checksum, read_weights
 
 # Attributes of `TrainedStage` that must be equal for checkpoints whose results are averaged.
@@ -176,7 +176,7 @@ def _build_stage(
         Exception: Of any kind, if the metadata are damaged.
     """
     # Checked first: numbers out of range could fill the memory while the network is built.
-    check_ranges(metadata, len(weights))
+    check_ranges(metadata)
     task = with_label_details(Task.from_dict(metadata["task"]))
     name = metadata["stage"]
     if name == "coarse" and not task.regions:
@@ -194,7 +194,8 @@ def _build_stage(
     # A network of damaged metadata may be larger than the memory. On the meta device a network has
     # shapes without values. Only code that the user trusts may build its network in real memory
     # where the meta device fails.
-    meta_network = build_on_meta(make, may_compute=bool(trusted))
+    with bounded_parts(len(weights)):
+        meta_network = build_on_meta(make, may_compute=bool(trusted))
     # Raises if the shapes are not those of the weights. `assign` avoids torch's warning that a copy
     # to the meta device does nothing.
     meta_network.load_state_dict(weights, assign=True)

@@ -417,9 +417,11 @@ class TrainedStage:
             return math.inf
         _, height, width = network_size(self.tile_size or shape, self.divisor)
         networks = cast(tuple[StageNetwork, ...], self.networks)
-        return max(
-            least_budget_bytes(cast(UNet, network.network), height, width) for network in networks
-        )
+        with autocast(self.precision, self.device.type):
+            return max(
+                least_budget_bytes(cast(UNet, network.network), height, width)
+                for network in networks
+            )
 
     def serve(self, network_index: int, images: Tensor, slab_bytes: float | None = None) -> Tensor:
         """Run one of `networks`, as a tile worker, on images (N, C, d, h, w); returns logits."""
@@ -442,7 +444,7 @@ class TrainedStage:
             self._run_in_slabs(images, keep, network, slab_bytes)
             return torch.cat(slabs, dim=2)  # along z
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
-            return network.eval()(images)
+            return self._checked(network.eval()(images))
 
     def _run_in_slabs(
         self, image: Tensor, take: Callable[[Tensor], None], network: nn.Module, slab_bytes: float
@@ -450,7 +452,26 @@ class TrainedStage:
         """Run a network on one image (1, C, D, H, W) in slabs; see `logits_in_slabs`."""
         unet = cast(UNet, cast(StageNetwork, network.eval()).network)
         with tf32_as(self.precision), autocast(self.precision, self.device.type):
-            logits_in_slabs(unet, image, slab_bytes, take)
+            logits_in_slabs(unet, image, slab_bytes, lambda slab: take(self._checked(slab)))
+
+    def _checked(self, logits: Tensor) -> Tensor:
+        """Return logits, and refuse infinite ones and NaN, which would become background.
+
+        They come from values beyond the range of fp16, in which a GPU without bf16 computes.
+
+        Raises:
+            UserError: If the logits are not finite.
+        """
+        # The maximum is NaN if any logit is.
+        if torch.isfinite(logits.max()):
+            return logits
+        cure = "give precision=fp32"
+        if self.precision == "fp32":
+            cure = "check the values of the scan"
+        raise UserError(
+            f"the values in the network of the {self.name} stage exceed the range of "
+            f"{self.precision}; {cure}"
+        )
 
     @torch.inference_mode()
     def _run(

@@ -274,7 +274,7 @@ def fill_holes(labels: np.ndarray, value: int) -> None:
 
     Args:
         labels: Label map (D, H, W).
-        value: The label.
+        value: Value of the label in the map.
     """
     box = label_box(labels, value)
     if box is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import math
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,17 +14,11 @@ from torch import Tensor
 
 from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.geometry.sizes import Shape
+from medseg.inference.openvino import TOLERANCE, Run, logits_difference, other_size, to_ir
 from medseg.inference.openvino import convert as convert_to_openvino
-from medseg.inference.openvino import core, to_ir
+from medseg.inference.openvino import load as load_openvino
 from medseg.models.stage_network import Logits
 
-# Forward pass of a converted network: maps an image (1, C, D, H, W) to logits (1, K, D, H, W).
-Run = Callable[[Tensor], Tensor]
-# Largest difference of the logits to those of torch, as a share of the largest logit.
-TOLERANCE = 1e-3
-# A network that was converted for any size is also compared on a size that the conversion has not
-# seen: these multiples of the divisor (z, y, x), different on each axis.
-OTHER_MULTIPLES = (2, 3, 4)
 # Names of the input and the output of a converted network.
 INPUT = "image"
 OUTPUT = "logits"
@@ -120,14 +112,14 @@ def export_network(
     """
     target = FORMATS[suffix]
     _check_libraries(target)
-    depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
-    other_size = (depth, height, width)
     # The first trial is for any size. It fails for a network that reads its input size in Python,
     # and is left out for a network that takes the fixed size alone. The second trial is for the
     # fixed size.
     trials: list[_Trial] = []
     if small_size != fixed_size:
-        trials.append(_Trial(small_size, only_size=None, compared_sizes=[small_size, other_size]))
+        # A network that was converted for any size is also compared at another one.
+        compared_sizes = [small_size, other_size(divisor)]
+        trials.append(_Trial(small_size, only_size=None, compared_sizes=compared_sizes))
     if fixed_size is not None:
         trials.append(_Trial(fixed_size, only_size=fixed_size, compared_sizes=[fixed_size]))
     reasons = []  # why each trial failed
@@ -138,7 +130,7 @@ def export_network(
             converted = target.convert(network, example, is_dynamic)
             run = target.load(converted)
             differences = [
-                _difference(network, run, in_channels, size) for size in trial.compared_sizes
+                logits_difference(network, run, in_channels, size) for size in trial.compared_sizes
             ]
         except Exception as error:  # converters and runtimes raise errors of many classes
             # Full memory is no failure of the conversion: the user must know that it ran out.
@@ -176,28 +168,6 @@ def _check_libraries(target: Format) -> None:
             raise UserError(
                 f"{target.name} needs {module}: run pip install 'medseg[{target.extra}]'"
             ) from error
-
-
-def _difference(network: Logits, run: Run, in_channels: int, size: Shape) -> float:
-    """Compare the logits of a converted network with those of torch on an image of noise.
-
-    Returns:
-        Largest difference as a share of the largest logit of torch. Infinite if the shapes differ,
-        or a logit is not finite.
-    """
-    generator = torch.Generator().manual_seed(0)
-    image = torch.randn(1, in_channels, *size, generator=generator)
-    with torch.inference_mode():
-        expected = network(image)
-        logits = run(image)
-    if logits.shape != expected.shape:
-        return math.inf
-    is_finite = bool(torch.isfinite(logits).all())
-    if not is_finite:
-        return math.inf
-    difference = (logits - expected).abs().max()
-    largest = expected.abs().max().clamp_min(1e-6)  # no division by 0 if all logits are 0
-    return float(difference / largest)
 
 
 def _to_onnx(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
@@ -269,17 +239,6 @@ def _to_openvino(network: Logits, example: Tensor, is_dynamic: bool) -> Any:
     return model
 
 
-def _load_openvino(model: Any) -> Run:
-    # Without the hint OpenVINO computes in bf16 on processors that support it.
-    compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-
-    def run(image: Tensor) -> Tensor:
-        outputs = compiled([image.numpy()])
-        return torch.from_numpy(outputs[0])
-
-    return run
-
-
 def _write_openvino(model: Any, metadata: str) -> dict[str, bytes]:
     model.set_rt_info(metadata, [METADATA_KEY])
     xml, weights = to_ir(model)
@@ -309,7 +268,7 @@ FORMATS = {
         extra="openvino",
         modules=("openvino",),
         convert=_to_openvino,
-        load=_load_openvino,
+        load=load_openvino,
         describe=_describe_openvino,
         write=_write_openvino,
     ),

@@ -13,6 +13,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import io
+import math
+import operator
 import os
 import platform
 import sys
@@ -20,6 +22,7 @@ import tempfile
 import time
 import warnings
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -35,6 +38,15 @@ from medseg.io.atomic import replace_bytes
 from medseg.io.calibration import Circumstances, measure_until, read_calibration, write_calibration
 from medseg.io.machine_cache import machine_folder
 from medseg.models.stage_network import Logits, StageNetwork
+from medseg.models.traits import Traits
+from medseg.models.unet import UNet
+
+# Forward pass of a converted network: maps an image (1, C, D, H, W) to logits (1, K, D, H, W).
+Run = Callable[[Tensor], Tensor]
+# Largest difference of the logits to those of torch, as a share of the largest logit.
+TOLERANCE = 1e-3
+# Multiples of the divisor (z, y, x), different on each axis, see `other_size`.
+OTHER_MULTIPLES = (2, 3, 4)
 
 # A converted network is cached only if all its layers are from these packages. The name of the
 # cached file changes with their code, see `_cache_path`, but not with the code of other packages.
@@ -120,7 +132,7 @@ def use_openvino(
     network.network.forward = _Compiled(
         network.network,
         network.in_channels,
-        example_size=network.traits.small_size,
+        network.traits,
         precision_hint=precision_hint,
         cached_path=cached_path,
         is_required=is_required,
@@ -189,6 +201,57 @@ def to_ir(model: Any) -> tuple[bytes, bytes]:
         return path.read_bytes(), path.with_suffix(".bin").read_bytes()
 
 
+def other_size(divisor: Shape) -> Shape:
+    """Give an input size that no conversion has seen, on which a converted network is compared.
+
+    A size that a network reads in Python is a constant of the trace: at another size the converted
+    network fails, or has other logits without an error.
+    """
+    depth, height, width = map(operator.mul, divisor, OTHER_MULTIPLES)
+    return depth, height, width
+
+
+def load(model: Any) -> Run:
+    """Compile an `openvino.Model` in fp32, and make a function that runs it."""
+    # Without the hint OpenVINO computes in bf16 on processors that support it.
+    compiled = core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def run(image: Tensor) -> Tensor:
+        outputs = compiled([image.numpy()])
+        return torch.from_numpy(outputs[0])
+
+    return run
+
+
+def logits_difference(network: Logits, run: Run, in_channels: int, size: Shape) -> float:
+    """Compare the logits of a converted network with those of torch on an image of noise.
+
+    Args:
+        network: Network on the CPU, in fp32.
+        run: The converted network.
+        in_channels: Channels of the image.
+        size: Size of the image, (D, H, W).
+
+    Returns:
+        Largest difference as a share of the largest logit of torch. Infinite if the shapes differ,
+        or a logit is not finite.
+    """
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(1, in_channels, *size, generator=generator)
+    # The first pass of a prediction, in which this is called, may be in autocast.
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        expected = network(image)
+        logits = run(image)
+    if logits.shape != expected.shape:
+        return math.inf
+    is_finite = bool(torch.isfinite(logits).all())
+    if not is_finite:
+        return math.inf
+    difference = (logits - expected).abs().max()
+    largest = expected.abs().max().clamp_min(1e-6)  # no division by 0 if all logits are 0
+    return float(difference / largest)
+
+
 def _cache_path(network: nn.Module, checksum: str) -> Path | None:
     """Name the file in which a converted network is cached on this machine.
 
@@ -206,11 +269,11 @@ def _cache_path(network: nn.Module, checksum: str) -> Path | None:
         if package not in KNOWN_PACKAGES:
             return None
     # The name changes with the weights, the versions of these packages, and the files that define
-    # the layers.
+    # the layers and the conversion.
     digest = hashlib.sha256(checksum.encode())
     versions = map(importlib.metadata.version, ("monai", "openvino", "torch"))
     digest.update(" ".join(versions).encode())
-    for code_module in sorted(code_modules):
+    for code_module in sorted({__name__, *code_modules}):
         code_file = Path(sys.modules[code_module].__file__ or "")
         digest.update(code_file.read_bytes())
     return machine_folder() / "openvino" / f"{digest.hexdigest()[:32]}.zip"
@@ -249,7 +312,7 @@ class _Compiled:
         self,
         network: nn.Module,
         in_channels: int,
-        example_size: Shape,
+        traits: Traits,
         precision_hint: str,
         cached_path: Path | None = None,
         *,
@@ -260,14 +323,14 @@ class _Compiled:
         Args:
             network: Inner module of the wrapper that `use_openvino` takes.
             in_channels: Channels of its input.
-            example_size: An input size that it accepts, for the conversion.
+            traits: Its input sizes.
             precision_hint: `f32` or `bf16`.
             cached_path: File of the converted network in the cache; None = not cached.
             is_required: See `use_openvino`.
         """
         self._network = network
         self._in_channels = in_channels
-        self._example_size = example_size
+        self._traits = traits
         self._precision_hint = precision_hint
         self._cached_path = cached_path
         self._is_required = is_required
@@ -276,30 +339,39 @@ class _Compiled:
         self._compiled_shape: tuple[int, ...] = ()
 
     def __call__(self, image: Tensor) -> Tensor:
-        if self._model is None:
-            try:
-                self._model = self._load()
-            except UserError:
-                if self._is_required:
-                    raise
-                # OpenVINO was chosen by a measurement of another network, see `quickest_backend`.
-                # Without this attribute the network has the forward pass of its class again.
-                del self._network.forward
-                return self._network.forward(image)
-        self._compile(tuple(image.shape))
+        try:
+            self._compile(tuple(image.shape))
+        except UserError:
+            if self._is_required:
+                raise
+            # OpenVINO was chosen by a measurement of another network, see `quickest_backend`.
+            # Without this attribute the network has the forward pass of its class again.
+            del self._network.forward
+            return self._network.forward(image)
         return self._run(image)
 
     def _compile(self, shape: tuple[int, ...]) -> None:
-        """Compile for an input shape (N, C, D, H, W), unless the last one was the same."""
+        """Compile for an input shape (N, C, D, H, W), unless the last one was the same.
+
+        Raises:
+            UserError: If the network cannot be converted, or not for this shape.
+        """
         import openvino
 
         if self._compiled_shape == shape:
             return
+        if self._model is None:
+            self._model = self._load()
         # Free the memory of the last size before the next size is compiled. The shape is cleared
         # too: if memory runs out below, the next pass compiles again.
         self._compiled = None
         self._compiled_shape = ()
-        self._model.reshape(openvino.PartialShape(list(shape)))
+        try:
+            self._model.reshape(openvino.PartialShape(list(shape)))
+        # The trace of a network that reads its input size in Python, such as MONAI's SwinUNETR, has
+        # the sizes of the example as constants.
+        except RuntimeError as error:
+            raise self._unconvertible(error) from error
         options = {
             "INFERENCE_PRECISION_HINT": self._precision_hint,
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
@@ -333,16 +405,42 @@ class _Compiled:
             if cached_model is not None:
                 return cached_model
         try:
-            model = convert(Logits(self._network), self._in_channels, self._example_size)
+            model = convert(Logits(self._network), self._in_channels, self._traits.small_size)
+            self._check_other_size(model)
         # The converter raises errors of many classes.
         except Exception as error:
-            raise UserError(
-                f"inference.backend=openvino: {type(self._network).__name__} cannot be converted "
-                f"({first_line(error)}); choose inference.backend=torch"
-            ) from error
+            raise self._unconvertible(error) from error
         if self._cached_path is not None:
             _write_cached(self._cached_path, model)
         return model
+
+    def _check_other_size(self, model: Any) -> None:
+        """Compare the logits of a converted network at another size than that of the conversion.
+
+        Our UNet reads no size in Python, so it is not compared.
+
+        Raises:
+            ValueError: If the logits differ from those of torch.
+            RuntimeError: If OpenVINO does not take the size.
+        """
+        if self._traits.fixed_size or type(self._network) is UNet:
+            return
+        size = other_size(self._traits.divisor)
+        any_shape = model.inputs[0].get_partial_shape()
+        model.reshape([1, self._in_channels, *size])
+        difference = logits_difference(Logits(self._network), load(model), self._in_channels, size)
+        if difference > TOLERANCE:
+            raise ValueError(
+                f"its logits differ from those of torch by {difference:.2g} of the largest logit"
+            )
+        model.reshape(any_shape)
+
+    def _unconvertible(self, error: Exception) -> UserError:
+        """Make the error of a network that OpenVINO cannot run."""
+        return UserError(
+            f"inference.backend=openvino: {type(self._network).__name__} cannot be converted "
+            f"({first_line(error)}); choose inference.backend=torch"
+        )
 
 
 class PassSeconds(NamedTuple):
@@ -404,7 +502,7 @@ def _measure_backends(network: StageNetwork) -> tuple[list[float], Circumstances
     in_torch = network.network
     channels = network.in_channels
     image = torch.zeros(1, channels, *size)
-    in_openvino = _Compiled(in_torch, channels, example_size=small_size, precision_hint="f32")
+    in_openvino = _Compiled(in_torch, channels, traits, precision_hint="f32")
 
     def measure() -> PassSeconds:
         return PassSeconds(torch=_seconds(in_torch, image), openvino=_seconds(in_openvino, image))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from medseg.geometry.sizes import Shape
 from medseg.io.scratch import release_pages, scratch_array
 from medseg.models.blocks import ScaledConv3d
-from medseg.models.convolution import convolve_as_whole
+from medseg.models.convolution import convolve_as_whole, unfolds_all
 
 # Memory of a layer as a multiple of the size of its input and output: a layer also holds copies in
 # the layout of the kernels, and sums in fp32.
@@ -47,10 +47,10 @@ class Planes(Protocol):
 
 
 def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
-    """Estimate the memory that a convolution takes for a slab.
+    """Estimate the memory that a convolution takes for a slab, in the present precision on a CPU.
 
     Args:
-        conv: The convolution.
+        conv: Only its sizes are read.
         area: Voxels of a plane of its input.
 
     Returns:
@@ -59,10 +59,15 @@ def layer_bytes(conv: nn.Conv3d, area: int) -> tuple[float, float]:
     """
     kernel, stride = conv.kernel_size[0], conv.stride[0]
     input_bytes = ITEMSIZE * conv.in_channels * area
-    output_bytes = ITEMSIZE * conv.out_channels * area // math.prod(conv.stride[1:])
+    output_area = area // math.prod(conv.stride[1:])
+    output_bytes = ITEMSIZE * conv.out_channels * output_area
     # The statistics of a norm that follows take a copy of the output in fp32.
     statistics_bytes = output_bytes
     bytes_per_plane = WORKSPACE * (stride * input_bytes + output_bytes) + statistics_bytes
+    kernel_size = math.prod(conv.kernel_size)
+    if kernel_size > 1 and unfolds_all():
+        # The columns: for each voxel of the output all values that it reads.
+        bytes_per_plane += ITEMSIZE * kernel_size * conv.in_channels * output_area
     # d planes of output need (d - 1) * stride + kernel planes of input. That is
     # d * stride + (kernel - stride): the second term is the same for a slab of any depth.
     extra_bytes = WORKSPACE * (kernel - stride) * input_bytes

@@ -63,10 +63,10 @@ def logits_in_slabs(
 def least_budget_bytes(network: UNet, height: int, width: int) -> float:
     """Estimate the smallest budget with which `logits_in_slabs` runs an image of any depth.
 
-    This budget holds one plane at a time, in fp32 or half precision.
+    This budget holds one plane at a time. As there, the caller sets the precision.
 
     Args:
-        network: The network.
+        network: On any device: only the sizes of its layers are read.
         height: Voxels of the image along y, a multiple of the divisor.
         width: Voxels of the image along x, a multiple of the divisor.
     """
@@ -122,7 +122,7 @@ def _refining_bytes(head: RefiningHead, area: int) -> float:
     """Estimate the memory of the refining head for one plane of cells.
 
     Args:
-        head: The head.
+        head: Only its channels and its cell are read.
         area: Voxels of a plane of the image.
     """
     # At full resolution: the image, the features from the cells and those from the image, which are

@@ -205,6 +205,23 @@ def is_unfolded(args: tuple[Any, ...]) -> bool:
     return bool(backend.name.startswith("Slow"))
 
 
+def unfolds_all() -> bool:
+    """Whether torch unfolds convolutions of any size on a CPU, in the present precision.
+
+    It does without oneDNN, and under autocast in bf16 on a processor that only emulates bf16.
+    """
+    dtype = torch.float32
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+    value = torch.empty(1, dtype=dtype)
+    # Far more values than torch unfolds where it has the choice.
+    features = _stand_in(value, (1, 1, 512, 512, 512))
+    weight = _stand_in(value, (1, 1, 3, 3, 3))
+    stride = (1, 1, 1)
+    arguments = (None, stride, NO_PADDING, NO_DILATION, False, NO_PADDING, ONE_GROUP)
+    return is_unfolded((features, weight, *arguments))
+
+
 def _stand_in(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """Make a CPU tensor of the same dtype and of any shape that has the memory of one value."""
     return torch.empty(1, dtype=tensor.dtype).expand(shape)

@@ -135,5 +135,8 @@ def _is_device_map(value: Any) -> bool:
 
 
 def is_batch_norm(model: Mapping[str, Any]) -> bool:
-    """Whether a network's arguments ask for batch norm: `norm=batch`, also of MONAI's networks."""
+    """Whether a network's argument `norm` names batch norm.
+
+    Other networks than our UNet may have batch norm by default, or by another argument.
+    """
     return str(model.get("norm")).lower() in ("batch", "batch_norm", "batchnorm")

@@ -172,16 +172,18 @@ def find_traits(
     except _UntraceableError:
         if divisor is None or blocks is None:
             raise
+        if fixed_size:
+            divisor = (1, 1, 1)
         names = _match_names(network, blocks)
         # Without a trace it is not known whether all weights are used: assume that some are not.
         return Traits(divisor, tuple(names), fixed_size, has_unused=True)
     if divisor is None:
-        # Even if the arguments state one size, the network may accept others too.
+        # A stated size only served as the traced size here: the network may accept others.
         divisor, fixed_size = _find_divisor(network, trace, in_channels, shape, num_classes)
-    elif fixed_size is None:
-        _verify_divisor(network, divisor, in_channels, num_classes)
-    if fixed_size:
+    elif fixed_size:
         divisor = (1, 1, 1)
+    else:
+        _verify_divisor(network, divisor, in_channels, num_classes)
     names = _find_blocks(network, trace) if blocks is None else _match_names(network, blocks)
     names.sort(key=trace.interior_bytes, reverse=True)
     outputs = outputs_of(trace.result, is_training=True)
@@ -219,11 +221,10 @@ class _UntraceableError(ValueError):
 class _Trace:
     """One forward pass on the meta device: calls of modules, and what autograd keeps.
 
-    Modules are named as in `named_modules`; the name of the network itself is empty. Storages are
-    numbers from `_storage_id`.
+    Modules are named as in `named_modules`; the name of the network itself is empty.
 
     Attributes:
-        network: The network.
+        network: On the meta device; the trace puts it into training mode.
         result: What it returned in training mode.
         calls: Number of calls of each module.
         takes_and_returns: Names of the modules with a call that takes tensors, leaves them
@@ -239,9 +240,9 @@ class _Trace:
         self.takes_and_returns: set[str] = set()
         self.feature_shapes: list[Shape] = []
         self.result_bytes: dict[str, int] = {}
-        # For each module, the bytes of each storage that autograd keeps for it.
+        # For each module, the bytes of each storage that autograd keeps for it, by `_storage_id`.
         self._kept_bytes: dict[str, dict[int, int]] = defaultdict(dict)
-        # For each module, the storages of its inputs and its result.
+        # For each module, the `_storage_id` of its inputs and its result.
         self._outside: dict[str, set[int]] = {}
         # Kept alive, because a new storage could get the address of a freed one as its number.
         self._storages: list[torch.UntypedStorage] = []
@@ -364,16 +365,23 @@ def _first_trace(
         return trace, shape
     reason = _first_line(errors[0])
     if all(isinstance(error, _SizeError) for error in errors):
-        sides = ", ".join(str(shape[0]) for shape in shapes)
-        raise ValueError(
-            f"{reason}; it does not fit cubes of {sides} voxels either: correct its padding or "
-            "strides, or state model.divisor"
-        )
+        raise ValueError(f"{reason}; {_size_advice(divisor, fixed_size)}")
     raise _UntraceableError(
         f"{type(network).__name__} cannot be traced without computing "
         f"({type(errors[0]).__name__}: {reason}); correct its arguments, or state model.divisor "
         "and model.blocks for a network whose control flow depends on computed values"
     )
+
+
+def _size_advice(divisor: Shape | None, fixed_size: Shape | None) -> str:
+    """Say what to correct if the logits have another size than the input, whatever the size."""
+    cure = "correct its padding or strides"
+    if fixed_size:
+        return f"{cure}, or img_size"
+    if divisor:
+        return f"nor does it fit other multiples of {list(divisor)}: {cure}, or model.divisor"
+    sides = ", ".join(map(str, TRACED_SIDES))
+    return f"it does not fit cubes of {sides} voxels: {cure}, or state model.divisor"
 
 
 def _cube(side: int, divisor: Shape | None) -> Shape:
@@ -493,14 +501,14 @@ def _find_divisor(
     further trace succeeds.
 
     Args:
-        network: The network.
+        network: On the meta device.
         trace: Its first trace.
         in_channels: Channels of the image.
         shape: Input size of that trace, (D, H, W).
         num_classes: Channels of the logits.
 
     Returns:
-        The divisor, and the fixed size: None, or `shape` if no divisor is found.
+        The divisor, and the fixed size: None; if no divisor is found, 1 and `shape`.
     """
     # The results of global pooling, whose size is one, do not count.
     feature_shapes = [features for features in trace.feature_shapes if max(features) > 1]
@@ -525,7 +533,7 @@ def _find_divisor(
         except Exception:
             continue
         return (z, y, x), None
-    return shape, shape
+    return (1, 1, 1), shape
 
 
 def _match_names(network: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -555,8 +563,9 @@ def _match_names(network: nn.Module, patterns: Sequence[str]) -> list[str]:
 def _find_blocks(network: nn.Module, trace: _Trace) -> list[str]:
     """Choose the smallest modules worth recomputing.
 
-    A module takes the place of the blocks inside it if it keeps a small share of the bytes, and is
-    a chain of blocks or has only one block inside.
+    A module without blocks inside is a block if recomputing it saves memory. A module with blocks
+    takes their place only if it also keeps a small share of the bytes, and is a chain of blocks or
+    has only one inside.
     """
     network_bytes = trace.interior_bytes("")  # the network's own name is empty
     max_bytes = MAX_BLOCK_SHARE * network_bytes

@@ -25,6 +25,8 @@ DATASET = "dataset.json"
 # Names of a fold's checkpoint, in order of preference.
 CHECKPOINTS = ("checkpoint_final.pth", "checkpoint_best.pth")
 
+# Suffixes of files of weights: of medseg, and of nnU-Net.
+WEIGHT_SUFFIXES = (".ckpt", ".safetensors", ".pth")
 # Folder of a fold; the group is the name of the fold.
 FOLD = re.compile(r"fold_(\d+|all)")
 # Pickles, which are never opened: the plans of version 1, and the chosen post-processing.
@@ -76,6 +78,12 @@ def open_model_folder(
     unpacked = None
     top = path
     if path.is_file():
+        # A checkpoint is a zip file too, so the name must tell.
+        if path.suffix.lower() in WEIGHT_SUFFIXES:
+            raise UserError(
+                f"{source}: expected a model folder, got a file of weights; give its folder, or a "
+                "file of medseg as coarse=, fine= or single="
+            )
         unpacked = _unpack(path, source)
         top = Path(unpacked.name)
     elif not path.is_dir():
@@ -253,12 +261,18 @@ def _read_plan(folder: Path, source: str) -> NnunetPlan:
     dataset = read_json(folder / DATASET)
     try:
         name = _configuration_of(folder)
-        usual_names = [listed for listed in configurations_of(plans) if listed in USUAL_NAMES]
+        configurations = configurations_of(plans)
+        usual_names = [listed for listed in configurations if listed in USUAL_NAMES]
         # A renamed folder does not name its configuration. If the plans have only one with a usual
         # name, it must be that.
         is_renamed = "__" not in folder.name
         if is_renamed and len(usual_names) == 1:
             name = usual_names[0]
+        elif is_renamed and usual_names and name not in configurations:
+            raise UserError(
+                f"{source}: the name of the folder {folder.name} does not say which configuration "
+                f"it holds; rename it to <trainer>__<plans>__ and one of {', '.join(usual_names)}"
+            )
         return read_plan(plans, dataset, name)
     except PlanError as error:
         raise UserError(f"{source}: {error.sentence}") from error

@@ -253,7 +253,7 @@ def _resampled(planes: Planes, number: int, inputs: Sequence[Tensor], head: int)
         planes: Resampling of the logits to the scan.
         number: Number of the plane in the scan.
         inputs: Its source planes of logits (K, h, w).
-        head: The head.
+        head: Number of the head.
 
     Returns:
         Logits, float32.

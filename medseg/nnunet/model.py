@@ -773,7 +773,7 @@ def _load_folder(
         options=options,
         device=device,
         bytes_per_voxel=_bytes_per_voxel(network, folder.plan, device),
-        least_slab_bytes=_least_slab_bytes(network_on_meta, folder.plan),
+        least_slab_bytes=_least_slab_bytes(network_on_meta, folder.plan, precision, device),
         checkpoints={folder.plan.configuration: checksums},
         operations_per_voxel=_operations_per_voxel(network_on_meta, folder.plan),
         precision=precision,
@@ -821,11 +821,14 @@ def _load_folds(folder: ModelFolder, source: str, network_on_meta: nn.Module) ->
     return folds
 
 
-def _least_slab_bytes(network_on_meta: nn.Module, plan: NnunetPlan) -> float:
+def _least_slab_bytes(
+    network_on_meta: nn.Module, plan: NnunetPlan, precision: str, device: torch.device
+) -> float:
     """Compute the smallest budget of a pass in slabs; infinite for a 2D network, without slabs."""
     if plan.is_2d:
         return math.inf
-    return least_budget_bytes(network_on_meta, plan.num_inputs, plan.patch_size)
+    with autocast(precision, device.type):
+        return least_budget_bytes(network_on_meta, plan.num_inputs, plan.patch_size)
 
 
 def _bytes_per_voxel(network: nn.Module, plan: NnunetPlan, device: torch.device) -> float:

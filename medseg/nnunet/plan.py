@@ -214,7 +214,7 @@ def _with_inherited(listed: Mapping[str, Any], name: str) -> dict[str, Any]:
 
     Args:
         listed: All configurations as the plans list them.
-        name: The configuration.
+        name: Name of the configuration.
 
     Raises:
         PlanError: If the configuration, or one that it inherits from, is missing or inherits from
@@ -493,7 +493,7 @@ def _read_resampling(configuration: Mapping[str, Any], key: str) -> ResamplingPl
     """Read one of the resampling functions.
 
     Args:
-        configuration: The configuration.
+        configuration: One of `configurations_of`.
         key: Key of the function; its arguments are below `<key>_kwargs`.
 
     Raises:
@@ -542,7 +542,7 @@ def _read_network(configuration: Mapping[str, Any], patch_size: list[int]) -> di
     """Read class and arguments of the network, also from plans before nnU-Net 2.4.
 
     Args:
-        configuration: The configuration.
+        configuration: One of `configurations_of`.
         patch_size: Its tile, of two or three axes.
 
     Returns:

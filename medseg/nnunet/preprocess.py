@@ -71,7 +71,7 @@ def prepare(
     Args:
         images: Channels (D, H, W) in the orientation that the network expects, not transposed.
         spacing_mm: Spacing of the channels, (z, y, x).
-        plan: The plan of the network.
+        plan: As it is read: `for_scan` is applied here.
         previous: Labels (D, H, W) of the previous stage; None without a cascade.
 
     Raises:
@@ -123,7 +123,7 @@ def filtered_image_axes(plan: NnunetPlan, shape: Shape, spacing_mm: SpacingMm) -
     """List the axes along which an image is filtered for a cubic spline before it is resampled.
 
     Args:
-        plan: The plan of the network.
+        plan: As it is read: `for_scan` is applied here.
         shape: Shape of the transposed scan.
         spacing_mm: Its spacing.
     """

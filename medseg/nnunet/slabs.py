@@ -44,7 +44,7 @@ def logits_in_slabs(
 
 
 def least_budget_bytes(network: nn.Module, num_channels: int, patch_size: Shape) -> float:
-    """Compute the smallest budget with which `logits_in_slabs` runs.
+    """Compute the smallest budget with which `logits_in_slabs` runs; the caller sets the precision.
 
     Args:
         network: The network on the meta device, where its layers are counted, not computed.

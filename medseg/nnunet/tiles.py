@@ -207,7 +207,7 @@ def finished_planes(
         Logits (K, H, W) of each plane in order; a later plane overwrites their memory.
 
     Raises:
-        UserError: If a sum exceeds half precision.
+        UserError: If a sum exceeds half precision, or a logit is NaN.
     """
     depth, height, width = image.shape[1:]
     window_depth = tile_shape[0]
@@ -291,15 +291,21 @@ def _add(sums: Tensor, planes: Tensor, start: int, place: tuple[slice, ...]) -> 
 
 
 def _check_finite(logits: Tensor) -> None:
-    """Refuse infinite logits.
+    """Refuse logits that are infinite or NaN; nnU-Net calls a voxel of NaN background.
 
     Raises:
         UserError: If there are some, with the option that avoids them.
     """
     # If the largest magnitude is finite, all values are; this check takes a tenth of the time of
-    # `isinf`. NaN passes, as in nnU-Net, which looks for infinities alone.
-    if not torch.isfinite(logits.abs().max()) and torch.isinf(logits).any():
+    # `isinf`.
+    if torch.isfinite(logits.abs().max()):
+        return
+    if torch.isinf(logits).any():
         raise UserError(
             "a sum of logits exceeds the range of half precision, at which nnU-Net stops too; give "
             "inference.sums=float"
         )
+    raise UserError(
+        "some logits are NaN, as where values in the network exceed the range of half precision; "
+        "give precision=fp32"
+    )

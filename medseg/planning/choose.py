@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from medseg.config.overrides import text_of
 from medseg.config.schema import Allow, PlanConfig
 from medseg.console import say
@@ -16,7 +18,7 @@ from medseg.memory.device import pick_device_type
 from medseg.memory.options import Precision
 from medseg.memory.precision import has_fast_bf16
 from medseg.memory.tracker import Timeline
-from medseg.models.options import UNET, is_batch_norm
+from medseg.models.options import UNET
 from medseg.planning.estimate import Estimate, Machine, estimate_beside
 from medseg.planning.recomputation import StepModel
 from medseg.planning.step import count_memory, evaluated_shape
@@ -159,7 +161,10 @@ def _precisions(config: PlanConfig, device_type: str) -> list[Precision]:
 def _accumulations(config: PlanConfig) -> list[int]:
     """List the numbers of micro-batches into which a step can be divided, ascending."""
     # A norm or a loss that looks at the whole micro-batch computes something else on smaller ones.
-    if is_batch_norm(config.model) or is_batch_loss(make_loss(config)):
+    # The modules tell, since many networks of MONAI have batch norm without an argument.
+    modules = make_network_on_meta(config).modules()
+    has_batch_norm = any(isinstance(module, _BatchNorm) for module in modules)
+    if has_batch_norm or is_batch_loss(make_loss(config)):
         return [config.memory.accumulate]
     samples_per_step = samples_per_micro_batch(config) * config.memory.accumulate
     numbers = range(1, samples_per_step + 1)

@@ -6,11 +6,16 @@ for long.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from medseg.errors import UserError
 from medseg.io.volume import MIN_SPACING_MM
@@ -44,17 +49,19 @@ RANGES = {
 NATIVE = "native"
 # Keys whose value is an interval: a smaller and a larger number.
 INTERVALS = ("range_mm", "window_hu")
-# Largest number among the arguments of a network, such as a number of channels.
+# Largest number among the arguments of a network, such as a number of channels, and largest sum of
+# the numbers of a list: some networks of MONAI make a number for each of their blocks before they
+# make the blocks.
 MAX_ARGUMENT = 65536
 # Largest total size of the tensors, as a multiple of the size of the file. It exceeds 1 because a
 # file holds a shared tensor once: MONAI's DynUNet lists each of its blocks under two names.
 MAX_SIZE_RATIO = 2
-# An argument of a network with one of these words in its name counts blocks, each of which has at
-# least one tensor of weights.
-COUNT_WORDS = ("block", "depth", "layer", "unit")
-# An argument whose name has one of these words counts no blocks, whatever other words the name has:
-# `block_channels` is the size of a block.
-SIZE_WORDS = ("channel", "dim", "feature", "filter", "kernel", "size", "width")
+# Largest number of modules and parameters while the network of a file is built, by the number of
+# its tensors. Networks of MONAI have up to 12 for each tensor: they are built twice, and not all
+# modules have tensors.
+PARTS_PER_TENSOR = 50
+# Beside those, for networks of few tensors.
+MORE_PARTS = 1000
 
 
 def check_plain(source: str, metadata: object) -> None:
@@ -131,7 +138,8 @@ def check_tensors(source: str, weights: Mapping[str, Any], num_bytes: int) -> No
                 f"{source}: the tensor {printed_name} is not an ordinary dense tensor (it is "
                 "sparse, expanded, shared or of another type); take another copy"
             )
-        # After the check of the size: a tensor that repeats its memory is written out here.
+        # Only after the check of the size: `isfinite` makes a result of the full shape, even for an
+        # expanded tensor.
         if not torch.isfinite(value).all():
             raise UserError(
                 f"{source}: its weights {printed_name} hold NaN or infinity, so its training went "
@@ -147,14 +155,13 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and tensor.ndim <= MAX_AXES
 
 
-def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse metadata with numbers that no training has.
+def check_ranges(metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata with numbers that no training has, which may fill the memory.
 
-    Such numbers may describe an input that fills the memory, or a network of too many blocks.
+    `bounded_parts` bounds the number of blocks of the network.
 
     Args:
         metadata: From `read_weights`; `check_plain` has bounded its size.
-        num_tensors: Number of tensors of weights in the file.
 
     Raises:
         ValueError: With the key and the value.
@@ -166,8 +173,9 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
         is_native = key == "spacing_mm" and value == NATIVE
         if value is not None and not is_native:
             _check_range(key, value)
-    # `_check_range` takes any number of values; `load_stage` counts those of the other sizes and of
-    # the spacing. Older checkpoints have no `grid_rule` (see `GridRule`).
+    # `_check_range` doesn't check how many numbers there are. `tile_size`, `patch_size` and
+    # `spacing_mm` are checked for three when `load_stage` unpacks them, so only `grid_rule.size` is
+    # checked here. Older checkpoints have no `grid_rule` (see `GridRule`).
     rule = metadata.get("grid_rule", {})
     size = rule.get("size")
     has_three_numbers = isinstance(size, (list, tuple)) and len(size) == 3
@@ -175,7 +183,6 @@ def check_ranges(metadata: Mapping[str, Any], num_tensors: int) -> None:
         raise ValueError(f"size={size}, expected 3 numbers")
     _check_labels(metadata["task"])
     check_arguments(metadata["model"])
-    _check_counts(metadata["model"], num_tensors)
 
 
 def _check_range(key: str, value: Any) -> None:
@@ -217,30 +224,42 @@ def _check_labels(task: Mapping[str, Any]) -> None:
         )
 
 
-def _check_counts(model: Mapping[str, Any], num_tensors: int) -> None:
-    """Refuse a network with more blocks than the file has tensors of weights.
+@contextmanager
+def bounded_parts(num_tensors: int) -> Iterator[None]:
+    """Stop the construction of a network in the block when it has far too many parts.
 
-    Building such a network could take for ever, before its weights are found missing.
+    Building the network could take for ever, before its weights are found missing.
+
+    Args:
+        num_tensors: Number of tensors of weights in the file.
 
     Raises:
-        ValueError: With the key and the value.
+        ValueError: In the constructor of the network.
     """
-    for key, value in _pairs({"model": model}):
-        has_count_word = any(word in key for word in COUNT_WORDS)
-        has_size_word = any(word in key for word in SIZE_WORDS)
-        if not has_count_word or has_size_word:
-            continue
-        # A list counts the blocks of each level. Absolute values, so that a negative number does
-        # not make up for a large one.
-        if sum(map(abs, _numbers(value))) > num_tensors:
+    max_parts = MORE_PARTS + PARTS_PER_TENSOR * num_tensors
+    num_parts = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_parts
+        num_parts += 1
+        if num_parts > max_parts:
             raise ValueError(
-                f"{key}={value}: a network of that many parts has more tensors than the "
-                f"{num_tensors} in the file"
+                f"the network has more than {max_parts} parts, but the file {num_tensors} tensors"
             )
+
+    hooks = [
+        register_module_module_registration_hook(count),
+        register_module_parameter_registration_hook(count),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def check_arguments(model: Mapping[str, Any]) -> None:
-    """Refuse arguments of a network beyond `MAX_ARGUMENT`.
+    """Refuse arguments of a network that are beyond `MAX_ARGUMENT`, alone or as the sum of a list.
 
     A training calls this before it begins: with such arguments its checkpoint could not be read.
 
@@ -251,12 +270,13 @@ def check_arguments(model: Mapping[str, Any]) -> None:
         ValueError: With the key and the value.
     """
     for key, value in _pairs(dict(model)):
-        for number in _numbers(value):
-            # Not `>`, because NaN is to be refused and fails every comparison.
-            if not abs(number) <= MAX_ARGUMENT:
-                raise ValueError(
-                    f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}"
-                )
+        # Absolute values, so that a negative number does not make up for a large one.
+        total = sum(map(abs, _numbers(value)))
+        # Not `>`, because NaN is to be refused and fails every comparison.
+        if not total <= MAX_ARGUMENT:
+            raise ValueError(
+                f"{key}={value} of the network, expected numbers up to {MAX_ARGUMENT}, also in sum"
+            )
 
 
 def _numbers(value: object) -> list[float]:

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from medseg import __version__
-from medseg.errors import UserError, first_line
+from medseg.errors import UserError, first_line, is_out_of_memory
 from medseg.io.atomic import replace_bytes
 from medseg.io.names import utf8_path
 from medseg.io.text import read_text
@@ -79,6 +79,9 @@ def load_checkpoint(
         ) from error
     # On a zip file of another program, torch's reader may raise any exception.
     except Exception as error:
+        # Full memory says nothing about the file.
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{source}: not a whole torch checkpoint ({first_line(error)}); give one that "
             f"{writer} wrote"
@@ -170,7 +173,7 @@ def read_checksums(path: Path) -> dict[str, str]:
     """
     checksums: dict[str, str] = {}
     for line in read_text(path).splitlines():
-        match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
+        match = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
         if match is None:
             raise UserError(
                 f"{path}: expected lines of a SHA-256, two spaces and a file name, got "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -564,21 +563,30 @@ def test_half_precision_weights_run_on_a_processor_without_half_precision(
     assert [weight.dtype for weight in half.network.parameters()] == weights
 
 
-def test_arguments_that_give_the_size_of_blocks_are_no_number_of_blocks() -> None:
-    metadata, weights = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
-    for extra, is_refused in (
-        ({"block_channels": [32, 64, 128, 256]}, False),
-        ({"num_blocks": [32, 64, 128, 256]}, True),
-    ):
-        with pytest.raises(ValueError, match="num_blocks=") if is_refused else nullcontext():
-            check_ranges({**metadata, "model": {**metadata["model"], **extra}}, len(weights))
+@pytest.mark.parametrize("name", ["block_channels", "num_blocks", "layers"])
+def test_arguments_of_any_name_may_be_the_sizes_of_blocks(name: str) -> None:
+    """The network of few tensors may have wide ones; `bounded_parts` bounds their number."""
+    metadata, _ = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
+    check_ranges({**metadata, "model": {**metadata["model"], name: [32, 64, 128, 256]}})
+    with pytest.raises(ValueError, match=f"{name}=.* expected numbers up to 65536"):
+        check_ranges({**metadata, "model": {**metadata["model"], name: [-60_000, 60_000]}})
+
+
+def test_a_file_whose_network_has_far_more_parts_than_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    layer = {"n_features": 1, "kernel_size": 1, "kernels": [1]}
+    layers = [layer, {**layer, "repeat": 65536}, layer, layer]
+    model = {"_target_": "monai.networks.nets.HighResNet", "layer_params": layers}
+    write(path, compose(), model=model)
+    with pytest.raises(UserError, match=r"the network has more than \d+ parts, but the file \d+"):
+        load_stage(path, "fine", CPU)
 
 
 def test_weights_may_have_the_smallest_spacing_that_the_reader_takes() -> None:
-    metadata, weights = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
-    check_ranges({**metadata, "spacing_mm": [0.005] * 3}, len(weights))
+    metadata, _ = read_weights(shipped_weights("lungs", "fine"), "fine", "fine")
+    check_ranges({**metadata, "spacing_mm": [0.005] * 3})
     with pytest.raises(ValueError, match="spacing_mm"):
-        check_ranges({**metadata, "spacing_mm": [1e-5] * 3}, len(weights))
+        check_ranges({**metadata, "spacing_mm": [1e-5] * 3})
 
 
 def test_a_checkpoint_of_a_pretrained_network_downloads_nothing(

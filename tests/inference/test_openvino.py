@@ -205,29 +205,47 @@ class Odd(UNet):
         return super().forward(torch.special.bessel_j0(image))
 
 
-def make_odd() -> StageNetwork:
+class Sized(UNet):
+    """Network that OpenVINO converts for the size of the example alone, as MONAI's SwinUNETR."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image.reshape([int(length) for length in image.shape]))
+
+
+class Scaled(UNet):
+    """Network whose converted form has other logits at other sizes, without an error."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return super().forward(image) / int(image.shape[2])
+
+
+def make_odd(network_class: type[UNet]) -> StageNetwork:
     return StageNetwork(
-        lambda channels: Odd(channels, 2, width=4, depth=1, blocks_per_level=1)
+        lambda channels: network_class(channels, 2, width=4, depth=1, blocks_per_level=1)
     ).eval()
 
 
 @needs_openvino
-def test_a_network_that_cannot_be_converted_is_one_sentence() -> None:
-    network = make_odd()
+@pytest.mark.parametrize("network_class", [Odd, Sized, Scaled])
+def test_a_network_that_cannot_be_converted_is_one_sentence(network_class: type[UNet]) -> None:
+    network = make_odd(network_class)
     use_openvino(network, "fp32")
     with pytest.raises(
         UserError,
         match=(
-            r"inference\.backend=openvino: Odd cannot be converted .*; choose "
-            r"inference\.backend=torch"
+            rf"inference\.backend=openvino: {network_class.__name__} cannot be converted .*; "
+            r"choose inference\.backend=torch"
         ),
     ):
         network(torch.zeros(1, 1, 16, 16, 16))
 
 
 @needs_openvino
-def test_a_network_that_cannot_be_converted_runs_in_torch_where_nobody_asked() -> None:
-    network = make_odd()
+@pytest.mark.parametrize("network_class", [Odd, Sized, Scaled])
+def test_a_network_that_cannot_be_converted_runs_in_torch_where_nobody_asked(
+    network_class: type[UNet],
+) -> None:
+    network = make_odd(network_class)
     image = torch.randn(1, 1, 16, 16, 16)
     with torch.inference_mode():
         expected = network(image)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from medseg.inference import slab_pass
 from medseg.inference.slab_pass import Features, SlabPass, layer_bytes
 
 
@@ -14,6 +16,18 @@ def test_the_bytes_of_a_convolution_are_those_of_its_planes_and_of_its_reach() -
     assert layer_bytes(conv, 100) == (3 * (2 * 1200 + 1000) + 1000, 3 * 1200)
     point = nn.Conv3d(3, 5, 1)
     assert layer_bytes(point, 100) == (3 * (1200 + 2000) + 2000, 0)
+
+
+def test_a_convolution_also_holds_its_columns_where_torch_unfolds_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    conv, point = nn.Conv3d(3, 5, (3, 3, 3), stride=(2, 1, 2)), nn.Conv3d(3, 5, 1)
+    bytes_per_plane, extra_bytes = layer_bytes(conv, 100)
+    bytes_of_point = layer_bytes(point, 100)
+    monkeypatch.setattr(slab_pass, "unfolds_all", lambda: True)
+    # 27 values that the kernel takes from each of 3 channels, for each of 50 voxels of the output.
+    assert layer_bytes(conv, 100) == (bytes_per_plane + 4 * 27 * 3 * 50, extra_bytes)
+    assert layer_bytes(point, 100) == bytes_of_point
 
 
 def test_feature_maps_share_half_of_the_budget_and_the_rest_lies_in_files() -> None:

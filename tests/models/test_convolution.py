@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medseg.memory.precision import has_fast_bf16
 from medseg.models.convolution import (
     convolution_by,
     convolution_bytes,
     convolve_as_whole,
     is_unfolded,
+    unfolds_all,
 )
 
 STEP = (1, 1, 1)
@@ -107,3 +109,17 @@ def test_the_first_call_leaves_torchs_compiler_out() -> None:
         "assert not {'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_torch_unfolds_all_without_onednn() -> None:
+    assert not unfolds_all()
+    was_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert unfolds_all()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert unfolds_all()
+    finally:
+        torch._C._set_mkldnn_enabled(was_enabled)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert unfolds_all() != has_fast_bf16("cpu")

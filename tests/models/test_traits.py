@@ -280,6 +280,26 @@ def test_a_network_that_does_not_fit_is_one_sentence(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("stated", "advice"),
+    [
+        ({"fixed_size": (64, 96, 96)}, "correct its padding or strides, or img_size"),
+        (
+            {"divisor": (2, 4, 4)},
+            "nor does it fit other multiples of [2, 4, 4]: correct its padding or strides, or "
+            "model.divisor",
+        ),
+    ],
+    ids=["fixed size", "divisor"],
+)
+def test_logits_of_another_size_are_no_question_of_a_divisor_that_does_not_count(
+    stated: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(ValueError, match="must return logits of shape") as caught:
+        find_traits(lambda: nn.Conv3d(1, 3, 3), 1, 3, **stated)
+    assert str(caught.value).partition("; ")[2] == advice
+
+
 def test_a_dictionary_of_one_output_is_taken_as_its_logits() -> None:
     assert find_traits(lambda: Returning(lambda x: {"logits": x}), 1, 3).num_outputs == 1
 
@@ -298,6 +318,14 @@ def test_strides_that_are_no_powers_of_two_are_traced(
 def test_a_network_that_decides_by_values_works_where_both_are_stated() -> None:
     traits = find_traits(lambda: ByValue(1, 3), 1, 3, divisor=(2, 2, 2), blocks=["conv"])
     assert traits == Traits((2, 2, 2), ("conv",), has_unused=True)
+
+
+def test_the_divisor_is_1_for_a_fixed_size_even_without_a_trace() -> None:
+    size = (8, 16, 8)
+    traits = find_traits(
+        lambda: ByValue(1, 3), 1, 3, divisor=(2, 2, 2), blocks=["conv"], fixed_size=size
+    )
+    assert traits == Traits((1, 1, 1), ("conv",), fixed_size=size, has_unused=True)
 
 
 def test_channels_follow_the_task_by_the_names_of_arguments() -> None:

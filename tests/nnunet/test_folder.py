@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -127,6 +128,31 @@ def test_a_wrong_path_is_refused(tmp_path: Path, damage: str) -> None:
     )
     with pytest.raises(UserError, match=words):
         open_model_folder(path)
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "lungs_fine.safetensors", "checkpoint_final.pth"])
+def test_a_file_of_weights_is_no_model_folder(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    torch.save({}, path)
+    with pytest.raises(UserError, match=r"got a file of weights; give its folder, or .* coarse="):
+        open_model_folder(path)
+
+
+def test_a_renamed_folder_names_its_configuration_where_the_plans_have_several(
+    toy: Toy, make_folder: MakeFolder
+) -> None:
+    folder = make_folder(toy)
+    configurations = toy["plans"]["configurations"]
+    assert list(configurations) == ["2d", "3d_fullres"]
+    renamed = folder.rename(folder.with_name("organs"))
+    with pytest.raises(UserError, match=r"organs does not say .* and one of 2d, 3d_fullres"):
+        open_model_folder(renamed)
+    renamed = renamed.rename(renamed.with_name("3d_fullres"))
+    assert open_model_folder(renamed).plan.configuration == "3d_fullres"
+    del configurations["2d"]
+    (renamed / "plans.json").write_text(json.dumps(toy["plans"]))
+    renamed = renamed.rename(renamed.with_name("organs"))
+    assert open_model_folder(renamed).plan.configuration == "3d_fullres"
 
 
 def test_a_missing_data_set_is_refused(toy: Toy, make_folder: MakeFolder) -> None:

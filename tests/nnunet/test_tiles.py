@@ -87,6 +87,13 @@ def test_an_infinite_sum_is_refused() -> None:
         list(finished_planes(run, image, TILE, 3, (), torch.half))
 
 
+def test_logits_that_are_no_numbers_are_refused() -> None:
+    image = torch.zeros((1, *TILE))
+    image[0, 0, 0, 0] = torch.nan
+    with pytest.raises(UserError, match=r"some logits are NaN, .* give precision=fp32"):
+        list(finished_planes(run, image, TILE, 3, (), torch.half))
+
+
 def test_folds_are_added_in_half_precision_one_after_the_other() -> None:
     generator = torch.Generator().manual_seed(0)
     folds = [torch.randn((5, 2, 3, 4), generator=generator).half() for _ in range(3)]

@@ -80,6 +80,16 @@ def test_what_looks_at_the_whole_batch_keeps_its_micro_batches(key: str) -> None
     assert varied(compose(key, "stage.batch_size=4", "memory.accumulate=2"), "accumulate") == {2}
 
 
+def test_batch_norm_that_no_argument_names_keeps_its_micro_batches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in MONAI's VNet, AttentionUnet and SegResNetDS."""
+    network = torch.nn.Sequential(torch.nn.BatchNorm3d(1))
+    monkeypatch.setattr(choose, "make_network_on_meta", lambda _: network)
+    config = compose("stage.batch_size=4", "memory.accumulate=2")
+    assert varied(config, "accumulate") == {2}
+
+
 def test_other_runs_see_as_many_voxels_per_step_as_possible() -> None:
     config = compose("allow=other_run", "stage.batch_size=4", "model.width=16")
     runs = list(smaller_runs(config, (32, 32, 48)))

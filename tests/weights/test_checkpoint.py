@@ -23,7 +23,7 @@ from medseg.errors import UserError
 from medseg.training.assemble import make_metadata
 from medseg.training.network import make_network
 from medseg.training.options import TrainConfig
-from medseg.weights.files import read_weights
+from medseg.weights.files import load_checkpoint, read_weights
 
 Checkpoint = dict[str, Any]
 
@@ -155,6 +155,18 @@ def test_a_file_that_cannot_be_read() -> None:
     sentence = told(Path("/proc/self/mem"))
     assert sentence.startswith("coarse=mem: not a whole torch checkpoint (")
     assert sentence.endswith("); check its permissions and its disk")
+
+
+def test_full_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    torch.save({}, path)
+
+    def load(*_: Any, **__: Any) -> None:
+        raise RuntimeError("unable to mmap 10 bytes from file <a>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(RuntimeError, match="Cannot allocate memory"):
+        load_checkpoint(path, "fine=a.ckpt")
 
 
 @pytest.mark.parametrize("part", [0.1, 0.5, 0.99, 0.9999])

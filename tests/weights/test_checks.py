@@ -1,12 +1,19 @@
-"""Checks of the tensors of a weight file."""
+"""Checks of the tensors of a weight file, and of the network that it describes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from medseg.errors import UserError
-from medseg.weights.checks import check_tensors
+from medseg.models.described import make_described_network
+from medseg.task import Channel, Task
+from medseg.weights.checks import MORE_PARTS, PARTS_PER_TENSOR, bounded_parts, check_tensors
+
+LAYER = {"n_features": 1, "kernel_size": 1, "kernels": [1]}
 
 
 @pytest.mark.parametrize(
@@ -19,3 +26,37 @@ def test_weights_stand_for_twice_the_bytes_of_their_file_at_most(
     check_tensors("coarse=a.ckpt", weights, 100 * size)
     with pytest.raises(UserError, match="the tensor b is not an ordinary dense tensor"):
         check_tensors("coarse=a.ckpt", weights, 100 * size - 1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {
+            "_target_": "monai.networks.nets.HighResNet",
+            "layer_params": [LAYER, *[{**LAYER, "repeat": 65536}] * 999, LAYER, LAYER],
+        },
+        {
+            "_target_": "monai.networks.nets.DynUNet",
+            "kernel_size": [1] * 20_000,
+            "strides": [1] * 20_000,
+            "upsample_kernel_size": [1] * 19_999,
+            "filters": [1] * 20_000,
+        },
+    ],
+    ids=["repeat", "list"],
+)
+def test_a_network_of_far_more_parts_than_its_file_has_tensors_is_not_built(
+    arguments: dict[str, Any],
+) -> None:
+    task = Task("lesion", {"lesion": 1}, (), (Channel("ct", (-1000.0, 1000.0)),))
+    with pytest.raises(UserError, match="more than 1500 parts, but the file 10"), bounded_parts(10):
+        make_described_network(arguments, task, "single")
+
+
+def test_the_bound_on_parts_ends_with_its_block() -> None:
+    max_parts = MORE_PARTS + PARTS_PER_TENSOR
+    with bounded_parts(1):
+        nn.Sequential(*[nn.Identity()] * max_parts)
+    nn.Sequential(*[nn.Identity()] * (max_parts + 1))
+    with pytest.raises(ValueError, match=f"more than {max_parts} parts"), bounded_parts(1):
+        nn.Sequential(*[nn.Identity()] * (max_parts + 1))

@@ -65,12 +65,13 @@ def test_folds_are_found_and_averaged(written: Path) -> None:
     assert [path.name for path in repeated] == [names[1], names[0]], "each counts once"
 
 
-def test_a_task_may_be_called_like_a_stage_and_a_fold(
-    networks: list[StageWeights], tmp_path: Path
+@pytest.mark.parametrize("name", ["lesion_fine_fold_1", "liver lesions"])
+def test_a_task_may_be_called_like_a_stage_and_a_fold_or_have_spaces(
+    networks: list[StageWeights], tmp_path: Path, name: str
 ) -> None:
     renamed = []
     for network in networks:
-        task = {**network.metadata["task"], "name": "lesion_fine_fold_1"}
+        task = {**network.metadata["task"], "name": name}
         renamed.append(network._replace(metadata={**network.metadata, "task": task}))
     files = write_model_folder(tmp_path, renamed)
     stages = find_stages(tmp_path)
