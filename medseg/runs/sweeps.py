@@ -111,9 +111,11 @@ class SweepFolder(Callback):
     Attributes:
         started: Folders of the sweeps that this process has started. An attribute of the class,
             since Hydra makes the object and gives no access to it.
+        earlier_times_ns: Folders of jobs that had a record before, to the time of its last change.
     """
 
     started: ClassVar[list[Path]] = []
+    earlier_times_ns: ClassVar[dict[Path, int]] = {}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Fix the folder for all jobs, in whatever process they run, and write `sweep.json`."""
@@ -124,9 +126,13 @@ class SweepFolder(Callback):
         # A folder that the user named may hold an earlier start of the sweep, which is resumed.
         # Other folders are named by the time: of two sweeps in one second, the later gets a number.
         for sweep_dir in numbered(Path(config.hydra.sweep.dir).absolute()):
-            if create_text(sweep_dir / SWEEP_FILE, "{}") or is_named:
+            # Of several processes, only one can create the file.
+            is_new = create_text(sweep_dir / SWEEP_FILE, "{}")
+            if is_new or is_named:
                 break
+        _remove_refusals(sweep_dir)
         self.started.append(sweep_dir)
+        self.earlier_times_ns.update(_record_times_ns(sweep_dir))
         # With the basic launcher, this process runs the jobs one after the other, and `run_job`
         # reads `STOP`. Other launchers have worker processes, to which the signal is passed on.
         if _is_basic_launcher(config.hydra):
@@ -181,6 +187,8 @@ def run_job(config: TrainConfig) -> int:
     if earlier_dir is not None:
         remove_if_empty(job_dir)
         job_dir = earlier_dir
+        # The new time tells `exit_codes` that this start has the job too.
+        (job_dir / JOB_FILE).touch()
         # `read_jobs` of a job's own folder finds this one job.
         status = read_jobs(job_dir)[job_dir].status
         is_final_failure = status in FAILURES and not config.retry_failed
@@ -193,12 +201,12 @@ def run_job(config: TrainConfig) -> int:
             return exit_code_of(Status.running)
         # A job that was refused has a record, but no configuration to resume.
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
-    elif (job_dir / CONFIG_FILE).is_file():
-        # The folder of this number holds another job, since the swept values have changed.
-        job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
+    else:
+        # The folder of this number may hold another job, since the swept values have changed.
+        job_dir = _without_run(job_dir)
     config.run_dir = str(job_dir)
     if STOP.is_asked:
-        # The job does not begin: the folder that Hydra made for it would stay empty.
+        # The job does not begin. Where it has Hydra's own folder, that would stay empty.
         remove_if_empty(job_dir)
         exit_if_asked()
     code = _run_and_record(config, job, job_dir, sweep_dir)
@@ -282,11 +290,15 @@ def note_refusal(message: str) -> None:
 def exit_codes() -> list[int]:
     """List the exit codes of all jobs of the sweeps that this process started.
 
-    The codes come from the records, since a launcher may run the jobs in other processes.
+    The codes come from the records, since a launcher may run the jobs in other processes. A record
+    that has not changed belongs to a job that only an earlier start had.
     """
     codes = []
     for sweep_dir in SweepFolder.started:
-        codes += [exit_code_of(job.status) for job in read_jobs(sweep_dir).values()]
+        times_ns = _record_times_ns(sweep_dir)
+        for folder, job in read_jobs(sweep_dir).items():
+            if times_ns.get(folder) != SweepFolder.earlier_times_ns.get(folder):
+                codes.append(exit_code_of(job.status))
     return codes
 
 
@@ -323,6 +335,27 @@ def compare(sweep_dir: Path) -> Path:
     return path
 
 
+def _remove_refusals(sweep_dir: Path) -> None:
+    """Remove the records of jobs that were refused before they had a run, with their folders."""
+    for job_dir, job in read_jobs(sweep_dir).items():
+        if job.status is Status.refused and not (job_dir / CONFIG_FILE).is_file():
+            (job_dir / JOB_FILE).unlink(missing_ok=True)
+            remove_if_empty(job_dir)
+
+
+def _record_times_ns(sweep_dir: Path) -> dict[Path, int]:
+    """Read when the record of each job last changed, in ns."""
+    return {path.parent: path.stat().st_mtime_ns for path in sweep_dir.rglob(JOB_FILE)}
+
+
+def _without_run(job_dir: Path) -> Path:
+    """Return a job's folder or, where it holds a run, the first numbered one beside it without."""
+    for folder in numbered(job_dir):
+        if not (folder / CONFIG_FILE).is_file():
+            break
+    return folder
+
+
 def _stop_jobs(sweep_dir: Path) -> NoReturn:
     """Ask all jobs of a sweep on this machine to stop, and end this process once they have saved.
 
@@ -345,7 +378,7 @@ def _is_recorded_as_running(job_dir: Path) -> bool:
 
 
 def _is_basic_launcher(hydra_config: Any) -> bool:
-    """Whether the jobs of a multirun are composed in the process that the user started.
+    """Whether Hydra's basic launcher runs the jobs, one after the other in this process.
 
     Args:
         hydra_config: Node `hydra` of a configuration.
