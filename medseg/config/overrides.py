@@ -280,8 +280,9 @@ def _check_argument(argument: str) -> None:
         raise UserError(
             f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
-    # No number, null or boolean chooses a file of a group. A comma divides the values of a sweep.
-    if any(NOT_A_TEXT.fullmatch(part.strip()) for part in value.split(",")):
+    # No number, null or boolean chooses a file of a group. A comma divides the values of a sweep,
+    # or those of a list in brackets.
+    if any(NOT_A_TEXT.fullmatch(part.strip(" []")) for part in value.split(",")):
         files = group_files(name)
         if files:
             raise UserError(

@@ -303,7 +303,7 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     class_name = str(config.model[TARGET]).rpartition(".")[2]
     return ", ".join(
         [
-            f"{class_name} with {num_weights / 1e6:.2g} million weights",
+            f"{class_name} with {num_weights / 1e6:.3g} million weights",
             patch,
             batch,
             memory.precision.value,

@@ -163,14 +163,14 @@ def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
     """Multiply the learning rates among the arguments of a group.
 
-    A rate may be a list, with one number for each parameter group. None stays, for the class to
-    accept or refuse.
+    A rate may be a list, with one number for each parameter group. Any other value, such as None or
+    a text, stays, for the class to accept or refuse.
     """
     scaled = dict(group)
     for key in LR_KEYS:
         rate = group.get(key)
         if isinstance(rate, list):
             scaled[key] = [number * lr_factor for number in rate]
-        elif rate is not None:
+        elif isinstance(rate, (int, float)):
             scaled[key] = rate * lr_factor
     return scaled
