@@ -338,14 +338,20 @@ def compare(sweep_dir: Path) -> Path:
 def _remove_refusals(sweep_dir: Path) -> None:
     """Remove the records of jobs that were refused before they had a run, with their folders."""
     for job_dir, job in read_jobs(sweep_dir).items():
-        if job.status is Status.refused and not (job_dir / CONFIG_FILE).is_file():
-            (job_dir / JOB_FILE).unlink(missing_ok=True)
+        if job.status is not Status.refused or (job_dir / CONFIG_FILE).is_file():
+            continue
+        with suppress(OSError):  # another process removes the folder, or uses it
+            (job_dir / JOB_FILE).unlink()
             remove_if_empty(job_dir)
 
 
 def _record_times_ns(sweep_dir: Path) -> dict[Path, int]:
     """Read when the record of each job last changed, in ns."""
-    return {path.parent: path.stat().st_mtime_ns for path in sweep_dir.rglob(JOB_FILE)}
+    times_ns = {}
+    for path in sweep_dir.rglob(JOB_FILE):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            times_ns[path.parent] = path.stat().st_mtime_ns
+    return times_ns
 
 
 def _without_run(job_dir: Path) -> Path:
