@@ -5,6 +5,7 @@ the keys.
 """
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ PATH_KEYS = frozenset(
         "weights",
     }
 )
+# Keys whose value may name a file.
+FILE_KEYS = PATH_KEYS | {"experiment", "task"}
 # Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
 TEXT_KEYS = PATH_KEYS | {"series_pick"}
 # Largest length of an argument in characters. Hydra's parser takes seconds for an argument of this
@@ -108,6 +111,23 @@ LIST_MEMBER = re.compile(
     """,
     re.VERBOSE,
 )
+
+
+def expand_home(arguments: Sequence[str]) -> list[str]:
+    """Replace `~` at the beginning of each path by the home folder.
+
+    Shells do that for a path that stands alone, but most leave `data.cases=~/cases.csv` as it is.
+    The path would then lead to a folder named `~`, which commands would make for their results.
+    """
+    home = os.path.expanduser("~")  # `Path.home` fails where there is none
+    expanded = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key.lstrip("+") in FILE_KEYS or key in _FILES:
+            # Also at the beginning of each further path of a list.
+            value = re.sub(r"(\A\[?|,)~(?=/|\Z)", lambda begin: f"{begin[1]}{home}", value)
+        expanded.append(f"{key}{equals}{value}")
+    return expanded
 
 
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:

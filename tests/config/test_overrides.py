@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import QuotedString
 
 from medseg.config.overrides import (
     check_arguments,
+    expand_home,
     expand_options,
     quote,
     quote_paths,
@@ -20,6 +21,15 @@ from medseg.config.overrides import (
 from medseg.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    typed = "data.cases=~/cases.csv +experiment=~/a.yaml fine=[~/0.ckpt,~/1.ckpt] -o=~/out output=~"
+    expanded = typed.replace("~", "/home/me")
+    assert expand_home(typed.split()) == expanded.split()
+    kept = ["~task", "name=~/a", "data.cases=a~/b", "output=~me/a", "-m"]
+    assert expand_home(kept) == kept
 
 
 @pytest.mark.parametrize(
