@@ -21,6 +21,7 @@ from medseg.wording import first_few
 # `a=b`.
 PATH_KEYS = frozenset(
     {
+        "baseline",
         "cases",
         "checkpoint",
         "coarse",
@@ -28,11 +29,14 @@ PATH_KEYS = frozenset(
         "data.cases",
         "data.phantoms.folder",
         "fine",
+        "fine_cases",
+        "held_out",
         "init_from",
         "hydra.run.dir",
         "hydra.sweep.dir",
         "input",
         "output",
+        "peers_env",
         "pred",
         "ref",
         "run",
@@ -40,6 +44,7 @@ PATH_KEYS = frozenset(
         "resume",
         "single",
         "stage.coarse",
+        "stage.coarse_folds",
         "weights",
     }
 )
@@ -53,7 +58,7 @@ MAX_LENGTH = 20_000
 # Largest number of arguments: several times the number of keys of any command.
 MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
-LIST_KEYS = frozenset({"coarse", "fine", "input", "weights"})
+LIST_KEYS = frozenset({"coarse", "fine", "input", "stage.coarse_folds", "weights"})
 # Command to the key of an argument that stands alone.
 POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
 # Each option for the input or the output, with the key that it is short for.

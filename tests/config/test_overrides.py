@@ -127,6 +127,9 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
 @pytest.mark.parametrize(
     ("typed", "quoted"),
     [
+        ("baseline=Doe, J", "baseline='Doe, J'"),
+        ("held_out=a=b.csv", "held_out='a=b.csv'"),
+        ("stage.coarse_folds=[a (1),b]", "stage.coarse_folds=['a (1)','b']"),
         ("input=''", "input=''"),
         ('input=""', 'input=""'),
         ("input='a b'", "input='a b'"),
