@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -323,16 +324,35 @@ def compare(sweep_dir: Path) -> Path:
     for job_dir, job in jobs.items():
         row: dict[str, Any] = {"run": str(job_dir.relative_to(sweep_dir))}
         row.update({key: job.overrides.get(key) for key in differing_keys})
-        for key, value in read_summary(job_dir).items():
+        summary = read_summary(job_dir)
+        status, message = latest_end(job.status.value, job.message, summary)
+        for key, value in summary.items():
             # Versions and the comparison with the plan are mappings, and no cells of a table.
             if isinstance(value, (int, float, str)):
                 row[key] = value
-        row["status"] = job.status.value
-        row["message"] = job.message
+        row["status"] = status
+        row["message"] = message
         rows.append(row)
     path = sweep_dir / "comparison.csv"
     write_csv(path, rows)
     return path
+
+
+def latest_end(status: str, message: str, summary: Mapping[str, Any]) -> tuple[str, str]:
+    """Choose status and message of a job from its record and the summary of its run.
+
+    The record knows more, such as that a trial was pruned. But where it has no end, or an
+    interruption, the run may have been resumed by itself since then.
+
+    Args:
+        status: Status in the record; empty where there is none.
+        message: Message in the record.
+        summary: Content of `summary.json`; empty where there is none.
+    """
+    is_open = status in ("", Status.running.value, Status.interrupted.value)
+    if is_open and summary.get("status"):
+        return str(summary["status"]), str(summary.get("message") or "")
+    return status, message
 
 
 def _remove_refusals(sweep_dir: Path) -> None:
