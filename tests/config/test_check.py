@@ -641,6 +641,11 @@ def test_every_key_has_its_sentence_beside_its_type() -> None:
             )
 
 
+def test_tags_are_one_text_for_mlflow() -> None:
+    config = to_config(compose("logger=mlflow", "tags=[a,'b c']"), TrainConfig)
+    assert config.logger["tags"]["tags"] == " ['a', 'b c']"
+
+
 def test_a_list_of_devices_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = to_config(compose("trainer.devices=[1]"), TrainConfig).trainer
     assert (trainer.devices, trainer.gpus) == (1, [1])
