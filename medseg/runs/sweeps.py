@@ -296,8 +296,10 @@ def exit_codes() -> list[int]:
     """
     codes = []
     for sweep_dir in SweepFolder.started:
+        jobs = read_jobs(sweep_dir)
+        # On a network drive, the times are up to date once the files have been read.
         times_ns = _record_times_ns(sweep_dir)
-        for folder, job in read_jobs(sweep_dir).items():
+        for folder, job in jobs.items():
             if times_ns.get(folder) != SweepFolder.earlier_times_ns.get(folder):
                 codes.append(exit_code_of(job.status))
     return codes
