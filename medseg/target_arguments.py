@@ -123,7 +123,7 @@ def range_of(point: str, target: str, name: str) -> str:
     """Find the interval of an argument; empty where any value may be right.
 
     Args:
-        point: Extension point.
+        point: Extension point, such as `loss`.
         target: Dotted name of the class.
         name: Name of the argument.
 

@@ -64,7 +64,7 @@ def write_report(
 
     Args:
         folder: Absolute path of a folder with runs at or below it.
-        output: Folder to write to.
+        output: Folder of the page and the tables; made if needed.
         num_pictures: Largest number of overlays in the page.
         baseline: Name of the run that the others are compared with, as in the column `run` of
             `report.csv`.

@@ -278,7 +278,7 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
 
     Args:
         key: Key that names the class, for messages.
-        make: The function.
+        make: Function without arguments; its result is returned.
 
     Raises:
         UserError: If the function raises any exception.

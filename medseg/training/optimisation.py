@@ -97,7 +97,7 @@ def propose_lr(config: TrainConfig, batch_size: int) -> float:
 
     Args:
         config: Configuration with the rate, and with the batch size for which it was chosen.
-        batch_size: The other batch size.
+        batch_size: The other batch size, samples of a step over all ranks.
     """
     lr = float(config.optimizer["lr"])
     if config.lr_scaling is not LrScaling.none:
@@ -138,7 +138,7 @@ def step_from_zero(
     Args:
         make: From parameters to an optimiser.
         scale: The values of the gradient rise evenly from -scale to scale.
-        num_steps: Number of steps.
+        num_steps: Number of steps; the optimiser keeps its state between them.
 
     Returns:
         The last step: the weights after it, a vector.
