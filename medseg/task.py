@@ -18,7 +18,13 @@ LabelValues = dict[int | str, str]
 binary mask, an object of DICOM), to label name."""
 
 SIDES = ("left", "right")
-SIDE_LETTERS = {"l": "left", "r": "right"}
+# Short words for the sides, each with the side that it means and the word for the other side.
+SHORT_SIDES = {
+    "l": ("left", "r"),
+    "r": ("right", "l"),
+    "lt": ("left", "rt"),
+    "rt": ("right", "lt"),
+}
 
 
 @dataclass(frozen=True)
@@ -323,7 +329,7 @@ def _pair(values: Any) -> Any:
 def is_side_pair(first: Region, second: Region) -> bool:
     """Whether two regions are the left and the right of one organ, by their names and sides.
 
-    Their names must be the same without the words and letters of the sides.
+    Their names must be the same without the words for the sides.
     """
     if {first.side, second.side} != set(SIDES):
         return False
@@ -331,14 +337,15 @@ def is_side_pair(first: Region, second: Region) -> bool:
 
 
 def _name_without_side(region: Region) -> list[str]:
-    """Words of the name of a region in lower case, without `left`, `right`, `l` and `r`."""
-    return [word for word in words_of(region.name) if word not in (*SIDES, *SIDE_LETTERS)]
+    """Words of the name of a region in lower case, without those for a side."""
+    return [word for word in words_of(region.name) if word not in (*SIDES, *SHORT_SIDES)]
 
 
 def sides_in_names(labels: Iterable[str]) -> dict[str, set[str]]:
     """Find the sides that the names of labels contain: `left`, `right`, both, or none.
 
-    A single letter is a side where the other letter makes the name of another label.
+    A short word, such as `l`, is a side where the word for the other side makes the name of another
+    label.
 
     Example:
         >>> sides_in_names(["Femur_L", "Femur_R", "LeftKidney", "vessel_l"])
@@ -348,10 +355,10 @@ def sides_in_names(labels: Iterable[str]) -> dict[str, set[str]]:
     sides_by_label = {}
     for label, words in words_by_label.items():
         sides = set(words).intersection(SIDES)
-        for letter, other_letter in (("l", "r"), ("r", "l")):
-            twin_words = [other_letter if word == letter else word for word in words]
+        for short, (side, other_short) in SHORT_SIDES.items():
+            twin_words = [other_short if word == short else word for word in words]
             if twin_words != words and twin_words in words_by_label.values():
-                sides.add(SIDE_LETTERS[letter])
+                sides.add(side)
         sides_by_label[label] = sides
     return sides_by_label
 

@@ -89,6 +89,7 @@ def test_a_task_without_regions_has_one_stage() -> None:
         ({"bright_spot": 1, "cleft": 2}, (), False),
         ({"Heart": 1, "Lung_L": 2, "Lung_R": 3}, (), True),
         ({"LungLeft": 1, "Heart": 2}, (), True),
+        ({"Lt Lung": 1, "Rt Lung": 2}, (), True),
         ({"vessel_l": 1, "vessel_v": 2}, (), False),
         ({"lung": 1}, (Region("lung", ("lung",), "left"),), True),
     ],
