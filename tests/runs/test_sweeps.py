@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -331,6 +332,8 @@ def test_only_the_jobs_of_this_start_decide_the_exit_code(
     assert second.run() == 0
     sweeps.note_refusal("no such key")
     assert len(read_jobs(sweep_dir)) == 3
+    for record in sweep_dir.rglob("job.json"):
+        os.utime(record, (0, 0))  # written long ago
 
     hydra_config = {
         "overrides": {"task": ["seed=2,3"], "hydra": [f"hydra.sweep.dir={sweep_dir}"]},
