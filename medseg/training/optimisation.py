@@ -168,9 +168,15 @@ def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
     """
     scaled = dict(group)
     for key in LR_KEYS:
-        rate = group.get(key)
-        if isinstance(rate, list):
-            scaled[key] = [number * lr_factor for number in rate]
-        elif isinstance(rate, (int, float)):
-            scaled[key] = rate * lr_factor
+        if key in group:
+            scaled[key] = _scaled(group[key], lr_factor)
     return scaled
+
+
+def _scaled(rate: Any, lr_factor: float) -> Any:
+    """Multiply a rate, or each one in a list, with the factor; other values stay."""
+    if isinstance(rate, list):
+        return [_scaled(item, lr_factor) for item in rate]
+    if isinstance(rate, (int, float)):
+        return rate * lr_factor
+    return rate
