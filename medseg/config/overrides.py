@@ -130,7 +130,7 @@ def expand_home(arguments: Sequence[str]) -> list[str]:
         key, equals, value = argument.partition("=")
         if key.lstrip("+") in FILE_KEYS or key in _FILES:
             # Also at the beginning of each further path of a list.
-            value = re.sub(r"(\A\[?|,)~(?=/|\Z)", lambda begin: f"{begin[1]}{home}", value)
+            value = re.sub(r"(\A\[?|,\s*)~(?=/|\Z)", lambda begin: f"{begin[1]}{home}", value)
         expanded.append(f"{key}{equals}{value}")
     return expanded
 

@@ -28,6 +28,7 @@ def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) ->
     typed = "data.cases=~/cases.csv +experiment=~/a.yaml fine=[~/0.ckpt,~/1.ckpt] -o=~/out output=~"
     expanded = typed.replace("~", "/home/me")
     assert expand_home(typed.split()) == expanded.split()
+    assert expand_home(["fine=[~/0.ckpt, ~/1.ckpt]"]) == ["fine=[/home/me/0.ckpt, /home/me/1.ckpt]"]
     kept = ["~task", "name=~/a", "data.cases=a~/b", "output=~me/a", "-m"]
     assert expand_home(kept) == kept
 
