@@ -123,7 +123,7 @@ def range_of(point: str, target: str, name: str) -> str:
     """Find the interval of an argument; empty where any value may be right.
 
     Args:
-        point: Extension point.
+        point: Extension point, such as `loss`.
         target: Dotted name of the class.
         name: Name of the argument.
 
@@ -153,6 +153,7 @@ def expected_kind(signature: inspect.Signature, name: str, value: Any) -> str:
         does not decide.
     """
     hint = _hint_of(signature, name)
+    # A whole float, such as YAML's `1e3`, also fits int; `convert` turns it into one.
     if value is None or _fits(value, hint) or _fits(_whole_to_int(value), hint):
         return ""
     return _describe(hint)
@@ -161,16 +162,27 @@ def expected_kind(signature: inspect.Signature, name: str, value: Any) -> str:
 def convert(signature: inspect.Signature, name: str, value: Any) -> Any:
     """Convert whole floats to int where an argument needs int; other values stay as they are.
 
-    YAML reads `1e3` as a float.
+    YAML reads `1e3` as a float. A class without annotations may need int wherever its default is
+    int: `range` takes no `10.0`.
 
     Args:
         signature: See `expected_kind`.
         name: Name of the argument.
         value: Value for which `expected_kind` is empty.
     """
-    if value is None or _fits(value, _hint_of(signature, name)):
+    if value is None:
+        return None
+    if _fits(value, _hint_of(signature, name)) and not _has_only_int_default(signature, name):
         return value
     return _whole_to_int(value)
+
+
+def _has_only_int_default(signature: inspect.Signature, name: str) -> bool:
+    """Whether an argument has an int as default and no annotation."""
+    parameter = signature.parameters.get(name)
+    if parameter is None or _is_annotated(parameter):
+        return False
+    return type(parameter.default) is int  # False for a bool, unlike `isinstance`
 
 
 def _whole_to_int(value: Any) -> Any:
@@ -187,11 +199,16 @@ def _hint_of(signature: inspect.Signature, name: str) -> Any:
     parameter = signature.parameters.get(name)
     if parameter is None:
         return Any
+    if _is_annotated(parameter):
+        return parameter.annotation
+    return _hint_of_default(parameter.default)
+
+
+def _is_annotated(parameter: inspect.Parameter) -> bool:
+    """Whether an argument has an annotation that could be evaluated."""
     hint = parameter.annotation
     # An annotation that is still a text could not be evaluated.
-    if hint is inspect.Parameter.empty or isinstance(hint, str):
-        return _hint_of_default(parameter.default)
-    return hint
+    return hint is not inspect.Parameter.empty and not isinstance(hint, str)
 
 
 def _hint_of_default(default: Any) -> Any:
@@ -233,14 +250,14 @@ def _is_of_class(value: Any, kind: type, arguments: tuple[Any, ...]) -> bool:
 
     Args:
         value: Value of plain types.
-        kind: The class.
+        kind: The class, such as `list` for the annotation `list[int]`.
         arguments: Its types in brackets, as `int` of `list[int]`; may be empty.
     """
     if isinstance(value, str) and issubclass(kind, (Enum, os.PathLike)):
         return True
-    # `str` and mappings are iterable too. They are checked here, because the next check would
-    # accept a list for them.
-    if kind in (bool, str) or issubclass(kind, Mapping):
+    # `Mapping[str, int]` is an iterable with types in brackets too; the next check would accept a
+    # list for it.
+    if issubclass(kind, Mapping):
         return isinstance(value, kind)
     if arguments and issubclass(kind, Iterable):
         if not isinstance(value, (list, tuple)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,13 @@ LabelValues = dict[int | str, str]
 binary mask, an object of DICOM), to label name."""
 
 SIDES = ("left", "right")
+# Short words for the sides, each with the side that it means and the word for the other side.
+SHORT_SIDES = {
+    "l": ("left", "r"),
+    "r": ("right", "l"),
+    "lt": ("left", "rt"),
+    "rt": ("right", "lt"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,8 +85,8 @@ class Task:
         codes: Label name to its SNOMED CT code, its meaning and, for a part of one side, `left` or
             `right`; names may be absent.
         colours: Label name to its colour in results, `#rrggbb`; names may be absent.
-        is_sided: Whether left and right differ, although no region has a side and no label one of
-            these words in its name.
+        is_sided: Whether left and right differ, although no region has a side and no label one in
+            its name.
     """
 
     name: str
@@ -170,30 +178,27 @@ class Task:
     def has_sides(self) -> bool:
         """Whether left and right differ.
 
-        They do if a region has a side, or if the name of a label contains the word `left` or
-        `right`; a task of one stage keeps the answer in `is_sided`.
+        They do if a region has a side, or if the name of a label has one, see `sides_in_names`; a
+        task of one stage keeps the answer in `is_sided`.
         """
         if self.is_sided or any(region.side for region in self.regions):
             return True
-        words = set[str]()
-        for label in self.labels:
-            words.update(words_of(label))
-        return not words.isdisjoint(SIDES)
+        return any(sides_in_names(self.labels).values())
 
     def side_values(self, side: str) -> tuple[int, ...]:
         """Label values of one side, `left` or `right`.
 
         These are the labels of the regions with this side or, in a task without regions, those with
-        this word in their names.
+        this side in their names, see `sides_in_names`.
         """
         values = set[int]()
         for region in self.regions:
             if region.side == side:
                 values.update(self.region_values(region))
         if not self.regions:
-            for label, value in self.labels.items():
-                if side in words_of(label):
-                    values.add(value)
+            for label, label_sides in sides_in_names(self.labels).items():
+                if side in label_sides:
+                    values.add(self.labels[label])
         return tuple(sorted(values))
 
     def as_one_stage(self) -> Task:
@@ -327,7 +332,7 @@ def _pair(values: Any) -> Any:
 def is_side_pair(first: Region, second: Region) -> bool:
     """Whether two regions are the left and the right of one organ, by their names and sides.
 
-    Their names must be the same without the words `left` and `right`.
+    Their names must be the same without the words for the sides.
     """
     if {first.side, second.side} != set(SIDES):
         return False
@@ -335,10 +340,34 @@ def is_side_pair(first: Region, second: Region) -> bool:
 
 
 def _name_without_side(region: Region) -> list[str]:
-    """Words of the name of a region in lower case, without `left` and `right`."""
-    return [word for word in words_of(region.name) if word not in SIDES]
+    """Words of the name of a region in lower case, without those for a side."""
+    return [word for word in words_of(region.name) if word not in (*SIDES, *SHORT_SIDES)]
+
+
+def sides_in_names(labels: Iterable[str]) -> dict[str, set[str]]:
+    """Find the sides that the names of labels contain: `left`, `right`, both, or none.
+
+    A short word, such as `l`, is a side where the word for the other side makes the name of another
+    label.
+
+    Example:
+        >>> sides_in_names(["Femur_L", "Femur_R", "LeftKidney", "vessel_l"])
+        {'Femur_L': {'left'}, 'Femur_R': {'right'}, 'LeftKidney': {'left'}, 'vessel_l': set()}
+    """
+    words_by_label = {label: words_of(label) for label in labels}
+    sides_by_label = {}
+    for label, words in words_by_label.items():
+        sides = set(words).intersection(SIDES)
+        for short, (side, other_short) in SHORT_SIDES.items():
+            twin_words = [other_short if word == short else word for word in words]
+            if twin_words != words and twin_words in words_by_label.values():
+                sides.add(side)
+        sides_by_label[label] = sides
+    return sides_by_label
 
 
 def words_of(name: str) -> list[str]:
-    """Words of a name in lower case: `Left_kidney` gives `left` and `kidney`."""
-    return re.split(r"[\s_.-]+", name.lower())
+    """Words of a name in lower case: `Left_kidney` and `LeftKidney` give `left` and `kidney`."""
+    # A capital after a small letter begins a word, too.
+    words = re.split(r"[\s_.-]+|(?<=[a-z])(?=[A-Z])", name)
+    return [word.lower() for word in words]

@@ -88,3 +88,25 @@ def test_a_whole_float_becomes_int_where_no_float_is_taken(
     assert expected_kind(signature, name, value) == ""
     # The text tells 1 from 1.0, which compare as equal.
     assert repr(convert(signature, name, value)) == repr(converted)
+
+
+class Undocumented:
+    def __init__(self, steps=5, rate=0.5, weights=1):  # type: ignore[no-untyped-def]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "converted"),
+    [
+        ("steps", 1e1, 10),
+        ("steps", 0.5, 0.5),
+        ("rate", 1.0, 1.0),
+        ("weights", [2.0, 0.5], [2, 0.5]),
+    ],
+)
+def test_a_whole_float_becomes_int_where_the_default_is_int(
+    name: str, value: Any, converted: Any
+) -> None:
+    signature = inspect.signature(Undocumented)
+    assert expected_kind(signature, name, value) == ""
+    assert repr(convert(signature, name, value)) == repr(converted)

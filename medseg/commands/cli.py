@@ -9,14 +9,15 @@ from medseg.console import prepare_streams, say
 from medseg.errors import EXIT_USER_ERROR
 
 # Shell script that completes the command, then keys, groups and values. `-sc query=bash` is Hydra's
-# `--shell_completion`, which prints one candidate a line.
+# `--shell-completion`, which prints one candidate a line.
 #
 # Bash splits the typed text at the characters of COMP_WORDBREAKS and replaces the last piece only.
 # The script removes `=` from these characters. Other programs need `:`, so it stays, and the typed
 # text up to the last colon is cut off each candidate.
 #
-# Hydra takes the first word of COMP_LINE for the program, so the command is left out of it:
-# `medseg train stage=f` becomes `medseg stage=f`.
+# The line is completed at the cursor, COMP_POINT; what follows the cursor is cut off. Hydra takes
+# the first word of COMP_LINE for the program, so the command is left out of it: `medseg train
+# stage=f` becomes `medseg stage=f`.
 #
 # `printf %q` escapes too much: `save=[labels,masks]` becomes `save=\[labels\,masks\]`. The lines
 # after it remove the backslashes before brackets and commas again.
@@ -26,14 +27,16 @@ COMPLETION = r"""# Completion of medseg for bash and zsh; put this line into ~/.
 #   eval "$(medseg --completion)"
 [ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
 _medseg() {{
-    local line rest typed before_colon
+    local line to_cursor rest typed before_colon
     COMPREPLY=()
     if [ "$COMP_CWORD" -le 1 ]; then
         COMPREPLY=($(compgen -W "{commands}" -- "$2"))
         return
     fi
-    rest="${{COMP_LINE#*"${{COMP_WORDS[1]}}"}}"
-    typed="${{COMP_LINE##* }}"
+    to_cursor="${{COMP_LINE:0:$COMP_POINT}}"
+    # The line after the command.
+    rest="${{to_cursor#*"${{COMP_WORDS[1]}}"}}"
+    typed="${{to_cursor##* }}"
     before_colon=""
     if [[ "$COMP_WORDBREAKS" == *:* && "$typed" == *:* ]]; then
         before_colon="${{typed%:*}}:"

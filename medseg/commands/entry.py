@@ -29,6 +29,7 @@ from medseg.config.imported import with_task
 from medseg.config.overrides import (
     OPTIONS,
     check_arguments,
+    expand_home,
     expand_options,
     options_first,
     quote_paths,
@@ -334,7 +335,7 @@ def _run_command_line(command: str, run_job: Callable[[DictConfig], None]) -> No
         with _explained_errors(command):
             print("\n".join(complete(schema, partial(compose, command), line_words())))
         return
-    arguments = expand_options(command, sys.argv[1:])
+    arguments = expand_options(command, expand_home(sys.argv[1:]))
     check_arguments(arguments)
     # The functions below may compose the arguments, and need the experiments that these name.
     register_experiments(arguments)

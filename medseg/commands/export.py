@@ -24,7 +24,8 @@ def export(config: ExportConfig) -> int:
     if is_weights_folder(checkpoint):
         for paths in find_stages(checkpoint).values():
             for path in paths:
-                path_output = output.with_name(f"{output.stem}_{path.stem}{output.suffix}")
+                # Not `with_name`, which raises a ValueError for an output such as `.`.
+                path_output = output.parent / f"{output.stem}_{path.stem}{output.suffix}"
                 _export_file(path, path_output, config.trusted_targets)
     else:
         _export_file(checkpoint, output, config.trusted_targets)

@@ -135,7 +135,7 @@ def draw(
     """Draw all cases, those with errors first, then those with warnings.
 
     Args:
-        audited_cases: The cases.
+        audited_cases: Cases with their findings, in the order of `slices`.
         slices: Slices of each case, see `cut_slices`; none for a case that cannot be read.
         path: PNG file.
         task: Labels and channels.

@@ -37,8 +37,12 @@ def main() -> None:
     finally:
         # In `finally`, because `entry.run` always ends by an exception, such as SystemExit.
         for sweep_dir in sweeps.SweepFolder.started:
-            if sweep_dir.is_dir():
+            if not sweep_dir.is_dir():
+                continue
+            try:
                 print(f"comparison of the jobs: {sweeps.compare(sweep_dir)}")
+            except UserError as error:  # the disk is full; the exit code stays
+                say(str(error))
 
 
 def read(composed: DictConfig) -> TrainConfig:

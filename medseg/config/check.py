@@ -127,13 +127,14 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
     """
     schema_fields = dataclasses.fields(schema)  # type: ignore[arg-type]
     points = [field.name for field in schema_fields if field.name in EXTENSION_KEYS]
+    trusted: list[str] = []
     if points:
         # Classes are checked before references are resolved. A reference to an argument that the
         # class lacks cannot be resolved, and that error would hide that the class is not allowed.
         unresolved = typing.cast(dict[str, Any], OmegaConf.to_container(composed))
-        trusted = composed.get("trusted_targets") or ()
-        if trusted and not OmegaConf.is_list(trusted):
-            raise UserError(_expected_form("trusted_targets", list[str], trusted))
+        given = unresolved.get("trusted_targets") or []
+        _check_form("trusted_targets", list[str], given)
+        trusted = list(map(str, given))  # YAML reads a prefix such as `1` as a number
         for point, key, node in list_nodes(unresolved):
             check_target(point, key, node, trusted)
     values = resolved(composed)
@@ -154,7 +155,7 @@ def to_typed(composed: DictConfig, schema: type[T]) -> T:
             # OmegaConf has replaced references to the environment by their values in `config`.
             # `values` still has the references, see `resolved`.
             node = values["logger"]
-        checked = _checked_node(point, node, values.get("trusted_targets", ()), composed)
+        checked = _checked_node(point, node, trusted, composed)
         setattr(config, point, checked)
     return typing.cast(T, config)
 

@@ -195,7 +195,7 @@ def _paths(prefix: str) -> Iterator[str]:
     folder, slash, name_prefix = prefix.rpartition("/")
     folder += slash
     try:
-        paths = sorted(Path(folder or ".").iterdir())
+        paths = sorted(Path(os.path.expanduser(folder) or ".").iterdir())
     except OSError:
         return
     for path in paths:

@@ -5,6 +5,7 @@ the keys.
 """
 
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from medseg.wording import first_few
 # `a=b`.
 PATH_KEYS = frozenset(
     {
+        "baseline",
         "cases",
         "checkpoint",
         "coarse",
@@ -27,11 +29,14 @@ PATH_KEYS = frozenset(
         "data.cases",
         "data.phantoms.folder",
         "fine",
+        "fine_cases",
+        "held_out",
         "init_from",
         "hydra.run.dir",
         "hydra.sweep.dir",
         "input",
         "output",
+        "peers_env",
         "pred",
         "ref",
         "run",
@@ -39,9 +44,12 @@ PATH_KEYS = frozenset(
         "resume",
         "single",
         "stage.coarse",
+        "stage.coarse_folds",
         "weights",
     }
 )
+# Keys whose value may name a file.
+FILE_KEYS = PATH_KEYS | {"experiment", "task"}
 # Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
 TEXT_KEYS = PATH_KEYS | {"series_pick"}
 # Largest length of an argument in characters. Hydra's parser takes seconds for an argument of this
@@ -50,7 +58,7 @@ MAX_LENGTH = 20_000
 # Largest number of arguments: several times the number of keys of any command.
 MAX_ARGUMENTS = 2_000
 # Path keys that also take a list of paths, `[a,b]`.
-LIST_KEYS = frozenset({"coarse", "fine", "input", "weights"})
+LIST_KEYS = frozenset({"coarse", "fine", "input", "stage.coarse_folds", "weights"})
 # Command to the key of an argument that stands alone.
 POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
 # Each option for the input or the output, with the key that it is short for.
@@ -108,6 +116,23 @@ LIST_MEMBER = re.compile(
     """,
     re.VERBOSE,
 )
+
+
+def expand_home(arguments: Sequence[str]) -> list[str]:
+    """Replace `~` at the beginning of each path by the home folder.
+
+    Shells do that for a path that stands alone, but most leave `data.cases=~/cases.csv` as it is.
+    The path would then lead to a folder named `~`, which commands would make for their results.
+    """
+    home = os.path.expanduser("~")  # `Path.home` fails where there is none
+    expanded = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        if key.lstrip("+") in FILE_KEYS or key in _FILES:
+            # Also at the beginning of each further path of a list.
+            value = re.sub(r"(\A\[?|,\s*)~(?=/|\Z)", lambda begin: f"{begin[1]}{home}", value)
+        expanded.append(f"{key}{equals}{value}")
+    return expanded
 
 
 def expand_options(command: str, arguments: Sequence[str]) -> list[str]:
@@ -280,8 +305,9 @@ def _check_argument(argument: str) -> None:
         raise UserError(
             f"{argument}: expected key=value, but the key is missing; --help prints all keys"
         )
-    # No number, null or boolean chooses a file of a group. A comma divides the values of a sweep.
-    if any(NOT_A_TEXT.fullmatch(part.strip()) for part in value.split(",")):
+    # No number, null or boolean chooses a file of a group. A comma divides the values of a sweep,
+    # or those of a list in brackets.
+    if any(NOT_A_TEXT.fullmatch(part.strip(" []")) for part in value.split(",")):
         files = group_files(name)
         if files:
             raise UserError(

@@ -40,7 +40,7 @@ VERSIONS_FILE = "versions.json"
 # Locked by rank 0 as long as the run is trained.
 LOCK_FILE = ".lock"
 # How long the ranks of a killed run may take to end, in s: torchrun kills them 30 s after it has
-# asked them to end.
+# asked them to end; the rest is to spare.
 LOCK_WAIT_S = 35.0
 # Learning rate schedules with an end: class to its argument with the number of steps.
 LENGTH_KEYS = {
@@ -642,14 +642,16 @@ def _length_key(target: str) -> str | None:
 
 
 def _signature(run_dir: Path) -> str | None:
-    """Compute the signature of the run in a folder; None where its configuration is damaged."""
+    """Compute the signature of the run in a folder; None, with a message, where that fails."""
 
-    def read(_: Path) -> str:
+    def read(path: Path) -> str | None:
         try:
             return signature(read_config(run_dir))
         except KeyError as error:
-            raise UserError(
-                f"it lacks the key {error.args[0]}, so another version or program has written it"
-            ) from error
+            say(
+                f"{path} is left out: it lacks the key {error.args[0]}, "
+                "so another version or program has written it"
+            )
+            return None
 
     return read_file(run_dir / CONFIG_FILE, read)

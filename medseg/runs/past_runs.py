@@ -30,7 +30,7 @@ from medseg.report.differences import FORMATS, Difference
 from medseg.report.runs_page import difference_rows, render
 from medseg.runs.folder import CONFIG_FILE, SUMMARY_FILE, read_config, read_file, read_record
 from medseg.runs.signature import flat
-from medseg.runs.sweeps import JOB_FILE
+from medseg.runs.sweeps import JOB_FILE, latest_end
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def write_report(
 
     Args:
         folder: Absolute path of a folder with runs at or below it.
-        output: Folder to write to.
+        output: Folder of the page and the tables; made if needed.
         num_pictures: Largest number of overlays in the page.
         baseline: Name of the run that the others are compared with, as in the column `run` of
             `report.csv`.
@@ -162,11 +162,13 @@ def read_run(run_dir: Path, folder: Path) -> Run:
     if settings is None:  # a job that was refused has no configuration
         settings = {key: _parse_override(text) for key, text in overrides.items()}
     scores = read_scores(run_dir / VALIDATION_FILE)
+    recorded_status = str(job.get("status") or "")
+    status, message = latest_end(recorded_status, str(job.get("message") or ""), summary)
     return Run(
         name=str(run_dir.relative_to(folder)),
         folder=run_dir,
-        status=str(job.get("status") or summary.get("status") or "unfinished"),
-        message=str(job.get("message") or summary.get("message") or ""),
+        status=status or "unfinished",
+        message=message,
         settings=_without_hidden_keys(settings),
         has_config=config is not None,
         overrides=_without_hidden_keys(overrides),

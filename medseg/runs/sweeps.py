@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
@@ -111,9 +112,11 @@ class SweepFolder(Callback):
     Attributes:
         started: Folders of the sweeps that this process has started. An attribute of the class,
             since Hydra makes the object and gives no access to it.
+        earlier_times_ns: Folders of jobs that had a record before, to the time of its last change.
     """
 
     started: ClassVar[list[Path]] = []
+    earlier_times_ns: ClassVar[dict[Path, int]] = {}
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Fix the folder for all jobs, in whatever process they run, and write `sweep.json`."""
@@ -124,9 +127,13 @@ class SweepFolder(Callback):
         # A folder that the user named may hold an earlier start of the sweep, which is resumed.
         # Other folders are named by the time: of two sweeps in one second, the later gets a number.
         for sweep_dir in numbered(Path(config.hydra.sweep.dir).absolute()):
-            if create_text(sweep_dir / SWEEP_FILE, "{}") or is_named:
+            # Of several processes, only one can create the file.
+            is_new = create_text(sweep_dir / SWEEP_FILE, "{}")
+            if is_new or is_named:
                 break
+        _remove_refusals(sweep_dir)
         self.started.append(sweep_dir)
+        self.earlier_times_ns.update(_record_times_ns(sweep_dir))
         # With the basic launcher, this process runs the jobs one after the other, and `run_job`
         # reads `STOP`. Other launchers have worker processes, to which the signal is passed on.
         if _is_basic_launcher(config.hydra):
@@ -181,6 +188,8 @@ def run_job(config: TrainConfig) -> int:
     if earlier_dir is not None:
         remove_if_empty(job_dir)
         job_dir = earlier_dir
+        # The new time tells `exit_codes` that this start has the job too.
+        (job_dir / JOB_FILE).touch()
         # `read_jobs` of a job's own folder finds this one job.
         status = read_jobs(job_dir)[job_dir].status
         is_final_failure = status in FAILURES and not config.retry_failed
@@ -193,12 +202,12 @@ def run_job(config: TrainConfig) -> int:
             return exit_code_of(Status.running)
         # A job that was refused has a record, but no configuration to resume.
         config.resume = str(job_dir) if (job_dir / CONFIG_FILE).is_file() else None
-    elif (job_dir / CONFIG_FILE).is_file():
-        # The folder of this number holds another job, since the swept values have changed.
-        job_dir = job_dir.with_name(f"{job_dir.name}_{job.signature[:8]}")
+    else:
+        # The folder of this number may hold another job, since the swept values have changed.
+        job_dir = _without_run(job_dir)
     config.run_dir = str(job_dir)
     if STOP.is_asked:
-        # The job does not begin: the folder that Hydra made for it would stay empty.
+        # The job does not begin. Where it has Hydra's own folder, that would stay empty.
         remove_if_empty(job_dir)
         exit_if_asked()
     code = _run_and_record(config, job, job_dir, sweep_dir)
@@ -282,11 +291,17 @@ def note_refusal(message: str) -> None:
 def exit_codes() -> list[int]:
     """List the exit codes of all jobs of the sweeps that this process started.
 
-    The codes come from the records, since a launcher may run the jobs in other processes.
+    The codes come from the records, since a launcher may run the jobs in other processes. A record
+    that has not changed belongs to a job that only an earlier start had.
     """
     codes = []
     for sweep_dir in SweepFolder.started:
-        codes += [exit_code_of(job.status) for job in read_jobs(sweep_dir).values()]
+        jobs = read_jobs(sweep_dir)
+        # On a network drive, the times are up to date once the files have been read.
+        times_ns = _record_times_ns(sweep_dir)
+        for folder, job in jobs.items():
+            if times_ns.get(folder) != SweepFolder.earlier_times_ns.get(folder):
+                codes.append(exit_code_of(job.status))
     return codes
 
 
@@ -311,16 +326,62 @@ def compare(sweep_dir: Path) -> Path:
     for job_dir, job in jobs.items():
         row: dict[str, Any] = {"run": str(job_dir.relative_to(sweep_dir))}
         row.update({key: job.overrides.get(key) for key in differing_keys})
-        for key, value in read_summary(job_dir).items():
+        summary = read_summary(job_dir)
+        status, message = latest_end(job.status.value, job.message, summary)
+        for key, value in summary.items():
             # Versions and the comparison with the plan are mappings, and no cells of a table.
             if isinstance(value, (int, float, str)):
                 row[key] = value
-        row["status"] = job.status.value
-        row["message"] = job.message
+        row["status"] = status
+        row["message"] = message
         rows.append(row)
     path = sweep_dir / "comparison.csv"
     write_csv(path, rows)
     return path
+
+
+def latest_end(status: str, message: str, summary: Mapping[str, Any]) -> tuple[str, str]:
+    """Choose status and message of a job from its record and the summary of its run.
+
+    The record knows more, such as that a trial was pruned. But where it has no end, or an
+    interruption, the run may have been resumed by itself since then.
+
+    Args:
+        status: Status in the record; empty where there is none.
+        message: Message in the record.
+        summary: Content of `summary.json`; empty where there is none.
+    """
+    is_open = status in ("", Status.running.value, Status.interrupted.value)
+    if is_open and summary.get("status"):
+        return str(summary["status"]), str(summary.get("message") or "")
+    return status, message
+
+
+def _remove_refusals(sweep_dir: Path) -> None:
+    """Remove the records of jobs that were refused before they had a run, with their folders."""
+    for job_dir, job in read_jobs(sweep_dir).items():
+        if job.status is not Status.refused or (job_dir / CONFIG_FILE).is_file():
+            continue
+        with suppress(OSError):  # another process removes the folder, or uses it
+            (job_dir / JOB_FILE).unlink()
+            remove_if_empty(job_dir)
+
+
+def _record_times_ns(sweep_dir: Path) -> dict[Path, int]:
+    """Read when the record of each job last changed, in ns."""
+    times_ns = {}
+    for path in sweep_dir.rglob(JOB_FILE):
+        with suppress(FileNotFoundError):  # another process has just removed it
+            times_ns[path.parent] = path.stat().st_mtime_ns
+    return times_ns
+
+
+def _without_run(job_dir: Path) -> Path:
+    """Return a job's folder or, where it holds a run, the first numbered one beside it without."""
+    for folder in numbered(job_dir):
+        if not (folder / CONFIG_FILE).is_file():
+            break
+    return folder
 
 
 def _stop_jobs(sweep_dir: Path) -> NoReturn:
@@ -345,7 +406,7 @@ def _is_recorded_as_running(job_dir: Path) -> bool:
 
 
 def _is_basic_launcher(hydra_config: Any) -> bool:
-    """Whether the jobs of a multirun are composed in the process that the user started.
+    """Whether Hydra's basic launcher runs the jobs, one after the other in this process.
 
     Args:
         hydra_config: Node `hydra` of a configuration.

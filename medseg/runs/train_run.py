@@ -303,7 +303,7 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
     class_name = str(config.model[TARGET]).rpartition(".")[2]
     return ", ".join(
         [
-            f"{class_name} with {num_weights / 1e6:.2g} million weights",
+            f"{class_name} with {num_weights / 1e6:.3g} million weights",
             patch,
             batch,
             memory.precision.value,
@@ -316,10 +316,12 @@ def describe_run(config: TrainConfig, network: "StageNetwork") -> str:
 def remove_parts(run_dir: Path) -> None:
     """Remove temporary files that were half-written when the run was killed.
 
-    Other files stay, since the user may have chosen a folder with some.
+    Other files stay, since the user may have chosen a folder with some. Other subfolders too: a
+    cache in one may be filled by another process.
     """
-    for part in run_dir.rglob(f"{PART_PREFIX}*.part*"):
-        part.unlink(missing_ok=True)
+    for folder in (run_dir, run_dir / "checkpoints", run_dir / "pictures"):
+        for part in folder.glob(f"{PART_PREFIX}*.part*"):
+            part.unlink(missing_ok=True)
 
 
 def debug_switches(debug: DebugOptions) -> dict[str, bool]:

@@ -40,7 +40,7 @@ class ValidationPictures(pl.Callback):
     The pictures go into a folder and to TensorBoard.
 
     Args:
-        folder: Where the pictures go.
+        folder: Folder of the pictures `step_<step>_<case>.png`; made on first use.
         views: One per region; a single one for a stage other than the fine one.
         num_cases: Cases drawn at each validation.
     """

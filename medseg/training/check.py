@@ -137,7 +137,7 @@ def _redirected(node: Any, run_dir: str, folder: str) -> Any:
     Args:
         node: The node, or a value in it.
         run_dir: Folder of the run; may be a relative path, such as `log`.
-        folder: The other folder.
+        folder: Path of the other folder, a temporary one.
     """
     if isinstance(node, dict):
         return {key: _redirected(value, run_dir, folder) for key, value in node.items()}

@@ -201,7 +201,8 @@ def _schedule_clashes(config: TrainConfig) -> Iterator[str]:
     # `medseg.runs.folder` checks a run folder to resume: it knows the steps of the earlier run,
     # and lets the run go on if those already passed the end of the schedule.
     names_run_folder = config.resume not in (None, "auto")
-    ends_early = total_steps is not None and total_steps < steps
+    # The class refuses anything but a number.
+    ends_early = isinstance(total_steps, (int, float)) and total_steps < steps
     if ends_early and not names_run_folder:
         yield (
             f"schedule.total_steps={total_steps}: the schedule would end before the run, "

@@ -228,7 +228,7 @@ class CasesDataModule(pl.LightningDataModule):
         """Make the loader of the micro-batches of a rank from a step on.
 
         Args:
-            rank: Number of the rank.
+            rank: Number of the rank, from 0.
             num_ranks: Number of ranks, which divide the samples of each step.
             start_step: Number of the first step, from 0.
         """
@@ -352,7 +352,7 @@ class CasesDataModule(pl.LightningDataModule):
         Args:
             do: `is_current`, `prepare_case` or `open_case` of `medseg.data.cache`.
             case: The case.
-            source: Where it is from.
+            source: The source that lists it, with the values of its labels.
 
         Returns:
             What the function returns.

@@ -66,8 +66,10 @@ def make_loss(config: TrainConfig) -> losses.TrainingLoss:
         target_form = node.get("target_form")
         if not target_form:
             target_form = losses.find_target_form(bound_class.func, bound_class.keywords)
-        factor = float(node.get("factor", 1.0))
-        terms.append(losses.Term(factor, _call(key, bound_class), target_form))
+        factor = node.get("factor", 1.0)
+        if not isinstance(factor, (int, float)):
+            raise UserError(f"{key}.factor: expected a number, but got {factor!r}")
+        terms.append(losses.Term(float(factor), _call(key, bound_class), target_form))
     output_weights = config.loss.get("output_weights")
     ignore_label = config.task.ignore_label
     return _call("loss", partial(losses.TrainingLoss, terms, output_weights, ignore_label))
@@ -278,7 +280,7 @@ def _call(key: str, make: Callable[[], Any]) -> Any:
 
     Args:
         key: Key that names the class, for messages.
-        make: The function.
+        make: Function without arguments; its result is returned.
 
     Raises:
         UserError: If the function raises any exception.

@@ -41,7 +41,7 @@ def earlier_rows(path: Path, keep: Callable[[Rows], Rows]) -> Rows:
     """Read the rows of a CSV file that an earlier attempt of the run wrote.
 
     Args:
-        path: The file.
+        path: `metrics.csv` of a logger, `history.csv` or `validation.csv`.
         keep: Picks the rows that come before the checkpoint. For a damaged table it may raise
             KeyError, TypeError or ValueError.
 

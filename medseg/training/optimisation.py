@@ -97,7 +97,7 @@ def propose_lr(config: TrainConfig, batch_size: int) -> float:
 
     Args:
         config: Configuration with the rate, and with the batch size for which it was chosen.
-        batch_size: The other batch size.
+        batch_size: The other batch size, samples of a step over all ranks.
     """
     lr = float(config.optimizer["lr"])
     if config.lr_scaling is not LrScaling.none:
@@ -138,7 +138,7 @@ def step_from_zero(
     Args:
         make: From parameters to an optimiser.
         scale: The values of the gradient rise evenly from -scale to scale.
-        num_steps: Number of steps.
+        num_steps: Number of steps; the optimiser keeps its state between them.
 
     Returns:
         The last step: the weights after it, a vector.
@@ -163,14 +163,20 @@ def find_lr_factor(lr_scaling: LrScaling, batch_size: int) -> float:
 def scale_rates(group: dict[str, Any], lr_factor: float) -> dict[str, Any]:
     """Multiply the learning rates among the arguments of a group.
 
-    A rate may be a list, with one number for each parameter group. None stays, for the class to
-    accept or refuse.
+    A rate may be a list, with one number for each parameter group. Any other value, such as None or
+    a text, stays, for the class to accept or refuse.
     """
     scaled = dict(group)
     for key in LR_KEYS:
-        rate = group.get(key)
-        if isinstance(rate, list):
-            scaled[key] = [number * lr_factor for number in rate]
-        elif rate is not None:
-            scaled[key] = rate * lr_factor
+        if key in group:
+            scaled[key] = _scaled(group[key], lr_factor)
     return scaled
+
+
+def _scaled(rate: Any, lr_factor: float) -> Any:
+    """Multiply a rate, or each one in a list, with the factor; other values stay."""
+    if isinstance(rate, list):
+        return [_scaled(item, lr_factor) for item in rate]
+    if isinstance(rate, (int, float)):
+        return rate * lr_factor
+    return rate

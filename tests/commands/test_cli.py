@@ -35,6 +35,22 @@ def test_bash_completes_commands_keys_and_values() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the completion is for bash and zsh")
+def test_bash_completes_the_word_at_the_cursor() -> None:
+    script = f"""
+        medseg() {{ echo "$COMP_LINE"; }}
+        {COMPLETION.format(commands=" ".join(COMMANDS))}
+        COMP_WORDS=(medseg train stage=f loss=dice_) COMP_CWORD=2
+        COMP_LINE="medseg train stage=f loss=dice_" COMP_POINT=20
+        _medseg medseg "stage=f"
+        printf '%s\n' "${{COMPREPLY[@]}}"
+    """
+    result = subprocess.run(
+        ["bash", "-c", script], capture_output=True, encoding="utf-8", check=True
+    )
+    assert result.stdout.splitlines() == [r"medseg\ stage=f"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the completion is for bash and zsh")
 @pytest.mark.parametrize(
     ("breaks", "completed"), [(" :", "30,b 45"), (" ", "data.cases=10:30,b data.cases=10:45")]
 )
@@ -46,7 +62,7 @@ def test_bash_completes_what_follows_a_colon_where_it_breaks_words(
         COMP_WORDBREAKS="{breaks}="
         {COMPLETION.format(commands=" ".join(COMMANDS))}
         COMP_WORDS=(medseg train data.cases=10 :) COMP_CWORD=3
-        COMP_LINE="medseg train data.cases=10:"
+        COMP_LINE="medseg train data.cases=10:" COMP_POINT=27
         _medseg medseg ""
         echo "${{COMPREPLY[*]}}"
     """

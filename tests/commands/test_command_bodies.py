@@ -85,6 +85,23 @@ def test_a_run_is_opened_and_its_empty_folder_removed(command: Command) -> None:
     assert not (command.folder / "empty").exists()
 
 
+def test_a_table_of_jobs_that_cannot_be_written_leaves_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(folder: Path) -> Path:
+        raise UserError(f"{folder}: cannot be written")
+
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    monkeypatch.setattr(train.STOP, "install", lambda: None)
+    monkeypatch.setattr(train.entry, "run", lambda *_, **__: sys.exit(EXIT_OUT_OF_MEMORY))
+    monkeypatch.setattr(train.sweeps.SweepFolder, "started", [tmp_path])
+    monkeypatch.setattr(train.sweeps, "compare", refuse)
+    with pytest.raises(SystemExit) as end:
+        train.main()
+    assert end.value.code == EXIT_OUT_OF_MEMORY
+    assert "cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("code", "own_rank", "is_told"),
     [(EXIT_OUT_OF_MEMORY, 0, True), (EXIT_OUT_OF_MEMORY, 1, False), (1, 0, False)],

@@ -178,6 +178,7 @@ def test_threads_that_wait_sleep_unless_the_user_has_chosen(
         ),
         (["train", "data=null"], "data=null: data is a group of files; choose one of default"),
         (["train", "model=5"], "model=5: model is a group of files; choose one of "),
+        (["train", "stage=[1]"], "stage=[1]: stage is a group of files; choose one of "),
         (
             ["train", "seed=18446744073709551616"],
             "seed: must lie in [0, 9223372036854775807], but got 18446744073709551616",

@@ -109,6 +109,8 @@ def test_each_network_of_a_model_folder_is_exported(
     metadata, weights = read_weights(checkpoint, None, "checkpoint")
     folder = tmp_path / "model"
     write_model_folder(folder, [StageWeights(metadata, weights, fold) for fold in ("0", "1")])
+    with pytest.raises(UserError, match=r"expected a file that ends in \.onnx"):
+        run(f"checkpoint='{folder}'", "output=.")
     exported = []
 
     def export_stage(stage: TrainedStage, output: Path) -> Exported:

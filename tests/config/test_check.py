@@ -520,6 +520,8 @@ def test_an_unknown_choice_names_the_others_and_a_class_where_one_may_stand(
         ("seed", [1], "seed: one value is needed, but got [1]"),
         ("data.cases", {"a": 1}, "data.cases: one value is needed, but got {'a': 1}"),
         ("trusted_targets", 5, "trusted_targets: expected a list; give it in brackets"),
+        ("trusted_targets", "${x}", "trusted_targets: expected a list; give it in brackets"),
+        ("trusted_targets", [[1]], "trusted_targets.0: one value is needed, but got [1]"),
     ],
 )
 def test_a_value_of_the_wrong_form_is_told_what_the_key_expects(
@@ -637,6 +639,11 @@ def test_every_key_has_its_sentence_beside_its_type() -> None:
             assert dataclasses.is_dataclass(hint) or knobs[0].sentence.endswith("."), (
                 f"{root.__name__}.{name}"
             )
+
+
+def test_tags_are_one_text_for_mlflow() -> None:
+    config = to_config(compose("logger=mlflow", "tags=[a,'b c']"), TrainConfig)
+    assert config.logger["tags"]["tags"] == " ['a', 'b c']"
 
 
 def test_a_list_of_devices_names_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,8 @@ def test_paths_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert completions("predict", "input=sc") == ["input=scan.nii", "input=scans/"]
     assert completions("predict", "input=scans/") == ["input=scans/Doe, J/"]
     assert completions("predict", f"output={tmp_path}/scan.") == [f"output={tmp_path}/scan.nii"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert completions("predict", "output=~/scan.") == ["output=~/scan.nii"]
 
 
 @pytest.mark.parametrize(

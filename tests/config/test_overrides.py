@@ -12,6 +12,7 @@ from hydra.core.override_parser.types import QuotedString
 
 from medseg.config.overrides import (
     check_arguments,
+    expand_home,
     expand_options,
     quote,
     quote_paths,
@@ -20,6 +21,16 @@ from medseg.config.overrides import (
 from medseg.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_path_may_begin_in_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    typed = "data.cases=~/cases.csv +experiment=~/a.yaml fine=[~/0.ckpt,~/1.ckpt] -o=~/out output=~"
+    expanded = typed.replace("~", "/home/me")
+    assert expand_home(typed.split()) == expanded.split()
+    assert expand_home(["fine=[~/0.ckpt, ~/1.ckpt]"]) == ["fine=[/home/me/0.ckpt, /home/me/1.ckpt]"]
+    kept = ["~task", "name=~/a", "data.cases=a~/b", "output=~me/a", "-m"]
+    assert expand_home(kept) == kept
 
 
 @pytest.mark.parametrize(
@@ -117,6 +128,9 @@ def test_spaces_in_a_list_of_paths_belong_to_no_path() -> None:
 @pytest.mark.parametrize(
     ("typed", "quoted"),
     [
+        ("baseline=Doe, J", "baseline='Doe, J'"),
+        ("held_out=a=b.csv", "held_out='a=b.csv'"),
+        ("stage.coarse_folds=[a (1),b]", "stage.coarse_folds=['a (1)','b']"),
         ("input=''", "input=''"),
         ('input=""', 'input=""'),
         ("input='a b'", "input='a b'"),

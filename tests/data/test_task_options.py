@@ -13,7 +13,7 @@ from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig, PrepareConfig
 from medseg.data.reference import file_values
-from medseg.task import Channel, Region, Task
+from medseg.task import Channel, Region, Task, is_side_pair
 from medseg.task_options import make_task
 from medseg.training.options import TrainConfig
 
@@ -87,6 +87,10 @@ def test_a_task_without_regions_has_one_stage() -> None:
         ({"Kidney-Right": 1}, (), True),
         ({"Left kidney": 1}, (), True),
         ({"bright_spot": 1, "cleft": 2}, (), False),
+        ({"Heart": 1, "Lung_L": 2, "Lung_R": 3}, (), True),
+        ({"LungLeft": 1, "Heart": 2}, (), True),
+        ({"Lt Lung": 1, "Rt Lung": 2}, (), True),
+        ({"vessel_l": 1, "vessel_v": 2}, (), False),
         ({"lung": 1}, (Region("lung", ("lung",), "left"),), True),
     ],
 )
@@ -95,6 +99,15 @@ def test_sides_come_from_regions_or_from_words_of_labels(
 ) -> None:
     """`bright_spot` names no side, and a task without regions may have sides."""
     assert Task("t", labels, regions, (Channel(),)).has_sides == has_sides
+
+
+def test_sides_may_be_letters() -> None:
+    labels = {"Heart": 1, "Lung_L": 2, "Lung_R": 3}
+    task = Task("t", labels, (), (Channel(),))
+    assert (task.side_values("left"), task.side_values("right")) == ((2,), (3,))
+    left = Region("Lung_L", ("Lung_L",), "left")
+    assert is_side_pair(left, Region("Lung_R", ("Lung_R",), "right"))
+    assert not is_side_pair(left, Region("Kidney_R", ("Lung_R",), "right"))
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ def test_what_is_finished_is_skipped_and_said(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "now")  # the page says when it was made
     assert predict(folder) == 0  # now the summary lists the files of the copy
     before = content(folder)
     capsys.readouterr()

@@ -335,9 +335,10 @@ def test_auto_tells_which_key_a_configuration_lacks(
         path.write_text(text.replace("  num_nodes: 1\n", ""), encoding="utf-8")
         config = compose(f"run_dir={tmp_path / 'new'}", "seed=7")
         assert find_run(config) is None
-    assert "it lacks the key trainer.num_nodes, so another version or program has written it" in (
-        capsys.readouterr().err
-    )
+    assert (
+        f"{path} is left out: it lacks the key trainer.num_nodes, "
+        "so another version or program has written it"
+    ) in capsys.readouterr().err
 
 
 def hold(path: Path, is_held: object) -> None:

@@ -13,6 +13,8 @@ from medseg.errors import UserError
 from medseg.io.tables import read_csv
 from medseg.report.compare import CaseScore
 from medseg.runs.past_runs import MAX_KEYS, find_runs, read_run, read_scores, read_study
+from medseg.runs.status import Status
+from medseg.runs.sweeps import Job, compare
 from tests.report.made_runs import make_run
 
 
@@ -128,6 +130,27 @@ def test_missing_and_damaged_files_leave_their_part_empty(
     assert report(ReportConfig(str(tmp_path), None, 24)) == 0
     said = capsys.readouterr().err
     assert all(name in said for name in ("summary.json", "config.yaml", "step_000002_0.png"))
+
+
+@pytest.mark.parametrize(
+    ("recorded", "ended", "shown"),
+    [
+        ("running", "finished", "finished"),
+        ("interrupted", "out_of_memory", "out_of_memory"),
+        ("pruned", "interrupted", "pruned"),
+        ("running", None, "running"),
+    ],
+)
+def test_a_job_that_was_resumed_by_itself_has_the_end_of_its_run(
+    recorded: str, ended: str | None, shown: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "0"
+    Job(0, Status(recorded), "", {"seed": "1"}, "a").write(run_dir)
+    if ended is not None:
+        (run_dir / "summary.json").write_text(json.dumps({"status": ended, "message": "why"}))
+    assert read_run(run_dir, tmp_path).status == shown
+    (row,) = read_csv(compare(tmp_path))
+    assert row["status"] == shown
 
 
 def test_runs_are_found_outside_hidden_folders_and_other_runs(tmp_path: Path) -> None:

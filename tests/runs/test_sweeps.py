@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -304,3 +305,46 @@ def test_a_job_that_runs_elsewhere_is_left_alone(
     monkeypatch.setattr(sweeps, "wait_until_free", lambda folder: folder != tmp_path / "0")
     assert job.run() == exit_code_of(Status.running)
     assert len(job.resumed) == 1
+
+
+def test_jobs_that_differ_in_a_key_that_changes_no_result_keep_their_records(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / SWEEP_FILE).write_text(json.dumps({"swept": ["data.num_workers"]}))
+    for num_workers in ("2", "8", "16", "8"):
+        job = SweepJob(tmp_path, tiny_table, monkeypatch, f"data.num_workers={num_workers}")
+        assert job.run() == 0
+    workers = [job.overrides["data.num_workers"] for job in read_jobs(tmp_path).values()]
+    assert workers == ["2", "8", "16"]
+    assert len(set(tmp_path.glob("*/config.yaml"))) == 3
+
+
+def test_only_the_jobs_of_this_start_decide_the_exit_code(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep_dir = tmp_path / "sweep"
+    monkeypatch.setattr(SweepFolder, "started", [])
+    monkeypatch.setattr(SweepFolder, "earlier_times_ns", {})
+    first = SweepJob(sweep_dir, tiny_table, monkeypatch, "seed=1")
+    first.code = 3  # a value that the next start no longer has
+    failed_code = first.run()
+    second = SweepJob(sweep_dir, tiny_table, monkeypatch, "seed=2")
+    assert second.run() == 0
+    sweeps.note_refusal("no such key")
+    assert len(read_jobs(sweep_dir)) == 3
+    for record in sweep_dir.rglob("job.json"):
+        os.utime(record, (0, 0))  # written long ago
+
+    hydra_config = {
+        "overrides": {"task": ["seed=2,3"], "hydra": [f"hydra.sweep.dir={sweep_dir}"]},
+        "sweep": {"dir": str(sweep_dir)}, "sweeper": {},
+        "launcher": {"_target_": "BasicLauncher"},
+    }  # fmt: skip
+    monkeypatch.setattr(STOP, "install", lambda: None)
+    SweepFolder().on_multirun_start(OmegaConf.create({"hydra": hydra_config}))
+    assert second.run() == 0
+    assert SweepJob(sweep_dir, tiny_table, monkeypatch, "seed=3", number=1).run() == 0
+    assert sweeps.exit_codes() == [0, 0]
+    with (sweep_dir / "comparison.csv").open() as file:
+        statuses = [row["status"] for row in csv.DictReader(file)]
+    assert statuses == [status_of(failed_code).value, "finished", "finished"]

@@ -57,6 +57,8 @@ def test_half_written_files_are_removed_and_files_of_the_user_stay(tmp_path: Pat
     (tmp_path / "checkpoints").mkdir()
     parts = [tmp_path / ".medseg-1.part", tmp_path / "checkpoints" / ".medseg-2.part.ckpt"]
     own = [tmp_path / "notes.tmp", tmp_path / "checkpoints" / "last.ckpt"]
+    own.append(tmp_path / "cache" / "case" / ".medseg-3.part")  # another process writes it
+    own[-1].parent.mkdir(parents=True)
     for path in (*parts, *own):
         path.write_text("x")
     remove_parts(tmp_path)

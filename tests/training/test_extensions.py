@@ -74,6 +74,10 @@ def test_a_sum_of_losses_with_factors_ignores_the_ignore_label() -> None:
     [
         (["loss._target_=monai.losses.DiceLoss", "loss.softmx=true"], "did you mean softmax"),
         (
+            ["loss=sum", "loss.terms=[{_target_: monai.losses.DiceLoss, factor: null}]"],
+            "loss.terms[0].factor: expected a number, but got None",
+        ),
+        (
             ["loss._target_=monai.losses.DiceLoss", "loss.sigmoid=true", "loss.softmax=true"],
             "loss: Incompatible values",
         ),

@@ -72,6 +72,11 @@ def test_a_list_of_rates_is_scaled_number_by_number() -> None:
     assert max(rates) == pytest.approx(0.04, rel=0.01)
 
 
+def test_a_rate_that_is_no_number_is_left_to_the_class() -> None:
+    group = {"lr": "auto", "eta_min": None, "max_lr": [0.5, None]}
+    assert build.scale_rates(group, 2.0) == group | {"max_lr": [1.0, None]}
+
+
 def test_a_rate_of_null_is_refused_in_one_sentence() -> None:
     for override, group in (("optimizer.lr=null", "optimizer"), ("schedule.max_lr=null", "")):
         config = compose("schedule=one_cycle", "model.width=4", override)
@@ -326,6 +331,7 @@ def test_a_schedule_leaves_the_momentum_alone_unless_asked(schedule: str, moment
             "optimizer: torch.optim.Muon cannot be used",
         ),
         (["optimizer=sgd", "optimizer.momentum=0"], "Nesterov momentum requires a momentum"),
+        (["schedule.total_steps=[]"], "schedule.total_steps: OneCycleLR needs a whole number"),
         (
             [
                 "optimizer._target_=torch.optim.Adagrad",
