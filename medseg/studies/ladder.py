@@ -30,14 +30,15 @@ from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.planning.step import count_memory, input_shape
 from medseg.report.plots import Panel, draw_panels
-from medseg.runs.folder import load_config, read_summary, resolve_paths_and_spacing
-from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
+from medseg.runs.folder import read_summary
+from medseg.runs.signature import plain
 from medseg.runs.status import Status
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
 from medseg.studies.command_steps import run_steps, train_steps
 from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
+    check_same_training,
     compose_train,
     folder_name,
     merge_arguments,
@@ -242,20 +243,8 @@ def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:
     Raises:
         UserError: Names the keys that differ.
     """
-    if read_summary(run_dir).get("status") != Status.finished.value:
-        return
-    trained_config = load_config(run_dir, config.trusted_targets)
-    # `compose` has done the same to `config`, so equal paths compare as equal.
-    resolve_paths_and_spacing(trained_config)
-    trained = decisive(plain(trained_config))
-    configured = decisive(plain(config))
-    keys = changed_keys(trained, configured)
-    if keys:
-        changes = describe_changes(keys, trained, configured)
-        raise UserError(
-            f"{run_dir} holds a training with another configuration ({changes}); "
-            "restore these values, or give another output"
-        )
+    if read_summary(run_dir).get("status") == Status.finished.value:
+        check_same_training(run_dir, config)
 
 
 def measure(

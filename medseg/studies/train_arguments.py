@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -15,7 +16,8 @@ from medseg.config.check import explain, to_config
 from medseg.config.experiment_file import register_experiments
 from medseg.config.overrides import text_of
 from medseg.errors import UserError
-from medseg.runs.folder import resolve_paths_and_spacing
+from medseg.runs.folder import load_config, resolve_paths_and_spacing
+from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
@@ -118,6 +120,30 @@ def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
         return hydra.compose("train", targets_first([*search_path_overrides(), *arguments]))
     except HydraException as error:
         raise UserError(f"{where}: {explain(error)}") from error
+
+
+def check_same_training(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse to take a training for that of a configuration which would give another result.
+
+    Args:
+        run_dir: Folder of the run.
+        config: Configuration of `compose_train`.
+
+    Raises:
+        UserError: Names the keys that differ.
+    """
+    trained_config = load_config(run_dir, config.trusted_targets)
+    # `compose_train` has done the same to `config`, so equal paths compare as equal.
+    resolve_paths_and_spacing(trained_config)
+    trained = decisive(plain(trained_config))
+    configured = decisive(plain(config))
+    keys = changed_keys(trained, configured)
+    if keys:
+        changes = describe_changes(keys, trained, configured)
+        raise UserError(
+            f"{run_dir} holds a training with another configuration ({changes}); "
+            "restore these values, or give another output"
+        )
 
 
 def folder_name(name: str) -> str:
