@@ -11,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from medseg.errors import EXIT_FAILED
 from medseg.io.atomic import replace_text
+from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE, read_summary
 from medseg.runs.status import Status, status_of
 from medseg.studies.train_arguments import label_values_argument, search_path_overrides
@@ -83,6 +84,16 @@ def has_failed(step: Step, exit_code: int) -> bool:
     if exit_code == EXIT_FAILED and step[0] in ("predict", "evaluate"):
         return False
     return exit_code != 0
+
+
+def failed_predictions(predictions: Path) -> dict[str, str]:
+    """Read the message of each failed case from the `summary.csv` of `predict`."""
+    path = predictions / "summary.csv"
+    # There is no table if the command failed early.
+    if not path.is_file():
+        return {}
+    # The message of a failed case is in the column of warnings.
+    return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
 
 
 def run_steps(steps: Sequence[Step]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 
+from medseg.config.overrides import text_of
 from medseg.config.schema import CompareSpacingConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
@@ -38,9 +39,11 @@ from medseg.report.spacings import (
     means_of,
     prediction_costs,
 )
+from medseg.runs.advice import budget_argument
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.command_steps import (
+    failed_predictions,
     last_checkpoint,
     run_and_get_failure,
     run_until_failure,
@@ -296,7 +299,12 @@ def _predict(
     ]
     if trainer.threads:
         step.append(f"threads={trainer.threads}")
-    step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
+    checkpoints = {stage.name: last_checkpoint(stage.run_dir) for stage in stages}
+    step += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
+    # No checkpoint states these two.
+    trusted = stages[-1].config.trusted_targets
+    step.append(f"trusted_targets={text_of(trusted)}")
+    step += budget_argument(list(checkpoints.values()), trusted)
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
     # Empty unless the command failed as a whole; single cases may have failed all the same.
@@ -312,16 +320,6 @@ def _predict(
         case_failures = [f"{case}: {message}" for case, message in messages.items()]
         raise UserError(f"no case could be predicted: {'; '.join(case_failures) or failure}")
     return reports, messages
-
-
-def failed_predictions(predictions: Path) -> dict[str, str]:
-    """Read the message of each failed case from the `summary.csv` of `predict`."""
-    path = predictions / "summary.csv"
-    # There is no table if the command failed early.
-    if not path.is_file():
-        return {}
-    # The message of a failed case is in the column of warnings.
-    return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
 
 
 def train(stage: Stage, failed_runs: dict[Path, str]) -> None:

@@ -162,10 +162,12 @@ class Commands:
         self.failures = failures
         self.boxes: dict[str, dict[str, object]] = {"a": {}, "b": {}}
         self.failed: dict[str, str] = {}
+        self.steps: list[Sequence[str]] = []
         monkeypatch.setattr(app, "run_and_get_failure", self.run)
         monkeypatch.setattr(app, "train", lambda stage, failed: None)
 
     def run(self, step: Sequence[str]) -> str:
+        self.steps.append(step)
         folder = Path(
             next(argument for argument in step if argument.startswith("output=")).removeprefix(
                 "output="
@@ -201,7 +203,9 @@ class Commands:
 def row(tmp_path: Path) -> Callable[[], Strategy]:
     """Return a function that runs a row whose stages are trained."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        stages = app.stages_of("isotropic 2 mm", compose(), [], tmp_path / "runs")
+        config = compose()
+        common = ["trusted_targets=[mine.]"]
+        stages = app.stages_of("isotropic 2 mm", config, common, tmp_path / "runs")
     for stage in stages:
         stage.run_dir.mkdir(parents=True)
         (stage.run_dir / "history.csv").write_text("step,seconds_per_step\n1,0.5\n")
@@ -275,6 +279,19 @@ def test_a_failed_row_says_the_cause_of_its_case(
         UserError, match="no case could be predicted: predict ended with exit code 3: 1 of 1"
     ):
         row()
+
+
+def test_a_prediction_gets_what_no_checkpoint_tells(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_count_step", lambda stage, shape: None)
+    monkeypatch.setattr(
+        app, "budget_argument", lambda files, trusted: [f"budget of {len(files)}, {trusted}"]
+    )
+    commands = Commands(monkeypatch)
+    row()
+    predict, _ = commands.steps
+    assert predict[-2:] == ["trusted_targets=[mine.]", "budget of 2, ['mine.']"]
 
 
 def test_a_case_without_a_prediction_says_why(
