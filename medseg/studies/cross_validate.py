@@ -17,6 +17,7 @@ from medseg.data.options import StageName
 from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
+from medseg.preprocess.scale import HuScale
 from medseg.runs.advice import budget_argument
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import CLEAN_UP_MD
@@ -68,7 +69,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)
-    cases = read_cases(Path(str(config.cases)), config.data.labels_column)
+    # The case tables of the folds state this scale; `predict` reads it from no checkpoint.
+    hu = HuScale(config.data.hu_slope, config.data.hu_offset)
+    cases = read_cases(Path(str(config.cases)), config.data.labels_column, hu=hu)
     check_folds(cases, config.num_folds)
     check_writable(output)
     task = make_task(config.task)
@@ -136,7 +139,9 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
                 "fine=, or choose stage=single"
             )
     # The check needs the case table too, because a spacing may be chosen from the cases.
-    check_experiments(config, [*arguments, f"data.cases={Path(str(config.cases)).absolute()}"])
+    # Composed in this process, where nobody quotes the path.
+    table = text_of(str(Path(str(config.cases)).absolute()))
+    check_experiments(config, [*arguments, f"data.cases={table}"])
 
 
 def _cascade_trainings(
@@ -226,8 +231,7 @@ def _prediction_steps(
     """Make the commands that predict the held-out cases of each fold.
 
     Args:
-        config: Has the folder of the study, and the keys that `predict` does not read from a
-            checkpoint.
+        config: Has the folder of the study, and `trusted_targets`.
         folds: The folds, whose runs have finished.
         stages: Stages of the model.
         budget: Argument for the memory of a pass; empty if the default is enough.
@@ -237,7 +241,6 @@ def _prediction_steps(
         step = ["predict", f"input={table}", f"output={Path(config.output) / 'predictions'}"]
         for stage, checkpoint in _checkpoints(folder, stages).items():
             step.append(f"{stage}={checkpoint}")
-        step += [f"hu_slope={config.data.hu_slope}", f"hu_offset={config.data.hu_offset}"]
         step += [f"trusted_targets={text_of(config.trusted_targets)}", *budget]
         steps.append(step)
     return steps
