@@ -115,11 +115,21 @@ def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
     """
     if read_summary(run_dir).get("status") == Status.finished.value:
         return []
+    return [train_step(run_dir, *arguments)]
+
+
+def train_step(run_dir: Path, *arguments: str) -> Step:
+    """Make the command that trains or resumes a run; it compares a finished run with the arguments.
+
+    Args:
+        run_dir: The run folder.
+        *arguments: Arguments of `train`.
+    """
     step = ["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}"]
     # An earlier start has written its configuration: resume it.
     if (run_dir / CONFIG_FILE).is_file():
         step.append(f"resume={run_dir}")
-    return [step]
+    return step
 
 
 def search_paths() -> list[str]:
