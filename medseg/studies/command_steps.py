@@ -14,7 +14,7 @@ from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE, read_summary
 from medseg.runs.status import Status, status_of
-from medseg.studies.train_arguments import label_values_argument, search_path_overrides
+from medseg.studies.train_arguments import search_path_overrides
 from medseg.wording import shell_line
 
 # Arguments of `medseg`, of which the first is the name of the command.
@@ -155,22 +155,35 @@ def evaluate_step(
 ) -> Step:
     """Make the command that scores the predictions of a study.
 
-    The task is also written, to `task.yaml` in the folder: an experiment may have changed the task,
-    and `evaluate` takes no experiment.
-
     Args:
         folder: Folder of the study with `predictions`; the command writes `scores` into it.
         reference: Case table with the reference labels.
-        plain_task: Content of the group `task`.
-        label_values: Content of `data.label_values`: label name to its value in the files.
+        plain_task: See `task_argument`.
+        label_values: See `task_argument`.
     """
-    task_file = folder / "task.yaml"
-    replace_text(task_file, yaml.safe_dump({"task": dict(plain_task)}, sort_keys=False))
     return [
         "evaluate",
         f"pred={folder / 'predictions'}",
         f"ref={reference}",
         f"output={folder / 'scores'}",
-        f"task={task_file}",
-        label_values_argument(label_values),
+        task_argument(folder, plain_task, label_values),
     ]
+
+
+def task_argument(
+    folder: Path, plain_task: Mapping[str, Any], label_values: Mapping[str, Any]
+) -> str:
+    """Write a task to `task.yaml`, and make the argument of `evaluate` that names the file.
+
+    `evaluate` reads no checkpoint, and takes no experiment, which may have changed the task.
+
+    Args:
+        folder: Folder of the study.
+        plain_task: Content of the group `task`.
+        label_values: Content of `data.label_values`: label name to its value in the files. On a
+            command line Hydra would refuse names such as `3_Ventrikel` and `Gefäße`.
+    """
+    groups = {"task": dict(plain_task), "data": {"label_values": dict(label_values)}}
+    task_file = folder / "task.yaml"
+    replace_text(task_file, yaml.safe_dump(groups, sort_keys=False, allow_unicode=True))
+    return f"task={task_file}"

@@ -47,6 +47,7 @@ from medseg.studies.command_steps import (
     last_checkpoint,
     run_and_get_failure,
     run_until_failure,
+    task_argument,
     train_steps,
 )
 from medseg.studies.train_arguments import (
@@ -54,8 +55,6 @@ from medseg.studies.train_arguments import (
     check_names,
     compose_train,
     folder_name,
-    key_of,
-    label_values_argument,
     merge_arguments,
 )
 from medseg.training.network import find_divisor
@@ -131,7 +130,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    reference_arguments = arguments_for_evaluate(config, arguments)
+    task = task_argument(output, plain(config.task), config.data.label_values or {})
     # Run folder to failure. Rows may share runs: a failed run is not tried again in a later row.
     failed_runs: dict[Path, str] = {}
     strategies = []
@@ -145,7 +144,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
                 folder=folder,
                 table=table,
                 grids=grids,
-                reference_arguments=reference_arguments,
+                task=task,
                 failed_runs=failed_runs,
             )
         except UserError as error:
@@ -159,24 +158,6 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         if strategy.failure or strategy.missing:
             return EXIT_FAILED
     return 0
-
-
-def arguments_for_evaluate(config: CompareSpacingConfig, arguments: Sequence[str]) -> list[str]:
-    """List the arguments of `evaluate` that state the task and the values of the reference labels.
-
-    `evaluate` needs them, since it reads no checkpoint.
-
-    Args:
-        config: Has the values of the labels in the reference files.
-        arguments: Arguments of `train` that all rows share.
-    """
-    task_arguments = []
-    for argument in arguments:
-        # For `+task.labels.trachea=5` this is `task`.
-        group = key_of(argument).split(".")[0]
-        if group == "task":
-            task_arguments.append(argument)
-    return [label_values_argument(config.data.label_values or {}), *task_arguments]
 
 
 def stages_of(
@@ -215,7 +196,7 @@ def run_row(
     folder: Path,
     table: Path,
     grids: Mapping[str, VoxelGrid],
-    reference_arguments: Sequence[str],
+    task: str,
     failed_runs: dict[Path, str],
 ) -> Strategy:
     """Train both stages of a row, predict and score the held-out cases.
@@ -228,7 +209,7 @@ def run_row(
         folder: Folder of the row.
         table: Case table of the held-out cases.
         grids: Name of each held-out case to its oriented grid.
-        reference_arguments: From `arguments_for_evaluate`.
+        task: From `task_argument`.
         failed_runs: Run folders that failed in earlier rows, with the reason; a run that fails now
             is added.
 
@@ -245,7 +226,7 @@ def run_row(
     reports, predict_failures = _predict(stages, table, list(grids), predictions)
     scores = folder / "scores" / runs_name
     files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
-    step = ["evaluate", *files, "pictures=false", *reference_arguments]
+    step = ["evaluate", *files, "pictures=false", task]
     evaluate_failure = run_and_get_failure(step)
     if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from medseg.config.check import explain, to_config
 from medseg.config.experiment_file import register_experiments
-from medseg.config.overrides import text_of
 from medseg.errors import UserError
 from medseg.runs.folder import load_config, resolve_paths_and_spacing
 from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
@@ -62,17 +61,6 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
     for argument in itertools.chain(*groups):
         argument_of_key[key_of(argument)] = argument
     return tuple(argument_of_key.values())
-
-
-def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """Make the argument that states the values of labels in reference files.
-
-    Args:
-        label_values: Label name to value.
-    """
-    items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
-    # `+` adds names that `data.label_values` does not have yet.
-    return f"+data.label_values={{{', '.join(items)}}}"
 
 
 def search_path_overrides() -> list[str]:

@@ -63,14 +63,6 @@ def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
         stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
 
 
-def test_keys_that_are_added_to_the_task_reach_the_evaluation() -> None:
-    added = ["task=lungs", "+task.labels.trachea=3"]
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose("+data.label_values.trachea=3")
-    arguments = app.arguments_for_evaluate(config, ["model.width=4", *added])
-    assert arguments == ["+data.label_values={left_lung: 1, right_lung: 2, trachea: 3}", *added]
-
-
 def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
     grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -212,7 +204,7 @@ def row(tmp_path: Path) -> Callable[[], Strategy]:
         (stage.run_dir / "summary.json").write_text('{"train_s": 3.0}')
     grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
     return lambda: app.run_row(
-        "x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, [], {}
+        "x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, "task=t", {}
     )
 
 

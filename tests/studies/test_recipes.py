@@ -12,7 +12,10 @@ import hydra
 import pytest
 
 from medseg.conf_folder import conf_dir
-from medseg.config.schema import MakeWeightsConfig
+from medseg.config.check import to_config
+from medseg.config.imported import SOURCE_VARIABLE, with_task
+from medseg.config.overrides import quote_paths
+from medseg.config.schema import EvaluateConfig, MakeWeightsConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
 from medseg.studies import command_steps, recipes, train_arguments
@@ -242,9 +245,20 @@ def test_published_metadata_names_no_folder() -> None:
     assert metadata["config"]["data"]["cases"] == "/data/table.csv"
 
 
-def test_the_label_values_that_a_study_hands_on_fit_any_task() -> None:
-    argument = train_arguments.label_values_argument({"liver": 7, "left_kidney": [1, 2]})
+def test_a_study_hands_on_labels_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command line in Hydra's grammar could not name some of them."""
+    monkeypatch.setenv(SOURCE_VARIABLE, "")
+    labels = {"3_Ventrikel": 1, "Gefäße": 2, "left kidney": 3}
+    label_values = {"3_Ventrikel": 7, "Gefäße": [8, 9], "left kidney": 1}
+    folder = tmp_path / "Doe, John (1)"
+    task = {"name": "head", "labels": labels, "window_hu": [-100, 200]}
+    step = command_steps.evaluate_step(folder, Path("t.csv"), task, label_values)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        for command in ("train", "evaluate"):
-            composed = hydra.compose(command, ["task=abdomen", argument])
-            assert dict(composed.data.label_values) == {"liver": 7, "left_kidney": [1, 2]}
+        config = to_config(
+            hydra.compose("evaluate", quote_paths(with_task(step[1:], EvaluateConfig))),
+            EvaluateConfig,
+        )
+    assert config.task.labels == labels
+    assert config.data.label_values == label_values

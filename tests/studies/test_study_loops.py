@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 import pytest
+import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.conf_folder import conf_dir
@@ -254,7 +255,10 @@ def test_a_failed_spacing_does_not_end_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = Path(spacing_study.output)
+    spacing_study.task.labels["trachea"] = 3
+    spacing_study.data.label_values["trachea"] = 4
     calls: list[Any] = []
+    tasks: list[str] = []
     written: list[Any] = []
     cases = [
         SimpleNamespace(
@@ -282,6 +286,7 @@ def test_a_failed_spacing_does_not_end_the_others(
         name: str, stages: Any, folder: Path, table: Path, grids: Any, **others: Any
     ) -> Strategy:
         calls.append((name, stages, folder.name, table.name, grids))
+        tasks.append(others["task"])
         if name == "thin":
             raise UserError("no room")
         return Strategy(name, {}, [], {"x": "gone"} if is_missing else {})
@@ -302,6 +307,11 @@ def test_a_failed_spacing_does_not_end_the_others(
     ]
     assert written == [(["no room"], {"a": "of a"}), (["no room", ""], {"a": "of a"})]
     assert "thin: no room" in capsys.readouterr().err
+    # The task of the study with the user's changes, for `evaluate`.
+    groups = yaml.safe_load((output / "task.yaml").read_text(encoding="utf-8"))
+    assert groups["task"]["labels"]["trachea"] == 3
+    assert groups["data"]["label_values"] == {"left_lung": 1, "right_lung": 2, "trachea": 4}
+    assert tasks == [f"task={output / 'task.yaml'}"] * 2
     spacing_study.rows = {"thick": spacing_study.rows["thick"]}
     assert compare_spacing.compare_spacing(spacing_study) == 0
     is_missing = True
