@@ -58,7 +58,7 @@ class Lesion(NamedTuple):
 
     Attributes:
         depth_mm: Distance from its border, positive inside, (D, H, W).
-        hu: Its density.
+        hu: Its mean density in HU.
         edge_mm: Width of its border, over which it fades into the lung.
         has_branches: Whether airways and vessels may be drawn inside.
     """

@@ -124,7 +124,7 @@ class Patient:
     """Measures of one patient in canonical mm.
 
     Attributes:
-        spec: The case.
+        spec: Specification from which the measures were drawn.
         scale_zyx: World mm per canonical mm.
         apex_z_mm: Top of the lungs.
         dome_z_mm: Top of the diaphragm in each half of the chest, by the key of `SIDES`.
@@ -284,7 +284,7 @@ def measure_fluid(
 
     Args:
         patient: The patient; in place of a missing lung all is fluid.
-        points: The lattice.
+        points: Points at which the distance is measured.
         side: A key of `SIDES`.
         effusion_mm: Depth of the fluid; 0 = none.
         cage: Distance to the inside of the ribs.

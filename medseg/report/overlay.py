@@ -413,7 +413,7 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
 
     Args:
         is_label: Labelled voxels, (D, H, W).
-        plane: The plane.
+        plane: A key of `PLANES`.
         worst: Slice that replaces the nearest of the chosen ones; None replaces none.
     """
     num_voxels = _num_voxels_by_slice(is_label, plane)

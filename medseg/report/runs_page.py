@@ -355,7 +355,7 @@ def _cells(
     """Make the cells of a metric in the rows of a table, and mark the best.
 
     Args:
-        metric: The metric.
+        metric: Formats the values, and says which are better.
         rows: Values of each row: one of a run, several of the repeats of a setting, or none.
         is_eligible: Whether each row may be marked as the best.
 

@@ -361,7 +361,7 @@ def _count_step(stage: Stage, shape: Shape | None) -> StepMemory | None:
     without these costs.
 
     Args:
-        stage: The stage.
+        stage: Has the configuration of the step.
         shape: Shape of the network's input, (D, H, W); None if there is no input.
 
     Returns:

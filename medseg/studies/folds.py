@@ -117,7 +117,7 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
     An organ is a region of the task, or a label if the task has no regions.
 
     Args:
-        task: The task.
+        task: Has the regions with their labels.
         label_values: Value in the label files to label name.
     """
     if task.regions:

@@ -428,7 +428,7 @@ def table_row(
     """Make a row of `ladder.csv`; an unknown value is None.
 
     Args:
-        row: The row.
+        row: Has the name, and the arguments that the row adds.
         memory: Memory switches of the row.
         measured: From `measure_row`.
         summary: Summary of the row's training; empty if it was not trained.
@@ -466,7 +466,7 @@ def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, ti
 
     Args:
         table: From `table_row`, of the rows measured so far.
-        rows: All rows.
+        rows: All rows, also those that are not measured yet.
         output: Folder to write to.
         title: Title of the picture.
     """
