@@ -120,8 +120,10 @@ def _write_tables(
     write_rows(rows, output, folds.names_by_heading)
     shutil.copyfile(output / "scores" / METRICS_FILE, output / METRICS_FILE)
     # Harder scans are no independent observations, so only whole scans are pooled.
-    whole_rows = [row for row in rows if row["case"] in folds.names_by_heading[WHOLE]]
-    write_pooled(whole_rows, folds.cases, fold_costs(folds.folders), output)
+    whole_names = folds.names_by_heading[WHOLE]
+    whole_rows = [row for row in rows if row["case"] in whole_names]
+    whole_cases = {name: case for name, case in folds.cases.items() if name in whole_names}
+    write_pooled(whole_rows, whole_cases, fold_costs(folds.folders), output)
     return whole_rows
 
 
