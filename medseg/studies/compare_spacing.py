@@ -484,8 +484,12 @@ def write(
         csv_rows += _csv_rows(strategy)
     write_csv(output / "comparison.csv", csv_rows, COLUMNS)
     replace_text(output / "comparison.md", markdown(strategies, patients))
+    picture = output / "comparison.png"
     if any(strategy.scores for strategy in strategies):
-        _draw(strategies, output / "comparison.png")
+        _draw(strategies, picture)
+    else:
+        # A picture of an earlier start would show other results than the tables.
+        picture.unlink(missing_ok=True)
 
 
 def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:

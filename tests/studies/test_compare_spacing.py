@@ -95,6 +95,7 @@ def test_a_table_and_a_picture_of_what_is_known(tmp_path: Path) -> None:
         )
     )
     failed = Strategy("native", {}, [], {}, "out of memory")
+    (tmp_path / "comparison.png").write_bytes(b"of an earlier start")
     app.write([failed], tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     good = Strategy("isotropic", {"coarse": cost, "fine": cost}, [score], {"b": "no prediction"})
