@@ -85,8 +85,11 @@ def train(folder: str | Path, keys: Keys) -> Run:
     for step in train_steps(folder, *arguments):
         _run(step)
     summary = read_summary(folder)
-    # Summaries of older versions may not name a checkpoint.
-    checkpoint = Path(summary.get("checkpoint") or last_checkpoint(folder))
+    checkpoint = last_checkpoint(folder)
+    # Summaries of older versions may not name a checkpoint. Of its path only the name counts: the
+    # folder may have been moved since.
+    if summary.get("checkpoint"):
+        checkpoint = checkpoint.with_name(Path(summary["checkpoint"]).name)
     return Run(folder, checkpoint, summary)
 
 

@@ -78,6 +78,15 @@ def test_a_finished_training_is_returned_for_its_own_keys_alone(
         medseg.train(tmp_path / "run", {"steps": 6})
 
 
+def test_the_checkpoint_of_a_training_that_was_moved_is_found(
+    commands: list[list[str]], tmp_path: Path
+) -> None:
+    medseg.train(tmp_path / "run", {"steps": 5})
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    run = medseg.train(moved, {"steps": 5})
+    assert run.checkpoint == moved / "checkpoints" / "best.ckpt"
+
+
 def test_keys_are_compared_with_a_run_of_the_command_line(
     commands: list[list[str]], tmp_path: Path
 ) -> None:
