@@ -106,8 +106,8 @@ def _check_held_out(folder: Path, held_out: Sequence[Case], cases: Sequence[Case
     if names_now != names_then:
         raise UserError(
             f"{folder}: its networks were trained with {first_few(sorted(names_then))} held out, "
-            f"but the fold now holds out {first_few(sorted(names_now))}; restore num_folds, "
-            "data.test_patients and the folds of the case table, or give another output"
+            f"but the fold now holds out {first_few(sorted(names_now))}; restore the case table, "
+            "num_folds and data.test_patients, or give another output"
         )
 
 

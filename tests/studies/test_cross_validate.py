@@ -312,7 +312,8 @@ def test_networks_are_not_scored_on_scans_that_they_were_trained_on(
     assert study.cross_validate(config) == 0, "further scans may be made of the held-out ones"
     config.num_folds = 4
     with pytest.raises(
-        UserError, match=r"fold_0: its networks were trained with .* held out, .* restore num_folds"
+        UserError,
+        match=r"fold_0: its networks were trained with .* held out, .* restore .* num_folds",
     ):
         study.cross_validate(config)
 
