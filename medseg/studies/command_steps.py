@@ -3,18 +3,25 @@
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.errors import EXIT_FAILED
+from medseg.config.overrides import quote_paths
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import replace_text
 from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE, read_summary
 from medseg.runs.status import Status, status_of
-from medseg.studies.train_arguments import search_path_overrides
+from medseg.studies.train_arguments import (
+    compose_train,
+    search_path_overrides,
+    training_changes,
+)
 from medseg.wording import shell_line
 
 # Arguments of `medseg`, of which the first is the name of the command.
@@ -114,8 +121,28 @@ def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
         A list of this command; empty if the run has finished.
     """
     if read_summary(run_dir).get("status") == Status.finished.value:
+        _tell_changes(run_dir, arguments)
         return []
     return [train_step(run_dir, *arguments)]
+
+
+def _tell_changes(run_dir: Path, arguments: Sequence[str]) -> None:
+    """Tell the user if a finished run, which is kept, has another configuration.
+
+    The same arguments may stand for other values now: those of an experiment that was edited.
+    """
+    # Hydra is not initialised if the study was called as a function, not as a command.
+    if not HydraConfig.initialized():
+        return
+    # A run of an older version may have a configuration that cannot be compared.
+    with suppress(UserError):
+        config = compose_train(quote_paths([*arguments, "run_dir=none"]), "train")
+        changes = training_changes(run_dir, config)
+        if changes:
+            say(
+                f"{run_dir} has finished with other values ({changes}); its result is kept; "
+                "to train again, remove the folder, or give another output"
+            )
 
 
 def train_step(run_dir: Path, *arguments: str) -> Step:

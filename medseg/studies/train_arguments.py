@@ -120,18 +120,30 @@ def check_same_training(run_dir: Path, config: TrainConfig) -> None:
     Raises:
         UserError: Names the keys that differ.
     """
+    changes = training_changes(run_dir, config)
+    if changes:
+        raise UserError(
+            f"{run_dir} holds a training with another configuration ({changes}); "
+            "restore these values, or give another output"
+        )
+
+
+def training_changes(run_dir: Path, config: TrainConfig) -> str:
+    """Describe where the configuration of a run differs, so that its result would; "" if nowhere.
+
+    Args:
+        run_dir: Folder of the run.
+        config: Configuration of `compose_train`.
+
+    Raises:
+        UserError: If the configuration of the run is damaged, or of an older version.
+    """
     trained_config = load_config(run_dir, config.trusted_targets)
     # `compose_train` has done the same to `config`, so equal paths compare as equal.
     resolve_paths_and_spacing(trained_config)
     trained = decisive(plain(trained_config))
     configured = decisive(plain(config))
-    keys = changed_keys(trained, configured)
-    if keys:
-        changes = describe_changes(keys, trained, configured)
-        raise UserError(
-            f"{run_dir} holds a training with another configuration ({changes}); "
-            "restore these values, or give another output"
-        )
+    return describe_changes(changed_keys(trained, configured), trained, configured)
 
 
 def folder_name(name: str) -> str:

@@ -18,6 +18,7 @@ from medseg.config.overrides import quote_paths
 from medseg.config.schema import EvaluateConfig, MakeWeightsConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
+from medseg.runs.folder import open_run
 from medseg.studies import command_steps, recipes, train_arguments
 
 
@@ -181,6 +182,30 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
         note("c")
     with pytest.raises(UserError, match=r'not .*"arguments": \["steps=5"\]'):
         note("a", ("steps=5",))
+
+
+def test_a_finished_run_of_an_experiment_that_was_edited_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = SimpleNamespace(initialized=lambda: True)
+    monkeypatch.setattr(command_steps, "HydraConfig", fake)
+    experiment = tmp_path / "mine (1).yaml"
+    table = tmp_path / "a, b.csv"
+    table.touch()
+    arguments = [f"experiment={experiment}", f"data.cases={table}"]
+    run_dir = tmp_path / "run"
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        experiment.write_text("# @package _global_\nsteps: 5\n", encoding="utf-8")
+        composed = [*quote_paths(arguments), f"run_dir='{run_dir}'"]
+        open_run(train_arguments.compose_train(composed, "train"))
+        (run_dir / "summary.json").write_text('{"status": "finished"}', encoding="utf-8")
+        assert command_steps.train_steps(run_dir, *arguments) == []
+        assert capsys.readouterr().err == ""
+        experiment.write_text("# @package _global_\nsteps: 6\n", encoding="utf-8")
+        assert command_steps.train_steps(run_dir, *arguments) == []
+    told = capsys.readouterr().err
+    assert "has finished with other values (" in told
+    assert "steps: 5 then, 6 now" in told
 
 
 def test_folders_of_configuration_files_reach_the_commands_of_a_study(
