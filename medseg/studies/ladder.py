@@ -19,6 +19,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from torch import nn
 
+from medseg.config.overrides import quote
 from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
@@ -228,7 +229,7 @@ def compose(row: Row) -> TrainConfig:
         UserError: If `train` would refuse the arguments.
     """
     # `run_dir` must have some value; nothing is written there.
-    return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], row.key)
+    return compose_train([*row.arguments, f"name={quote(row.folder)}", "run_dir=ladder"], row.key)
 
 
 def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:

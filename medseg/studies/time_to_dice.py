@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.config.overrides import text_of
+from medseg.config.overrides import quote
 from medseg.config.schema import TimeToDiceConfig
 from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
@@ -74,7 +74,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     configs = {}
     for name, row_arguments in rows.items():
         folder = output / folder_name(name)
-        run_arguments = [f"name={folder.name}", f"run_dir={text_of(str(folder / 'run'))}"]
+        run_arguments = [f"name={quote(folder.name)}", f"run_dir={quote(str(folder / 'run'))}"]
         merged = merge_arguments(common, arguments, row_arguments)
         configs[name] = compose_train([*merged, *run_arguments], f"rows.{name}")
     check_writable(output)

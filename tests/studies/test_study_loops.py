@@ -342,12 +342,15 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
 ) -> None:
     settings = ["target_dice=0.5", "metric=val_dice", "max_minutes=10", "max_ratio=4"]
     config = compose("time_to_dice", TimeToDiceConfig, f"output='{tmp_path}'", *settings)
-    config.rows = {"one": ["seed=1"], "two": ["seed=2"], "three": ["seed=3"]}
+    # Names that Hydra would read as something else, or not at all.
+    config.rows = {"größer": ["seed=1"], "null": ["seed=2"], "1e5": ["seed=3"]}
     calls: list[Any] = []
+    names: list[str] = []
     answers = iter(outcomes)
 
     def train(row: Any, study: Any, limit_minutes: float) -> Any:
         calls.append((row.seed, row.steps, limit_minutes))
+        names.append(row.name)
         own = [{"step": 10.0, "cpu_minutes": 1.0, "val_dice": 0.4}]
         own += [
             {"step": 20.0 * step, "cpu_minutes": 2.0 * step, "val_dice": 0.5 + step / 100}
@@ -363,6 +366,7 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
     )
     assert time_to_dice.time_to_dice(config) == code
     assert [seed for seed, *_ in calls] == [1, 2, 3][:num_rows]
+    assert names == ["größer", "null", "1e5"][:num_rows]
     assert {steps for _, steps, _ in calls} == {config.steps}
     assert [limit for *_, limit in calls] == limits
     table = read_csv(tmp_path / "time_to_dice.csv")
