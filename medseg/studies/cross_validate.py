@@ -24,6 +24,7 @@ from medseg.studies.clean_up import CLEAN_UP_MD
 from medseg.studies.command_steps import (
     Step,
     evaluate_step,
+    failed_predictions,
     last_checkpoint,
     run_steps,
     train_steps,
@@ -93,6 +94,10 @@ def cross_validate(config: CrossValidateConfig) -> int:
     checkpoints = _checkpoints(folds.folders[0], stages)
     budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
     run_steps(_prediction_steps(config, folds, stages, budget))
+    predictions = output / "predictions"
+    for name in failed_predictions(predictions):
+        # Of an earlier start with other networks: `predict` skips what is up to date.
+        (predictions / f"{name}.nii.gz").unlink(missing_ok=True)
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
     # Label to value, as in the user's argument; `label_values` above maps value to label.
     values_by_label = config.data.label_values or {}

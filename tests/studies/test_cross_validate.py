@@ -17,6 +17,7 @@ from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.segmentation import RegionBox
+from medseg.io.tables import write_csv
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
 from medseg.studies import command_steps, folds
@@ -316,6 +317,19 @@ def test_networks_are_not_scored_on_scans_that_they_were_trained_on(
         match=r"fold_0: its networks were trained with .* held out, .* restore .* num_folds",
     ):
         study.cross_validate(config)
+
+
+def test_a_prediction_of_earlier_networks_is_not_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_runs(monkeypatch, tmp_path, [], [])
+    predictions = tmp_path / "predictions"
+    rows = [{"case": name, "status": status} for name, status in (("c0", "failed"), ("c1", "ok"))]
+    write_csv(predictions / "summary.csv", [{**row, "warnings": ""} for row in rows])
+    for name in ("c0", "c1"):
+        (predictions / f"{name}.nii.gz").touch()
+    assert study.cross_validate(make_config(tmp_path, StageName.single)) == 0
+    assert [path.name for path in predictions.glob("*.nii.gz")] == ["c1.nii.gz"]
 
 
 def test_a_case_table_of_a_cascade_may_have_any_name(
