@@ -58,7 +58,7 @@ class Lesion(NamedTuple):
 
     Attributes:
         depth_mm: Distance from its border, positive inside, (D, H, W).
-        hu: Its density.
+        hu: Its mean density in HU.
         edge_mm: Width of its border, over which it fades into the lung.
         has_branches: Whether airways and vessels may be drawn inside.
     """
@@ -577,8 +577,10 @@ def _in_hu(image: Tensor, window_hu: tuple[float, float]) -> Iterator[Tensor]:
     middle_hu = low_hu + half_hu
     # -1 is the lower end of the window, 1 the upper one.
     image_hu = image[0].mul_(half_hu).add_(middle_hu)
-    yield image_hu
-    image_hu.sub_(middle_hu).div_(half_hu)
+    try:
+        yield image_hu
+    finally:
+        image_hu.sub_(middle_hu).div_(half_hu)
 
 
 def _grown(mask: Tensor, voxels: Sequence[int]) -> Tensor:

@@ -22,7 +22,7 @@ class FoundRegion(NamedTuple):
 
     Attributes:
         region: The region.
-        box: Its tight box.
+        box: Its tight box, in voxels of the coarse grid.
         volume_ml: Its volume.
         centre_x_mm: World x of its centre of mass.
         x_range_mm: Least and largest world x of its box.

@@ -114,8 +114,8 @@ VESSELS = (
     # Inferior vena cava.
     Tube(((-22, -2, -70), (-24, 8, -130), (-20, 14, -420)), (12, 10.5)),
 )
-# Distance to the surface of pleural fluid where there is no fluid (positive) or only fluid
-# (negative): larger than any `blend_mm` of this module.
+# Stands for the distance to the surface of the fluid on a side that has no surface: +FAR_MM without
+# fluid, -FAR_MM where all is fluid. It is larger than any `blend_mm` of this module.
 FAR_MM = 30.0
 
 
@@ -124,10 +124,10 @@ class Patient:
     """Measures of one patient in canonical mm.
 
     Attributes:
-        spec: The case.
+        spec: Specification from which the measures were drawn.
         scale_zyx: World mm per canonical mm.
         apex_z_mm: Top of the lungs.
-        dome_z_mm: Key of `SIDES` to the top of the diaphragm in that half of the chest.
+        dome_z_mm: Top of the diaphragm in each half of the chest, by the key of `SIDES`.
         recess_mm: How far the space between diaphragm and ribs reaches below the dome.
         width: Factor of the transverse size of the chest, about 1.
         depth: Factor of the sagittal size of the chest, about 1.
@@ -154,7 +154,7 @@ class Patient:
     muscle_mm: float
 
     def landmark_z_mm(self, name: str) -> float:
-        """Height of a landmark of `View`, over both halves of the chest."""
+        """Height of a landmark of `View`: the higher of two domes, the lower of two recesses."""
         highest_dome = max(self.dome_z_mm.values())
         lowest_recess = min(self.dome_z_mm.values()) - self.recess_mm
         heights = {
@@ -206,7 +206,7 @@ def draw_patient(spec: PhantomSpec) -> Patient:
 
 
 def by_level(table: Table, z_mm: Field) -> list[Field]:
-    """Interpolate the columns of a table after the first at each z; constant beyond its ends.
+    """Interpolate all columns of a table but z at the given heights; constant beyond its ends.
 
     Returns:
         One array of the shape of `z_mm` per column, in mm.
@@ -259,8 +259,8 @@ def measure_body(patient: Patient, slab: Slab) -> Fields:
     body["cage"] = either(halves[1].cage, halves[-1].cage)
     # `SIDES` and `effusion_mm` both begin with the left.
     for (side, name), effusion_mm in zip(SIDES.items(), spec.effusion_mm, strict=True):
-        # Negative on this side of the chest, from half of `half_gap_mm` beside the middle on: the
-        # lungs stay apart also where the mediastinum is thinnest.
+        # Negative on this side of the chest, beginning `half_gap_mm` / 2 from the middle: the lungs
+        # stay apart also where the mediastinum is thinnest.
         beyond_middle = side * (patient.shift_x_mm - points.x) + 0.5 * patient.half_gap_mm
         cavity = within(
             halves[side].cage + 1.3 * slab.wave, beyond_middle, points.z - patient.apex_z_mm
@@ -284,7 +284,7 @@ def measure_fluid(
 
     Args:
         patient: The patient; in place of a missing lung all is fluid.
-        points: The lattice.
+        points: Points at which the distance is measured.
         side: A key of `SIDES`.
         effusion_mm: Depth of the fluid; 0 = none.
         cage: Distance to the inside of the ribs.
@@ -314,8 +314,8 @@ class HalfChest(NamedTuple):
 
 def measure_half_chest(patient: Patient, points: Points, side: int) -> HalfChest:
     """Measure half a chest: an ellipse at each level, and a dome that falls to the ribs."""
-    # The table ends at 93 mm. The part above -20 mm (113 mm of the table) is stretched so that it
-    # ends at the apex of this patient.
+    # The table ends at 93 mm. Its part above -20 mm (113 mm) is stretched or squeezed to the apex
+    # of this patient. Squeezed, it ends up to 1 mm above the apex; `measure_body` cuts it there.
     z = points.z + (93 - patient.apex_z_mm) * np.clip((points.z + 20) / 113, 0, 1)
     centre_x, half_x, centre_y, half_y = by_level(RIB_CAGE, z)
     half_x = half_x * patient.width

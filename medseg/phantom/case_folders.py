@@ -150,7 +150,7 @@ def write_case(folder: Path, spec: Spec) -> dict[str, bool]:
 
     Args:
         folder: Folder of the case; made if absent.
-        spec: The case.
+        spec: What the case is made from; a chest or a scene.
 
     Returns:
         Part to whether the image shows it: `left_lung` and `right_lung` of a chest, `parts` of a

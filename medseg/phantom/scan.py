@@ -43,7 +43,7 @@ def make_phantom(spec: PhantomSpec) -> Phantom:
     """Make a phantom.
 
     Args:
-        spec: The case.
+        spec: What the phantom is made from.
 
     Returns:
         Image, labels and grid; a voxel belongs to a label that covers more than half of its volume.

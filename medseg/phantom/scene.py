@@ -106,7 +106,7 @@ def make_scene(
     """Make a scene: an elliptic body in air, with one organ for each label.
 
     Args:
-        spec: The case.
+        spec: What the scene is made from.
 
     Returns:
         Image (D, H, W) and grid of each channel; labels on the grid of the first. A voxel belongs
@@ -188,9 +188,9 @@ def scan(spec: SceneSpec, channel: int, points: Points, inside: Field, contrast:
     """Scan one channel: HU of soft tissue, or the signal of an MR sequence in arbitrary units.
 
     Args:
-        spec: The case.
+        spec: Has the modality of the channel, and the random numbers.
         channel: Number of the channel.
-        points: Its voxels.
+        points: Centres of its voxels.
         inside: Share of each voxel that is in the body, (D, H, W).
         contrast: Difference of the organs from the body, -1 to 1, (D, H, W).
     """

@@ -101,7 +101,7 @@ def tube(
     """Measure a tube: a chain of tapered capsules, one between each node and the next.
 
     Args:
-        points: The lattice.
+        points: Points at which the distance is measured, (D, H, W).
         path_xyz_mm: Nodes of the chain, (n, 3).
         radii_mm: Radius at the first and at the last node; it changes by the same step from node to
             node.

@@ -87,7 +87,7 @@ def draw_planes(
 
     Args:
         patient: The patient.
-        points: The lattice.
+        points: Points at which the patient is drawn, (D, H, W).
         noise: See `draw_noise`.
 
     Returns:
@@ -270,7 +270,7 @@ def lung_density(slab: Slab, patient: Patient, body: Fields, axis_mm: Field) -> 
 
     Args:
         slab: The lattice and its noises.
-        patient: The patient.
+        patient: Has the density of the lungs and their diseases.
         body: Signed distances of `measure_body`.
         axis_mm: Distance to the nearest axis of a vessel, (D, H, W).
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from medseg.report.overlay import TEXT, Canvas, colour_of, grey_range
+from medseg.report.overlay import TEXT, Canvas, colour_of, grey_range, legend_lines
 from medseg.report.plots import shortened, write_png
 
 # Largest number of rows and of columns of a slice; larger slices are thinned.
@@ -23,6 +23,10 @@ _TITLE_PX = 38
 _LINE_PX = 14
 _GAP_PX = 10
 _HEADER_PX = 50
+_LEGEND_LINE_PX = 20
+# Width of a bold character of 13 points of the title, and of one of 10 points of the legend.
+_TITLE_LETTER_PX = 12
+_LEGEND_LETTER_PX = 8.5
 # Severity of a finding to its colour, the most severe first.
 _SEVERITY_COLOURS = {"error": "#f87171", "warning": "#facc15", "information": "#8b949e"}
 # Number of characters of 8 points that fit into a line below the slices of a case, and largest
@@ -164,16 +168,22 @@ def _draw_page(
     """
     lines_by_case = [_finding_lines(case.findings) for case in cases]
     num_columns = min(_COLUMNS, len(cases))
+    width_px = num_columns * (_CASE_PX + _GAP_PX) + _GAP_PX
+    names = [name.replace("_", " ") for name in label_names.values()]
+    widths_px = [_LEGEND_LETTER_PX * len(name) + 2 * _GAP_PX for name in names]
+    beside_px = width_px - _GAP_PX - _TITLE_LETTER_PX * len(title)
+    legend = legend_lines(widths_px, beside_px, width_px - _GAP_PX)
     # The upper edge of each row of cases, and the lower edge of the last one.
-    tops_px = [_HEADER_PX]
+    tops_px = [_HEADER_PX + _LEGEND_LINE_PX * (len(legend) - 1)]
     for first in range(0, len(cases), num_columns):
         lines_in_row = lines_by_case[first : first + num_columns]
         num_lines = max(map(len, lines_in_row))
         row_px = _TITLE_PX + _SLICES_PX + _GAP_PX + num_lines * _LINE_PX + 2 * _GAP_PX
         tops_px.append(tops_px[-1] + row_px)
-    canvas = Canvas(num_columns * (_CASE_PX + _GAP_PX) + _GAP_PX, tops_px[-1])
+    canvas = Canvas(width_px, tops_px[-1])
     canvas.write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
-    _write_legend(canvas, list(label_names.values()))
+    for number, line in enumerate(legend):
+        _write_legend(canvas, 17 + number * _LEGEND_LINE_PX, line, names, widths_px)
     for number, (case, lines) in enumerate(zip(cases, lines_by_case, strict=True)):
         row, column = divmod(number, num_columns)
         left_px = _GAP_PX + column * (_CASE_PX + _GAP_PX)
@@ -187,15 +197,27 @@ def _draw_page(
     write_png(canvas.figure, path)
 
 
-def _write_legend(canvas: Canvas, names: Sequence[str]) -> None:
-    """Write the names of the labels in their colours, aligned at the right end of the header."""
-    # From right to left, so that the last name ends at the right edge.
-    left_px = canvas.width_px
-    for number in reversed(range(len(names))):
-        # A bold character of 10 points is about 7.5 pixels wide.
-        left_px -= 7.5 * len(names[number]) + 2 * _GAP_PX
-        text = names[number].replace("_", " ")
-        canvas.write(left_px, 17, text, color=colour_of(number), fontsize=10, fontweight="bold")
+def _write_legend(
+    canvas: Canvas,
+    top_px: float,
+    line: Sequence[int],
+    names: Sequence[str],
+    widths_px: Sequence[float],
+) -> None:
+    """Write names of labels in their colours, aligned at the right end of the header.
+
+    Args:
+        canvas: The picture.
+        top_px: Upper edge of the line.
+        line: Places of its labels among the names.
+        names: Names of all labels.
+        widths_px: Width of each name with a gap.
+    """
+    left_px = canvas.width_px - sum(widths_px[number] for number in line)
+    for number in line:
+        style = {"color": colour_of(number), "fontsize": 10, "fontweight": "bold"}
+        canvas.write(left_px, top_px, names[number], **style)
+        left_px += widths_px[number]
 
 
 def _write_heading(canvas: Canvas, left_px: float, top_px: float, case: CaseView) -> None:

@@ -189,6 +189,16 @@ def structures_of(task: Task) -> list[Structure]:
     return structures
 
 
+def format_ml(volume_ml: float) -> str:
+    """Format a volume in ml; one below 10 ml, as of a small lesion, with two digits.
+
+    Example:
+        >>> [format_ml(volume_ml) for volume_ml in (0.0, 0.312, 9.96, 1762.25)]
+        ['0', '0.31', '10', '1762']
+    """
+    return f"{volume_ml:.2g}" if volume_ml < 10 else f"{volume_ml:.0f}"
+
+
 def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
     """Format the figures of a label for readers, by heading.
 
@@ -196,7 +206,7 @@ def written_figures(figures: Mapping[str, float | None]) -> dict[str, str]:
         figures: From `ScanStatistics`; figures in HU that are None get no heading.
     """
     # A label that was not measured has no figures at all; its volume is shown as 0.
-    texts = {"ml": f"{figures.get('ml') or 0:.0f}"}
+    texts = {"ml": format_ml(figures.get("ml") or 0.0)}
     # Either all figures in HU are numbers, or all are None. The percentiles are whole numbers.
     if figures.get("mean_hu") is not None:
         share = figures["share_below_minus_950_hu"]

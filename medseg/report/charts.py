@@ -149,7 +149,7 @@ def progress(comparison: Comparison, study: Study) -> list[Chart]:
 
     Args:
         comparison: The trials, in the order of their numbers.
-        study: The search.
+        study: The search, whose first objective is drawn.
 
     Returns:
         One chart; none where fewer than two trials have finished.

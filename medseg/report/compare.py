@@ -294,7 +294,7 @@ class Setting(NamedTuple):
     Attributes:
         number: Place of the setting in the order of first appearance, from 0. It also decides the
             colour of the setting.
-        runs: The runs.
+        runs: Its runs, in the order of `Comparison.runs`.
         label: Text of keys and values for a legend.
         values: Text in each of `Comparison.setting_columns`.
         metrics: Metric key to the values of the finished runs; a metric without values is left out.

@@ -128,6 +128,7 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
         UserError: If the file cannot be written.
     """
     # Imported here, since Jinja2 takes 10 MiB of memory.
+    from medseg.report.case_viewer import format_ml
     from medseg.report.html import render_page
 
     num_by_status = Counter(card.status_words for card in cards)
@@ -151,6 +152,7 @@ def write_contact_sheet(path: Path, cards: Sequence[Card], structures: Sequence[
         codes=dict(num_by_code.most_common()),
         colours={entry.name: entry.colour for entry in structures},
         has_pictures=any(card.preview for card in cards),
+        format_ml=format_ml,
     )
     replace_text(path, page)
 

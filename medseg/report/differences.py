@@ -170,7 +170,11 @@ def describe_patients(cases: Collection[str], patients: Mapping[str, str]) -> st
         '3 cases of 2 patients; the cases of a patient count together, by their mean'
         >>> describe_patients(["a", "b"], {})
         'each of the 2 cases counts as a patient of its own: no patient is named for several cases'
+        >>> describe_patients(["a"], {})
+        'a single case'
     """
+    if len(cases) == 1:
+        return "a single case"
     num_patients = len({patients.get(case, case) for case in cases})
     if num_patients == len(cases):
         return (

@@ -37,9 +37,14 @@ _MIN_VIEW_MM = 150.0
 _WIDTH_PX = 1280
 _MAX_ROW_PX = 400
 _HEADER_PX = 56
+_LEGEND_LINE_PX = 24
 _GAP_PX = 4
-# Largest number of characters of the title.
+# Largest number of characters of the title, and the width of a bold one of 14 points.
 _MAX_TITLE = 48
+_TITLE_LETTER_PX = 13
+# Width of a character of 11 points, and of the patch and the gaps of an entry of the legend.
+_LEGEND_LETTER_PX = 8
+_PATCH_PX = 58
 
 
 def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[float, float]:
@@ -58,6 +63,34 @@ def grey_range(image: np.ndarray, window: tuple[float, float] | None) -> tuple[f
 def colour_of(number: int) -> str:
     """Colour of a label by its place, from 0; after eight labels the colours repeat."""
     return COLOURS[number % len(COLOURS)]
+
+
+def legend_lines(widths_px: Sequence[float], beside_px: float, below_px: float) -> list[list[int]]:
+    """Distribute the entries of a legend over lines: all beside the title, or else below it.
+
+    Args:
+        widths_px: Width of each entry.
+        beside_px: Width of the place beside the title.
+        below_px: Width of a line below the title.
+
+    Returns:
+        Indices of the entries in the line of the title, and in each line below.
+
+    Example:
+        >>> legend_lines([60, 60], 120, 200), legend_lines([60, 60, 90], 120, 200)
+        ([[0, 1]], [[], [0, 1], [2]])
+    """
+    if sum(widths_px) <= beside_px:
+        return [list(range(len(widths_px)))]
+    lines: list[list[int]] = [[], []]
+    line_px = 0.0
+    for index, width_px in enumerate(widths_px):
+        if lines[-1] and line_px + width_px > below_px:
+            lines.append([])
+            line_px = 0.0
+        lines[-1].append(index)
+        line_px += width_px
+    return lines
 
 
 class Canvas:
@@ -274,10 +307,13 @@ def overlay_montage(
         is_wrong = pred != reference
     view = _view_box(is_label, spacing_mm)
     view_mm = np.multiply(view.shape, spacing_mm)
-    panels, height_px = _layout(is_label, is_wrong, view_mm)
+    legend = _legend(label_names, reference is not None, title)
+    # The first line of the legend is that of the title.
+    header_px = _HEADER_PX + _LEGEND_LINE_PX * (len(legend) - 1)
+    panels, height_px = _layout(is_label, is_wrong, view_mm, header_px)
     canvas = Canvas(_WIDTH_PX, height_px)
     window_hu = grey_range(image_hu, window_hu)
-    _draw_header(canvas, title, label_names, reference is not None)
+    _draw_header(canvas, title, legend)
     for panel in panels:
         axis = PLANES[panel.plane]
         # Index of the slice along its axis, the view along the others.
@@ -318,7 +354,7 @@ def _view_box(is_label: np.ndarray, spacing_mm: tuple[float, float, float]) -> V
 
 
 def _layout(
-    is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray
+    is_label: np.ndarray, is_wrong: np.ndarray, view_mm: np.ndarray, header_px: int
 ) -> tuple[list[Panel], int]:
     """Lay out rows of panels, each as large as the width of the picture allows.
 
@@ -326,12 +362,13 @@ def _layout(
         is_label: Labelled voxels, (D, H, W).
         is_wrong: Voxels that differ from the reference, (D, H, W).
         view_mm: Extent of the drawn box in mm, (z, y, x).
+        header_px: Height of title and legend.
 
     Returns:
         The panels, and the height of the picture in pixels.
     """
     panels: list[Panel] = []
-    top_px = _HEADER_PX
+    top_px = header_px
     # Plane to the index of its slice with the most errors; None without errors.
     worst: dict[str, int | None] = dict.fromkeys(PLANES)
     if is_wrong.any():
@@ -376,7 +413,7 @@ def _slice_indices(is_label: np.ndarray, plane: str, worst: int | None) -> list[
 
     Args:
         is_label: Labelled voxels, (D, H, W).
-        plane: The plane.
+        plane: A key of `PLANES`.
         worst: Slice that replaces the nearest of the chosen ones; None replaces none.
     """
     num_voxels = _num_voxels_by_slice(is_label, plane)
@@ -407,15 +444,11 @@ def draw_marks(axes: Any, plane: str, caption: str) -> None:
     axes.text(0.015, 0.015, caption, ha="left", va="bottom", fontsize=8, **style)
 
 
-def _draw_header(
-    canvas: Canvas, title: str, label_names: Mapping[int, str], has_reference: bool
-) -> None:
-    """Write the title and the legend."""
+def _legend(label_names: Mapping[int, str], has_reference: bool, title: str) -> list[list[Any]]:
+    """Make the entries of the legend, in lines: that of the title, and lines below."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
-    # Entries of the legend.
     entries: list[Any] = []
     for number, name in enumerate(label_names.values()):
         entries.append(Patch(facecolor=colour_of(number), label=name.replace("_", " ")))
@@ -426,17 +459,29 @@ def _draw_header(
         entries.append(Line2D([], [], color="#c9d1d9", linewidth=1.5, label="reference"))
         for name, colour in ERROR_COLOURS.items():
             entries.append(Patch(facecolor=colour, label=name))
-    # At the right end of the header, vertically centred.
-    anchor = (1 - _GAP_PX / _WIDTH_PX, 1 - _HEADER_PX / 2 / canvas.height_px)
-    canvas.figure.legend(
-        handles=entries,
-        loc="center right",
-        bbox_to_anchor=anchor,
-        ncols=len(entries),
-        frameon=False,
-        labelcolor=TEXT,
-        fontsize=11,
-        handlelength=1.4,
-        columnspacing=1.4,
-        borderpad=0,
-    )
+    widths_px = [_PATCH_PX + _LEGEND_LETTER_PX * len(entry.get_label()) for entry in entries]
+    title_px = _TITLE_LETTER_PX * min(len(title), _MAX_TITLE)
+    lines = legend_lines(widths_px, _WIDTH_PX - title_px, _WIDTH_PX)
+    return [[entries[index] for index in line] for line in lines]
+
+
+def _draw_header(canvas: Canvas, title: str, legend: Sequence[Sequence[Any]]) -> None:
+    """Write the title and the lines of the legend."""
+    canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
+    for number, entries in enumerate(legend):
+        # Beside the title the legend is vertically centred in the header.
+        middle_px = _HEADER_PX / 2
+        if number:
+            middle_px = _HEADER_PX + (number - 0.5) * _LEGEND_LINE_PX
+        canvas.figure.legend(
+            handles=entries,
+            loc="center right",
+            bbox_to_anchor=(1 - _GAP_PX / _WIDTH_PX, 1 - middle_px / canvas.height_px),
+            ncols=max(1, len(entries)),
+            frameon=False,
+            labelcolor=TEXT,
+            fontsize=11,
+            handlelength=1.4,
+            columnspacing=1.4,
+            borderpad=0,
+        )

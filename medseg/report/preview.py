@@ -116,12 +116,15 @@ def draw_preview(
     Raises:
         UserError: If the file cannot be written.
     """
+    note_lines: list[str] = []
+    for note in notes:
+        note_lines += textwrap.wrap(note, _LINE_LETTERS, subsequent_indent="   ")
     warning_lines = _warning_lines(warnings)
     num_columns = 1 if len(structures) <= MAX_FULL_LINES else 3
     num_label_lines = math.ceil(len(structures) / num_columns)
     sizes_px = _sizes_px(slices)
     slices_bottom_px = _HEADER_PX + max(height_px for height_px, _ in sizes_px)
-    num_lines = num_label_lines + len(notes) + len(warning_lines)
+    num_lines = num_label_lines + len(note_lines) + len(warning_lines)
     canvas = Canvas(_WIDTH_PX, slices_bottom_px + 24 + _LINE_PX * num_lines + 24)
     canvas.write_title(title, _HEADER_PX, _MAX_TITLE)
     _draw_slices(canvas, slices, sizes_px, structures, window)
@@ -135,7 +138,7 @@ def draw_preview(
         canvas.write(left_px, top_px, name, color=structure.colour, fontsize=10, fontweight="bold")
         canvas.write(left_px + 190, top_px, figures.get(structure.value, ""), fontsize=10)
     warning_colour = "#fbbf24" if warnings else "#86efac"
-    coloured_lines = [(note, TEXT) for note in notes]
+    coloured_lines = [(line, TEXT) for line in note_lines]
     coloured_lines += [(line, warning_colour) for line in warning_lines]
     for number, (text, colour) in enumerate(coloured_lines, start=num_label_lines):
         # Eight pixels below the labels.

@@ -355,7 +355,7 @@ def _cells(
     """Make the cells of a metric in the rows of a table, and mark the best.
 
     Args:
-        metric: The metric.
+        metric: Formats the values, and says which are better.
         rows: Values of each row: one of a run, several of the repeats of a setting, or none.
         is_eligible: Whether each row may be marked as the best.
 
@@ -417,12 +417,14 @@ def _best_trials(comparison: Comparison, study: Study) -> list[dict[str, Any]]:
 
 
 def _four_digits(text: str) -> str:
-    """Shorten a number to four digits; any other text stays.
+    """Shorten a number with decimals to four digits; any other text stays.
 
     Example:
-        >>> _four_digits("0.0036053181174911424"), _four_digits("16"), _four_digits("amp")
-        ('0.003605', '16', 'amp')
+        >>> _four_digits("0.0036053181174911424"), _four_digits("12345"), _four_digits("amp")
+        ('0.003605', '12345', 'amp')
     """
+    if text.isdecimal():
+        return text
     try:
         return f"{float(text):.4g}"
     except ValueError:

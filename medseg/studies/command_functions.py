@@ -14,10 +14,15 @@ from typing import Any
 from medseg.config.overrides import text_of
 from medseg.errors import UserError
 from medseg.io.tables import read_csv
-from medseg.runs.folder import read_summary
-from medseg.studies.command_steps import last_checkpoint, run_and_get_failure, train_steps
+from medseg.runs.folder import CONFIG_FILE, read_summary
+from medseg.studies.command_steps import (
+    last_checkpoint,
+    run_and_get_failure,
+    train_step,
+    train_steps,
+)
 from medseg.studies.pooled import POOLED_CSV
-from medseg.studies.recipes import note_recipe
+from medseg.studies.recipes import RECIPE_FILE, note_recipe
 
 # Arguments of a command: key, as on the command line, to the value as a Python object.
 Keys = Mapping[str, Any]
@@ -71,13 +76,20 @@ def train(folder: str | Path, keys: Keys) -> Run:
     """
     folder = Path(folder)
     arguments = _arguments(keys)
+    has_begun = (folder / CONFIG_FILE).is_file()
+    if has_begun and not (folder / RECIPE_FILE).is_file():
+        # The command line began this run: `train` compares its keys.
+        _run(train_step(folder, *arguments))
     # Raises if the folder holds a training with other keys: its result is not that of these keys.
     note_recipe(folder, {"arguments": arguments})
     for step in train_steps(folder, *arguments):
         _run(step)
     summary = read_summary(folder)
-    # Summaries of older versions may not name a checkpoint.
-    checkpoint = Path(summary.get("checkpoint") or last_checkpoint(folder))
+    checkpoint = last_checkpoint(folder)
+    # Summaries of older versions may not name a checkpoint. Of its path only the name counts: the
+    # folder may have been moved since.
+    if summary.get("checkpoint"):
+        checkpoint = checkpoint.with_name(Path(summary["checkpoint"]).name)
     return Run(folder, checkpoint, summary)
 
 

@@ -3,17 +3,25 @@
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.errors import EXIT_FAILED
+from medseg.config.overrides import quote_paths
+from medseg.console import say
+from medseg.errors import EXIT_FAILED, UserError
 from medseg.io.atomic import replace_text
+from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE, read_summary
 from medseg.runs.status import Status, status_of
-from medseg.studies.train_arguments import label_values_argument, search_path_overrides
+from medseg.studies.train_arguments import (
+    compose_train,
+    search_path_overrides,
+    training_changes,
+)
 from medseg.wording import shell_line
 
 # Arguments of `medseg`, of which the first is the name of the command.
@@ -85,6 +93,16 @@ def has_failed(step: Step, exit_code: int) -> bool:
     return exit_code != 0
 
 
+def failed_predictions(predictions: Path) -> dict[str, str]:
+    """Read the message of each failed case from the `summary.csv` of `predict`."""
+    path = predictions / "summary.csv"
+    # There is no table if the command failed early.
+    if not path.is_file():
+        return {}
+    # The message of a failed case is in the column of warnings.
+    return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
+
+
 def run_steps(steps: Sequence[Step]) -> None:
     """Run commands as `run_until_failure`; if one fails, exit with its exit code."""
     exit_code = run_until_failure(steps)
@@ -103,12 +121,42 @@ def train_steps(run_dir: Path, *arguments: str) -> list[Step]:
         A list of this command; empty if the run has finished.
     """
     if read_summary(run_dir).get("status") == Status.finished.value:
+        _tell_changes(run_dir, arguments)
         return []
+    return [train_step(run_dir, *arguments)]
+
+
+def _tell_changes(run_dir: Path, arguments: Sequence[str]) -> None:
+    """Tell the user if a finished run, which is kept, has another configuration.
+
+    The same arguments may stand for other values now: those of an experiment that was edited.
+    """
+    # Hydra is not initialised if the study was called as a function, not as a command.
+    if not HydraConfig.initialized():
+        return
+    # A run of an older version may have a configuration that cannot be compared.
+    with suppress(UserError):
+        config = compose_train(quote_paths([*arguments, "run_dir=none"]), "train")
+        changes = training_changes(run_dir, config)
+        if changes:
+            say(
+                f"{run_dir} has finished with other values ({changes}); its result is kept; "
+                "to train again, remove the folder, or give another output"
+            )
+
+
+def train_step(run_dir: Path, *arguments: str) -> Step:
+    """Make the command that trains or resumes a run; it compares a finished run with the arguments.
+
+    Args:
+        run_dir: The run folder.
+        *arguments: Arguments of `train`.
+    """
     step = ["train", *search_paths(), *arguments, f"hydra.run.dir={run_dir}"]
     # An earlier start has written its configuration: resume it.
     if (run_dir / CONFIG_FILE).is_file():
         step.append(f"resume={run_dir}")
-    return [step]
+    return step
 
 
 def search_paths() -> list[str]:
@@ -134,22 +182,35 @@ def evaluate_step(
 ) -> Step:
     """Make the command that scores the predictions of a study.
 
-    The task is also written, to `task.yaml` in the folder: an experiment may have changed the task,
-    and `evaluate` takes no experiment.
-
     Args:
         folder: Folder of the study with `predictions`; the command writes `scores` into it.
         reference: Case table with the reference labels.
-        plain_task: Content of the group `task`.
-        label_values: Content of `data.label_values`: label name to its value in the files.
+        plain_task: See `task_argument`.
+        label_values: See `task_argument`.
     """
-    task_file = folder / "task.yaml"
-    replace_text(task_file, yaml.safe_dump({"task": dict(plain_task)}, sort_keys=False))
     return [
         "evaluate",
         f"pred={folder / 'predictions'}",
         f"ref={reference}",
         f"output={folder / 'scores'}",
-        f"task={task_file}",
-        label_values_argument(label_values),
+        task_argument(folder, plain_task, label_values),
     ]
+
+
+def task_argument(
+    folder: Path, plain_task: Mapping[str, Any], label_values: Mapping[str, Any]
+) -> str:
+    """Write a task to `task.yaml`, and make the argument of `evaluate` that names the file.
+
+    `evaluate` reads no checkpoint, and takes no experiment, which may have changed the task.
+
+    Args:
+        folder: Folder of the study.
+        plain_task: Content of the group `task`.
+        label_values: Content of `data.label_values`: label name to its value in the files. On a
+            command line Hydra would refuse names such as `3_Ventrikel` and `Gefäße`.
+    """
+    groups = {"task": dict(plain_task), "data": {"label_values": dict(label_values)}}
+    task_file = folder / "task.yaml"
+    replace_text(task_file, yaml.safe_dump(groups, sort_keys=False, allow_unicode=True))
+    return f"task={task_file}"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 
+from medseg.config.overrides import text_of
 from medseg.config.schema import CompareSpacingConfig
 from medseg.console import say
 from medseg.data.case_table import write_case_table
@@ -38,12 +39,15 @@ from medseg.report.spacings import (
     means_of,
     prediction_costs,
 )
+from medseg.runs.advice import budget_argument
 from medseg.runs.folder import read_summary
 from medseg.runs.signature import plain, signature
 from medseg.studies.command_steps import (
+    failed_predictions,
     last_checkpoint,
     run_and_get_failure,
     run_until_failure,
+    task_argument,
     train_steps,
 )
 from medseg.studies.train_arguments import (
@@ -51,8 +55,6 @@ from medseg.studies.train_arguments import (
     check_names,
     compose_train,
     folder_name,
-    key_of,
-    label_values_argument,
     merge_arguments,
 )
 from medseg.training.network import find_divisor
@@ -128,7 +130,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
     check_writable(output)
     table = write_case_table(output / "held_out.csv", cases)
     patients = {case.name: case.patient for case in cases}
-    reference_arguments = arguments_for_evaluate(config, arguments)
+    task = task_argument(output, plain(config.task), config.data.label_values or {})
     # Run folder to failure. Rows may share runs: a failed run is not tried again in a later row.
     failed_runs: dict[Path, str] = {}
     strategies = []
@@ -142,7 +144,7 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
                 folder=folder,
                 table=table,
                 grids=grids,
-                reference_arguments=reference_arguments,
+                task=task,
                 failed_runs=failed_runs,
             )
         except UserError as error:
@@ -156,24 +158,6 @@ def compare_spacing(config: CompareSpacingConfig) -> int:
         if strategy.failure or strategy.missing:
             return EXIT_FAILED
     return 0
-
-
-def arguments_for_evaluate(config: CompareSpacingConfig, arguments: Sequence[str]) -> list[str]:
-    """List the arguments of `evaluate` that state the task and the values of the reference labels.
-
-    `evaluate` needs them, since it reads no checkpoint.
-
-    Args:
-        config: Has the values of the labels in the reference files.
-        arguments: Arguments of `train` that all rows share.
-    """
-    task_arguments = []
-    for argument in arguments:
-        # For `+task.labels.trachea=5` this is `task`.
-        group = key_of(argument).split(".")[0]
-        if group == "task":
-            task_arguments.append(argument)
-    return [label_values_argument(config.data.label_values or {}), *task_arguments]
 
 
 def stages_of(
@@ -212,7 +196,7 @@ def run_row(
     folder: Path,
     table: Path,
     grids: Mapping[str, VoxelGrid],
-    reference_arguments: Sequence[str],
+    task: str,
     failed_runs: dict[Path, str],
 ) -> Strategy:
     """Train both stages of a row, predict and score the held-out cases.
@@ -225,7 +209,7 @@ def run_row(
         folder: Folder of the row.
         table: Case table of the held-out cases.
         grids: Name of each held-out case to its oriented grid.
-        reference_arguments: From `arguments_for_evaluate`.
+        task: From `task_argument`.
         failed_runs: Run folders that failed in earlier rows, with the reason; a run that fails now
             is added.
 
@@ -242,7 +226,7 @@ def run_row(
     reports, predict_failures = _predict(stages, table, list(grids), predictions)
     scores = folder / "scores" / runs_name
     files = [f"pred={predictions}", f"ref={table}", f"output={scores}"]
-    step = ["evaluate", *files, "pictures=false", *reference_arguments]
+    step = ["evaluate", *files, "pictures=false", task]
     evaluate_failure = run_and_get_failure(step)
     if evaluate_failure:
         raise UserError(f"no case could be scored: {evaluate_failure}")
@@ -296,7 +280,12 @@ def _predict(
     ]
     if trainer.threads:
         step.append(f"threads={trainer.threads}")
-    step += [f"{stage.name}={last_checkpoint(stage.run_dir)}" for stage in stages]
+    checkpoints = {stage.name: last_checkpoint(stage.run_dir) for stage in stages}
+    step += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
+    # No checkpoint states these two.
+    trusted = stages[-1].config.trusted_targets
+    step.append(f"trusted_targets={text_of(trusted)}")
+    step += budget_argument(list(checkpoints.values()), trusted)
     # `predict` writes a single case into a folder only if the folder exists.
     folder.mkdir(parents=True, exist_ok=True)
     # Empty unless the command failed as a whole; single cases may have failed all the same.
@@ -312,16 +301,6 @@ def _predict(
         case_failures = [f"{case}: {message}" for case, message in messages.items()]
         raise UserError(f"no case could be predicted: {'; '.join(case_failures) or failure}")
     return reports, messages
-
-
-def failed_predictions(predictions: Path) -> dict[str, str]:
-    """Read the message of each failed case from the `summary.csv` of `predict`."""
-    path = predictions / "summary.csv"
-    # There is no table if the command failed early.
-    if not path.is_file():
-        return {}
-    # The message of a failed case is in the column of warnings.
-    return {row["case"]: row["warnings"] for row in read_csv(path) if row["status"] == "failed"}
 
 
 def train(stage: Stage, failed_runs: dict[Path, str]) -> None:
@@ -382,7 +361,7 @@ def _count_step(stage: Stage, shape: Shape | None) -> StepMemory | None:
     without these costs.
 
     Args:
-        stage: The stage.
+        stage: Has the configuration of the step.
         shape: Shape of the network's input, (D, H, W); None if there is no input.
 
     Returns:
@@ -505,8 +484,12 @@ def write(
         csv_rows += _csv_rows(strategy)
     write_csv(output / "comparison.csv", csv_rows, COLUMNS)
     replace_text(output / "comparison.md", markdown(strategies, patients))
+    picture = output / "comparison.png"
     if any(strategy.scores for strategy in strategies):
-        _draw(strategies, output / "comparison.png")
+        _draw(strategies, picture)
+    else:
+        # A picture of an earlier start would show other results than the tables.
+        picture.unlink(missing_ok=True)
 
 
 def _csv_rows(strategy: Strategy) -> list[dict[str, Any]]:

@@ -17,12 +17,14 @@ from medseg.data.options import StageName
 from medseg.data.reference import file_values
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable
+from medseg.preprocess.scale import HuScale
 from medseg.runs.advice import budget_argument
 from medseg.runs.signature import plain
 from medseg.studies.clean_up import CLEAN_UP_MD
 from medseg.studies.command_steps import (
     Step,
     evaluate_step,
+    failed_predictions,
     last_checkpoint,
     run_steps,
     train_steps,
@@ -68,7 +70,9 @@ def cross_validate(config: CrossValidateConfig) -> int:
     is_cascade = config.stage.name is not StageName.single
     if is_cascade:
         _check_cascade(config, arguments)
-    cases = read_cases(Path(str(config.cases)), config.data.labels_column)
+    # The case tables of the folds state this scale; `predict` reads it from no checkpoint.
+    hu = HuScale(config.data.hu_slope, config.data.hu_offset)
+    cases = read_cases(Path(str(config.cases)), config.data.labels_column, hu=hu)
     check_folds(cases, config.num_folds)
     check_writable(output)
     task = make_task(config.task)
@@ -90,6 +94,10 @@ def cross_validate(config: CrossValidateConfig) -> int:
     checkpoints = _checkpoints(folds.folders[0], stages)
     budget = budget_argument(list(checkpoints.values()), config.trusted_targets)
     run_steps(_prediction_steps(config, folds, stages, budget))
+    predictions = output / "predictions"
+    for name in failed_predictions(predictions):
+        # Of an earlier start with other networks: `predict` skips what is up to date.
+        (predictions / f"{name}.nii.gz").unlink(missing_ok=True)
     reference = write_case_table(output / "scored.csv", list(folds.cases.values()))
     # Label to value, as in the user's argument; `label_values` above maps value to label.
     values_by_label = config.data.label_values or {}
@@ -117,8 +125,10 @@ def _write_tables(
     write_rows(rows, output, folds.names_by_heading)
     shutil.copyfile(output / "scores" / METRICS_FILE, output / METRICS_FILE)
     # Harder scans are no independent observations, so only whole scans are pooled.
-    whole_rows = [row for row in rows if row["case"] in folds.names_by_heading[WHOLE]]
-    write_pooled(whole_rows, folds.cases, fold_costs(folds.folders), output)
+    whole_names = folds.names_by_heading[WHOLE]
+    whole_rows = [row for row in rows if row["case"] in whole_names]
+    whole_cases = {name: case for name, case in folds.cases.items() if name in whole_names}
+    write_pooled(whole_rows, whole_cases, fold_costs(folds.folders), output)
     return whole_rows
 
 
@@ -136,7 +146,9 @@ def _check_cascade(config: CrossValidateConfig, arguments: Sequence[str]) -> Non
                 "fine=, or choose stage=single"
             )
     # The check needs the case table too, because a spacing may be chosen from the cases.
-    check_experiments(config, [*arguments, f"data.cases={Path(str(config.cases)).absolute()}"])
+    # Composed in this process, where nobody quotes the path.
+    table = text_of(str(Path(str(config.cases)).absolute()))
+    check_experiments(config, [*arguments, f"data.cases={table}"])
 
 
 def _cascade_trainings(
@@ -226,8 +238,7 @@ def _prediction_steps(
     """Make the commands that predict the held-out cases of each fold.
 
     Args:
-        config: Has the folder of the study, and the keys that `predict` does not read from a
-            checkpoint.
+        config: Has the folder of the study, and `trusted_targets`.
         folds: The folds, whose runs have finished.
         stages: Stages of the model.
         budget: Argument for the memory of a pass; empty if the default is enough.
@@ -237,7 +248,6 @@ def _prediction_steps(
         step = ["predict", f"input={table}", f"output={Path(config.output) / 'predictions'}"]
         for stage, checkpoint in _checkpoints(folder, stages).items():
             step.append(f"{stage}={checkpoint}")
-        step += [f"hu_slope={config.data.hu_slope}", f"hu_offset={config.data.hu_offset}"]
         step += [f"trusted_targets={text_of(config.trusted_targets)}", *budget]
         steps.append(step)
     return steps

@@ -6,10 +6,21 @@ from itertools import chain
 from pathlib import Path
 
 from medseg.config.schema import CrossValidateConfig
-from medseg.data.case_table import Case, count_folds, split_cases, write_case_table
+from medseg.data.case_table import (
+    Case,
+    count_folds,
+    read_case_table,
+    split_cases,
+    write_case_table,
+)
 from medseg.errors import UserError
 from medseg.studies.pieces import cut_partial_scans, paint_scan
+from medseg.studies.recipes import has_checkpoint
 from medseg.task import Task
+from medseg.wording import first_few
+
+# Case table of the scans that a fold holds out, in the folder of the fold.
+HELD_OUT_CSV = "held_out.csv"
 
 # Headings of the tables in folds.md. The table of the whole scans has no visible heading.
 WHOLE = ""
@@ -47,9 +58,13 @@ def make_folds(
         cases: All cases of the table, which `check_folds` has accepted.
         organs: From `organ_values`.
         config: States the folder of the study, the number of folds and the harder scans to make.
+
+    Raises:
+        UserError: If the networks of an earlier start were trained with other folds.
     """
     folds = Folds([Path(config.output) / f"fold_{fold}" for fold in range(config.num_folds)])
     folds.names_by_heading = {WHOLE: set(), PIECES: set(), DISEASED: set()}
+    held_out_cases = []
     for fold, folder in enumerate(folds.folders):
         split = split_cases(
             cases,
@@ -57,15 +72,43 @@ def make_folds(
             num_folds=config.num_folds,
             test_patients=config.data.test_patients,
         )
-        scans_by_heading = held_out_scans(split.val, organs, config)
+        _check_held_out(folder, split.val, cases)
+        held_out_cases.append(split.val)
+    for fold, folder in enumerate(folds.folders):
+        scans_by_heading = held_out_scans(held_out_cases[fold], organs, config)
         for heading, scans in scans_by_heading.items():
             folds.names_by_heading[heading].update(case.name for case in scans)
         all_scans = list(chain(*scans_by_heading.values()))
         for case in all_scans:
             folds.cases[case.name] = case
             folds.fold_of[case.name] = fold
-        folds.tables.append(write_case_table(folder / "held_out.csv", all_scans))
+        folds.tables.append(write_case_table(folder / HELD_OUT_CSV, all_scans))
     return folds
+
+
+def _check_held_out(folder: Path, held_out: Sequence[Case], cases: Sequence[Case]) -> None:
+    """Refuse to score networks of an earlier start on scans that they were trained on.
+
+    Args:
+        folder: Folder of the fold.
+        held_out: Cases that the fold holds out now.
+        cases: All cases of the table.
+
+    Raises:
+        UserError: If the fold has networks, and held out other cases when they were trained.
+    """
+    table = folder / HELD_OUT_CSV
+    if not table.is_file() or not has_checkpoint(folder):
+        return
+    names_now = {case.name for case in held_out}
+    # The table also lists the harder scans that were made from the held-out cases.
+    names_then = {case.name for case in read_case_table(table)} & {case.name for case in cases}
+    if names_now != names_then:
+        raise UserError(
+            f"{folder}: its networks were trained with {first_few(sorted(names_then))} held out, "
+            f"but the fold now holds out {first_few(sorted(names_now))}; restore the case table, "
+            "num_folds and data.test_patients, or give another output"
+        )
 
 
 def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[int]]:
@@ -74,7 +117,7 @@ def organ_values(task: Task, label_values: Mapping[int, str]) -> dict[str, list[
     An organ is a region of the task, or a label if the task has no regions.
 
     Args:
-        task: The task.
+        task: Has the regions with their labels.
         label_values: Value in the label files to label name.
     """
     if task.regions:

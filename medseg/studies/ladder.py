@@ -19,6 +19,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from torch import nn
 
+from medseg.config.overrides import quote
 from medseg.config.schema import LadderConfig
 from medseg.errors import UserError
 from medseg.geometry.sizes import Shape
@@ -30,14 +31,15 @@ from medseg.memory.precision import autocast, check_precision, set_tf32
 from medseg.memory.switches import switch_on
 from medseg.planning.step import count_memory, input_shape
 from medseg.report.plots import Panel, draw_panels
-from medseg.runs.folder import load_config, read_summary, resolve_paths_and_spacing
-from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
+from medseg.runs.folder import read_summary
+from medseg.runs.signature import plain
 from medseg.runs.status import Status
 from medseg.studies.baselines import BASELINES, install_baselines, make_baseline
 from medseg.studies.command_steps import run_steps, train_steps
 from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
+    check_same_training,
     compose_train,
     folder_name,
     merge_arguments,
@@ -227,7 +229,7 @@ def compose(row: Row) -> TrainConfig:
         UserError: If `train` would refuse the arguments.
     """
     # `run_dir` must have some value; nothing is written there.
-    return compose_train([*row.arguments, f"name={row.folder}", "run_dir=ladder"], row.key)
+    return compose_train([*row.arguments, f"name={quote(row.folder)}", "run_dir=ladder"], row.key)
 
 
 def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:
@@ -242,20 +244,8 @@ def check_earlier_training(run_dir: Path, config: TrainConfig) -> None:
     Raises:
         UserError: Names the keys that differ.
     """
-    if read_summary(run_dir).get("status") != Status.finished.value:
-        return
-    trained_config = load_config(run_dir, config.trusted_targets)
-    # `compose` has done the same to `config`, so equal paths compare as equal.
-    resolve_paths_and_spacing(trained_config)
-    trained = decisive(plain(trained_config))
-    configured = decisive(plain(config))
-    keys = changed_keys(trained, configured)
-    if keys:
-        changes = describe_changes(keys, trained, configured)
-        raise UserError(
-            f"{run_dir} holds a training with another configuration ({changes}); "
-            "restore these values, or give another output"
-        )
+    if read_summary(run_dir).get("status") == Status.finished.value:
+        check_same_training(run_dir, config)
 
 
 def measure(
@@ -439,7 +429,7 @@ def table_row(
     """Make a row of `ladder.csv`; an unknown value is None.
 
     Args:
-        row: The row.
+        row: Has the name, and the arguments that the row adds.
         memory: Memory switches of the row.
         measured: From `measure_row`.
         summary: Summary of the row's training; empty if it was not trained.
@@ -477,7 +467,7 @@ def write(table: Sequence[dict[str, Any]], rows: Sequence[Row], output: Path, ti
 
     Args:
         table: From `table_row`, of the rows measured so far.
-        rows: All rows.
+        rows: All rows, also those that are not measured yet.
         output: Folder to write to.
         title: Title of the picture.
     """

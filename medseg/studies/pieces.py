@@ -48,7 +48,7 @@ Files = tuple[Path, Path]
 def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: Path) -> list[Case]:
     """Cut a case along z, and between its two organs along x, and write the parts.
 
-    If the files of all parts exist, nothing is written.
+    If the files of all parts are newer than those of the case, nothing is written.
 
     Args:
         case: Case with labels.
@@ -69,7 +69,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
     for name, (start, stop) in halves(labels, list(organs.values())):
         boxes[name] = VoxelBox((0, 0, start), (depth, height, stop))
     files = _files(case, boxes, folder)
-    if not _exist(files):
+    if not _are_up_to_date(case, files):
         image, image_grid = oriented_image(case)
         for name, box in boxes.items():
             image_path, labels_path = files[name]
@@ -90,7 +90,7 @@ def cut_partial_scans(case: Case, organs: Mapping[str, Sequence[int]], folder: P
 def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> list[Case]:
     """Paint disease into each organ of a CT, see `paint_disease`, and write the scan in HU.
 
-    If both files exist, nothing is written.
+    If both files are newer than those of the case, nothing is written.
 
     Args:
         case: Case with labels, a CT.
@@ -105,7 +105,7 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
     if not present_organs:
         return []
     files = _files(case, ["diseased"], folder)
-    if not _exist(files):
+    if not _are_up_to_date(case, files):
         scan, scan_grid = oriented_image(case)
         # The seed is a hash of the name, so that a case has the same disease in every study.
         rng = sample_rng(seed=zlib.crc32(case.name.encode()), n=0)
@@ -231,8 +231,15 @@ def _files(case: Case, names: Iterable[str], folder: Path) -> dict[str, Files]:
     return files
 
 
-def _exist(files: Mapping[str, Files]) -> bool:
-    return all(path.is_file() for path in chain(*files.values()))
+def _are_up_to_date(case: Case, files: Mapping[str, Files]) -> bool:
+    """Whether all files exist and are newer than image and labels of the case."""
+    paths = list(chain(*files.values()))
+    if not all(path.is_file() for path in paths):
+        return False
+    oldest_s = min((path.stat().st_mtime for path in paths), default=math.inf)
+    # Labels may have been corrected since.
+    sources = [source for source in (case.image, case.labels) if source and source.exists()]
+    return all(source.stat().st_mtime <= oldest_s for source in sources)
 
 
 def _as_cases(case: Case, files: Mapping[str, Files]) -> list[Case]:

@@ -118,11 +118,13 @@ def fold_costs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def write_pooled(
     rows: Sequence[Row], cases: Mapping[str, Case], costs: Sequence[Row], output: Path
 ) -> None:
-    """Write the pooled scores as CSV, Markdown and LaTeX; the Markdown also has the costs.
+    """Write the pooled scores as CSV, Markdown and LaTeX.
+
+    The Markdown also has the costs, and names the scans without scores.
 
     Args:
         rows: As for `pooled_rows`.
-        cases: Scan to its case; a scan without a patient is a patient of its own.
+        cases: Held-out scan to its case; a scan without a patient is a patient of its own.
         costs: From `fold_costs`.
         output: Folder of the study.
     """
@@ -130,11 +132,16 @@ def write_pooled(
     write_csv(output / POOLED_CSV, pooled)
     readable = [_readable(row) for row in pooled]
     scores = markdown_table(readable, COLUMNS)
+    scored = {row["case"] for row in rows}
+    missing = [name for name, case in cases.items() if case.labels and name not in scored]
+    note = ""
+    if missing:
+        note = f"\nIn no mean, because their prediction or score failed: {', '.join(missing)}.\n"
     cost_table = markdown_table(costs, COST_COLUMNS, {"train_s": ".0f", "peak_resident_mib": ".0f"})
     replace_text(
         output / POOLED_MD,
         "Held-out scans, mean ± standard deviation over patients:\n\n"
-        f"{scores}\nCost of each training:\n\n{cost_table}",
+        f"{scores}{note}\nCost of each training:\n\n{cost_table}",
     )
     replace_text(output / POOLED_TEX, latex_table(readable, COLUMNS))
 

@@ -213,9 +213,7 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
     """
     path = folder / RECIPE_FILE
     current = json.dumps(recipe)
-    checkpoints = [last_checkpoint(folder), *map(last_checkpoint, folder.glob("*"))]
-    has_checkpoint = any(map(Path.is_file, checkpoints))
-    if not path.is_file() or not has_checkpoint:
+    if not path.is_file() or not has_checkpoint(folder):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(path, current)
         return
@@ -225,6 +223,12 @@ def note_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
             f"{folder}: its runs come from {earlier}, not {current}; "
             "give the same ones, or another folder"
         )
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a run has left a checkpoint in a folder, or in a folder below it."""
+    checkpoints = [last_checkpoint(folder), *map(last_checkpoint, folder.glob("*"))]
+    return any(map(Path.is_file, checkpoints))
 
 
 def check_same_recipe(folders: Sequence[Path]) -> None:

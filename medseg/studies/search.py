@@ -501,16 +501,18 @@ def range_text(parameter: ParameterConfig) -> str:
     Example:
         >>> range_text(ParameterConfig(ParameterType.float, low=1e-4, high=0.01, log=True))
         '0.0001 … 0.01, logarithmic'
+        >>> range_text(ParameterConfig(ParameterType.int, low=1048576, high=2097152))
+        '1048576 … 2097152'
         >>> range_text(ParameterConfig(ParameterType.choice, choices=["plain", "amp"]))
         'plain, amp'
     """
     if parameter.choices is not None:
         return ", ".join(text_of(choice) for choice in parameter.choices)
-    text = f"{parameter.low:g} … {parameter.high:g}"
+    text = f"{parameter.low:.12g} … {parameter.high:.12g}"
     if parameter.log:
         return f"{text}, logarithmic"
     if parameter.step:
-        return f"{text}, in steps of {parameter.step:g}"
+        return f"{text}, in steps of {parameter.step:.12g}"
     return text
 
 

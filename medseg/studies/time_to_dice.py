@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from hydra.core.hydra_config import HydraConfig
 
-from medseg.config.overrides import text_of
+from medseg.config.overrides import quote
 from medseg.config.schema import TimeToDiceConfig
 from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
@@ -22,6 +22,7 @@ from medseg.runs.status import FAILURES, Status, status_of
 from medseg.studies.train_arguments import (
     arguments_for_train,
     check_names,
+    check_same_training,
     compose_train,
     folder_name,
     merge_arguments,
@@ -73,7 +74,7 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
     configs = {}
     for name, row_arguments in rows.items():
         folder = output / folder_name(name)
-        run_arguments = [f"name={folder.name}", f"run_dir={text_of(str(folder / 'run'))}"]
+        run_arguments = [f"name={quote(folder.name)}", f"run_dir={quote(str(folder / 'run'))}"]
         merged = merge_arguments(common, arguments, row_arguments)
         configs[name] = compose_train([*merged, *run_arguments], f"rows.{name}")
     check_writable(output)
@@ -205,6 +206,9 @@ def train_row(
     Returns:
         The points, at least one, and the outcome: `reached`, `stopped` (out of time), `ended` (all
         steps are done), `interrupted`, or the reason of a failure.
+
+    Raises:
+        UserError: If an earlier start trained the row with another configuration.
     """
     run_dir = Path(config.run_dir)
     progress = _Progress(run_dir, study)
@@ -219,7 +223,11 @@ def train_row(
     status = status_of_run(run_dir) if has_begun else Status.interrupted
     # `is_enough` comes first in the condition: it also adds the validations of an earlier start
     # that are in the history only.
-    if not is_enough() and status is not Status.finished:
+    if is_enough() or status is Status.finished:
+        # Where a row is continued, `open_run` compares the configurations.
+        if has_begun:
+            check_same_training(run_dir, config)
+    else:
         config.resume = str(run_dir) if has_begun else None
         open_run(config)
         try:

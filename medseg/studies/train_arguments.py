@@ -2,8 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -13,9 +14,9 @@ from omegaconf import DictConfig
 
 from medseg.config.check import explain, to_config
 from medseg.config.experiment_file import register_experiments
-from medseg.config.overrides import text_of
 from medseg.errors import UserError
-from medseg.runs.folder import resolve_paths_and_spacing
+from medseg.runs.folder import load_config, resolve_paths_and_spacing
+from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
 
@@ -60,17 +61,6 @@ def merge_arguments(*groups: Sequence[str]) -> tuple[str, ...]:
     for argument in itertools.chain(*groups):
         argument_of_key[key_of(argument)] = argument
     return tuple(argument_of_key.values())
-
-
-def label_values_argument(label_values: Mapping[str, Any]) -> str:
-    """Make the argument that states the values of labels in reference files.
-
-    Args:
-        label_values: Label name to value.
-    """
-    items = [f"{text_of(name)}: {text_of(value)}" for name, value in label_values.items()]
-    # `+` adds names that `data.label_values` does not have yet.
-    return f"+data.label_values={{{', '.join(items)}}}"
 
 
 def search_path_overrides() -> list[str]:
@@ -118,6 +108,42 @@ def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
         return hydra.compose("train", targets_first([*search_path_overrides(), *arguments]))
     except HydraException as error:
         raise UserError(f"{where}: {explain(error)}") from error
+
+
+def check_same_training(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse to take a training for that of a configuration which would give another result.
+
+    Args:
+        run_dir: Folder of the run.
+        config: Configuration of `compose_train`.
+
+    Raises:
+        UserError: Names the keys that differ.
+    """
+    changes = training_changes(run_dir, config)
+    if changes:
+        raise UserError(
+            f"{run_dir} holds a training with another configuration ({changes}); "
+            "restore these values, or give another output"
+        )
+
+
+def training_changes(run_dir: Path, config: TrainConfig) -> str:
+    """Describe where the configuration of a run differs, so that its result would; "" if nowhere.
+
+    Args:
+        run_dir: Folder of the run.
+        config: Configuration of `compose_train`.
+
+    Raises:
+        UserError: If the configuration of the run is damaged, or of an older version.
+    """
+    trained_config = load_config(run_dir, config.trusted_targets)
+    # `compose_train` has done the same to `config`, so equal paths compare as equal.
+    resolve_paths_and_spacing(trained_config)
+    trained = decisive(plain(trained_config))
+    configured = decisive(plain(config))
+    return describe_changes(changed_keys(trained, configured), trained, configured)
 
 
 def folder_name(name: str) -> str:

@@ -126,6 +126,22 @@ def test_a_sample_depends_on_its_generator_alone_and_without_disease_draws_nothi
     assert torch.allclose(sample()[0][0] * 700 - 300, expected, atol=0.01)
 
 
+def test_a_sample_that_cannot_be_painted_stays_in_the_range_of_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(disease, "paint_disease", fail)
+    image, labels = chest()
+    unit = ((image + 300) / 700)[None]
+    effect = Disease(probability=1.0, kinds=list(KINDS), **PLACE)
+    before = unit.clone()
+    with pytest.raises(MemoryError):
+        effect(unit, labels, sample_rng(5, 1), SPACING_MM)
+    assert torch.allclose(unit, before, atol=1e-5)
+
+
 @pytest.mark.parametrize(("each_lung", "one", "both"), [(False, 0.3, 0.0), (True, 0.6, 0.36)])
 def test_one_lung_is_painted_or_each_with_the_probability(
     each_lung: bool, one: float, both: float

@@ -66,6 +66,14 @@ def test_words_are_escaped_and_links_lead_to_files_beside_the_page(tmp_path: Pat
     assert "cut region (2)" in page
 
 
+def test_a_small_lesion_has_a_volume(tmp_path: Path) -> None:
+    small = card("s", volumes_ml={"total": 1762.25, "left_lung": 1761.9, "right_lung": 0.312})
+    write_contact_sheet(tmp_path / "index.html", [small], TABLE)
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "right lung 0.31 ml" in page
+    assert "total 1762 ml" in page
+
+
 def test_a_batch_without_pictures_says_how_to_get_them(tmp_path: Path) -> None:
     write_contact_sheet(tmp_path / "index.html", [card("a", preview="", viewer="")], TABLE)
     page = (tmp_path / "index.html").read_text(encoding="utf-8")

@@ -242,3 +242,24 @@ def test_an_image_without_a_window_is_drawn_by_its_own_values(tmp_path: Path) ->
     ]
     assert means == sorted(means)
     assert means[-1] - means[0] > 100
+
+
+def test_many_labels_are_listed_below_the_title(tmp_path: Path) -> None:
+    """Fifteen names in one line would cover the title, and begin beyond the picture."""
+    image = np.zeros((8, 40, 40), np.float32)
+    labels = np.zeros(image.shape, np.uint8)
+    tops = {}
+    for num_labels in (2, 15):
+        names = {value: f"label_{value}_of_an_organ" for value in range(1, num_labels + 1)}
+        path = tmp_path / f"{num_labels}.png"
+        panels = overlay_montage(
+            image, labels, None, (5.0, 2.0, 2.0), path, "case", label_names=names
+        )
+        tops[num_labels] = panels[0].box_px[1]
+    assert tops[15] > tops[2]
+    header = np.asarray(Image.open(tmp_path / "15.png").convert("L"))[: tops[15]]
+    background = header[0, 0]
+    assert (header[: tops[2] - 8, 200:] == background).all(), "the title stands alone"
+    is_written = (header != background).any(axis=0)
+    assert not is_written[0]
+    assert is_written[:400].any()

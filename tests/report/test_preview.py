@@ -68,3 +68,14 @@ def test_the_picture_shows_outlines_on_the_patients_side_and_grows_with_its_word
         "the patient's left is on the right of the picture"
     )
     assert is_blue.sum() < 3000, "a line, not a filled area"
+
+
+def test_a_long_note_takes_several_lines(tmp_path: Path) -> None:
+    heights = []
+    for number, notes in enumerate((["a", "b", "c"], ["0.98 (liver), " * 30])):
+        path = tmp_path / f"{number}.png"
+        structures = [Structure("left_lung", 1, "#38bdf8")]
+        cuts = cut_slices(*volume(), SPACING_MM)
+        draw_preview(cuts, path, "case", structures, {}, [], (-1000.0, 400.0), notes)
+        heights.append(Image.open(path).height)
+    assert heights[0] == heights[1]

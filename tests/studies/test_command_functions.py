@@ -33,7 +33,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         elif step[0] == "train":
             summary = {"status": "finished", "checkpoint": f"{output}/checkpoints/best.ckpt"}
             (Path(output) / "summary.json").write_text(json.dumps(summary))
-            (Path(output) / "checkpoints").mkdir()
+            (Path(output) / "checkpoints").mkdir(exist_ok=True)
             (Path(output) / "checkpoints" / "last.ckpt").touch()
         else:
             Path(output).mkdir()
@@ -76,6 +76,30 @@ def test_a_finished_training_is_returned_for_its_own_keys_alone(
     assert len(commands) == 1
     with pytest.raises(UserError, match=r"steps=5.*not .*steps=6.*another folder"):
         medseg.train(tmp_path / "run", {"steps": 6})
+
+
+def test_the_checkpoint_of_a_training_that_was_moved_is_found(
+    commands: list[list[str]], tmp_path: Path
+) -> None:
+    medseg.train(tmp_path / "run", {"steps": 5})
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    run = medseg.train(moved, {"steps": 5})
+    assert run.checkpoint == moved / "checkpoints" / "best.ckpt"
+
+
+def test_keys_are_compared_with_a_run_of_the_command_line(
+    commands: list[list[str]], tmp_path: Path
+) -> None:
+    """The run has finished, and no earlier call has noted its keys."""
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "summary.json").write_text('{"status": "finished"}')
+    with pytest.raises(UserError, match="steps: must be at least 1"):
+        medseg.train(tmp_path, {"steps": 0})
+    medseg.train(tmp_path, {"steps": 5})
+    medseg.train(tmp_path, {"steps": 5})
+    assert [command[1:] for command in commands] == [
+        [f"steps={steps}", f"hydra.run.dir={tmp_path}", f"resume={tmp_path}"] for steps in (0, 5)
+    ]
 
 
 def test_what_a_command_wrote_is_returned(commands: list[list[str]], tmp_path: Path) -> None:

@@ -63,14 +63,6 @@ def test_a_row_that_train_would_refuse_is_named_before_anything_runs() -> None:
         stages_of(compose("stages.fine=['stage.patch_size=[12,96,96]']"), "anisotropic", [])
 
 
-def test_keys_that_are_added_to_the_task_reach_the_evaluation() -> None:
-    added = ["task=lungs", "+task.labels.trachea=3"]
-    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        config = compose("+data.label_values.trachea=3")
-    arguments = app.arguments_for_evaluate(config, ["model.width=4", *added])
-    assert arguments == ["+data.label_values={left_lung: 1, right_lung: 2, trachea: 3}", *added]
-
-
 def test_whole_inputs_are_counted_as_the_stages_take_them() -> None:
     grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -103,6 +95,7 @@ def test_a_table_and_a_picture_of_what_is_known(tmp_path: Path) -> None:
         )
     )
     failed = Strategy("native", {}, [], {}, "out of memory")
+    (tmp_path / "comparison.png").write_bytes(b"of an earlier start")
     app.write([failed], tmp_path)
     assert not (tmp_path / "comparison.png").exists()
     good = Strategy("isotropic", {"coarse": cost, "fine": cost}, [score], {"b": "no prediction"})
@@ -162,10 +155,12 @@ class Commands:
         self.failures = failures
         self.boxes: dict[str, dict[str, object]] = {"a": {}, "b": {}}
         self.failed: dict[str, str] = {}
+        self.steps: list[Sequence[str]] = []
         monkeypatch.setattr(app, "run_and_get_failure", self.run)
         monkeypatch.setattr(app, "train", lambda stage, failed: None)
 
     def run(self, step: Sequence[str]) -> str:
+        self.steps.append(step)
         folder = Path(
             next(argument for argument in step if argument.startswith("output=")).removeprefix(
                 "output="
@@ -201,14 +196,16 @@ class Commands:
 def row(tmp_path: Path) -> Callable[[], Strategy]:
     """Return a function that runs a row whose stages are trained."""
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        stages = app.stages_of("isotropic 2 mm", compose(), [], tmp_path / "runs")
+        config = compose()
+        common = ["trusted_targets=[mine.]"]
+        stages = app.stages_of("isotropic 2 mm", config, common, tmp_path / "runs")
     for stage in stages:
         stage.run_dir.mkdir(parents=True)
         (stage.run_dir / "history.csv").write_text("step,seconds_per_step\n1,0.5\n")
         (stage.run_dir / "summary.json").write_text('{"train_s": 3.0}')
     grid = VoxelGrid((40, 100, 120), (5.0, 1.0, 1.0))
     return lambda: app.run_row(
-        "x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, [], {}
+        "x", stages, tmp_path / "row", tmp_path / "t.csv", {"a": grid, "b": grid}, "task=t", {}
     )
 
 
@@ -275,6 +272,19 @@ def test_a_failed_row_says_the_cause_of_its_case(
         UserError, match="no case could be predicted: predict ended with exit code 3: 1 of 1"
     ):
         row()
+
+
+def test_a_prediction_gets_what_no_checkpoint_tells(
+    row: Callable[[], Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_count_step", lambda stage, shape: None)
+    monkeypatch.setattr(
+        app, "budget_argument", lambda files, trusted: [f"budget of {len(files)}, {trusted}"]
+    )
+    commands = Commands(monkeypatch)
+    row()
+    predict, _ = commands.steps
+    assert predict[-2:] == ["trusted_targets=[mine.]", "budget of 2, ['mine.']"]
 
 
 def test_a_case_without_a_prediction_says_why(

@@ -17,9 +17,10 @@ from medseg.data.options import StageName
 from medseg.errors import UserError
 from medseg.geometry.grid import VoxelBox, VoxelGrid
 from medseg.inference.segmentation import RegionBox
+from medseg.io.tables import write_csv
 from medseg.io.write import write_labels
 from medseg.preprocess.scale import HuScale
-from medseg.studies import command_steps
+from medseg.studies import command_steps, folds
 from medseg.studies import cross_validate as study
 from medseg.studies.fold_bound import BOUND, write_bound
 from medseg.studies.fold_tables import share_in_crop, write_rows
@@ -204,7 +205,7 @@ def without_runs(
             get=lambda: SimpleNamespace(overrides=SimpleNamespace(task=arguments))
         ),
         "check_experiments": lambda *_: None,
-        "read_cases": lambda *_: cases,
+        "read_cases": lambda *_, hu: [replace(case, hu=hu) for case in cases],
         "make_task": lambda _: SimpleNamespace(is_ct=True, regions=(), labels={"left_lung": 1}),
         "plain": lambda _: {"name": "t"},
         "coarse_arguments": lambda *_: {},
@@ -268,8 +269,78 @@ def test_a_prediction_gets_what_no_checkpoint_tells(
     config.data.hu_offset = -1024.0
     assert study.cross_validate(config) == 0
     predictions = [command for command in commands if command[0] == "predict"]
-    expected = {"hu_slope=1.0", "hu_offset=-1024.0", "trusted_targets=[mine.]"}
-    assert all(expected < set(command) for command in predictions)
+    assert all("trusted_targets=[mine.]" in command for command in predictions)
+    # Painted scans are in HU already, so the scale stands beside each case, not in the command.
+    assert not any(argument.startswith("hu_") for command in predictions for argument in command)
+    for fold in range(3):
+        held_out = read_case_table(tmp_path / f"fold_{fold}" / "held_out.csv")
+        assert {case.hu for case in held_out} == {HuScale(1.0, -1024.0)}
+
+
+def test_scans_are_painted_in_hu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where values are stored 1024 too high, the painted copy is in HU and its table says so."""
+    without_runs(monkeypatch, tmp_path, [], [])
+    painted: list[Case] = []
+
+    def paint_scan(case: Case, *_: object) -> list[Case]:
+        painted.append(case)
+        return [replace(case, name=f"{case.name}_diseased", hu=HuScale(1.0, 0.0))]
+
+    monkeypatch.setattr(folds, "paint_scan", paint_scan)
+    config = make_config(tmp_path, StageName.single, diseased=True)
+    config.data.hu_offset = -1024.0
+    assert study.cross_validate(config) == 0
+    assert {case.hu for case in painted} == {HuScale(1.0, -1024.0)}
+    held_out = read_case_table(tmp_path / "fold_0" / "held_out.csv")
+    for case in held_out:
+        offset = 0.0 if case.name.endswith("_diseased") else -1024.0
+        assert case.hu == HuScale(1.0, offset)
+
+
+def test_networks_are_not_scored_on_scans_that_they_were_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_runs(monkeypatch, tmp_path, [], [])
+    monkeypatch.setattr(folds, "cut_partial_scans", lambda *_: [])
+    config = make_config(tmp_path, StageName.single)
+    assert study.cross_validate(config) == 0
+    config.num_folds = 2
+    assert study.cross_validate(config) == 0, "nothing is trained yet"
+    checkpoint = command_steps.last_checkpoint(tmp_path / "fold_0" / "single")
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    config.pieces = True
+    assert study.cross_validate(config) == 0, "further scans may be made of the held-out ones"
+    config.num_folds = 4
+    with pytest.raises(
+        UserError,
+        match=r"fold_0: its networks were trained with .* held out, .* restore .* num_folds",
+    ):
+        study.cross_validate(config)
+
+
+def test_a_prediction_of_earlier_networks_is_not_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_runs(monkeypatch, tmp_path, [], [])
+    predictions = tmp_path / "predictions"
+    rows = [{"case": name, "status": status} for name, status in (("c0", "failed"), ("c1", "ok"))]
+    write_csv(predictions / "summary.csv", [{**row, "warnings": ""} for row in rows])
+    for name in ("c0", "c1"):
+        (predictions / f"{name}.nii.gz").touch()
+    assert study.cross_validate(make_config(tmp_path, StageName.single)) == 0
+    assert [path.name for path in predictions.glob("*.nii.gz")] == ["c1.nii.gz"]
+
+
+def test_a_case_table_of_a_cascade_may_have_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_runs(monkeypatch, tmp_path, [], [])
+    checked: list[str] = []
+    monkeypatch.setattr(study, "check_experiments", lambda _, arguments: checked.extend(arguments))
+    config = make_config(tmp_path, StageName.coarse, cases="/data/Doe, John (1)/cases.csv")
+    assert study.cross_validate(config) == 0
+    assert checked == ["data.cases='/data/Doe, John (1)/cases.csv'"]
 
 
 def test_a_prediction_gets_the_memory_that_the_trained_network_needs(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from medseg.cascade.bound import OFFSET
 from medseg.config.schema import MakeWeightsConfig
@@ -206,8 +207,9 @@ def test_the_bound_is_that_of_the_worst_of_nine_held_out_patients(
     assert (predict[0], evaluate[0]) == ("predict", "evaluate")
     # The task and the label values of the training, not those of the default task.
     assert f"task={folder / 'task.yaml'}" in evaluate
-    assert "spleens" in (folder / "task.yaml").read_text(encoding="utf-8")
-    assert "+data.label_values={spleen: 7}" in evaluate
+    groups = yaml.safe_load((folder / "task.yaml").read_text(encoding="utf-8"))
+    assert groups["task"]["name"] == "spleens"
+    assert groups["data"] == {"label_values": {"spleen": 7}}
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     checksums = (tmp_path / "out" / "SHA256SUMS").read_text(encoding="utf-8").splitlines()
     assert all(line.split()[0] in card for line in checksums), "of the files with the bound"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_parts_lie_where_they_were_and_keep_what_the_table_says(tmp_path: Path) 
         part.name for part in cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")
     ] == list(parts)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()} == before
+    # Corrected labels, with the same slices, are cut again.
+    labels[10:50, 1, 1] = 0
+    write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
+    later_s = 1 + max(path.stat().st_mtime for path in before)
+    os.utime(tmp_path / "l.nii.gz", (later_s, later_s))
+    middle = cut_partial_scans(case, {"lung": [7]}, tmp_path / "pieces")[2]
+    assert middle.labels is not None
+    assert not (read_labels(middle.labels).array[:, 1, 1] == 7).any()
 
 
 def test_halves_lie_between_two_organs_and_only_there() -> None:

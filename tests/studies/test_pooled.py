@@ -59,9 +59,11 @@ def test_regions_and_trust_are_pooled_apart(tmp_path: Path) -> None:
         ("liver", "reference", 0.7),
     ]
     cases = {name: Case(name, Path("i"), Path("l"), patient) for name, patient in PATIENTS.items()}
+    cases["unlabelled"] = Case("unlabelled", Path("i"), None, "u")
     costs = [{"fold": 0, "run": "single", "steps": 5, "train_s": 61.4, "peak_resident_mib": None}]
     write_pooled([*rows, score("d", 0.9)], cases, costs, tmp_path)
     text = (tmp_path / "pooled.md").read_text(encoding="utf-8")
     assert "| spleen | reference | 2 | 2 | 0.8500 ± 0.0707 |" in text
     assert "| 0 | single | 5 | 61 |" in text
+    assert "In no mean, because their prediction or score failed: a2." in text
     assert r"0.8500 $\pm$ 0.0707" in (tmp_path / "pooled.tex").read_text(encoding="utf-8")

@@ -12,9 +12,13 @@ import hydra
 import pytest
 
 from medseg.conf_folder import conf_dir
-from medseg.config.schema import MakeWeightsConfig
+from medseg.config.check import to_config
+from medseg.config.imported import SOURCE_VARIABLE, with_task
+from medseg.config.overrides import quote_paths
+from medseg.config.schema import EvaluateConfig, MakeWeightsConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
+from medseg.runs.folder import open_run
 from medseg.studies import command_steps, recipes, train_arguments
 
 
@@ -180,6 +184,30 @@ def test_runs_of_another_recipe_are_not_reused(tmp_path: Path) -> None:
         note("a", ("steps=5",))
 
 
+def test_a_finished_run_of_an_experiment_that_was_edited_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = SimpleNamespace(initialized=lambda: True)
+    monkeypatch.setattr(command_steps, "HydraConfig", fake)
+    experiment = tmp_path / "mine (1).yaml"
+    table = tmp_path / "a, b.csv"
+    table.touch()
+    arguments = [f"experiment={experiment}", f"data.cases={table}"]
+    run_dir = tmp_path / "run"
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        experiment.write_text("# @package _global_\nsteps: 5\n", encoding="utf-8")
+        composed = [*quote_paths(arguments), f"run_dir='{run_dir}'"]
+        open_run(train_arguments.compose_train(composed, "train"))
+        (run_dir / "summary.json").write_text('{"status": "finished"}', encoding="utf-8")
+        assert command_steps.train_steps(run_dir, *arguments) == []
+        assert capsys.readouterr().err == ""
+        experiment.write_text("# @package _global_\nsteps: 6\n", encoding="utf-8")
+        assert command_steps.train_steps(run_dir, *arguments) == []
+    told = capsys.readouterr().err
+    assert "has finished with other values (" in told
+    assert "steps: 5 then, 6 now" in told
+
+
 def test_folders_of_configuration_files_reach_the_commands_of_a_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,9 +270,20 @@ def test_published_metadata_names_no_folder() -> None:
     assert metadata["config"]["data"]["cases"] == "/data/table.csv"
 
 
-def test_the_label_values_that_a_study_hands_on_fit_any_task() -> None:
-    argument = train_arguments.label_values_argument({"liver": 7, "left_kidney": [1, 2]})
+def test_a_study_hands_on_labels_of_any_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command line in Hydra's grammar could not name some of them."""
+    monkeypatch.setenv(SOURCE_VARIABLE, "")
+    labels = {"3_Ventrikel": 1, "Gefäße": 2, "left kidney": 3}
+    label_values = {"3_Ventrikel": 7, "Gefäße": [8, 9], "left kidney": 1}
+    folder = tmp_path / "Doe, John (1)"
+    task = {"name": "head", "labels": labels, "window_hu": [-100, 200]}
+    step = command_steps.evaluate_step(folder, Path("t.csv"), task, label_values)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        for command in ("train", "evaluate"):
-            composed = hydra.compose(command, ["task=abdomen", argument])
-            assert dict(composed.data.label_values) == {"liver": 7, "left_kidney": [1, 2]}
+        config = to_config(
+            hydra.compose("evaluate", quote_paths(with_task(step[1:], EvaluateConfig))),
+            EvaluateConfig,
+        )
+    assert config.task.labels == labels
+    assert config.data.label_values == label_values

@@ -12,6 +12,7 @@ from typing import Any
 
 import hydra
 import pytest
+import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.conf_folder import conf_dir
@@ -254,7 +255,10 @@ def test_a_failed_spacing_does_not_end_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     output = Path(spacing_study.output)
+    spacing_study.task.labels["trachea"] = 3
+    spacing_study.data.label_values["trachea"] = 4
     calls: list[Any] = []
+    tasks: list[str] = []
     written: list[Any] = []
     cases = [
         SimpleNamespace(
@@ -282,6 +286,7 @@ def test_a_failed_spacing_does_not_end_the_others(
         name: str, stages: Any, folder: Path, table: Path, grids: Any, **others: Any
     ) -> Strategy:
         calls.append((name, stages, folder.name, table.name, grids))
+        tasks.append(others["task"])
         if name == "thin":
             raise UserError("no room")
         return Strategy(name, {}, [], {"x": "gone"} if is_missing else {})
@@ -302,6 +307,11 @@ def test_a_failed_spacing_does_not_end_the_others(
     ]
     assert written == [(["no room"], {"a": "of a"}), (["no room", ""], {"a": "of a"})]
     assert "thin: no room" in capsys.readouterr().err
+    # The task of the study with the user's changes, for `evaluate`.
+    groups = yaml.safe_load((output / "task.yaml").read_text(encoding="utf-8"))
+    assert groups["task"]["labels"]["trachea"] == 3
+    assert groups["data"]["label_values"] == {"left_lung": 1, "right_lung": 2, "trachea": 4}
+    assert tasks == [f"task={output / 'task.yaml'}"] * 2
     spacing_study.rows = {"thick": spacing_study.rows["thick"]}
     assert compare_spacing.compare_spacing(spacing_study) == 0
     is_missing = True
@@ -332,12 +342,15 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
 ) -> None:
     settings = ["target_dice=0.5", "metric=val_dice", "max_minutes=10", "max_ratio=4"]
     config = compose("time_to_dice", TimeToDiceConfig, f"output='{tmp_path}'", *settings)
-    config.rows = {"one": ["seed=1"], "two": ["seed=2"], "three": ["seed=3"]}
+    # Names that Hydra would read as something else, or not at all.
+    config.rows = {"größer": ["seed=1"], "null": ["seed=2"], "1e5": ["seed=3"]}
     calls: list[Any] = []
+    names: list[str] = []
     answers = iter(outcomes)
 
     def train(row: Any, study: Any, limit_minutes: float) -> Any:
         calls.append((row.seed, row.steps, limit_minutes))
+        names.append(row.name)
         own = [{"step": 10.0, "cpu_minutes": 1.0, "val_dice": 0.4}]
         own += [
             {"step": 20.0 * step, "cpu_minutes": 2.0 * step, "val_dice": 0.5 + step / 100}
@@ -353,6 +366,7 @@ def test_rows_have_the_time_of_the_first_and_their_own_limit(
     )
     assert time_to_dice.time_to_dice(config) == code
     assert [seed for seed, *_ in calls] == [1, 2, 3][:num_rows]
+    assert names == ["größer", "null", "1e5"][:num_rows]
     assert {steps for _, steps, _ in calls} == {config.steps}
     assert [limit for *_, limit in calls] == limits
     table = read_csv(tmp_path / "time_to_dice.csv")

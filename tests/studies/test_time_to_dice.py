@@ -19,7 +19,7 @@ import pytest
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import TimeToDiceConfig
-from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME
+from medseg.errors import EXIT_OUT_OF_MEMORY, EXIT_RESUME, UserError
 from medseg.runs.folder import write_end
 from medseg.runs.status import Status
 from medseg.studies import time_to_dice as app
@@ -83,6 +83,16 @@ def test_a_row_ends_at_its_target(
     assert points[-2] == {"step": 80.0, "val_dice": 0.8, "val_dice_worst": 0.4, "cpu_minutes": 8.0}
     assert app.train_row(row, study, 100.0) == (points, "reached")
     assert training.starts == 1
+
+
+def test_the_minutes_of_another_configuration_are_not_reused(
+    row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Training(monkeypatch)
+    assert app.train_row(row, study, 100.0)[1] == "reached"
+    row.seed += 1
+    with pytest.raises(UserError, match=r"another configuration \(seed: .*give another output"):
+        app.train_row(row, study, 100.0)
 
 
 def test_a_row_is_stopped_at_its_limit_and_continues_under_a_higher_one(

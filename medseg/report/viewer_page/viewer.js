@@ -19,11 +19,15 @@
   data.differences.forEach(({ name, value }) => { differenceNames[value] = name; });
   // niivue draws the scan, the overlay draws the labels. It is null until the labels are read.
   let overlay = null;
+  // Values are shown with the decimals of their steps: none in HU, three between 0 and 1. An image of one value may
+  // have a step of 0.
+  const numDecimals = Math.min(9, Math.max(0, -Math.floor(Math.log10(data.scan.value_step))));
+  const rounded = (value) => Number(value.toFixed(numDecimals));
   viewer.onLocationChange = ({ mm, values }) => {
     if (overlay === null) return;
     const [x, y, z] = mm;  // niivue's world is RAS
     const { position } = overlay;
-    const value = Math.round(values[0].value);
+    const value = rounded(values[0].value);
     const parts = [
       data.is_ct ? `${value} HU` : `value ${value}`, names[overlay.labels.valueAt(position)] ?? "",
       differenceNames[overlay.differences?.valueAt(position) ?? 0] ?? "", `${(-x).toFixed(1)}, ${(-y).toFixed(1)}, ${z.toFixed(1)} mm (LPS)`,
@@ -49,7 +53,7 @@
     const { cal_min: low, cal_max: high } = viewer.volumes[0];
     const number = data.windows.findIndex(({ range }) => range && Math.abs(range[0] - low) < 1 && Math.abs(range[1] - high) < 1);
     if (number >= 0) press(buttons("window"), buttons("window")[number]);
-    document.getElementById("window").textContent = `W ${Math.round(high - low)} L ${Math.round((low + high) / 2)}`.replaceAll("-", "−");
+    document.getElementById("window").textContent = `W ${rounded(high - low)} L ${rounded((low + high) / 2)}`.replaceAll("-", "−");
   };
   // niivue's number of each plane (0 axial, 1 coronal, 2 sagittal), and its place: left, top, width and height as shares.
   const views = {

@@ -264,7 +264,7 @@ def with_steps(setting: Setting, steps: int) -> Setting:
     """Choose the batch size, and the number of steps for which there is time.
 
     Args:
-        setting: The setting.
+        setting: Its batch size and steps are replaced.
         steps: Number of steps of one patch for which there is time.
     """
     batch_size = 1

@@ -12,7 +12,7 @@ from medseg.config.imported import IMPORTED, VALUES_ARGUMENT
 from medseg.config.overrides import PATH_KEYS, quote
 from medseg.config.schema import ConfigureConfig
 from medseg.console import say
-from medseg.data.case_table import Case
+from medseg.data.case_table import Case, normalise_name
 from medseg.data.cases import find_cases
 from medseg.errors import UserError
 from medseg.io.atomic import check_writable, replace_text
@@ -128,7 +128,12 @@ def labelled_cases(config: ConfigureConfig) -> list[tuple[Case, LabelValues]]:
     """
     # The second group of `find_cases` has synthetic scans, which are used for training only.
     (all_cases, label_values), _ = find_cases(config.data, config.task)
-    cases = [(case, label_values) for case in all_cases if case.labels and case.split != "test"]
+    test_patients = set(map(normalise_name, config.data.test_patients))
+    cases = []
+    for case in all_cases:
+        is_test = case.split == "test" or case.patient in test_patients
+        if case.labels and not is_test:
+            cases.append((case, label_values))
     patients = {case.patient for case, _ in cases}
     if len(patients) < 2:
         raise UserError(

@@ -22,6 +22,7 @@ from medseg.runs.folder import read_summary
 from medseg.studies.command_steps import (
     Step,
     evaluate_step,
+    failed_predictions,
     last_checkpoint,
     run_and_get_failure,
     search_paths,
@@ -29,7 +30,7 @@ from medseg.studies.command_steps import (
 from medseg.studies.configure.fingerprint import Fingerprint
 from medseg.studies.configure.setting import Setting, experiment_text
 from medseg.studies.configure.times import Costs
-from medseg.studies.train_arguments import merge_arguments
+from medseg.studies.train_arguments import key_of, merge_arguments
 from medseg.task import LabelValues, Task
 
 GIB = 2**30
@@ -77,7 +78,7 @@ class Pilot:
         """Train, predict and score as `cross_validate` would, and time each part.
 
         Raises:
-            UserError: If a command fails, with its message.
+            UserError: If a command fails, or the prediction of the largest case, with its message.
         """
         largest, training_cases = pick_cases(self.cases, self.fingerprint)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -98,6 +99,11 @@ class Pilot:
         train_s = self._time(self._train_step(run_dir))
         table = write_case_table(self.folder / "held_out.csv", [replace(held_out, split=None)])
         predict_s = self._time(self._predict_step(table, last_checkpoint(run_dir)))
+        # A command that fails on a case alone has not failed as a whole, see `has_failed`.
+        messages = failed_predictions(self.folder / "predictions")
+        if messages:
+            reason = "; ".join(messages.values())
+            raise UserError(f"{held_out.name}: the largest case cannot be predicted: {reason}")
         score_s = self._time(evaluate_step(self.folder, table, self.plain_task, self.label_values))
         report_file = self.folder / "predictions" / f"{held_out.name}.json"
         report = json.loads(report_file.read_text(encoding="utf-8"))
@@ -172,11 +178,14 @@ class Pilot:
 
     def _predict_step(self, table: Path, checkpoint: Path) -> Step:
         """Make the command that predicts the largest case."""
+        # The only argument of `train` that `predict` takes too and no checkpoint states.
+        trusted = [argument for argument in self.arguments if key_of(argument) == "trusted_targets"]
         return [
             "predict",
             f"input={table}",
             f"output={self.folder / 'predictions'}",
             f"single={checkpoint}",
+            *trusted,
         ]
 
     def _time(self, step: Step) -> float:

@@ -105,6 +105,14 @@ def test_the_files_say_what_was_chosen_and_why(
     assert experiment.startswith("# @package _global_\n# Written by medseg configure for 2 GiB")
 
 
+def test_patients_that_are_held_out_as_test_decide_nothing(configure: Callable[..., Path]) -> None:
+    plan = configure(*WISHES, "data.test_patients=[p1]")
+    names = {row["case"] for row in read_csv(plan / "fingerprint.csv")}
+    assert len(names) == 3
+    with pytest.raises(UserError, match="possible wish is num_folds=3"):
+        configure("fit_gib=2", "hours=0.1", "num_folds=4", "data.test_patients=[p1]")
+
+
 def test_equal_timings_give_equal_files(configure: Callable[..., Path]) -> None:
     first = configure(*WISHES, output="first")
     second = configure(*WISHES, output="second")

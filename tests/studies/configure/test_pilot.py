@@ -11,6 +11,7 @@ import pytest
 
 from medseg.data.audit.table import READY
 from medseg.data.case_table import Case
+from medseg.errors import UserError
 from medseg.io.tables import write_csv
 from medseg.studies.configure import pilot as module
 from medseg.studies.configure.fingerprint import CaseFacts, Fingerprint
@@ -32,6 +33,9 @@ class Machine:
         self.training_gib = training_gib
         self.prediction_gib = prediction_gib
         self.now_s = 100.0
+        # Message of the failed prediction; "" if it succeeds.
+        self.failure = ""
+        self.predict_step: list[str] = []
 
     def prepare(self, cases: Any, *_: object) -> Any:
         self.now_s += PREPARE_S
@@ -52,6 +56,11 @@ class Machine:
             self.now_s += PREDICT_S
             predictions = self.folder / "predictions"
             predictions.mkdir(parents=True)
+            self.predict_step = step
+            if self.failure:
+                row = {"case": "large", "status": "failed", "warnings": self.failure}
+                write_csv(predictions / "summary.csv", [row])
+                return ""
             report = {
                 "durations_s": {"total": CASE_S},
                 "peak_resident_bytes": self.prediction_gib * GIB,
@@ -91,7 +100,7 @@ def measure(folder: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> 
         task=None,  # type: ignore[arg-type]  # for the text of the experiment, which is replaced
         plain_task={},
         label_values={},
-        arguments=[],
+        arguments=["trusted_targets=[mine.]", "seed=1"],
         timed_steps=20,
         is_on_processor=True,
     )
@@ -121,3 +130,14 @@ def test_the_larger_peak_of_training_and_prediction_counts(
 ) -> None:
     machine = Machine(tmp_path / "pilot", training_gib, prediction_gib)
     assert measure(tmp_path / "pilot", monkeypatch, machine).peak_gib == 1.5
+
+
+def test_a_largest_case_that_cannot_be_predicted_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`predict` then fails for this case alone, and `evaluate` would only miss its prediction."""
+    machine = Machine(tmp_path / "pilot", training_gib=1.0, prediction_gib=1.0)
+    machine.failure = "out of memory; free some"
+    with pytest.raises(UserError, match="large: the largest case cannot be predicted: out of mem"):
+        measure(tmp_path / "pilot", monkeypatch, machine)
+    assert machine.predict_step[-1] == "trusted_targets=[mine.]"
