@@ -26,7 +26,7 @@ from medseg.data.audit.finding import make_finding
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
-from medseg.task import IGNORE, SIDES, Region, Task, is_side_pair, words_of
+from medseg.task import IGNORE, Region, Task, is_side_pair, sides_in_names
 
 ABSENT = "absent"
 """Value of the column `trust_<region>` where the patient does not have the region."""
@@ -432,10 +432,9 @@ def _audit_paired_labels(labels: np.ndarray, grid: VoxelGrid, task: Task) -> lis
     Only the two labels of an organ are compared.
     """
     sided_labels = []
-    for name in task.labels:
-        sides = [side for side in SIDES if side in words_of(name)]
+    for name, sides in sides_in_names(task.labels).items():
         if len(sides) == 1:
-            sided_labels.append(Region(name, (name,), sides[0]))
+            sided_labels.append(Region(name, (name,), *sides))
     sided_task = replace(task, regions=tuple(sided_labels))
     facts = measure_regions(labels, grid, sided_task)
     findings = []

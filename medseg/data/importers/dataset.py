@@ -15,20 +15,14 @@ from medseg.data.importers.account import Account, Fate, Item, Kind
 from medseg.data.source_files import files_in_role
 from medseg.errors import UserError
 from medseg.io.inputs import CONTROL_CHARACTERS
-from medseg.task import IGNORE, Channel
+from medseg.task import IGNORE, SHORT_SIDES, SIDES, Channel
 from medseg.wording import first_few
 
 # Separators of the words of a name.
 WORD_BREAK = re.compile(r"[\s_.-]+")
 # Word for a side in the name of a structure, in small letters, to the side.
-SIDES = {
-    "left": "left",
-    "lt": "left",
-    "l": "left",
-    "right": "right",
-    "rt": "right",
-    "r": "right",
-}
+SIDE_OF_WORD = {side: side for side in SIDES}
+SIDE_OF_WORD |= {short: side for short, (side, _) in SHORT_SIDES.items()}
 # Label maps of the task have one byte for each voxel.
 MAX_IGNORE_LABEL = 255
 # Window of a CT, from air to dense bone: a data set does not say which tissue it is about.
@@ -728,10 +722,10 @@ def side_of(name: str) -> tuple[str | None, str]:
     words = WORD_BREAK.split(name)
     if len(words) == 1:
         return None, name
-    first_side = SIDES.get(words[0].casefold())
+    first_side = SIDE_OF_WORD.get(words[0].casefold())
     if first_side is not None:
         return first_side, "_".join(words[1:])
-    last_side = SIDES.get(words[-1].casefold())
+    last_side = SIDE_OF_WORD.get(words[-1].casefold())
     if last_side is not None:
         return last_side, "_".join(words[:-1])
     return None, name
