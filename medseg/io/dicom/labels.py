@@ -474,7 +474,7 @@ def _label_planes(
         for index in np.flatnonzero(numbers == number).tolist():
             mask = _frame_pixels(dataset, index) >= threshold
             _paint(plane_labels[planes[index]], is_overlap[planes[index]], mask, value)
-    return plane_labels, np.count_nonzero(is_overlap)
+    return plane_labels, int(np.count_nonzero(is_overlap))
 
 
 def _paint(labels: np.ndarray, is_overlap: np.ndarray, mask: np.ndarray, value: int) -> None:
@@ -687,11 +687,12 @@ def _read_contours(
             for contour_index in np.flatnonzero(is_on_slice[index]):
                 polygons.append(pixels_of(frame, contours[contour_index]))
             mask = fill(polygons, frame.pixels.shape)
-            num_pixels += np.count_nonzero(mask)
+            num_pixels += int(np.count_nonzero(mask))
             _paint(slice_labels[index], is_overlap[index], mask, value)
         if slices_with_contours.size:
             sentences += _region_warnings(name, slices_with_contours, num_pixels)
-    return [*sentences, *_overlap_warnings(file, np.count_nonzero(is_overlap), "regions")]
+    num_overlaps = int(np.count_nonzero(is_overlap))
+    return [*sentences, *_overlap_warnings(file, num_overlaps, "regions")]
 
 
 def _region_warnings(name: str, slices_with_contours: np.ndarray, num_pixels: int) -> Iterator[str]:
