@@ -25,7 +25,7 @@ from medseg.prediction.result_files import PictureVoxels, take_picture_voxels
 from medseg.prediction.scans import Scan, scan_grid
 from medseg.preprocess.channels import read_channels
 from medseg.preprocess.orient import orient
-from medseg.preprocess.scale import HuScale
+from medseg.preprocess.scale import AS_STORED, HuScale
 from medseg.task import Task
 
 # Memory of a voxel of a scan, at most: float32.
@@ -153,6 +153,7 @@ def segment_case(
             scan.path,
             model,
             case.more_channels,
+            scale=scan.hu,
             on_step=on_step,
             keep_probabilities=Save.probabilities in config.save,
         )
@@ -172,6 +173,7 @@ def segment_scan(
     more_channels: Sequence[np.ndarray] = (),
     *,
     is_owned: bool = True,
+    scale: HuScale = AS_STORED,
     **options: Any,
 ) -> Segmentation:
     """Segment a scan that has just been read, after a check of its values.
@@ -183,6 +185,8 @@ def segment_scan(
         more_channels: The other channels on the grid of the first, (D, H, W) each.
         is_owned: Whether the channels may be changed in place: values with which a scanner fills
             the space outside the field of view are replaced by air.
+        scale: Scale that has been applied to the first channel. The advice of a finding replaces
+            it.
         options: `on_step` and `keep_probabilities` of `ScanModel.segment`.
 
     Returns:
@@ -205,7 +209,9 @@ def segment_scan(
             audit_findings = audit_channels(facts, modalities)
         else:
             # Also replaces padding by air in the arrays.
-            arrays, facts, audit_findings = check_channels(arrays, modalities, is_owned=is_owned)
+            arrays, facts, audit_findings = check_channels(
+                arrays, modalities, is_owned=is_owned, scale=scale
+            )
         is_scale_wrong = not are_hu(facts, modalities)
         volume = replace(volume, array=arrays[0])
     result = model.segment(volume, arrays[1:], **options)

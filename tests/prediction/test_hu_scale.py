@@ -16,11 +16,13 @@ from medseg.commands import predict as predict_app
 from medseg.conf_folder import conf_dir
 from medseg.config.check import to_config
 from medseg.config.schema import EvaluateConfig
+from medseg.data.audit.image import check_channels
 from medseg.data.case_table import read_case_table, write_case_table
 from medseg.io.read import read_labels
 from medseg.io.tables import read_csv
 from medseg.io.write import write_image, write_labels
 from medseg.prediction.options import PredictConfig
+from medseg.preprocess.scale import HuScale
 
 
 def compose(name: str, *overrides: str) -> Any:
@@ -95,6 +97,20 @@ def test_predict_says_that_values_are_no_hu_and_takes_an_offset(
         {"slope": 1.0, "offset": 0.0},
         {"slope": 1.0, "offset": -1024.0},
     )
+
+
+def test_the_advice_on_the_scale_knows_the_scale_that_was_applied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scales = []
+
+    def check(*arguments: Any, scale: HuScale, **options: Any) -> Any:
+        scales.append(scale)
+        return check_channels(*arguments, scale=scale, **options)
+
+    monkeypatch.setattr("medseg.prediction.case.check_channels", check)
+    predict(folder, "high", "hu_offset=-1024")
+    assert scales == [HuScale(1.0, -1024.0)]
 
 
 def test_a_case_table_says_it_for_each_case(folder: Path) -> None:
