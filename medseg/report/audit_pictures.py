@@ -182,8 +182,8 @@ def _draw_page(
         tops_px.append(tops_px[-1] + row_px)
     canvas = Canvas(width_px, tops_px[-1])
     canvas.write(_GAP_PX, 14, title, fontsize=13, fontweight="bold")
-    for number, line in enumerate(legend):
-        _write_legend(canvas, 17 + number * _LEGEND_LINE_PX, line, names, widths_px)
+    for number, places in enumerate(legend):
+        _write_legend(canvas, 17 + number * _LEGEND_LINE_PX, places, names, widths_px)
     for number, (case, lines) in enumerate(zip(cases, lines_by_case, strict=True)):
         row, column = divmod(number, num_columns)
         left_px = _GAP_PX + column * (_CASE_PX + _GAP_PX)
