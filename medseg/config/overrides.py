@@ -387,7 +387,7 @@ def text_of(value: Any) -> str:
         ['0.5', 'true', "'true'", 'null', 'amp', "'Doe, John'", '[1,2]', '{liver:1}']
     """
     if isinstance(value, str):
-        is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", value)
+        is_plain = re.fullmatch(r"[A-Za-z_][\w./-]*", value, re.ASCII)
         # Without quotes, Hydra would not read `true`, `null` or `inf` as a text.
         if is_plain and not NOT_A_TEXT.fullmatch(value):
             return value

@@ -162,7 +162,9 @@ def test_a_comma_in_either_kind_of_quotes_divides_no_list(typed: str, paths: lis
     assert list(map(str, values)) == paths
 
 
-@pytest.mark.parametrize("text", ["true", "False", "null", "NULL", "inf", "nan", "nano", "1e5"])
+@pytest.mark.parametrize(
+    "text", ["true", "False", "null", "NULL", "inf", "nan", "nano", "1e5", "Gefäße", "größer"]
+)
 def test_hydra_reads_a_text_as_a_text_even_if_it_looks_like_another_value(text: str) -> None:
     for value in (text, [text]):
         override = OverridesParser.create().parse_override(f"key={text_of(value)}")
