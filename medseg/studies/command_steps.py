@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 
 from medseg.config.overrides import quote_paths
@@ -132,7 +133,7 @@ def _tell_changes(run_dir: Path, arguments: Sequence[str]) -> None:
     The same arguments may stand for other values now: those of an experiment that was edited.
     """
     # Hydra is not initialised if the study was called as a function, not as a command.
-    if not HydraConfig.initialized():
+    if not GlobalHydra.instance().is_initialized():
         return
     # A run of an older version may have a configuration that cannot be compared.
     with suppress(UserError):

@@ -250,7 +250,7 @@ def test_organs_of_a_task_are_painted_with_its_sides_and_channels(
         "data=phantom_organs",
         "data.phantoms.scene=organs",
         "data.phantoms.own_grids=true",
-        "task.ignore_label=3",
+        "task.ignore_label=30",
     ]
     chosen = compose(*settings, "data.phantoms.seed=5")
     cases.make_phantoms(chosen.data.phantoms, chosen.task, tmp_path, 2, with_held_out=False)
@@ -258,5 +258,5 @@ def test_organs_of_a_task_are_painted_with_its_sides_and_channels(
     assert scene.labels == {"left_lung": 1, "right_lung": 2}
     assert scene.sides == {"left_lung": "left", "right_lung": "right"}
     assert (scene.seed, scene.modalities, scene.has_own_grids) == (5, ("ct",), True)
-    assert scene.ignore_label == 3
+    assert scene.ignore_label == 30
     assert scene.parts == ("left_lung", "right_lung")

@@ -154,8 +154,8 @@ def test_a_task_without_hu_has_volumes_alone_and_may_have_any_label(tmp_path: Pa
     assert not [key for key in row if "hu" in key or "percent" in key]
     page = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert 'data-volume="4.5"' in page, "the sum, not the label total"
-    assert "total of all 4 ml" in page
-    assert "total 4 ml" in page
+    assert "total of all 4.5 ml" in page
+    assert "total 3.5 ml" in page
     assert "tumour 1 ml" in page
 
 
