@@ -110,7 +110,7 @@ PAGE = """# Networks, stages, losses and switches together
 
     make matrix
 
-The values of each two columns below, except the refused pairs at the end, meet at least once in
+Every pair of values from two different columns below, except the refused pairs at the end, occurs in at least one of
 {num_rows} small trainings of two steps ([each row](matrix/rows.csv));
 the last {num_rank_rows} use several ranks. Each row trains; a run that is stopped after the first
 step and resumed ends with the same weights, bit for bit; and its checkpoint predicts.
