@@ -110,8 +110,8 @@ PAGE = """# Networks, stages, losses and switches together
 
     make matrix
 
-Every pair of values from two different columns below, except the refused pairs at the end, occurs in at least one of
-{num_rows} small trainings of two steps ([each row](matrix/rows.csv));
+Every pair of values from two different columns below, except the refused pairs at the end,
+occurs in at least one of {num_rows} small trainings of two steps ([each row](matrix/rows.csv));
 the last {num_rank_rows} use several ranks. Each row trains; a run that is stopped after the first
 step and resumed ends with the same weights, bit for bit; and its checkpoint predicts.
 `tests/matrix` checks the rows of one rank in the slow tests. The stage `patches` is the fine stage
