@@ -20,9 +20,11 @@ DENSEST_AIR_HU = -950
 # range.
 CLIP_REACH_HU = 25
 # Minimum share of the pairs of neighbours along the border of a slice that have the value of the
-# fill. Each of the four sides counts a quarter, so a fill along one side has 0.25, however long the
-# side is. For measured tissue the share is below 0.05.
+# fill. For measured tissue the share is below 0.03; for a fill along one of four equal sides it is
+# 0.25.
 MIN_BORDER_SHARE = 0.2
+# The same share of a single side, for a fill along a short side of a slice that is not square.
+MIN_SIDE_SHARE = 0.8
 # An image is searched for a fill only if at most this share of neighbouring tissue voxels are
 # equal. Scans have 0.02 to 0.3, an image without noise nearly 1. Without noise, tissue at the
 # border may be constant too.
@@ -32,7 +34,7 @@ NOISE_SLICES = 16
 # Minimum number of pairs of neighbours in tissue to judge the noise.
 MIN_PAIRS = 1000
 # Pixels of the smallest connected piece that is replaced. Smaller ones may be tissue that has the
-# value by chance. For the same reason a side with fewer pairs counts less than a quarter.
+# value by chance. For the same reason a side needs as many equal neighbours as one of this length.
 MIN_PIECE = 20
 
 
@@ -96,28 +98,36 @@ def _sides(plane: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _border_value(plane: np.ndarray) -> float | None:
-    """Find the most frequent value of equal neighbours along the border of a plane.
+    """Find the most frequent value of equal neighbours along the border of a plane or one side.
 
     Returns:
         The value in HU; None if no value denser than air has `MIN_BORDER_SHARE` of the pairs of
-        neighbours.
+        neighbours along the border, or `MIN_SIDE_SHARE` of those along a side.
     """
-    values = []
-    # For each pair of equal neighbours its part of all pairs.
-    weights = []
-    for side in _sides(plane):
-        repeated = side[1:][side[1:] == side[:-1]]
-        repeated = repeated[repeated > DENSEST_AIR_HU]
-        num_pairs = max(len(side) - 1, MIN_PIECE)
-        values.append(repeated)
-        weights.append(np.full(len(repeated), 1 / (4 * num_pairs)))
+    sides = _sides(plane)
+    value = _repeated_value(np.concatenate(sides), MIN_BORDER_SHARE)
+    for side in sides:
+        if value is None:
+            value = _repeated_value(side, MIN_SIDE_SHARE)
+    return value
+
+
+def _repeated_value(values_hu: np.ndarray, min_share: float) -> float | None:
+    """Find the most frequent value of equal neighbours; None if it has too few of the pairs.
+
+    Args:
+        values_hu: Values along a part of the border, (n,).
+        min_share: Minimum share of the pairs; of less than `MIN_PIECE` pairs, of this number.
+    """
+    repeated = values_hu[1:][values_hu[1:] == values_hu[:-1]]
+    repeated = repeated[repeated > DENSEST_AIR_HU]
+    min_count = min_share * max(len(values_hu), MIN_PIECE)
     # Most slices end here, before the sort of `unique`.
-    if sum(map(np.sum, weights)) < MIN_BORDER_SHARE:
+    if len(repeated) < min_count:
         return None
-    unique_values, numbers = np.unique(np.concatenate(values), return_inverse=True)
-    shares = np.bincount(numbers, np.concatenate(weights))
-    largest = int(shares.argmax())
-    if shares[largest] < MIN_BORDER_SHARE:
+    unique_values, counts = np.unique(repeated, return_counts=True)
+    largest = int(counts.argmax())
+    if counts[largest] < min_count:
         return None
     return float(unique_values[largest])
 

@@ -82,6 +82,13 @@ def test_a_stripe_along_a_short_side_is_found_and_repeated_tissue_on_a_tiny_one_
     assert find_fill(thin if axis == 1 else thin.transpose(0, 2, 1)) is None
 
 
+@pytest.mark.parametrize("length", [130, 240])
+def test_a_stripe_along_a_part_of_a_long_side_is_found(length: int) -> None:
+    scan = np.rint(np.random.default_rng(5).normal(40, 12, (8, 64, 240))).astype(np.int16)
+    scan[:, :4, :length] = 500
+    assert find_fill(scan) == 500
+
+
 @pytest.mark.parametrize(("length", "is_replaced"), [(19, False), (20, True)])
 def test_a_piece_of_twenty_voxels_is_a_fill_and_a_smaller_one_is_chance(
     length: int, is_replaced: bool
