@@ -398,20 +398,17 @@ def _lost_warnings(
         plane_labels: Label values (planes, rows, columns).
         slice_labels: Label values (slices, rows, columns).
     """
-    lost_values = _values_in(plane_labels) - _values_in(slice_labels)
     sentences = []
     for number, value in values.items():
-        if value in lost_values:
+        if _has_value(plane_labels, value) and not _has_value(slice_labels, value):
             sentences.append(f"{shown(file.names[number])}: none of its pixels is on the slices")
     return sentences
 
 
-def _values_in(labels: np.ndarray) -> set[int]:
-    """Collect the values of labels (planes, rows, columns)."""
-    values: set[int] = set()
-    for plane in labels:
-        values.update(np.unique(plane).tolist())
-    return values
+def _has_value(labels: np.ndarray, value: int) -> bool:
+    """Whether a value is among labels (planes, rows, columns)."""
+    # Up to the first plane with the value, and without a mask of all planes.
+    return any((plane == value).any() for plane in labels)
 
 
 def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> list[str]:
@@ -549,7 +546,9 @@ def _copy_label_map(
                 f"{dataset.filename}: the pixels of the SEG hold the segment "
                 f"{min(unknown_numbers)}, which it does not describe; export it again."
             )
-        plane_labels[plane] = table[numbers]
+        frame_labels = table[numbers]
+        # Another frame may have labelled the plane.
+        np.copyto(plane_labels[plane], frame_labels, where=frame_labels != 0)
 
 
 def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:

@@ -15,7 +15,12 @@ from pydicom import Dataset, dcmread
 from pydicom.sr.codedict import codes
 
 from medseg.errors import UserError
-from medseg.io.dicom.labels import empty_structures, open_label_file, read_label_file
+from medseg.io.dicom.labels import (
+    _lost_warnings,
+    empty_structures,
+    open_label_file,
+    read_label_file,
+)
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure, labels_on_slices, points_of
@@ -265,6 +270,23 @@ def test_segments_whose_planes_differ_by_rounding_are_both_kept(
     assert np.array_equal(volume.array, pixels[..., 0] + 2 * pixels[..., 1])
 
 
+def test_frames_of_one_plane_of_a_label_map_are_joined(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    array = np.zeros(slices.grid.shape, np.uint8)
+    array[2, :4] = array[3, 5:] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, array, "LABELMAP")
+    dataset = dcmread(path)
+    first, second = (
+        group.PlanePositionSequence[0] for group in dataset.PerFrameFunctionalGroupsSequence
+    )
+    second.ImagePositionPatient = first.ImagePositionPatient
+    dataset.save_as(path)
+    labels_read = read_label_file(open_label_file(path), slices, {1: 1}).array
+    assert np.array_equal(labels_read[[2, 3]].sum(axis=0), array[2] + array[3])
+    assert labels_read.any(axis=(1, 2)).sum() == 1
+
+
 MICRO_MM = 0.05
 
 
@@ -306,6 +328,20 @@ def test_a_segment_beyond_the_slices_is_said(tmp_path: Path, slices: SourceSlice
     volume = read_label_file(file, slices, {1: 1})
     assert not volume.array.any()
     assert finding_texts(volume) == ("'part 1': none of its pixels is on the slices",)
+
+
+def test_lost_segments_are_found_without_sorting_the_pixels(
+    tmp_path: Path, slices: SourceSlices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sorting takes seconds for hundreds of planes."""
+    array = np.ones((*slices.grid.shape, 3), np.uint8)
+    file = open_label_file(save_seg(tmp_path / "a.dcm", slices, array, num_segments=3))
+    in_planes, on_slices = np.zeros((2, 3, 4, 5), np.uint16)
+    in_planes[0, 1, 1], in_planes[2, 1, 1], on_slices[1, 2, 2] = 300, 7, 7
+    monkeypatch.delattr(np, "unique")
+    assert _lost_warnings(file, {1: 7, 2: 300, 3: 4}, in_planes, on_slices) == [
+        "'part 2': none of its pixels is on the slices"
+    ]
 
 
 def test_frames_of_one_plane_that_begin_at_two_points_are_refused(
@@ -394,7 +430,8 @@ def test_oblique_contours_do_not_shrink_the_reach(tmp_path: Path, slices: Source
     polygons = []
     for index in range(6):
         for column in range(4):
-            part = np.array([(1.5, 0.5), (1.5, 2.5), (7.5, 2.5)]) + [0, 3 * column]
+            left = 3 * column + 0.5
+            part = [(1.5, left), (1.5, left + 2), (7.5, left + 2)]
             polygons.append((index + 0.17 + 0.22 * column, part))
     path = add_contours(tmp_path / "a.dcm", slices, polygons)
     dataset = dcmread(path)
