@@ -12,6 +12,7 @@ from pydicom.uid import MediaStorageDirectoryStorage
 
 from medseg.errors import UserError
 from medseg.findings import Severity
+from medseg.io.dicom.stacks import choose_stack
 from medseg.io.inputs import case_name, input_format, list_inputs
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image
@@ -259,14 +260,37 @@ def test_slices_acquired_in_turns_are_one_scan(
 ) -> None:
     """Unless they are thicker than their distance or far thinner, as two scans may be."""
     first, second = values
-    fields = {"SeriesNumber": 4, keyword: [first, second, first, second, first]}
+    fields = {"SeriesNumber": 4, "Modality": "MR", keyword: [first, second, first, second, first]}
     save_stack(tmp_path / "d", make_hu(), HEIGHTS, SliceThickness="2.4", **fields)
-    volume = read_image(tmp_path / "d")
-    assert np.array_equal(volume.array, make_hu())
-    assert finding_texts(volume) == ()
+    stack, _ = choose_stack(tmp_path / "d", None, "MR")
+    assert stack.heights_mm.tolist() == HEIGHTS
     for thickness in ("5", "1"):
         save_stack(tmp_path / thickness, make_hu(), HEIGHTS, SliceThickness=thickness, **fields)
-        assert "series=4/2 " in said(tmp_path / thickness)
+        with pytest.raises(UserError, match="series=4/2 "):
+            choose_stack(tmp_path / thickness, None, "MR")
+
+
+@pytest.mark.parametrize(
+    ("modality", "keyword", "values"),
+    [
+        ("CT", "AcquisitionNumber", ("1", "2")),
+        ("CT", "AcquisitionTime", ("120000", "120500")),
+        ("CT", "KVP", ("80", "140")),
+        ("CT", "ConvolutionKernel", ("B40f", "B70f")),
+        ("MR", "TemporalPositionIdentifier", ("1", "2")),
+        ("MR", "EchoTime", ("10", "80")),
+        ("MR", "DiffusionBValue", (0.0, 1000.0)),
+    ],
+)
+def test_scans_whose_slices_alternate_are_two(
+    tmp_path: Path, modality: str, keyword: str, values: tuple[object, object]
+) -> None:
+    """Each fills the gaps of the other evenly."""
+    first, second = values
+    fields = {"SeriesNumber": 4, keyword: [first, second, first, second, first]}
+    save_stack(tmp_path, make_hu(), HEIGHTS, SliceThickness="2.5", Modality=modality, **fields)
+    with pytest.raises(UserError, match="series=4/2 "):
+        choose_stack(tmp_path, None, modality)
 
 
 def test_a_value_of_nearly_every_slice_tells_no_volumes_apart(tmp_path: Path) -> None:

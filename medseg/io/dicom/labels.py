@@ -35,6 +35,10 @@ KINDS = {SegmentationStorage: "SEG", LABEL_MAP_STORAGE: "SEG", RTStructureSetSto
 # pixel, or has at least this probability there.
 LEAST_SHARE = 0.5
 
+# Steps below this share of the distance of slices or planes are none between planes: positions of
+# one plane differ by rounding, or because its parts were drawn one by one.
+SAME_PLANE = 0.1
+
 # Contours that enclose an area; points and open lines do not.
 CLOSED = ("CLOSED_PLANAR", "CLOSEDPLANAR_XOR")
 
@@ -304,12 +308,15 @@ def _read_segments(
         )
     frame_places = _frame_places(dataset)
     positions, axes, spacing_mm = _frame_geometry(file.path, frame_places)
+    slice_step_mm = slices.grid.spacing_mm[0]
+    declared_mm = _declared_distance(frame_places[0]) or slice_step_mm
+    tolerance_mm = _tolerance(min(declared_mm, slice_step_mm))
     normal = np.cross(axes[0], axes[1])
     heights_mm = positions @ normal
     # Number the planes upwards from 0; frames of several segments may lie in one plane. Along the
     # sorted frames a plane begins at each step in height, and at the first frame (infinite step).
     order = np.argsort(heights_mm, kind="stable")
-    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > SAME_POSITION_MM
+    begins_plane = np.diff(heights_mm[order], prepend=-np.inf) > tolerance_mm
     planes = np.empty(len(order), int)  # number of the plane of each frame
     planes[order] = np.cumsum(begins_plane) - 1
     first_frames = order[begins_plane]  # one frame of each plane
@@ -321,44 +328,63 @@ def _read_segments(
         )
     plane_labels, num_overlaps = _label_planes(dataset, frame_places, planes, values)
     distance_mm, sentences = _plane_distance(
-        file, frame_places[0], heights_mm[first_frames], slices.grid.spacing_mm[0]
+        file, declared_mm, heights_mm[first_frames], slice_step_mm
     )
-    reach_mm = distance_mm / 2 + JITTER_TOLERANCE_MM
+    reach_mm = distance_mm / 2 + tolerance_mm
     for index, frame in enumerate(slices.frames):
         slice_labels[index] = _at_slice(frame, plane_labels, corners, axes, spacing_mm, reach_mm)
     sentences += _lost_warnings(file, values, plane_labels, slice_labels)
     return [*sentences, *_overlap_warnings(file, num_overlaps, "segments")]
 
 
+def _tolerance(step_mm: float) -> float:
+    """Find the largest distance in mm that counts as rounding among slices or planes.
+
+    Args:
+        step_mm: Distance of the slices or planes; that of micro-CT is below 0.1 mm.
+    """
+    return min(JITTER_TOLERANCE_MM, SAME_PLANE * step_mm)
+
+
+def _declared_distance(places: Places) -> float | None:
+    """Read the distance in mm that a SEG declares for its planes; None if it declares none.
+
+    Args:
+        places: Where the fields of its first frame may be.
+    """
+    declared_mm = read_numbers(places, "SpacingBetweenSlices", 1)
+    if declared_mm is None or declared_mm[0] == 0:
+        return None
+    return abs(declared_mm[0])
+
+
 def _plane_distance(
-    file: LabelFile, places: Places, plane_heights_mm: np.ndarray, slice_step_mm: float
+    file: LabelFile, declared_mm: float, plane_heights_mm: np.ndarray, slice_step_mm: float
 ) -> tuple[float, list[str]]:
     """Find the distance of the planes of a SEG.
 
     Args:
         file: The SEG.
-        places: Where the fields of its first frame may be.
+        declared_mm: Distance that it declares or, if it declares none, that of the slices.
         plane_heights_mm: Positions of the stored planes along their normal, ascending.
         slice_step_mm: Distance of the slices.
 
     Returns:
-        The distance in mm; then a warning if no two planes follow each other at the distance that
-        the file declares or, if it declares none, at that of the slices.
+        The distance in mm; then a warning if no two planes follow each other at the declared
+        distance.
     """
-    distance_mm = slice_step_mm
-    declared_mm = read_numbers(places, "SpacingBetweenSlices", 1)
-    if declared_mm is not None and declared_mm[0] != 0:
-        distance_mm = abs(declared_mm[0])
+    nearer_mm = min(declared_mm, slice_step_mm)
+    steps_mm = np.diff(plane_heights_mm)
+    steps_mm = steps_mm[steps_mm > SAME_PLANE * nearer_mm]
     # Each step may span planes that are not stored, but two neighbours nearly always are.
-    steps_mm = np.diff(plane_heights_mm).tolist()
-    smallest_mm = min(steps_mm, default=distance_mm)
-    if smallest_mm <= distance_mm + JITTER_TOLERANCE_MM:
+    smallest_mm = min(steps_mm.tolist(), default=declared_mm)
+    if smallest_mm <= declared_mm + _tolerance(nearer_mm):
         return smallest_mm, []
     sentence = (
         f"the planes of {file.path.name} are at least {smallest_mm:.3g} mm apart; what is farther "
-        f"than {distance_mm / 2:.3g} mm from them has no label"
+        f"than {declared_mm / 2:.3g} mm from them has no label"
     )
-    return distance_mm, [sentence]
+    return declared_mm, [sentence]
 
 
 def _lost_warnings(
@@ -372,20 +398,17 @@ def _lost_warnings(
         plane_labels: Label values (planes, rows, columns).
         slice_labels: Label values (slices, rows, columns).
     """
-    lost_values = _values_in(plane_labels) - _values_in(slice_labels)
     sentences = []
     for number, value in values.items():
-        if value in lost_values:
+        if _has_value(plane_labels, value) and not _has_value(slice_labels, value):
             sentences.append(f"{shown(file.names[number])}: none of its pixels is on the slices")
     return sentences
 
 
-def _values_in(labels: np.ndarray) -> set[int]:
-    """Collect the values of labels (planes, rows, columns)."""
-    values: set[int] = set()
-    for plane in labels:
-        values.update(np.unique(plane).tolist())
-    return values
+def _has_value(labels: np.ndarray, value: int) -> bool:
+    """Whether a value is among labels (planes, rows, columns)."""
+    # Up to the first plane with the value, and without a mask of all planes.
+    return any((plane == value).any() for plane in labels)
 
 
 def _overlap_warnings(file: LabelFile, num_overlaps: int, structures: str) -> list[str]:
@@ -523,7 +546,9 @@ def _copy_label_map(
                 f"{dataset.filename}: the pixels of the SEG hold the segment "
                 f"{min(unknown_numbers)}, which it does not describe; export it again."
             )
-        plane_labels[plane] = table[numbers]
+        frame_labels = table[numbers]
+        # Another frame may have labelled the plane.
+        np.copyto(plane_labels[plane], frame_labels, where=frame_labels != 0)
 
 
 def _frame_pixels(dataset: Dataset, index: int) -> np.ndarray:
@@ -645,6 +670,7 @@ def _read_contours(
     frames = slices.frames
     normal = normal_of(frames[0])
     slice_step_mm = slices.grid.spacing_mm[0]
+    tolerance_mm = _tolerance(slice_step_mm)
     slice_heights_mm = heights_of(frames, normal)
     sentences: list[str] = []
     is_overlap = np.zeros(slice_labels.shape, bool)
@@ -663,16 +689,21 @@ def _read_contours(
         # A contour in the plane of a slice has the extent 0. An oblique one is accepted if it
         # extends no farther than the distance of slices. The comparison is negated, so that NaN is
         # refused.
-        if not extents_mm.max() <= slice_step_mm + JITTER_TOLERANCE_MM:
+        if not extents_mm.max() <= slice_step_mm + tolerance_mm:
             raise UserError(
                 f"{file.path}: expected contours in the planes of the slices of {slices.path}, but "
                 f"those of {name} lie across them; export them again on this series."
             )
         contour_heights_mm = ranges_mm.mean(axis=1)
-        distance_mm = min(slice_step_mm, _usual_distance(contour_heights_mm))
-        reach_mm = distance_mm / 2 + JITTER_TOLERANCE_MM
+        distance_mm = slice_step_mm
+        # Oblique contours of one plane are at several heights, which do not tell the distance.
+        if extents_mm.max() <= SAME_POSITION_MM:
+            distance_mm = _usual_distance(contour_heights_mm, slice_step_mm)
+        reach_mm = distance_mm / 2 + tolerance_mm
         # (slices, contours)
-        is_on_slice = _nearest_contours(contour_heights_mm, slice_heights_mm, reach_mm)
+        is_on_slice = _nearest_contours(
+            contour_heights_mm, slice_heights_mm, reach_mm, tolerance_mm
+        )
         num_lost = np.count_nonzero(~is_on_slice.any(axis=0))
         if num_lost:
             sentences.append(
@@ -759,22 +790,27 @@ def _height_ranges(contours: list[np.ndarray], normal: np.ndarray) -> np.ndarray
     return np.array(ranges_mm)
 
 
-def _usual_distance(contour_heights_mm: np.ndarray) -> float:
-    """Find the median distance of the planes of contours, in mm; infinite for a single plane.
+def _usual_distance(contour_heights_mm: np.ndarray, slice_step_mm: float) -> float:
+    """Find the usual distance of the planes of contours in mm, at most that of the slices.
 
     Args:
         contour_heights_mm: Positions of the contours along the normal.
+        slice_step_mm: Distance of the slices, which is the result for a single plane.
     """
     steps_mm = np.diff(np.sort(contour_heights_mm))
-    # Contours of one plane may differ by rounding of their decimals.
-    steps_mm = steps_mm[steps_mm > JITTER_TOLERANCE_MM]
+    steps_mm = steps_mm[steps_mm > SAME_PLANE * slice_step_mm]
     if steps_mm.size == 0:
-        return math.inf
-    return float(np.median(steps_mm))
+        return slice_step_mm
+    # The upper quartile: up to three contours of a plane may differ, and a few steps are gaps.
+    usual_mm = float(np.quantile(steps_mm, 0.75, method="lower"))
+    return min(slice_step_mm, usual_mm)
 
 
 def _nearest_contours(
-    contour_heights_mm: np.ndarray, slice_heights_mm: np.ndarray, reach_mm: float
+    contour_heights_mm: np.ndarray,
+    slice_heights_mm: np.ndarray,
+    reach_mm: float,
+    tolerance_mm: float,
 ) -> np.ndarray:
     """Find the contours in the plane nearest to each slice.
 
@@ -782,18 +818,18 @@ def _nearest_contours(
         contour_heights_mm: Positions of the contours along the normal.
         slice_heights_mm: Positions of the slices.
         reach_mm: Largest distance of a contour from its slice.
+        tolerance_mm: Contours of one plane may differ by this much: rounding of their decimals.
 
     Returns:
         Boolean (slices, contours).
     """
     distances_mm = np.abs(contour_heights_mm - slice_heights_mm[:, None])
-    # Contours of one plane may differ by rounding of their decimals.
-    limits_mm = distances_mm.min(axis=1, keepdims=True) + JITTER_TOLERANCE_MM
+    limits_mm = distances_mm.min(axis=1, keepdims=True) + tolerance_mm
     is_near = distances_mm <= np.minimum(reach_mm, limits_mm)
     # Of two planes at the same distance the upper one counts: by the even-odd rule, the contours of
     # both would cancel each other.
     highest_mm = np.where(is_near, contour_heights_mm, -np.inf).max(axis=1, keepdims=True)
-    return is_near & (contour_heights_mm >= highest_mm - 2 * JITTER_TOLERANCE_MM)
+    return is_near & (contour_heights_mm >= highest_mm - 2 * tolerance_mm)
 
 
 def _points(contour: Dataset) -> np.ndarray:

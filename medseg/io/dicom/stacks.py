@@ -41,6 +41,10 @@ SAME_SPACING = 1e-3
 # Distances of slices, and their thickness, are equal up to this ratio: headers round them.
 ROUNDING = 1.05
 
+# Names of the `VOLUME_KEYS` that may differ between the slices of one MR volume; all others tell
+# images apart.
+TURNS = ("acquisition", "time")
+
 # Largest number of series, or of reasons, that a message lists; of the others it gives the number.
 MAX_LISTED = 10
 
@@ -166,14 +170,17 @@ def _divide_by_phase(
     """
     if first_key == len(VOLUME_KEYS):
         return [("", frames)]
+    key_name = VOLUME_KEYS[first_key].name
     groups = group_by(frames, lambda frame: frame.volume_keys[first_key])
     # A property that differs in nearly every slice, such as a time, distinguishes no volumes.
     may_be_volumes = 1 < len(groups) <= len(frames) // 2
-    if not may_be_volumes or not _overlap(list(groups.values())) or _fill_space_once(frames):
+    if not may_be_volumes or not _overlap(list(groups.values())):
+        return _divide_by_phase(frames, first_key + 1)
+    if key_name in TURNS and _fill_space_once(frames):
         return _divide_by_phase(frames, first_key + 1)
     stacks: list[tuple[str, Sequence[Frame]]] = []
     for value in sorted(groups, key=natural_key):
-        phase = f"{VOLUME_KEYS[first_key].name} {printable(value) or 'unknown'}"
+        phase = f"{key_name} {printable(value) or 'unknown'}"
         for further_phase, slices in _divide_by_phase(groups[value], first_key + 1):
             if further_phase:
                 stacks.append((f"{phase}, {further_phase}", slices))
@@ -183,10 +190,13 @@ def _divide_by_phase(
 
 
 def _fill_space_once(frames: Sequence[Frame]) -> bool:
-    """Whether parallel slices follow each other evenly, and do not overlap by their thickness.
+    """Whether parallel MR slices follow each other evenly, without overlap by their thickness.
 
-    An MR scan may acquire every second slice first, and then those between them.
+    An MR scan may acquire every second slice first, and then those between them. Two CT scans may
+    be as far apart.
     """
+    if frames[0].series.modality != "MR":
+        return False
     thicknesses_mm = [frame.thickness_mm or 0.0 for frame in frames]
     steps_mm = np.diff(np.sort(heights_of(frames, normal_of(frames[0]))))
     step_mm = steps_mm.min()

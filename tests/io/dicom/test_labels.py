@@ -15,7 +15,12 @@ from pydicom import Dataset, dcmread
 from pydicom.sr.codedict import codes
 
 from medseg.errors import UserError
-from medseg.io.dicom.labels import empty_structures, open_label_file, read_label_file
+from medseg.io.dicom.labels import (
+    _lost_warnings,
+    empty_structures,
+    open_label_file,
+    read_label_file,
+)
 from medseg.io.dicom.read import SourceSlices, open_slices
 from medseg.io.dicom.structure_set import write_structure_set
 from medseg.io.dicom.structures import Structure, labels_on_slices, points_of
@@ -226,6 +231,95 @@ def test_planes_farther_apart_than_the_slices(
     )
 
 
+def shifted_seg(path: Path, slices: SourceSlices, planes_mm: list[float]) -> Path:
+    """Write a full SEG with the given heights of its planes, from the first slice on."""
+    array = np.ones((len(planes_mm), *slices.grid.shape[1:]), np.uint8)
+    save_seg(path, slices, seg_volume(slices, array))
+    dataset = dcmread(path)
+    for group, height_mm in zip(dataset.PerFrameFunctionalGroupsSequence, planes_mm, strict=True):
+        position = group.PlanePositionSequence[0].ImagePositionPatient
+        position[2] = slices.frames[0].position_xyz_mm[2] + height_mm
+    dataset.save_as(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "planes_mm", [[0.0, 0.02, 2.5, 5.0, 7.5], [0.0, 0.2, 2.5, 5.0, 7.5], [0.0, 2.5, 5.0, 7.5]]
+)
+def test_two_planes_at_one_place_do_not_shrink_the_others(
+    planes_mm: list[float], tmp_path: Path, slices: SourceSlices
+) -> None:
+    heights_mm = [height_mm + 1.0 for height_mm in planes_mm]
+    file = open_label_file(shifted_seg(tmp_path / "a.dcm", slices, heights_mm))
+    volume = read_label_file(file, slices, {1: 1})
+    assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [0, 1, 2, 3]
+    assert finding_texts(volume) == ()
+
+
+def test_segments_whose_planes_differ_by_rounding_are_both_kept(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    pixels = np.zeros((*slices.grid.shape, 2), np.uint8)
+    pixels[2, :4, :, 0] = pixels[2, 5:, :, 1] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, pixels, num_segments=2)
+    dataset = dcmread(path)
+    group = dataset.PerFrameFunctionalGroupsSequence[1]
+    group.PlanePositionSequence[0].ImagePositionPatient[2] += 0.02
+    dataset.save_as(path)
+    volume = read_label_file(open_label_file(path), slices, {1: 1, 2: 2})
+    assert np.array_equal(volume.array, pixels[..., 0] + 2 * pixels[..., 1])
+
+
+def test_frames_of_one_plane_of_a_label_map_are_joined(
+    tmp_path: Path, slices: SourceSlices
+) -> None:
+    array = np.zeros(slices.grid.shape, np.uint8)
+    array[2, :4] = array[3, 5:] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, array, "LABELMAP")
+    dataset = dcmread(path)
+    first, second = (
+        group.PlanePositionSequence[0] for group in dataset.PerFrameFunctionalGroupsSequence
+    )
+    second.ImagePositionPatient = first.ImagePositionPatient
+    dataset.save_as(path)
+    labels_read = read_label_file(open_label_file(path), slices, {1: 1}).array
+    assert np.array_equal(labels_read[[2, 3]].sum(axis=0), array[2] + array[3])
+    assert labels_read.any(axis=(1, 2)).sum() == 1
+
+
+MICRO_MM = 0.05
+
+
+@pytest.fixture
+def micro_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SourceSlices:
+    """Slices of micro-CT."""
+    monkeypatch.setattr("dicom_sources.STEP_MM", MICRO_MM)
+    folder = make_series(tmp_path / "micro", "plain", np.eye(3), (12, 9, 13))
+    return open_slices(folder)
+
+
+def test_planes_of_micro_ct_label_their_own_slices(
+    tmp_path: Path, micro_slices: SourceSlices
+) -> None:
+    slices = micro_slices
+    array = np.zeros(slices.grid.shape, np.uint8)
+    array[3:8] = 1
+    path = save_seg(tmp_path / "a.dcm", slices, seg_volume(slices, array, MICRO_MM))
+    labels_read = read_label_file(open_label_file(path), slices, {1: 1}).array
+    assert np.array_equal(labels_read, array)
+
+
+def test_contours_of_micro_ct_label_their_own_slices(
+    tmp_path: Path, micro_slices: SourceSlices
+) -> None:
+    slices = micro_slices
+    polygons = [(index * MICRO_MM / STEP_MM, SQUARE) for index in range(3, 8)]
+    file = open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons))
+    expected = np.zeros(slices.grid.shape, np.uint8)
+    expected[3:8, 2:8, 3:10] = 1
+    assert np.array_equal(read_label_file(file, slices, {1: 1}).array, expected)
+
+
 def test_a_segment_beyond_the_slices_is_said(tmp_path: Path, slices: SourceSlices) -> None:
     array = np.ones(slices.grid.shape, np.uint8)
     file = open_label_file(
@@ -234,6 +328,20 @@ def test_a_segment_beyond_the_slices_is_said(tmp_path: Path, slices: SourceSlice
     volume = read_label_file(file, slices, {1: 1})
     assert not volume.array.any()
     assert finding_texts(volume) == ("'part 1': none of its pixels is on the slices",)
+
+
+def test_lost_segments_are_found_without_sorting_the_pixels(
+    tmp_path: Path, slices: SourceSlices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sorting takes seconds for hundreds of planes."""
+    array = np.ones((*slices.grid.shape, 3), np.uint8)
+    file = open_label_file(save_seg(tmp_path / "a.dcm", slices, array, num_segments=3))
+    in_planes, on_slices = np.zeros((2, 3, 4, 5), np.uint16)
+    in_planes[0, 1, 1], in_planes[2, 1, 1], on_slices[1, 2, 2] = 300, 7, 7
+    monkeypatch.delattr(np, "unique")
+    assert _lost_warnings(file, {1: 7, 2: 300, 3: 4}, in_planes, on_slices) == [
+        "'part 2': none of its pixels is on the slices"
+    ]
 
 
 def test_frames_of_one_plane_that_begin_at_two_points_are_refused(
@@ -302,6 +410,37 @@ def test_slices_beyond_the_last_of_nearer_planes_are_background(
     file = open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons))
     volume = read_label_file(file, slices, {1: 1})
     assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("apart_mm", [0.05, 0.12, 0.4])
+def test_contours_of_one_plane_do_not_shrink_the_reach(
+    apart_mm: float, tmp_path: Path, slices: SourceSlices
+) -> None:
+    """Each plane has two contours at heights that differ; the planes lie beside the slices."""
+    polygons = []
+    for index in range(5):
+        polygons += [(index + 0.4, SQUARE), (index + 0.4 + apart_mm / STEP_MM, HOLE)]
+    file = open_label_file(add_contours(tmp_path / "a.dcm", slices, polygons))
+    labels_read = read_label_file(file, slices, {1: 1}).array
+    assert np.flatnonzero(labels_read.any(axis=(1, 2))).tolist()[:5] == [0, 1, 2, 3, 4]
+
+
+def test_oblique_contours_do_not_shrink_the_reach(tmp_path: Path, slices: SourceSlices) -> None:
+    """The four parts of each oblique plane lie at four heights."""
+    polygons = []
+    for index in range(6):
+        for column in range(4):
+            left = 3 * column + 0.5
+            part = [(1.5, left), (1.5, left + 2), (7.5, left + 2)]
+            polygons.append((index + 0.17 + 0.22 * column, part))
+    path = add_contours(tmp_path / "a.dcm", slices, polygons)
+    dataset = dcmread(path)
+    for contour in dataset.ROIContourSequence[0].ContourSequence:
+        contour.ContourData[2] += 0.2
+    dataset.save_as(path)
+    volume = read_label_file(open_label_file(path), slices, {1: 1})
+    assert not [text for text in finding_texts(volume) if "no contour" in text]
+    assert np.flatnonzero(volume.array.any(axis=(1, 2))).tolist()[:6] == [0, 1, 2, 3, 4, 5]
 
 
 def test_contours_that_label_nothing_are_said(tmp_path: Path, slices: SourceSlices) -> None:
