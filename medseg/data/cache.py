@@ -303,12 +303,6 @@ def prepare_case(
             f"label maps for each of {', '.join(task.labels)}, but it names "
             f"{', '.join(label_values.values()) or 'nothing'}."
         )
-    zero_label = label_values.get(0)
-    if zero_label in task.values:
-        raise UserError(
-            f"data.label_values.{zero_label}: expected values from 1, since 0 is the background of "
-            "every label map."
-        )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     entry = _find_entry(case, folder, task)
     if entry is not None:
