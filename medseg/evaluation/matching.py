@@ -114,7 +114,7 @@ def find_references(
         raise UserError(f"ref={ref} is a single label map; give its folder, or a case table.")
     references = {}
     keys = set()
-    for case in read_case_table(ref, labels_column):
+    for case in read_case_table(ref, labels_column, is_divided=False):
         key = _key(case.name)
         if key in keys:
             raise UserError(
