@@ -53,7 +53,7 @@ from medseg.task import LabelValues, Task
 
 # Raise this number with every change by which the same sources give other arrays, another sidecar
 # or another folder name.
-FORMAT_VERSION = 10
+FORMAT_VERSION = 11
 DIGEST_LENGTH = 8  # hexadecimal digits, in names of folders
 SIDECAR = "case.json"
 LABELS_FILE = "labels.npy"
@@ -302,12 +302,6 @@ def prepare_case(
             f"data.label_values has no value for {', '.join(unmapped)}; expected a value in the "
             f"label maps for each of {', '.join(task.labels)}, but it names "
             f"{', '.join(label_values.values()) or 'nothing'}."
-        )
-    zero_label = label_values.get(0)
-    if zero_label in task.values:
-        raise UserError(
-            f"data.label_values.{zero_label}: expected values from 1, since 0 is the background of "
-            "every label map."
         )
     folder = _entry_folder(case, cache_dir, spacing_mm, task, label_values, resampling)
     entry = _find_entry(case, folder, task)

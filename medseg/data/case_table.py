@@ -133,6 +133,7 @@ def read_case_table(
     hu: HuScale = AS_STORED,
     ignore_findings: frozenset[str] = frozenset(),
     needs_labels: bool = True,
+    is_divided: bool = True,
 ) -> list[Case]:
     """Read a case table.
 
@@ -151,6 +152,8 @@ def read_case_table(
         ignore_findings: Codes of audit findings that all cases ignore, in addition to the codes in
             their cells.
         needs_labels: Whether the column of the label maps must be there.
+        is_divided: Whether the cases are divided for training, so that a misspelt column of the
+            split is refused.
 
     Returns:
         The cases in the order of the table, at least one.
@@ -170,6 +173,8 @@ def read_case_table(
     if not needs_labels and labels_column not in columns:
         labels_column = None
     _check_columns(path, columns, labels_column)
+    if is_divided:
+        _check_split_columns(path, columns)
     cases: list[Case] = []
     line_of: dict[str, int] = {}
     for line, cells in rows:
@@ -206,8 +211,6 @@ def read_case_table(
 def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None) -> None:
     """Refuse a header that lacks a column, names one twice, or gives folds in two ways.
 
-    Other columns are ignored, but not those that a user took for a column of the split.
-
     Args:
         path: The table, for messages.
         columns: Cells of the header.
@@ -236,7 +239,6 @@ def _check_columns(path: Path, columns: Sequence[str], labels_column: str | None
         raise UserError(
             f"{path}, line 1: the columns fold and {FOLD_PREFIX}0 both give folds; keep one kind."
         )
-    _check_split_columns(path, columns)
 
 
 def _check_split_columns(path: Path, columns: Sequence[str]) -> None:

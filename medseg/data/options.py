@@ -19,6 +19,9 @@ RegionFrom = StrEnum("RegionFrom", ["reference", "coarse"])
 Detail = StrEnum("Detail", ["small", "full"])
 Scene = StrEnum("Scene", ["chest", "organs"])
 
+BACKGROUND = "background"
+"""Name in `data.label_values` of values without a label; it alone may have the value 0."""
+
 # Keys that the fine stage needs and the other stages do not have.
 FINE_KEYS = ("region_margin_mm", "region_from", "box_jitter_mm")
 # Keys with which the fine stage uses the coarse stage; runs with stage=single do not record them.
@@ -348,7 +351,7 @@ class DataOptions(LabelsOptions):
 
 
 def label_value_clashes(label_values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each value of `data.label_values` of a wrong type, or with two names.
+    """Yield a sentence for each value of `data.label_values` that is wrong or has two names.
 
     Args:
         label_values: Name to its value or structure, or to a list of them.
@@ -366,6 +369,11 @@ def label_value_clashes(label_values: Mapping[str, Any]) -> Iterator[str]:
                     f"objects, but got {content!r}"
                 )
                 continue
+            if value == 0 and name.casefold() != BACKGROUND:
+                yield (
+                    f"data.label_values.{name}: expected values from 1, since 0 is the "
+                    f"{BACKGROUND} of every label map"
+                )
             other_name = name_of_value.setdefault(value, name)
             if other_name != name:
                 yield (

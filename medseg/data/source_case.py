@@ -123,16 +123,19 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
         findings += label_findings
     # The checks of an empty label map would also report every region as missing.
     is_empty = any(finding.code == "empty_labels" for finding in findings)
+    volumes_ml: dict[str, float] = {}
+    if labels is not None:
+        volumes_ml = measure_volumes(labels, grid, task)
     if labels is not None and not is_empty:
         image_hu = first_image if is_hu else None
-        findings += audit_labels(image_hu, labels, grid, task, case.trust)
+        findings += audit_labels(image_hu, labels, grid, task, case.trust, volumes_ml)
         if image_hu is not None:
             placement_findings = audit_placement(image_hu, labels, grid)
             # Mirrored or turned labels also look shifted: one finding is enough.
             if not placement_findings:
                 placement_findings = audit_shift(image_hu, labels, grid)
             findings += placement_findings
-    audit = _summarise(first_image, labels, grid, task, facts[0], findings, is_hu=is_hu)
+    audit = _summarise(first_image, grid, volumes_ml, facts[0], findings, is_hu=is_hu)
     source = SourceCase(sources, images, labels, grid, audit)
     if audit.not_ignored(case.ignore_findings, Severity.error):
         raise CaseRefusedError(case, audit, source)
@@ -141,9 +144,8 @@ def read_source(case: Case, task: Task, label_values: LabelValues) -> SourceCase
 
 def _summarise(
     image: np.ndarray,
-    labels: np.ndarray | None,
     grid: VoxelGrid,
-    task: Task,
+    volumes_ml: dict[str, float],
     facts: ImageFacts,
     findings: Sequence[Finding],
     *,
@@ -153,17 +155,13 @@ def _summarise(
 
     Args:
         image: Oriented first channel, (D, H, W).
-        labels: Label map of the same shape, or None.
-        grid: Grid of both.
-        task: Labels and regions.
+        grid: Its grid.
+        volumes_ml: Volume of each label; empty without a label map.
         facts: Histogram of the image.
         findings: All findings.
         is_hu: Whether the values are HU. If not, the audit has no thumbnail and no profile, and the
             case is not searched for near copies.
     """
-    volumes_ml: dict[str, float] = {}
-    if labels is not None:
-        volumes_ml = measure_volumes(labels, grid, task)
     thumbnail: tuple[int, ...] = ()
     profile: Profile = ()
     if is_hu:

@@ -6,6 +6,7 @@ from medseg.errors import UserError
 from medseg.geometry.grid_rule import GridRule
 from medseg.preprocess.options import FOUND_IN_DATA, Fill, SpacingOptions, SpacingStrategy
 from medseg.task_options import TaskOptions
+from medseg.wording import first_few
 
 
 def make_grid_rule(spacing: SpacingOptions) -> GridRule:
@@ -20,7 +21,7 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     """Compute the target spacing from the training cases, for a strategy of `FOUND_IN_DATA`.
 
     Other strategies do not change, nor does a target spacing that the user gave. Cases whose header
-    cannot be read do not count: whoever reads them names them.
+    cannot be read do not count.
 
     Args:
         spacing: Gets the target spacing, in place.
@@ -44,7 +45,7 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
     average_name = FOUND_IN_DATA[spacing.strategy]
     channels = make_task(task).channels
     spacings_mm = []
-    errors = []
+    unread: dict[str, UserError] = {}
     for case in cases:
         try:
             # A 4D file holds all channels, and `images` repeats it for each channel. The header
@@ -52,11 +53,14 @@ def find_spacing(spacing: SpacingOptions, data: DataOptions, task: TaskOptions) 
             num_volumes = case.images(len(channels)).count(case.image)
             grid = read_grid(case.image, case.series, channels[0].modality, num_volumes)
         except UserError as error:
-            errors.append(error)
+            unread[case.name] = error
             continue
         spacings_mm.append(oriented_grid(grid).spacing_mm)
     if not spacings_mm:
-        raise errors[0]
+        raise next(iter(unread.values()))
     spacing.target_spacing_mm = typical_spacing_mm(spacings_mm, average_name)
     numbers = ",".join(f"{mm:g}" for mm in spacing.target_spacing_mm)
-    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {len(spacings_mm)} cases")
+    counted = f"{len(spacings_mm)} cases"
+    if unread:
+        counted += f", without {first_few(unread)}"
+    say(f"spacing.target_spacing_mm=[{numbers}]: the {average_name} of {counted}")

@@ -114,7 +114,7 @@ def find_references(
         raise UserError(f"ref={ref} is a single label map; give its folder, or a case table.")
     references = {}
     keys = set()
-    for case in read_case_table(ref, labels_column):
+    for case in read_case_table(ref, labels_column, is_divided=False):
         key = _key(case.name)
         if key in keys:
             raise UserError(
@@ -337,29 +337,28 @@ def task_values(
         label_values: Value in the file to label name.
 
     Raises:
-        UserError: If the file holds a value that is negative or has no name.
+        UserError: If the file holds a value that has no name.
     """
     # Lookup tables indexed by the value in the file: `table` holds the value of the task,
-    # `is_known` whether the file value has a name or is 0 (background).
-    size = max([0, *label_values]) + 1
+    # `is_known` whether the file value has a name or is 0 (background). NumPy counts negative
+    # indices from the end, where the tables have room for the negative values.
+    least = min([0, *label_values])
+    largest = max([0, *label_values])
+    size = largest - least + 1
     table = np.zeros(size, dtype=np.uint8)
     table[list(label_values)] = [task.values.get(name, 0) for name in label_values.values()]
     is_known = np.zeros(size, dtype=bool)
     is_known[[0, *label_values]] = True
     # The range is checked first, because other values are no index of the tables.
-    is_in_range = labels.min() >= 0 and labels.max() < size
+    is_in_range = labels.min() >= least and labels.max() <= largest
     if is_in_range and is_known[labels].all():
         return table[labels]
     unknown_values = sorted(set(np.unique(labels).tolist()) - {0, *label_values})
-    # `data.label_values` cannot name them.
-    if unknown_values[0] < 0:
-        raise UserError(
-            f"the reference {path.name} holds the value {unknown_values[0]}, expected values of "
-            "label maps from 0; write it again without negative values"
-        )
     named_values = ", ".join(map(str, sorted(label_values))) or "no value"
+    cure = "add it, also if it is background"
+    if unknown_values[0] < 0:
+        cure = "add it as background, or write it again without negative values"
     raise UserError(
         f"the reference {path.name} holds the value {unknown_values[0]}, which data.label_values "
-        f"does not name (it names {named_values}); "
-        "add it, also if it is background"
+        f"does not name (it names {named_values}); {cure}"
     )

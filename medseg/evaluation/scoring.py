@@ -415,14 +415,17 @@ def _regions_in_files(task: Task, label_values: LabelValues) -> list[Region]:
             f"the labels of at least one region of the task {task.name} "
             f"({', '.join(task.labels)}); correct the names."
         )
-    # Other keys are texts: names of structures in DICOM files or folders of binary masks.
-    values = [value for value in label_values if isinstance(value, int)]
-    are_in_range = all(0 <= value <= MAX_FILE_VALUE for value in values)
-    if not are_in_range:
-        raise UserError(
-            f"data.label_values has values from {min(values)} to {max(values)}, "
-            f"expected values of label maps from 0 to {MAX_FILE_VALUE}; correct them."
-        )
+    for value, name in label_values.items():
+        # Other keys are texts: names of structures in DICOM files or folders of binary masks.
+        if not isinstance(value, int):
+            continue
+        # Some files mark background, or what is ignored, with a negative value.
+        least = 0 if name in task.labels else -MAX_FILE_VALUE
+        if not least <= value <= MAX_FILE_VALUE:
+            raise UserError(
+                f"data.label_values.{name} has the value {value}, "
+                f"expected values of label maps from {least} to {MAX_FILE_VALUE}; correct it."
+            )
     return regions
 
 

@@ -168,7 +168,7 @@ def _scans_of_table(
     path: Path, split: str | None, hu: HuScale, labels_column: str | None
 ) -> tuple[list[Scan], dict[Path, str]]:
     """List the scans of a split of a case table, and describe its files; see `find_scans`."""
-    table = read_case_table(path, labels_column, hu=hu, needs_labels=False)
+    table = read_case_table(path, labels_column, hu=hu, needs_labels=False, is_divided=False)
     scans = [_scan_of_row(case) for case in table if split is None or case.split == split]
     if not scans:
         raise UserError(

@@ -420,10 +420,10 @@ def _four_digits(text: str) -> str:
     """Shorten a number with decimals to four digits; any other text stays.
 
     Example:
-        >>> _four_digits("0.0036053181174911424"), _four_digits("12345"), _four_digits("amp")
-        ('0.003605', '12345', 'amp')
+        >>> _four_digits("0.0036053181174911424"), _four_digits("-12345"), _four_digits("amp")
+        ('0.003605', '-12345', 'amp')
     """
-    if text.isdecimal():
+    if text.removeprefix("-").isdecimal():
         return text
     try:
         return f"{float(text):.4g}"

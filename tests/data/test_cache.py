@@ -542,10 +542,6 @@ def test_values_nobody_named_are_refused(
         prepare_case(write_case("odd", image, labels), tmp_path, SPACING_MM, task, NAMES)
     with pytest.raises(UserError, match=r"data\.label_values has no value for right_lung"):
         prepare_case(case, tmp_path, SPACING_MM, task, {1: "left_lung", 2: "rigth_lung"})
-    # 0 is never a label: the case would be trained on without its left lung.
-    from_zero = {0: "left_lung", 1: "right_lung", 2: "right_lung"}
-    with pytest.raises(UserError, match=r"data\.label_values\.left_lung: expected values from 1"):
-        prepare_case(case, tmp_path, SPACING_MM, task, from_zero)
 
 
 def test_swapped_sides_are_refused_and_one_side_alone_is_not(

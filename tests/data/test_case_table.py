@@ -9,6 +9,8 @@ import pytest
 
 from medseg.data.case_table import Case, read_case_table, write_case_table
 from medseg.errors import UserError
+from medseg.evaluation.matching import find_references
+from medseg.prediction.scans import find_scans
 from medseg.preprocess.scale import HuScale
 
 ROW = "case,image,labels\na,a.nii.gz,a_l.nii.gz\n"
@@ -105,6 +107,21 @@ def test_another_labels_column_or_none(tmp_path: Path) -> None:
     path = write(tmp_path, "case,image,lobes\na,a.nii.gz,a_l.nii.gz\n")
     assert read_case_table(path, labels_column="lobes")[0].labels == tmp_path / "a_l.nii.gz"
     assert read_case_table(path, labels_column=None)[0].labels is None
+
+
+@pytest.mark.parametrize("column", ["Patient", "Split", "FOLD", "fold_1", "fold_2023"])
+def test_only_a_table_that_is_divided_needs_right_columns_of_the_split(
+    tmp_path: Path, column: str
+) -> None:
+    path = write(tmp_path, f"case,image,labels,{column}\na,a.nii.gz,a_l.nii.gz,2\n")
+    with pytest.raises(UserError, match=column):
+        read_case_table(path)
+    (case,) = read_case_table(path, is_divided=False)
+    assert (case.patient, case.split, case.fold, case.fold_sides) == ("a", None, None, ())
+    references, _ = find_references(path, "labels", None)
+    assert list(references) == ["a"]
+    scans, _ = find_scans(path, None)
+    assert [scan.name for scan in scans] == ["a"]
 
 
 def test_a_missing_file_is_a_matter_of_its_case(tmp_path: Path) -> None:

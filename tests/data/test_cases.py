@@ -37,6 +37,10 @@ def compose(*overrides: str) -> TrainConfig:
         ),
         (["~data.label_values", "+data.label_values={heart: 1}"], {1: "heart"}),
         (["data=phantom_organs"], PHANTOM_LABELS),
+        (
+            ["+data.label_values.background=[0,-1]"],
+            {1: "left_lung", 2: "right_lung", 0: "background", -1: "background"},
+        ),
     ],
 )
 def test_label_values_are_replaced_by_name(overrides: list[str], values: dict[int, str]) -> None:
@@ -50,6 +54,8 @@ def test_label_values_are_replaced_by_name(overrides: list[str], values: dict[in
         ({"1": "left_lung"}, "data.label_values.1: a whole number or a list of them is needed"),
         ({"left_lung": True}, "but got True"),
         ({"left_lung": None}, "but got None"),
+        # The case would be trained on, or scored, with all background as its left lung.
+        ({"left_lung": [0, 1]}, "data.label_values.left_lung: expected values from 1, since 0 is"),
     ],
 )
 def test_mistaken_label_values_are_told(label_values: dict[str, Any], said: str) -> None:

@@ -28,7 +28,7 @@ def compose(*overrides: str, root: str = "train") -> TrainConfig:
 
 @pytest.mark.parametrize("codes", [("L", "P", "S"), ("S", "L", "P")])
 def test_the_spacing_of_a_case_is_that_of_the_axes_after_orientation(
-    codes: tuple[str, str, str], tmp_path: Path
+    codes: tuple[str, str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sagittal slices of 5 mm give 5 mm along x, however the file stores them."""
     image = nibabel.Nifti1Image(np.zeros((6, 7, 8), np.int16), np.diag([5.0, 0.7, 0.9, 1.0]))
@@ -39,13 +39,14 @@ def test_the_spacing_of_a_case_is_that_of_the_axes_after_orientation(
     path = tmp_path / "ct.nii.gz"
     nibabel.save(stored, path)
     row = {"case": "a", "image": path, "labels": path, "patient": "a", "split": "train"}
-    # A damaged file does not stop the others: `prepare` names its case when it comes to it.
+    # A damaged file does not stop the others.
     damaged = tmp_path / "damaged.nii.gz"
     damaged.write_bytes(b"no gzip")
     write_csv(tmp_path / "cases.csv", [row, row | {"case": "b", "image": damaged}])
     config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
     find_spacing(config.spacing, config.data, config.task)
     assert config.spacing.target_spacing_mm == pytest.approx((0.9, 0.7, 5.0))
+    assert "the median of 1 cases, without b\n" in capsys.readouterr().err
     write_csv(tmp_path / "cases.csv", [row | {"image": damaged}])
     config = compose(f"data.cases='{tmp_path / 'cases.csv'}'", "spacing=dataset_median")
     with pytest.raises(UserError, match="damaged"):

@@ -216,3 +216,16 @@ def test_a_value_without_a_name_is_refused_with_what_helps(value: int, advice: s
     labels = np.full((2, 2, 2), value, np.int16)
     with pytest.raises(UserError, match=advice):
         task_values(labels, Path("a.nii.gz"), task, {1: "left_lung"})
+
+
+def test_a_negative_value_may_be_background() -> None:
+    """The audit advises to name it, and `prepare` accepts it."""
+    task = Task("lungs", {"left_lung": 1}, (), (Channel(window_hu=(-1000.0, 400.0)),))
+    values = {1: "left_lung", -1: "background"}
+    for stored, mapped in (([0, 1, 1], [0, 1, 1]), ([-1, 0, 1], [0, 0, 1])):
+        labels = np.array(stored, np.int16).reshape(1, 1, 3)
+        assert task_values(labels, Path("a.nii.gz"), task, values).ravel().tolist() == mapped
+    unsigned = np.array([[[0, 1, 1]]], np.uint8)
+    assert task_values(unsigned, Path("a.nii.gz"), task, values).ravel().tolist() == [0, 1, 1]
+    with pytest.raises(UserError, match=r"holds the value -2, .* names -1, 1"):
+        task_values(np.full((1, 1, 1), -2), Path("a.nii.gz"), task, values)

@@ -448,7 +448,7 @@ def test_the_least_and_the_largest_value_of_a_label_map_may_be_named(world: Worl
     target = _labels().astype(np.uint16)
     target[target == 2] = 65535
     world.add("a", _labels(), target)
-    values = {0: "table", 1: "left_lung", 65535: "right_lung"}
+    values = {0: "table", -1: "table", 1: "left_lung", 65535: "right_lung"}
     summary = evaluate_folder(
         world.pred,
         world.table,

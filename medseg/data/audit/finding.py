@@ -267,6 +267,12 @@ KINDS = {
         "if the image does not show it, write 'absent' into the column trust_{region} of the case "
         "table",
     ),
+    "missing_region:many": Kind(
+        WARNING,
+        "the label map has none of {region}",
+        "if the image does not show them, write 'absent' into their columns trust_<region> of the "
+        "case table",
+    ),
     "touching_regions": Kind(
         WARNING,
         "{left} and {right} touch over {area:.1f} cm²",

@@ -23,10 +23,12 @@ from medseg.anatomy.rules import (
     UPSIDE_DOWN_EXCESS,
 )
 from medseg.data.audit.finding import make_finding
+from medseg.data.options import BACKGROUND
 from medseg.findings import Finding
 from medseg.geometry.grid import VoxelBox, VoxelGrid, voxel_ml
 from medseg.preprocess.orient import FACES
 from medseg.task import IGNORE, Region, Task, is_side_pair, sides_in_names
+from medseg.wording import first_few
 
 ABSENT = "absent"
 """Value of the column `trust_<region>` where the patient does not have the region."""
@@ -38,7 +40,6 @@ Rounded decimals and float32 directions differ by less, and it is a small part o
 """
 
 MAX_LISTED = 10  # most unknown values that a message lists
-BACKGROUND = "background"  # name in the advice to such a message
 
 BODY_HU = -500  # the body is denser than this; air and air-filled organs are not
 # Values below FIELD_HU are padding outside the round field of view. The field cuts a region if
@@ -235,17 +236,22 @@ def measure_regions(labels: np.ndarray, grid: VoxelGrid, task: Task) -> dict[str
             continue
         tight_mask = mask[box_in_crop.slices()]
         box = box_in_crop.shifted(labels_box.start)
-        centre = []  # index (z, y, x)
-        # The centre of mass needs only the number of voxels at each index of an axis; the indices
-        # of all voxels would take far more memory.
-        for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
-            counts = tight_mask.sum(axis=other_axes)
-            offset = float(np.average(np.arange(len(counts)), weights=counts))
-            centre.append(box.start[axis] + offset)
-        _, _, x_index = centre
-        centre_x_mm, _, _ = grid.index_to_world_xyz_mm(centre)
-        regions[region.name] = RegionFacts(region, box, x_index, float(centre_x_mm))
+        regions[region.name] = _locate(region, tight_mask, box, grid)
     return regions
+
+
+def _locate(region: Region, tight_mask: np.ndarray, box: VoxelBox, grid: VoxelGrid) -> RegionFacts:
+    """Locate a region by its mask within its tight box."""
+    centre = []  # index (z, y, x)
+    # The centre of mass needs only the number of voxels at each index of an axis; the indices of
+    # all voxels would take far more memory.
+    for axis, other_axes in enumerate(((1, 2), (0, 2), (0, 1))):
+        counts = tight_mask.sum(axis=other_axes)
+        offset = float(np.average(np.arange(len(counts)), weights=counts))
+        centre.append(box.start[axis] + offset)
+    _, _, x_index = centre
+    centre_x_mm, _, _ = grid.index_to_world_xyz_mm(centre)
+    return RegionFacts(region, box, x_index, float(centre_x_mm))
 
 
 def _mask(labels: np.ndarray, region: Region, task: Task) -> np.ndarray:
@@ -263,6 +269,7 @@ def audit_labels(
     grid: VoxelGrid,
     task: Task,
     trust: Mapping[str, str],
+    volumes_ml: Mapping[str, float] | None = None,
 ) -> list[Finding]:
     """Check the regions of a case for plausibility.
 
@@ -272,12 +279,13 @@ def audit_labels(
         grid: Grid of both.
         task: Labels and regions.
         trust: Region name to trust; a region that is `absent` may be empty.
+        volumes_ml: Volume of each label; None measures them.
     """
+    if volumes_ml is None:
+        volumes_ml = measure_volumes(labels, grid, task)
     regions = measure_regions(labels, grid, task)
-    findings = []
-    for name in _missing_parts(labels, grid, task, regions):
-        if trust.get(name) != ABSENT:
-            findings.append(make_finding("missing_region", region=name))
+    parts = _missing_parts(task, regions, volumes_ml)
+    findings = _audit_missing([name for name in parts if trust.get(name) != ABSENT])
     findings += _audit_position(image_hu, labels, grid, task, regions)
     if not task.regions:
         findings += _audit_paired_labels(labels, grid, task)
@@ -297,15 +305,23 @@ def audit_labels(
         ends = _cut_ends(image_hu, labels, grid, task, facts)
         if ends:
             cut_ends[name] = ends
-    findings += _audit_volumes(labels, grid, task, cut_ends)
+    findings += _audit_volumes(volumes_ml, task, cut_ends)
     if cut_ends:
         descriptions = [f"{name} ({'; '.join(ends)})" for name, ends in cut_ends.items()]
         findings.append(make_finding("cut_region", regions=" and ".join(descriptions)))
     return findings
 
 
+def _audit_missing(names: Sequence[str]) -> list[Finding]:
+    """Report the regions, or labels, without voxels in one sentence."""
+    if not names:
+        return []
+    kind = "missing_region" if len(names) == 1 else "missing_region:many"
+    return [make_finding(kind, region=first_few(names))]
+
+
 def _missing_parts(
-    labels: np.ndarray, grid: VoxelGrid, task: Task, regions: Mapping[str, RegionFacts]
+    task: Task, regions: Mapping[str, RegionFacts], volumes_ml: Mapping[str, float]
 ) -> list[str]:
     """List the regions without voxels; in a task without regions, the labels if all lack voxels.
 
@@ -314,7 +330,7 @@ def _missing_parts(
     """
     if task.regions:
         return [region.name for region in task.regions if region.name not in regions]
-    if any(measure_volumes(labels, grid, task).values()):
+    if any(volumes_ml.values()):
         return []
     return list(task.labels)
 
@@ -435,10 +451,24 @@ def _audit_paired_labels(labels: np.ndarray, grid: VoxelGrid, task: Task) -> lis
     for name, sides in sides_in_names(task.labels).items():
         if len(sides) == 1:
             sided_labels.append(Region(name, (name,), *sides))
-    sided_task = replace(task, regions=tuple(sided_labels))
-    facts = measure_regions(labels, grid, sided_task)
+    pairs = side_pairs(replace(task, regions=tuple(sided_labels)))
+    if not pairs:
+        return []
+    # Loads scipy, which a training from the cache does not need.
+    from scipy.ndimage import find_objects
+
+    # The box of each value from 1, None where it has no voxel. Such a task may have a hundred
+    # labels: one pass finds the boxes of all, and each label is then searched in its box alone.
+    boxes = find_objects(labels, max_label=max(task.labels.values()))
+    facts = {}
+    for region in itertools.chain.from_iterable(pairs):
+        slices = boxes[task.labels[region.name] - 1]
+        if slices is None:
+            continue
+        box = VoxelBox.of([part.start for part in slices], [part.stop for part in slices])
+        facts[region.name] = _locate(region, _mask(labels[slices], region, task), box, grid)
     findings = []
-    for left, right in side_pairs(sided_task):
+    for left, right in pairs:
         if left.name in facts and right.name in facts:
             findings += _compare_sides(facts[left.name], facts[right.name], position="")
     return findings
@@ -485,14 +515,13 @@ def _audit_mirrored(
 
 
 def _audit_volumes(
-    labels: np.ndarray, grid: VoxelGrid, task: Task, cut_regions: Collection[str]
+    label_volumes_ml: Mapping[str, float], task: Task, cut_regions: Collection[str]
 ) -> list[Finding]:
     """Compare volumes with the plausible ranges of the task.
 
     A region that the scan cuts may be smaller. An absent region is not judged.
     """
-    volumes_ml = measure_volumes(labels, grid, task)
-    volumes_ml |= _region_volumes(volumes_ml, task)
+    volumes_ml = {**label_volumes_ml, **_region_volumes(label_volumes_ml, task)}
     # The labels of a cut region may also be smaller.
     cut_names = set(cut_regions)
     for region in task.regions:

@@ -139,9 +139,12 @@ def import_dataset(path: Path, format_name: str | None = None) -> DataSet:
     # Importers use the names of the folder and of its parents, which "." does not have.
     path = Path(os.path.abspath(path))
     try:
-        # A `dataset.json` is a datalist, but that of nnU-Net stands for its folder.
-        may_be_nnunet = format_name in (None, NNUNET) and path.name == DATASET_FILE
-        if may_be_nnunet and _is_nnunet(path.parent):
+        # A `dataset.json` is a datalist, but that of nnU-Net stands for its folder. A datalist may
+        # have `channel_names`, too; its images lie anywhere.
+        may_be_nnunet = format_name == NNUNET
+        if format_name is None:
+            may_be_nnunet = (path.parent / "imagesTr").is_dir()
+        if path.name == DATASET_FILE and may_be_nnunet and _is_nnunet(path.parent):
             path = path.parent
         data_format = FORMATS[format_name or find_format(path)]
         return check_dataset(data_format.read(path), path)

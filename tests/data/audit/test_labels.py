@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import medseg.data.audit.labels as labels_module
 from medseg.data.audit.labels import (
     GRID_TOLERANCE_MM,
     audit_extent,
@@ -91,6 +92,31 @@ def test_labels_without_regions_are_missing_where_all_are(task: Task) -> None:
     assert found(image, labels * (labels == 1), one_stage) == []
     codes = [finding.code for finding in found(image, 0 * labels, one_stage, left_lung="absent")]
     assert codes == ["missing_region"]
+    many = replace(one_stage, labels={f"organ_{value}": value for value in range(1, 100)})
+    (finding,) = found(image, 0 * labels, many)
+    assert finding.code == "missing_region"
+    assert "none of organ_1, organ_2, organ_3, organ_4, organ_5 and 94 more" in finding.message
+
+
+def test_labels_with_a_partner_are_searched_in_their_boxes_alone(
+    task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task of a hundred labels would need a mask of the whole scan for each of them."""
+    searched = []
+    mask_of = labels_module._mask
+
+    def count(labels: np.ndarray, region: Region, task: Task) -> np.ndarray:
+        searched.append(labels.size)
+        return mask_of(labels, region, task)
+
+    monkeypatch.setattr(labels_module, "_mask", count)
+    image, labels = lungs()
+    labels[0, :, :] = 3
+    names = {"left_lung": 1, "right_lung": 2, "vessel_left": 3, "left_gland": 4, "right_gland": 5}
+    one_stage = replace(task.as_one_stage(), labels=names)
+    assert found(image, labels, one_stage) == []
+    boxes = [VoxelBox.from_mask(labels == value) for value in (1, 2)]
+    assert searched == [math.prod(box.shape) for box in boxes if box]
 
 
 def test_regions_with_a_partner_are_compared_with_it_alone(task: Task) -> None:

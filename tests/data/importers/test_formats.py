@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from layouts import MAKERS, make_nnunet
+from layouts import MAKERS, make_msd, make_nnunet
 
 from medseg.data.importers.formats import FORMATS, import_dataset, read_cases
 from medseg.errors import UserError
@@ -44,6 +44,16 @@ def test_a_folder_without_a_known_layout_is_told_what_was_looked_for(tmp_path: P
 def test_the_json_file_of_nnunet_stands_for_its_folder(tmp_path: Path) -> None:
     folder = make_nnunet(tmp_path)
     assert import_dataset(folder / "dataset.json").cases == import_dataset(folder).cases
+
+
+def test_a_datalist_with_the_keys_of_nnunet_may_lie_anywhere(tmp_path: Path) -> None:
+    folder = make_msd(tmp_path, channel_names={"0": "FLAIR", "1": "T1w"})
+    for name in ("images", "labels"):
+        (folder / f"{name}Tr").rename(folder / name)
+    about = (folder / "dataset.json").read_text(encoding="utf-8")
+    (folder / "dataset.json").write_text(about.replace("Tr/", "/"), encoding="utf-8")
+    cases = import_dataset(folder / "dataset.json").cases
+    assert [case.name for case in cases] == [f"BRATS_{number:03d}" for number in range(4)]
 
 
 def test_cases_of_a_data_set_get_the_scale_and_the_accepted_findings_of_the_run(
