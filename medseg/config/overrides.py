@@ -44,20 +44,19 @@ PATH_KEYS = frozenset(
         "resume",
         "single",
         "stage.coarse",
-        "stage.coarse_folds",
         "weights",
     }
 )
 # Keys whose value may name a file.
 FILE_KEYS = PATH_KEYS | {"experiment", "task"}
-# Keys whose value is one text that Hydra's grammar may fail on, such as the pattern `b[67]0`.
-TEXT_KEYS = PATH_KEYS | {"series_pick"}
+# Keys whose value has texts that Hydra's grammar may fail on, such as the pattern `b[67]0`.
+TEXT_KEYS = PATH_KEYS | {"series_pick", "stage.coarse_folds"}
 # Largest length of an argument in characters. Hydra's parser takes seconds for an argument of this
 # length, and its time grows faster than the length.
 MAX_LENGTH = 20_000
 # Largest number of arguments: several times the number of keys of any command.
 MAX_ARGUMENTS = 2_000
-# Path keys that also take a list of paths, `[a,b]`.
+# Keys that take a list of paths, `[a,b]`; all but `stage.coarse_folds` take a path too.
 LIST_KEYS = frozenset({"coarse", "fine", "input", "stage.coarse_folds", "weights"})
 # Command to the key of an argument that stands alone.
 POSITIONAL_KEYS = {"import": "input", "list": "input", "predict": "input", "watch": "run"}
