@@ -250,6 +250,49 @@ def test_files_that_an_earlier_prediction_leaves_behind_are_named(
     assert message in capsys.readouterr().err
 
 
+def results(folder: Path) -> list[str]:
+    """Names of the files that the report of the case `a` lists."""
+    return list(json.loads((folder / "out" / "a.json").read_text())["results"])
+
+
+def test_a_further_kind_of_file_leaves_the_earlier_ones_in_report_and_page(
+    folder: Path, predicted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(folder, "save=[labels,preview]") == 0
+    assert predict(folder, "save=[viewer]") == 0
+    assert results(folder) == ["a.nii.gz", "a.html", "a.preview.png"]
+    page = (folder / "out" / "index.html").read_text()
+    assert "a.preview.png" in page
+    assert "a.html" in page
+    assert "earlier prediction" not in capsys.readouterr().err
+    # The viewer is carried over with its options, so all kinds together are up to date.
+    (folder / "out" / "a.preview.png").unlink()
+    assert predict(folder, "save=[labels,preview]") == 0
+    predicted.clear()
+    assert predict(folder, "save=[labels,preview,viewer]") == 0
+    assert predicted == []
+
+
+@pytest.mark.parametrize("change", ["settings", "scan", "file", "weights"])
+def test_files_that_may_show_other_labels_are_not_carried_over(
+    change: str, folder: Path, weights: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    preview = folder / "out" / "a.preview.png"
+    assert predict(folder, "save=[labels,preview]") == 0
+    overrides = ["save=[labels,viewer]"]
+    if change == "settings":
+        overrides.append("inference.tta=true")
+    elif change == "scan":
+        other_scan(folder)
+    elif change == "file":
+        preview.write_bytes(b"")
+    else:
+        weights["fine"] = "f1"
+    assert predict(folder, *overrides) == 0
+    assert preview.name not in results(folder)
+    assert f"{preview}: from an earlier prediction of this case" in capsys.readouterr().err
+
+
 def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[str]) -> None:
     volume, labels = scan()
     table = folder / "cases.csv"
