@@ -339,16 +339,29 @@ def _as_in_json(settings: dict[str, Any]) -> dict[str, Any]:
 def refuse_other_json(output: Path) -> None:
     """Refuse a label map whose report would overwrite a JSON file of another program.
 
-    Such files lie beside scans: dcm2niix writes `ct.json` with `ct.nii.gz`.
+    Such files lie beside scans: dcm2niix writes `ct.json` with `ct.nii.gz`. Beside a label map a
+    file that is no JSON mapping counts as its damaged report. A missing or empty file is not read;
+    a report has some kB, and is read again later, to see whether the case is up to date.
 
     Raises:
         UserError: Names the file.
     """
-    report = read_report(output)
-    if report and "volume_ml" not in report:
+    path = report_path(output)
+    try:
+        if path.stat().st_size == 0:
+            return
+        content = read_json(path)
+    except FileNotFoundError:
+        return
+    except (OSError, UserError):
+        content = None
+    is_report = output.exists()
+    if isinstance(content, dict):
+        is_report = "volume_ml" in content
+    if not is_report:
         raise UserError(
-            f"{report_path(output)}: expected a report of medseg, got another JSON file, which "
-            "would be overwritten; give another output"
+            f"{path}: expected a report of medseg, got another JSON file or a damaged one, which "
+            "would be overwritten; delete it or give another output"
         )
 
 

@@ -31,7 +31,7 @@ from medseg.prediction import batch
 from medseg.prediction import case as case_module
 from medseg.prediction import result_files as results_module
 from medseg.prediction.case import is_small, segment_scan
-from medseg.prediction.case_report import checksums
+from medseg.prediction.case_report import checksums, refuse_other_json
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 from medseg.task import Channel, Task
@@ -305,14 +305,23 @@ def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[s
         assert bool(predicted) == is_made
 
 
-def test_a_json_file_of_another_program_is_not_overwritten(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"Modality": "CT"}', "{}", "[1]", "null", "{'Modality': 'CT'}", "\0"]
+)
+def test_a_json_file_of_another_program_is_not_overwritten(text: str, folder: Path) -> None:
     sidecar = folder / "scans" / "a.json"
-    sidecar.write_text('{"Modality": "CT"}')
+    sidecar.write_text(text)
     source = folder / "scans" / "a.nii.gz"
     output = folder / "scans" / "a.seg.nrrd"
     with pytest.raises(UserError, match=r"a\.json: expected a report of medseg, got another JSON"):
         predict(folder, f"input='{source}'", f"output='{output}'")
-    assert sidecar.read_text() == '{"Modality": "CT"}'
+    assert sidecar.read_text() == text
+
+
+def test_an_empty_file_in_place_of_a_report_is_replaced(tmp_path: Path) -> None:
+    refuse_other_json(tmp_path / "a.nii.gz")
+    (tmp_path / "a.json").touch()
+    refuse_other_json(tmp_path / "a.nii.gz")
 
 
 def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[str, str]) -> None:
