@@ -232,9 +232,18 @@ def _with_earlier_files(
     return ResultFiles(sha256_by_name, {**earlier_writers, **files.writers})
 
 
-def _contents(sources: Sequence[dict[str, Any]]) -> list[tuple[str, Any]]:
-    """List what of the fingerprints of sources stays when these are moved or copied."""
-    return [(source["sha256"], source.get("names")) for source in sources]
+def _contents(sources: Sequence[dict[str, Any] | None]) -> list[tuple[str, Any] | None]:
+    """List what of the fingerprints of sources stays when these are moved or copied.
+
+    That of a channel without a file is None.
+    """
+    contents: list[tuple[str, Any] | None] = []
+    for source in sources:
+        if source is None:
+            contents.append(None)
+        else:
+            contents.append((source["sha256"], source.get("names")))
+    return contents
 
 
 def _has_same_settings(scan: Scan, chosen: RangeModel, report: dict[str, Any]) -> bool:
