@@ -307,5 +307,5 @@ def _check_finite(logits: Tensor) -> None:
         )
     raise UserError(
         "some logits are NaN, as where values in the network exceed the range of half precision; "
-        "give precision=fp32"
+        "give precision=fp32; in fp32 already, the default on a CPU, take another checkpoint"
     )

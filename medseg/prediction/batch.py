@@ -397,7 +397,7 @@ class Batch:
         """
         if isinstance(error, SeveralSeriesError):
             sentence = str(error)
-            # `series_pick` is refused for other inputs.
+            # For other inputs `series_pick` is refused or has no effect.
             if self.config.has_scan_path and may_hold_studies(scan):
                 sentence += " Or give series_pick=thinnest."
             return EXIT_USER_ERROR, sentence

@@ -7,11 +7,11 @@ whose results are up to date.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from medseg import __version__
 from medseg.data.source_files import fingerprint, is_same_source
@@ -26,12 +26,24 @@ from medseg.prediction.case import CaseData
 from medseg.prediction.forecast import Forecast, record_cost
 from medseg.prediction.load_models import RangeModel
 from medseg.prediction.options import PredictConfig, Save
-from medseg.prediction.result_files import result_paths, write_results
+from medseg.prediction.result_files import ENDINGS, result_paths, write_results
 from medseg.prediction.scans import Scan
 from medseg.weights.files import checksum
 
 # Key below `settings` with the options of each kind of result file.
 WRITERS = "writers"
+
+
+class ResultFiles(NamedTuple):
+    """Result files that a report lists.
+
+    Attributes:
+        sha256_by_name: See `checksums`.
+        writers: Kind of file to the options that decided its content, see `_writer_options`.
+    """
+
+    sha256_by_name: dict[str, str]
+    writers: dict[str, Any]
 
 
 def write_case(
@@ -88,7 +100,13 @@ def write_case(
                 chosen.model.task,
                 config,
             )
-        return _write_report(scan, output, chosen, case, list(paths.values()), config, expect)
+        files = ResultFiles(
+            checksums(list(paths.values()), output.parent), _writer_options(scan, config)
+        )
+        # With `overwrite` nothing of an earlier prediction is relied on.
+        if not config.overwrite:
+            files = _with_earlier_files(files, scan, output, chosen, case, present_report)
+        return _write_report(scan, output, chosen, case, files, expect)
 
 
 def _write_report(
@@ -96,8 +114,7 @@ def _write_report(
     output: Path,
     chosen: RangeModel,
     case: CaseData,
-    outputs: list[Path],
-    config: PredictConfig,
+    files: ResultFiles,
     expect: Callable[[ScanModel, VoxelGrid], Forecast],
 ) -> dict[str, Any]:
     """Write the report of a case beside its results, and return it.
@@ -107,8 +124,7 @@ def _write_report(
         output: Path of the label map.
         chosen: The model that segmented it, and its settings.
         case: What `segment_case` has filled, with the seconds of "write".
-        outputs: Files that were written.
-        config: The options with which they were written.
+        files: Files that belong to it.
         expect: Makes the forecast of a case from its model and grid.
     """
     result = case.result
@@ -160,14 +176,87 @@ def _write_report(
         "settings": {
             **chosen.settings,
             **scan.reading(),
-            WRITERS: _writer_options(scan, config),
+            WRITERS: files.writers,
         },
         "source": case.sources[0],
         **more_sources,
-        "results": checksums(outputs, output.parent),
+        "results": files.sha256_by_name,
     }
     replace_text(report_path(output), json.dumps(report, indent=1, ensure_ascii=False))
     return report
+
+
+def _with_earlier_files(
+    files: ResultFiles,
+    scan: Scan,
+    output: Path,
+    chosen: RangeModel,
+    case: CaseData,
+    earlier_report: dict[str, Any],
+) -> ResultFiles:
+    """Add the files of an earlier prediction that show the labels of the new one.
+
+    These are the unchanged files of a prediction of the same scan by the same weights and settings,
+    which had another `save`.
+
+    Args:
+        files: Files of the new prediction.
+        scan: What was segmented.
+        output: Path of the label map, which becomes the first file if it is among them.
+        chosen: The model that segmented it.
+        case: Has the fingerprints of the scan.
+        earlier_report: Report of the earlier prediction; empty without one.
+    """
+    sha256_by_name = dict(files.sha256_by_name)
+    earlier_writers = {}
+    try:
+        if not _has_same_settings(scan, chosen, earlier_report):
+            return files
+        earlier_sources = [earlier_report["source"], *earlier_report.get("more_sources", [])]
+        if _contents(earlier_sources) != _contents(case.sources):
+            return files
+        for name, sha256 in earlier_report["results"].items():
+            path = output.parent / name
+            if name in sha256_by_name or not path.is_file():
+                continue
+            if checksums([path], output.parent) == {name: sha256}:
+                sha256_by_name[name] = sha256
+        for kind, options in earlier_report["settings"].get(WRITERS, {}).items():
+            if f"{case_name(output)}{ENDINGS[kind]}" in sha256_by_name:
+                earlier_writers[kind] = options
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, UserError):
+        # As in `is_up_to_date`.
+        return files
+    if output.name in sha256_by_name:
+        sha256_by_name = {output.name: sha256_by_name[output.name], **sha256_by_name}
+    return ResultFiles(sha256_by_name, {**earlier_writers, **files.writers})
+
+
+def _contents(sources: Sequence[dict[str, Any] | None]) -> list[tuple[str, Any] | None]:
+    """List what of the fingerprints of sources stays when these are moved or copied.
+
+    That of a channel without a file is None.
+    """
+    contents: list[tuple[str, Any] | None] = []
+    for source in sources:
+        if source is None:
+            contents.append(None)
+        else:
+            contents.append((source["sha256"], source.get("names")))
+    return contents
+
+
+def _has_same_settings(scan: Scan, chosen: RangeModel, report: dict[str, Any]) -> bool:
+    """Tell whether version, checkpoints and all settings that decide the labels are unchanged.
+
+    Raises:
+        KeyError: If the report lacks them.
+    """
+    if report["version"] != __version__:
+        return False
+    settings = dict(report["settings"])
+    settings.pop(WRITERS, None)
+    return settings == _as_in_json({**chosen.settings, **scan.reading()})
 
 
 def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictConfig) -> bool:
@@ -179,16 +268,13 @@ def is_up_to_date(scan: Scan, output: Path, chosen: RangeModel, config: PredictC
     """
     try:
         report = read_report(output)
-        if report["version"] != __version__:
+        if not _has_same_settings(scan, chosen, report):
             return False
         # The summary takes these two from the report of a skipped case.
         if not isinstance(report["volume_ml"], dict) or not isinstance(report["warnings"], list):
             return False
         # Of the files that are written now, the report may list further ones.
-        report_settings = dict(report["settings"])
-        report_writers = report_settings.pop(WRITERS, {})
-        if report_settings != _as_in_json({**chosen.settings, **scan.reading()}):
-            return False
+        report_writers = report["settings"].get(WRITERS, {})
         writers = _as_in_json(_writer_options(scan, config))
         if not writers.items() <= report_writers.items():
             return False
@@ -221,7 +307,7 @@ def _has_same_sources(scan: Scan, report: dict[str, Any], num_channels: int) -> 
 def outdated_files(
     output: Path, earlier_report: dict[str, Any], report: dict[str, Any]
 ) -> list[Path]:
-    """List the files of an earlier prediction of the case that a new one has not written again.
+    """List the files of an earlier prediction of the case that the report of a new one lacks.
 
     They may show other labels than the new ones.
 
@@ -262,16 +348,29 @@ def _as_in_json(settings: dict[str, Any]) -> dict[str, Any]:
 def refuse_other_json(output: Path) -> None:
     """Refuse a label map whose report would overwrite a JSON file of another program.
 
-    Such files lie beside scans: dcm2niix writes `ct.json` with `ct.nii.gz`.
+    Such files lie beside scans: dcm2niix writes `ct.json` with `ct.nii.gz`. Beside a label map a
+    file that is no JSON mapping counts as its damaged report. A missing or empty file is not read;
+    a report has some kB, and is read again later, to see whether the case is up to date.
 
     Raises:
         UserError: Names the file.
     """
-    report = read_report(output)
-    if report and "volume_ml" not in report:
+    path = report_path(output)
+    try:
+        if path.stat().st_size == 0:
+            return
+        content = read_json(path)
+    except FileNotFoundError:
+        return
+    except (OSError, UserError):
+        content = None
+    is_report = output.exists()
+    if isinstance(content, dict):
+        is_report = "volume_ml" in content
+    if not is_report:
         raise UserError(
-            f"{report_path(output)}: expected a report of medseg, got another JSON file, which "
-            "would be overwritten; give another output"
+            f"{path}: expected a report of medseg, got another JSON file or a damaged one, which "
+            "would be overwritten; delete it or give another output"
         )
 
 

@@ -123,6 +123,11 @@ def _predict_source(
         archive: Archive that the input was unpacked from.
     """
     is_on_ray = config.engine is Engine.ray
+    if config.series_pick is not None and not config.has_scan_path:
+        raise UserError(
+            f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
+            f"{config.input}; leave it out (a case table has a column series for that)"
+        )
     # `protected` describes each file of the input, none of which may be overwritten.
     scans, protected = find_scans(
         source, config.split, config.series, config.hu, config.data.labels_column
@@ -133,10 +138,7 @@ def _predict_source(
     # files make a case depends on the task, which is in the checkpoints.
     has_studies = config.has_scan_path and any(map(may_hold_studies, scans))
     if config.series_pick is not None and not has_studies:
-        raise UserError(
-            f"series_pick={config.series_pick}: expected a folder of DICOM files as input, got "
-            f"{config.input}; leave it out (a case table has a column series for that)"
-        )
+        say(f"{config.input}: no DICOM folder, so series_pick={config.series_pick} has no effect")
     if not has_studies:
         check_outputs(_outputs(output, source, scans), protected)
     loading_config = _for_the_task_alone(config) if is_on_ray else config

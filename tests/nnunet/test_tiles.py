@@ -90,8 +90,10 @@ def test_an_infinite_sum_is_refused() -> None:
 def test_logits_that_are_no_numbers_are_refused() -> None:
     image = torch.zeros((1, *TILE))
     image[0, 0, 0, 0] = torch.nan
-    with pytest.raises(UserError, match=r"some logits are NaN, .* give precision=fp32"):
+    with pytest.raises(UserError, match=r"some logits are NaN, .* give precision=fp32") as caught:
         list(finished_planes(run, image, TILE, 3, (), torch.half))
+    # The network of this test already runs in fp32.
+    assert "in fp32 already, the default on a CPU, take another checkpoint" in str(caught.value)
 
 
 def test_folds_are_added_in_half_precision_one_after_the_other() -> None:

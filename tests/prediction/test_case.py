@@ -31,7 +31,7 @@ from medseg.prediction import batch
 from medseg.prediction import case as case_module
 from medseg.prediction import result_files as results_module
 from medseg.prediction.case import is_small, segment_scan
-from medseg.prediction.case_report import checksums
+from medseg.prediction.case_report import checksums, refuse_other_json
 from medseg.prediction.options import PredictConfig
 from medseg.prediction.scans import Scan
 from medseg.task import Channel, Task
@@ -250,6 +250,49 @@ def test_files_that_an_earlier_prediction_leaves_behind_are_named(
     assert message in capsys.readouterr().err
 
 
+def results(folder: Path) -> list[str]:
+    """Names of the files that the report of the case `a` lists."""
+    return list(json.loads((folder / "out" / "a.json").read_text())["results"])
+
+
+def test_a_further_kind_of_file_leaves_the_earlier_ones_in_report_and_page(
+    folder: Path, predicted: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(folder, "save=[labels,preview]") == 0
+    assert predict(folder, "save=[viewer]") == 0
+    assert results(folder) == ["a.nii.gz", "a.html", "a.preview.png"]
+    page = (folder / "out" / "index.html").read_text()
+    assert "a.preview.png" in page
+    assert "a.html" in page
+    assert "earlier prediction" not in capsys.readouterr().err
+    # The viewer is carried over with its options, so all kinds together are up to date.
+    (folder / "out" / "a.preview.png").unlink()
+    assert predict(folder, "save=[labels,preview]") == 0
+    predicted.clear()
+    assert predict(folder, "save=[labels,preview,viewer]") == 0
+    assert predicted == []
+
+
+@pytest.mark.parametrize("change", ["settings", "scan", "file", "weights"])
+def test_files_that_may_show_other_labels_are_not_carried_over(
+    change: str, folder: Path, weights: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    preview = folder / "out" / "a.preview.png"
+    assert predict(folder, "save=[labels,preview]") == 0
+    overrides = ["save=[labels,viewer]"]
+    if change == "settings":
+        overrides.append("inference.tta=true")
+    elif change == "scan":
+        other_scan(folder)
+    elif change == "file":
+        preview.write_bytes(b"")
+    else:
+        weights["fine"] = "f1"
+    assert predict(folder, *overrides) == 0
+    assert preview.name not in results(folder)
+    assert f"{preview}: from an earlier prediction of this case" in capsys.readouterr().err
+
+
 def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[str]) -> None:
     volume, labels = scan()
     table = folder / "cases.csv"
@@ -262,14 +305,23 @@ def test_another_reference_makes_the_viewer_anew(folder: Path, predicted: list[s
         assert bool(predicted) == is_made
 
 
-def test_a_json_file_of_another_program_is_not_overwritten(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"Modality": "CT"}', "{}", "[1]", "null", "{'Modality': 'CT'}", "\0"]
+)
+def test_a_json_file_of_another_program_is_not_overwritten(text: str, folder: Path) -> None:
     sidecar = folder / "scans" / "a.json"
-    sidecar.write_text('{"Modality": "CT"}')
+    sidecar.write_text(text)
     source = folder / "scans" / "a.nii.gz"
     output = folder / "scans" / "a.seg.nrrd"
     with pytest.raises(UserError, match=r"a\.json: expected a report of medseg, got another JSON"):
         predict(folder, f"input='{source}'", f"output='{output}'")
-    assert sidecar.read_text() == '{"Modality": "CT"}'
+    assert sidecar.read_text() == text
+
+
+def test_an_empty_file_in_place_of_a_report_is_replaced(tmp_path: Path) -> None:
+    refuse_other_json(tmp_path / "a.nii.gz")
+    (tmp_path / "a.json").touch()
+    refuse_other_json(tmp_path / "a.nii.gz")
 
 
 def test_so_do_other_weights(folder: Path, predicted: list[str], weights: dict[str, str]) -> None:

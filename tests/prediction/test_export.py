@@ -189,17 +189,26 @@ def test_names_and_times_of_an_archive_do_no_harm(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_rule_needs_a_folder_and_no_series(few: dict[str, Path], tmp_path: Path) -> None:
+def test_a_rule_needs_a_scan_path_and_no_series(few: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("case,image\na,a.nii.gz\n")
     with pytest.raises(UserError, match="expected a folder of DICOM files as input"):
         predict(tmp_path / "t.csv", tmp_path / "out", "series_pick=thinnest")
-    grid = VoxelGrid((2, 3, 4), (1.0, 1.0, 1.0))
-    write_image(tmp_path / "ct" / "a.nii.gz", np.zeros(grid.shape, np.int16), grid)
-    for source in (tmp_path / "ct", tmp_path / "ct" / "a.nii.gz"):
-        with pytest.raises(UserError, match="expected a folder of DICOM files as input"):
-            predict(source, tmp_path / "out", "series_pick=thinnest")
     with pytest.raises(UserError, match="series and series_pick exclude each other"):
         predict(few["flat"], tmp_path / "out", "series_pick=thinnest", "series=3")
+
+
+def test_a_rule_has_no_effect_without_dicom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script may give it for every input."""
+    grid = VoxelGrid((8, 8, 9), (1.0, 1.0, 1.0))
+    image = np.random.default_rng(0).integers(-900, 900, grid.shape).astype(np.int16)
+    write_image(tmp_path / "ct" / "a.nii.gz", image, grid)
+    for source in (tmp_path / "ct", tmp_path / "ct" / "a.nii.gz"):
+        output = tmp_path / f"out_{source.name}"
+        assert predict(source, output, "series_pick=thinnest") == 0
+        message = f"{source}: no DICOM folder, so series_pick=thinnest has no effect\n"
+        assert capsys.readouterr().err.count(message) == 1
 
 
 def test_a_refusal_of_two_series_names_the_rule(
