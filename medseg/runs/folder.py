@@ -585,9 +585,8 @@ def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -
     if not keys:
         return
     length_key = _length_key(saved["schedule._target_"])
-    is_length_changed = length_key in keys
     if "steps" in keys and set(keys) <= {"steps", length_key}:
-        _check_steps(resume, saved, changed["steps"], is_length_changed)
+        _check_steps(resume, saved, changed)
         return
     changes = describe_changes(keys, saved, changed)
     raise UserError(
@@ -596,37 +595,50 @@ def _check_change(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -
     )
 
 
-def _check_steps(resume: str, saved: dict[str, Any], steps: int, is_length_changed: bool) -> None:
+def _check_steps(resume: str, saved: dict[str, Any], changed: dict[str, Any]) -> None:
     """Refuse fewer steps, and more steps where they would change the schedule.
 
     Args:
         resume: The argument, for messages.
         saved: Values of the run from `decisive`.
-        steps: Steps of the command; the run has another number.
-        is_length_changed: Whether the length of the schedule has changed with the steps.
+        changed: Values of the command, which has another number of steps.
 
     Raises:
         UserError: If the steps are refused.
     """
     saved_steps = saved["steps"]
+    steps = changed["steps"]
     if steps < saved_steps:
         raise UserError(
             f"resume={resume}: steps={steps} is less than steps={saved_steps} of the run; "
             f"choose {saved_steps} or more"
         )
-    length_key = _length_key(saved["schedule._target_"])
-    if length_key is None:
-        return
-    length = saved.get(length_key)
-    # A run that has already passed the end of its schedule may go on: its schedule does not depend
-    # on the further steps. A run that ends within its schedule may not.
-    is_end_passed = length is not None and saved_steps <= length < steps
-    if is_length_changed or is_end_passed:
+    if not allows_more_steps(saved, changed):
+        length_key = _length_key(saved["schedule._target_"])
+        assert length_key is not None, "a schedule without an end allows more steps"
         raise UserError(
-            f"resume={resume}: steps={steps}: {length_key}={length}, so the schedule was built for "
-            "that many steps and would change with another length; "
+            f"resume={resume}: steps={steps}: {length_key}={saved.get(length_key)}, so the "
+            "schedule was built for that many steps and would change with another length; "
             "start a new run, with schedule=constant if you want to extend it later"
         )
+
+
+def allows_more_steps(saved: Mapping[str, Any], changed: Mapping[str, Any]) -> bool:
+    """Whether a run may go on to more steps, since its schedule does not depend on them.
+
+    Args:
+        saved: Values of the run from `decisive`.
+        changed: Values with more steps.
+    """
+    length_key = _length_key(saved["schedule._target_"])
+    if length_key is None:
+        return True
+    length = saved.get(length_key)
+    is_length_changed = changed.get(length_key) != length
+    # A run that has already passed the end of its schedule may go on: its schedule does not depend
+    # on the further steps. A run that ends within its schedule may not.
+    is_end_passed = length is not None and saved["steps"] <= length < changed["steps"]
+    return not (is_length_changed or is_end_passed)
 
 
 def _length_key(target: str) -> str | None:

@@ -131,7 +131,6 @@ class SweepFolder(Callback):
             is_new = create_text(sweep_dir / SWEEP_FILE, "{}")
             if is_new or is_named:
                 break
-        _remove_refusals(sweep_dir)
         self.started.append(sweep_dir)
         self.earlier_times_ns.update(_record_times_ns(sweep_dir))
         # With the basic launcher, this process runs the jobs one after the other, and `run_job`
@@ -184,6 +183,7 @@ def run_job(config: TrainConfig) -> int:
         overrides=_overrides(),
         signature=signature(plain(config)),
     )
+    _remove_refusals(sweep_dir, job)
     earlier_dir = find_job(sweep_dir, job)
     if earlier_dir is not None:
         remove_if_empty(job_dir)
@@ -258,14 +258,22 @@ def find_job(sweep_dir: Path, job: Job) -> Path | None:
     The earlier job has the same signature and the same values of the swept keys. The signature
     alone is not enough: a sweep may compare keys that change no result, such as `data.num_workers`.
     """
+    for folder, earlier_job in _jobs_with_values_of(sweep_dir, job).items():
+        if earlier_job.signature == job.signature:
+            return folder
+    return None
+
+
+def _jobs_with_values_of(sweep_dir: Path, job: Job) -> dict[Path, Job]:
+    """Read the jobs of a sweep that have the same values of the swept keys as a job, by folder."""
     # Where `sweep.json` is missing or damaged, all arguments of the job count.
     keys = _swept_keys(sweep_dir) or list(job.overrides)
     values = [job.overrides.get(key) for key in keys]
-    for folder, earlier_job in read_jobs(sweep_dir).items():
-        earlier_values = [earlier_job.overrides.get(key) for key in keys]
-        if earlier_values == values and earlier_job.signature == job.signature:
-            return folder
-    return None
+    jobs = {}
+    for folder, other_job in read_jobs(sweep_dir).items():
+        if [other_job.overrides.get(key) for key in keys] == values:
+            jobs[folder] = other_job
+    return jobs
 
 
 def note_refusal(message: str) -> None:
@@ -284,6 +292,7 @@ def note_refusal(message: str) -> None:
         overrides=_overrides(),
         signature="",
     )
+    _remove_refusals(sweep_dir, job)
     job.write(job_dir)
     compare(sweep_dir)
 
@@ -357,10 +366,13 @@ def latest_end(status: str, message: str, summary: Mapping[str, Any]) -> tuple[s
     return status, message
 
 
-def _remove_refusals(sweep_dir: Path) -> None:
-    """Remove the records of jobs that were refused before they had a run, with their folders."""
-    for job_dir, job in read_jobs(sweep_dir).items():
-        if job.status is not Status.refused or (job_dir / CONFIG_FILE).is_file():
+def _remove_refusals(sweep_dir: Path, job: Job) -> None:
+    """Remove the records of a job that begins again, and was refused before it had a run.
+
+    Refusals of other jobs stay: another start of the sweep may still need them for its exit code.
+    """
+    for job_dir, earlier_job in _jobs_with_values_of(sweep_dir, job).items():
+        if earlier_job.status is not Status.refused or (job_dir / CONFIG_FILE).is_file():
             continue
         with suppress(OSError):  # another process removes the folder, or uses it
             (job_dir / JOB_FILE).unlink()

@@ -19,7 +19,7 @@ from medseg.io.tables import read_csv
 from medseg.runs.folder import CONFIG_FILE, read_summary
 from medseg.runs.status import Status, status_of
 from medseg.studies.train_arguments import (
-    compose_train,
+    compose_unresolved,
     search_path_overrides,
     training_changes,
 )
@@ -137,7 +137,7 @@ def _tell_changes(run_dir: Path, arguments: Sequence[str]) -> None:
         return
     # A run of an older version may have a configuration that cannot be compared.
     with suppress(UserError):
-        config = compose_train(quote_paths([*arguments, "run_dir=none"]), "train")
+        config = compose_unresolved(quote_paths([*arguments, "run_dir=none"]), "train")
         changes = training_changes(run_dir, config)
         if changes:
             say(

@@ -95,7 +95,8 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
     Args:
         case: Case with labels, a CT.
         organs: Values of each organ in the label file.
-        folder: Folder for `<case>_diseased.nii.gz` and `<case>_diseased_labels.nii.gz`.
+        folder: Folder for `<case>_diseased.nii.gz` and `<case>_diseased_labels.nii.gz`. Where the
+            case has a scale to HU, the names have its slope and offset too.
 
     Returns:
         The painted case; none if the scan shows no organ.
@@ -104,7 +105,11 @@ def paint_scan(case: Case, organs: Sequence[Sequence[int]], folder: Path) -> lis
     present_organs = [values for values in organs if np.isin(labels, values).any()]
     if not present_organs:
         return []
-    files = _files(case, ["diseased"], folder)
+    stem = "diseased"
+    # A file that was painted with another scale, or before scales counted, is not up to date.
+    if case.hu != AS_STORED:
+        stem = f"diseased_{case.hu.slope}_{case.hu.offset}"
+    files = {"diseased": _files(case, [stem], folder)[stem]}
     if not _are_up_to_date(case, files):
         scan, scan_grid = oriented_image(case)
         # The seed is a hash of the name, so that a case has the same disease in every study.

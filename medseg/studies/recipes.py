@@ -20,7 +20,12 @@ from medseg.errors import UserError
 from medseg.io.atomic import replace_text
 from medseg.io.text import read_json
 from medseg.studies.command_steps import Step, last_checkpoint, train_steps
-from medseg.studies.train_arguments import compose_train, compose_unchecked, folder_name
+from medseg.studies.train_arguments import (
+    FOLDER_KEYS,
+    compose_train,
+    compose_unchecked,
+    folder_name,
+)
 from medseg.weights.files import shipped_weights
 from medseg.weights.included import INCLUDED_TASK
 
@@ -28,18 +33,6 @@ from medseg.weights.included import INCLUDED_TASK
 RECIPE_FILE = "experiments.json"
 # Number of hexadecimal digits of a SHA-256 that a recipe keeps.
 DIGEST_LENGTH = 12
-# Keys of the configuration that hold paths on the training machine.
-FOLDER_KEYS = (
-    "run_dir",
-    "resume",
-    "init_from",
-    "data.cases",
-    "data.cache",
-    "data.phantoms.folder",
-    "stage.coarse",
-    "stage.coarse_folds",
-    "logger.save_dir",
-)
 
 
 def experiments(config: RecipeConfig) -> dict[str, list[str] | str | None]:

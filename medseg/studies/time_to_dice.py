@@ -15,7 +15,7 @@ from medseg.config.schema import TimeToDiceConfig
 from medseg.errors import EXIT_FAILED, EXIT_RESUME
 from medseg.io.atomic import check_writable, replace_text
 from medseg.io.tables import markdown_table, read_csv, write_csv
-from medseg.runs.folder import CONFIG_FILE, open_run, read_summary, status_of_run
+from medseg.runs.folder import CONFIG_FILE, is_finished, open_run, read_summary, status_of_run
 from medseg.runs.past_runs import HISTORY_FILE, read_history
 from medseg.runs.processes import run_in_process
 from medseg.runs.status import FAILURES, Status, status_of
@@ -77,6 +77,8 @@ def time_to_dice(config: TimeToDiceConfig) -> int:
         run_arguments = [f"name={quote(folder.name)}", f"run_dir={quote(str(folder / 'run'))}"]
         merged = merge_arguments(common, arguments, row_arguments)
         configs[name] = compose_train([*merged, *run_arguments], f"rows.{name}")
+    for name, row_config in configs.items():
+        check_begun_row(output / folder_name(name) / "run", row_config)
     check_writable(output)
     table: list[dict[str, Any]] = []
     for name, row_config in configs.items():
@@ -193,6 +195,20 @@ class _Progress:
         write_csv(self._path, self.points, (*SCORES, "cpu_minutes"))
 
 
+def check_begun_row(run_dir: Path, config: TrainConfig) -> None:
+    """Refuse a row that an earlier start has trained with another configuration.
+
+    Args:
+        run_dir: Run folder of the row, which may not exist.
+        config: Configuration of the row.
+
+    Raises:
+        UserError: Names the keys that differ.
+    """
+    if (run_dir / CONFIG_FILE).is_file():
+        check_same_training(run_dir, config, can_extend=True)
+
+
 def train_row(
     config: TrainConfig, study: TimeToDiceConfig, limit_minutes: float
 ) -> tuple[Sequence[Point], str]:
@@ -221,14 +237,16 @@ def train_row(
     has_begun = (run_dir / CONFIG_FILE).is_file()
     # A row that has not begun is treated like an interrupted one: it has steps to make.
     status = status_of_run(run_dir) if has_begun else Status.interrupted
+    config.resume = str(run_dir) if has_begun else None
+    # A row that has ended goes on where the study has more steps now.
+    if status is Status.finished and not is_finished(config):
+        status = Status.interrupted
     # `is_enough` comes first in the condition: it also adds the validations of an earlier start
     # that are in the history only.
     if is_enough() or status is Status.finished:
         # Where a row is continued, `open_run` compares the configurations.
-        if has_begun:
-            check_same_training(run_dir, config)
+        check_begun_row(run_dir, config)
     else:
-        config.resume = str(run_dir) if has_begun else None
         open_run(config)
         try:
             status = status_of(run_in_process(config, is_enough))

@@ -2,8 +2,8 @@
 
 import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,23 @@ from omegaconf import DictConfig
 from medseg.config.check import explain, to_config
 from medseg.config.experiment_file import register_experiments
 from medseg.errors import UserError
-from medseg.runs.folder import load_config, resolve_paths_and_spacing
+from medseg.runs.folder import allows_more_steps, load_config, resolve_paths_and_spacing
 from medseg.runs.signature import changed_keys, decisive, describe_changes, plain
 from medseg.targets import targets_first
 from medseg.training.options import TrainConfig
+
+# Keys of the configuration that hold paths on the training machine.
+FOLDER_KEYS = (
+    "run_dir",
+    "resume",
+    "init_from",
+    "data.cases",
+    "data.cache",
+    "data.phantoms.folder",
+    "stage.coarse",
+    "stage.coarse_folds",
+    "logger.save_dir",
+)
 
 
 def key_of(argument: str) -> str:
@@ -82,13 +95,26 @@ def compose_train(arguments: Sequence[str], where: str) -> TrainConfig:
     Raises:
         UserError: If `train` would refuse the arguments.
     """
-    composed = compose_unchecked(arguments, where)
-    try:
-        config = to_config(composed, TrainConfig)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
+    config = compose_unresolved(arguments, where)
     resolve_paths_and_spacing(config)
     return config
+
+
+def compose_unresolved(arguments: Sequence[str], where: str) -> TrainConfig:
+    """Compose a configuration as `compose_train`, with relative paths and without reading data.
+
+    Args:
+        arguments: Arguments of `train`.
+        where: Key of the study under which the user gave them, for messages.
+
+    Raises:
+        UserError: If `train` would refuse the arguments.
+    """
+    composed = compose_unchecked(arguments, where)
+    try:
+        return to_config(composed, TrainConfig)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
 
 
 def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
@@ -110,20 +136,27 @@ def compose_unchecked(arguments: Sequence[str], where: str) -> DictConfig:
         raise UserError(f"{where}: {explain(error)}") from error
 
 
-def check_same_training(run_dir: Path, config: TrainConfig) -> None:
+def check_same_training(run_dir: Path, config: TrainConfig, *, can_extend: bool = False) -> None:
     """Refuse to take a training for that of a configuration which would give another result.
 
     Args:
         run_dir: Folder of the run.
         config: Configuration of `compose_train`.
+        can_extend: Whether the study continues a training that has fewer steps. More steps are then
+            accepted where `train` would resume the run with them.
 
     Raises:
         UserError: Names the keys that differ.
     """
-    changes = training_changes(run_dir, config)
-    if changes:
+    trained, configured = _decisive_values(run_dir, config)
+    keys = _changed_keys(trained, configured)
+    has_more_steps = keys == ["steps"] and configured["steps"] > trained["steps"]
+    if can_extend and has_more_steps and allows_more_steps(trained, configured):
+        return
+    if keys:
         raise UserError(
-            f"{run_dir} holds a training with another configuration ({changes}); "
+            f"{run_dir} holds a training with another configuration "
+            f"({describe_changes(keys, trained, configured)}); "
             "restore these values, or give another output"
         )
 
@@ -133,17 +166,47 @@ def training_changes(run_dir: Path, config: TrainConfig) -> str:
 
     Args:
         run_dir: Folder of the run.
-        config: Configuration of `compose_train`.
+        config: Configuration of `compose_train` or `compose_unresolved`.
 
     Raises:
         UserError: If the configuration of the run is damaged, or of an older version.
     """
-    trained_config = load_config(run_dir, config.trusted_targets)
-    # `compose_train` has done the same to `config`, so equal paths compare as equal.
-    resolve_paths_and_spacing(trained_config)
-    trained = decisive(plain(trained_config))
-    configured = decisive(plain(config))
-    return describe_changes(changed_keys(trained, configured), trained, configured)
+    trained, configured = _decisive_values(run_dir, config)
+    return describe_changes(_changed_keys(trained, configured), trained, configured)
+
+
+def _decisive_values(run_dir: Path, config: TrainConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the values that can change a result: those of a run, and those of a configuration."""
+    trained = load_config(run_dir, config.trusted_targets)
+    resolve_paths_and_spacing(trained)
+    spacing = config.spacing
+    # The run has found its spacing in the headers of all training cases: they are not read again.
+    if spacing.target_spacing_mm is None and spacing.strategy is trained.spacing.strategy:
+        spacing = replace(spacing, target_spacing_mm=trained.spacing.target_spacing_mm)
+    return decisive(plain(trained)), decisive(plain(replace(config, spacing=spacing)))
+
+
+def _changed_keys(trained: Mapping[str, Any], configured: Mapping[str, Any]) -> list[str]:
+    """List the keys that differ, without paths of files that have only moved."""
+    keys = []
+    for key in changed_keys(trained, configured):
+        # A table that was moved may have another name too; resuming a run ignores it as well.
+        if key == "data.cases":
+            continue
+        is_path = key in FOLDER_KEYS
+        if is_path and _file_names(trained.get(key)) == _file_names(configured.get(key)):
+            continue
+        keys.append(key)
+    return keys
+
+
+def _file_names(paths: str | Sequence[str] | None) -> list[str]:
+    """List the last part of one path, or of several; empty for None."""
+    if paths is None:
+        return []
+    if isinstance(paths, str):
+        return [Path(paths).name]
+    return [Path(path).name for path in paths]
 
 
 def folder_name(name: str) -> str:

@@ -339,10 +339,10 @@ def make_views(config: TrainConfig) -> list[View]:
         return [View(label_names, is_mirrored=False)]
     views = []
     for region in task.regions:
-        # The classes of the fine network: the labels of the region, in their order, and then the
-        # helper labels, which count in the score of a validation too.
+        # The first classes of the fine network are the labels of the region, in their order. The
+        # helper labels after them have no name: each region would give them a row of its own, with
+        # equal case and label.
         label_names = dict(enumerate(region.labels, start=1))
-        label_names |= dict(enumerate(task.helper_labels, start=1 + task.num_region_labels))
         # The fine network sees each region as if it were on the left.
         views.append(View(label_names, is_mirrored=region.side == "right"))
     return views

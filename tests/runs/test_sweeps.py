@@ -348,3 +348,26 @@ def test_only_the_jobs_of_this_start_decide_the_exit_code(
     with (sweep_dir / "comparison.csv").open() as file:
         statuses = [row["status"] for row in csv.DictReader(file)]
     assert statuses == [status_of(failed_code).value, "finished", "finished"]
+
+
+def test_a_second_start_of_a_sweep_keeps_the_refusals_of_one_that_still_runs(
+    tiny_table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SweepFolder, "started", [tmp_path])
+    monkeypatch.setattr(SweepFolder, "earlier_times_ns", {})
+    refused = SweepJob(tmp_path, tiny_table, monkeypatch, "seed=1")
+    sweeps.note_refusal("no such key")
+    hydra_config = {
+        "overrides": {"task": ["seed=1,2"], "hydra": [f"hydra.sweep.dir={tmp_path}"]},
+        "sweep": {"dir": str(tmp_path)}, "sweeper": {},
+        "launcher": {"_target_": "BasicLauncher"},
+    }  # fmt: skip
+    monkeypatch.setattr(STOP, "install", lambda: None)
+    with monkeypatch.context() as other_process:
+        other_process.setattr(SweepFolder, "started", [])
+        other_process.setattr(SweepFolder, "earlier_times_ns", {})
+        SweepFolder().on_multirun_start(OmegaConf.create({"hydra": hydra_config}))
+        assert sweeps.exit_codes() == [], "only the earlier start has been refused"
+    assert sweeps.exit_codes() == [exit_code_of(Status.refused)]
+    assert refused.run() == 0, "the job is tried again"
+    assert [job.status for job in read_jobs(tmp_path).values()] == [Status.finished]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from medseg.data.case_table import Case
 from medseg.geometry.grid import VoxelGrid
 from medseg.io.read import read_image, read_labels
 from medseg.io.write import write_image, write_labels
+from medseg.preprocess.scale import HuScale
 from medseg.studies.pieces import cut_partial_scans, halves, paint_scan, slice_ranges
 
 # Stored from head to feet: slice 0 is the highest.
@@ -137,3 +139,18 @@ def test_painted_scans_keep_their_place_and_are_the_same_in_every_study(tmp_path
     assert not (painted.array > -800)[52:].any()
     assert not (painted.array > -800)[:8].any()
     assert paint_scan(case, [[9]], tmp_path / "none") == []
+
+
+def test_a_scan_that_was_painted_with_another_scale_is_painted_again(tmp_path: Path) -> None:
+    image = np.full(HEAD_FIRST_GRID.shape, 224, dtype=np.int16)
+    labels = np.zeros(HEAD_FIRST_GRID.shape, dtype=np.uint8)
+    labels[10:50, 1:3, 1:3] = 7
+    write_image(tmp_path / "i.nii.gz", image, HEAD_FIRST_GRID)
+    write_labels(tmp_path / "l.nii.gz", labels, HEAD_FIRST_GRID)
+    as_stored = Case("c", tmp_path / "i.nii.gz", tmp_path / "l.nii.gz", "p")
+    for offset in (0.0, -1024.0, -1000.0):
+        case = replace(as_stored, hu=HuScale(1.0, offset))
+        (painted,) = paint_scan(case, [[7]], tmp_path)
+        assert (painted.name, painted.hu) == ("c_diseased", HuScale())
+        # A corner outside of the organ keeps its value.
+        assert read_image(painted.image).array[0, 0, 0] == 224 + offset

@@ -18,6 +18,7 @@ from medseg.config.overrides import quote_paths
 from medseg.config.schema import EvaluateConfig, MakeWeightsConfig
 from medseg.data.case_table import Case
 from medseg.errors import UserError
+from medseg.runs import folder as run_folder
 from medseg.runs.folder import open_run
 from medseg.studies import command_steps, recipes, train_arguments
 
@@ -206,6 +207,44 @@ def test_a_finished_run_of_an_experiment_that_was_edited_is_told(
     told = capsys.readouterr().err
     assert "has finished with other values (" in told
     assert "steps: 5 then, 6 now" in told
+
+
+def test_nothing_is_told_nor_read_where_a_study_was_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = SimpleNamespace(initialized=lambda: True)
+    monkeypatch.setattr(command_steps, "HydraConfig", fake)
+
+    def find_spacing(spacing: Any, data: Any, task: Any) -> None:
+        if spacing.target_spacing_mm is None:
+            spacing.target_spacing_mm = [3.0, 1.0, 1.0]
+            print("headers are read")
+
+    monkeypatch.setattr(run_folder, "find_spacing", find_spacing)
+
+    median = ["spacing.strategy=dataset_median", "spacing.target_spacing_mm=null"]
+
+    def arguments_in(place: Path) -> list[str]:
+        (place / "checkpoints").mkdir(parents=True)
+        (place / "cases.csv").touch()
+        (place / "checkpoints" / "last.ckpt").touch()
+        weights = place / "checkpoints" / "last.ckpt"
+        return [
+            f"data.cases={place / 'cases.csv'}",
+            f"init_from={weights}",
+            *median,
+        ]
+
+    with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        composed = [*quote_paths(arguments_in(tmp_path / "a")), f"run_dir='{tmp_path / 'run'}'"]
+        open_run(train_arguments.compose_train(composed, "train"))
+        assert capsys.readouterr().out == "headers are read\n"
+        (tmp_path / "run" / "summary.json").write_text('{"status": "finished"}', encoding="utf-8")
+        moved = arguments_in(tmp_path / "b")
+        assert command_steps.train_steps(tmp_path / "run", *moved) == []
+        assert capsys.readouterr() == ("", "")
+        command_steps.train_steps(tmp_path / "run", *moved[:1], *median)
+    assert "has finished with other values (init_from: " in capsys.readouterr().err
 
 
 def test_folders_of_configuration_files_reach_the_commands_of_a_study(

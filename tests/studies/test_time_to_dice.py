@@ -95,6 +95,31 @@ def test_the_minutes_of_another_configuration_are_not_reused(
         app.train_row(row, study, 100.0)
 
 
+def test_a_row_keeps_its_minutes_where_the_table_was_moved(
+    row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Training(monkeypatch)
+    assert app.train_row(row, study, 100.0)[1] == "reached"
+    row.data.cases = str(tmp_path / "moved.csv")
+    assert app.train_row(row, study, 100.0)[1] == "reached"
+
+
+def test_a_row_that_ended_goes_on_with_more_steps_where_its_schedule_allows_them(
+    row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row.steps, row.schedule = 20, {"_target_": "torch.optim.lr_scheduler.ConstantLR"}
+    training = Training(monkeypatch, last_step=20)
+    assert app.train_row(row, study, 100.0)[1] == "ended"
+    row.steps, training.last_step = 1000, 1000
+    assert app.train_row(row, study, 100.0)[1] == "reached"
+    assert training.starts == 2
+    row.steps = 2000
+    assert app.train_row(row, study, 100.0)[1] == "reached"
+    row.steps = 10
+    with pytest.raises(UserError, match=r"steps: 1000 then, 10 now"):
+        app.train_row(row, study, 100.0)
+
+
 def test_a_row_is_stopped_at_its_limit_and_continues_under_a_higher_one(
     row: TrainConfig, study: TimeToDiceConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +201,22 @@ def test_a_row_has_the_smaller_of_the_two_limits(
         replace(study, output=str(tmp_path), rows=rows, max_minutes=10.0, max_ratio=3.0)
     )
     assert used_limits == limits
+
+
+def test_all_rows_that_have_begun_are_checked_before_one_is_trained(
+    row: TrainConfig, study: TimeToDiceConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Training(monkeypatch)
+    row.run_dir = str(tmp_path / "second" / "run")
+    assert app.train_row(row, study, 100.0)[1] == "reached"
+    row.seed += 1
+    hydra_config = SimpleNamespace(overrides=SimpleNamespace(task=[]))
+    monkeypatch.setattr(app, "HydraConfig", SimpleNamespace(get=lambda: hydra_config))
+    monkeypatch.setattr(app, "compose_train", lambda *_: row)
+    monkeypatch.setattr(app, "make_data_module", lambda _: pytest.fail("a row begins"))
+    rows: Any = {"first": [], "second": []}
+    with pytest.raises(UserError, match=r"second.run holds a training with another .*seed: "):
+        app.time_to_dice(replace(study, output=str(tmp_path), rows=rows))
 
 
 def test_processes_that_have_ended_count() -> None:
